@@ -1,0 +1,1 @@
+"""Training recipes: `python -m recipes train|evaluate|generate|bench CONFIG [key=value ...]`."""

@@ -1,0 +1,218 @@
+"""Everything a recipe can be told, each key declared once, with its meaning beside it.
+
+The sections are frozen pydantic models. A key that is not declared here is an error: a misspelt key
+never falls back to a default in silence. `recipes.configfile` reads YAML into these models and turns
+what pydantic reports into messages that name the full dotted key.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+Policy = Literal["float32", "bfloat16", "float16", "fp8"]
+
+# Strict: YAML already has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
+Count = Annotated[int, Strict(), Field(gt=0)]
+Whole = Annotated[int, Strict(), Field(ge=0)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Flag = Annotated[bool, Strict()]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class DataConfig(_Section):
+    """Where the text comes from and how it is cut into batches."""
+
+    path: str | None = Field(
+        None,
+        description="a UTF-8 text file, a folder of them, or null for the Python standard library",
+    )
+    pattern: str = Field("**/*", description="which files of a folder to read, as a glob pattern")
+    max_bytes: Count | None = Field(None, description="read at most this many bytes of the text")
+    sequence_length: Count = Field(128, description="tokens that the model sees at once")
+    validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
+        0.1, description="the share of the text, at its end, that is kept for validation"
+    )
+    batch_size: Count = Field(16, description="sequences per step, over all processes")
+
+
+class ResidualConfig(_Section):
+    """How a residual branch is weighed against the stream it joins (unitscale models)."""
+
+    scheme: Literal["fixed", "running_mean", "depth"] = Field(
+        "depth", description="how the weight tau of each residual branch is chosen"
+    )
+    tau: Positive | None = Field(
+        None, description="the weight of every branch; needed by, and only read under, scheme fixed"
+    )
+    mult: Positive = Field(1.0, description="weight of all branches together (scheme depth)")
+    attention_ratio: Positive = Field(
+        1.0, description="weight of attention branches over MLP branches (scheme depth)"
+    )
+
+    @model_validator(mode="after")
+    def _tau_belongs_to_fixed(self) -> Self:
+        if (self.scheme == "fixed") != (self.tau is not None):
+            raise ValueError(
+                "tau is set exactly when scheme is fixed; "
+                f"got scheme {self.scheme} and tau {self.tau}; "
+                + ("set tau, for example 0.5" if self.tau is None else "remove tau or use scheme fixed")
+            )
+        return self
+
+
+class ModelConfig(_Section):
+    """The shape of the GPT."""
+
+    library: Literal["unitscale", "plain"] = Field(
+        "unitscale", description="unitscale.nn, or the same model in plain flax.nnx as a baseline"
+    )
+    vocab: Count = Field(256, description="number of token ids; 256 for the byte tokenizer")
+    width: Count = Field(128, description="size of the residual stream")
+    layers: Count = Field(4, description="number of Transformer layers")
+    heads: Count = Field(4, description="number of attention heads")
+    kv_heads: Count | None = Field(
+        None, description="heads of keys and values (grouped-query attention); null for `heads`"
+    )
+    mlp: Literal["plain", "gated"] = Field("plain", description="gelu MLP, or gated silu MLP")
+    mlp_ratio: Positive = Field(4.0, description="hidden size of the MLP over the width")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
+    positions: Literal["rope", "learned"] = Field("rope", description="position encoding")
+    context: Count | None = Field(
+        None, description="longest sequence of learned positions; null for data.sequence_length"
+    )
+    tied_readout: Flag = Field(False, description="use the embedding table as the readout")
+    dropout: Fraction = Field(0.0, description="share of activations dropped in each branch")
+    residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        return round(self.width * self.mlp_ratio)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads must divide width; got heads {self.heads} and width {self.width}; "
+                f"use heads {_nearest_divisor(self.width, self.heads)}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                "rope needs an even head size (width / heads); "
+                f"got width {self.width} and heads {self.heads}, a head size of {self.head_dim}; "
+                "change heads, or use positions learned"
+            )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads must divide heads; got kv_heads {self.kv_heads} and heads {self.heads}; "
+                f"use kv_heads {_nearest_divisor(self.heads, self.kv_heads)}"
+            )
+        if self.hidden < 1:
+            raise ValueError(
+                "mlp_ratio * width must be at least 1; "
+                f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
+            )
+        return self
+
+
+class OptimizerConfig(_Section):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adam", "adamw", "sgd"] = Field("adamw", description="the update rule")
+    learning_rate: Positive = Field(2e-3, description="the peak learning rate")
+    warmup_steps: Whole = Field(0, description="steps of linear warm-up from 0")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up"
+    )
+    final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
+        0.1, description="the last learning rate over the peak (cosine and linear)"
+    )
+    b1: Fraction = Field(0.9, description="decay of the first moment; momentum of sgd")
+    b2: Fraction = Field(0.95, description="decay of the second moment")
+    eps: NonNegative = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(0.0, description="decoupled weight decay (adamw)")
+    clip_norm: Positive | None = Field(None, description="largest global norm of the gradient")
+    umup: Flag = Field(
+        True, description="u-muP learning rates by each parameter's role, fan-in and depth"
+    )
+
+    @model_validator(mode="after")
+    def _decay_needs_adamw(self) -> Self:
+        if self.weight_decay and self.name != "adamw":
+            raise ValueError(
+                f"weight_decay needs name adamw; got name {self.name} and weight_decay "
+                f"{self.weight_decay}; set name adamw or weight_decay 0"
+            )
+        return self
+
+
+class TrainConfig(_Section):
+    """How long to train and what to leave behind."""
+
+    steps: Count = Field(1000, description="optimizer steps")
+    eval_every: Count = Field(200, description="steps between validation losses")
+    eval_batches: Count = Field(16, description="validation batches during training")
+    checkpoint_every: Count = Field(200, description="steps between checkpoints")
+    keep: Count = Field(2, description="checkpoints to keep, the newest ones")
+    log_every: Count = Field(20, description="steps between metric lines")
+    sample_tokens: Whole = Field(200, description="tokens generated at the end; 0 for none")
+    runs_dir: str = Field("runs", description="the folder in which the run's own folder is made")
+
+
+class Config(_Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="names the run's folder: letters, digits, dot, dash and underscore"
+    )
+    seed: Whole = Field(0, description="seeds the parameters, the order of the data and dropout")
+    policy: Policy = Field("float32", description="the number formats the model computes in")
+    data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of the model")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="the optimizer and its schedule"
+    )
+    train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
+
+    @property
+    def context(self) -> int:
+        """The longest sequence that learned positions cover."""
+        return self.model.context or self.data.sequence_length
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        if self.model.library == "plain" and self.policy == "fp8":
+            raise ValueError(
+                "policy fp8 needs model.library unitscale; got model.library plain; "
+                "use policy float32, bfloat16 or float16, or model.library unitscale"
+            )
+        if self.model.library == "plain" and self.optimizer.umup:
+            raise ValueError(
+                "optimizer.umup needs model.library unitscale; got model.library plain; "
+                "set optimizer.umup false"
+            )
+        if self.context < self.data.sequence_length:
+            raise ValueError(
+                "model.context must be at least data.sequence_length; "
+                f"got {self.model.context} and {self.data.sequence_length}; "
+                "set model.context null to use data.sequence_length"
+            )
+        if self.optimizer.warmup_steps >= self.train.steps:
+            raise ValueError(
+                "optimizer.warmup_steps must be less than train.steps; "
+                f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
+            )
+        return self
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), -d))

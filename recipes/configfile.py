@@ -1,0 +1,206 @@
+"""Reads YAML and `key=value` overrides into a `Config`, or says in one message what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from .config import Config
+from .errors import RecipeError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-3` as text and lets a key be given twice; this loader does neither."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: dict[Any, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    "", seen[key], f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen[key] = key_node.start_mark
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a config file and applies dotted overrides.
+
+    Args:
+      path: A YAML file.
+      overrides: Strings such as `train.steps=100`; the value is read as YAML.
+
+    Returns:
+      The validated, frozen config.
+
+    Raises:
+      RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that
+        `recipes.config` does not allow. The message names every such key.
+    """
+    tree = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [_describe(problem) for problem in error.errors()]
+        raise RecipeError("\n".join(f"{path}: {problem}" for problem in problems)) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, every key written out.
+
+    Example:
+      >>> from recipes.config import Config
+      >>> dump_config(Config(name="demo")).splitlines()[:2]
+      ['name: demo', 'seed: 0']
+    """
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+
+
+def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key with its field, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        section = _section(field)
+        if section is not None:
+            yield from valid_keys(section, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(
+            f"config file {path} does not exist; give the path of a YAML file{_similar_file(path)}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"config file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise RecipeError(
+            f"config file {path} cannot be read: {error.strerror}; give a readable YAML file"
+        ) from error
+    tree = _parse(text, f"config file {path}")
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"config file {path}: expected a mapping of keys to values; "
+            f"got {'nothing' if tree is None else type(tree).__name__}; start from configs/gpt"
+        )
+    return tree
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader: builds plain values only
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}; correct the line") from error
+
+
+def _similar_file(path: Path) -> str:
+    folder = path.parent
+    names = [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"; did you mean {folder / close[0]}?" if close else ""
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(
+            f"override {override!r}: expected key=value, for example train.steps=100; add the '='"
+        )
+    known = dict(valid_keys())
+    if key not in known:
+        raise RecipeError(f"override {override!r}: {_unknown(key)}")
+    value = _parse(text, f"override {override!r}")
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.get(parent)
+        if not isinstance(child, dict):
+            child = node[parent] = {}
+        node = child
+    old = node.get(last)
+    if isinstance(value, Mapping) and isinstance(old, dict):
+        old.update(value)
+    else:
+        node[last] = value
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    got, message = problem["input"], problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        return _unknown(key)
+    if problem["type"] == "missing":
+        return f"{key}: expected a value; got none; set it: {_meaning(key)}"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    if problem["type"] == "string_pattern_mismatch":
+        message = "Input should be a name without spaces or slashes"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = "Input should be a mapping of keys to values"
+    expected = message.removeprefix("Input should be ")
+    near = ""
+    if problem["type"] == "literal_error":
+        choices = [str(choice) for choice in _choices(key)]
+        close = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
+        near = f"; did you mean {close[0]}?" if close else ""
+    todo = near or "; correct the value"
+    return f"{key} ({_meaning(key)}): expected {expected}; got {got!r}{todo}"
+
+
+def _meaning(key: str) -> str:
+    field = dict(valid_keys()).get(key)
+    return (field.description if field else None) or "described in recipes/config.py"
+
+
+def _choices(key: str) -> tuple[Any, ...]:
+    field = dict(valid_keys()).get(key)
+    return get_args(field.annotation) if field else ()
+
+
+def _unknown(key: str) -> str:
+    keys = [name for name, field in valid_keys() if not _section(field)]
+    sections = [name for name, field in valid_keys() if _section(field)]
+    section, _, last = key.rpartition(".")
+    tails = {name.rpartition(".")[2]: name for name in keys}
+    # A key in the wrong section is nearer to the same last name than to any full path.
+    close = [tails[last]] if last in tails else difflib.get_close_matches(key, keys, 1, 0.75)
+    if not close:
+        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, 1, 0.6)]
+    if not close:
+        close = difflib.get_close_matches(key, sections, 1, 0.7)
+    if close:
+        hint = f"did you mean {close[0]}?"
+    elif section in sections:
+        siblings = [n.rpartition(".")[2] for n, _ in valid_keys() if n.rpartition(".")[0] == section]
+        hint = f"{section} has the keys {', '.join(siblings)}"
+    else:
+        hint = f"the top-level keys are {', '.join(Config.model_fields)}"
+    return f"{key} is not a key of the config; {hint}"
