@@ -1,0 +1,1 @@
+"""Unit-scaled, low-precision training in JAX."""

@@ -1,0 +1,106 @@
+"""Trees of arrays into trees of ScaledArrays, and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._cast import cast, widen
+from ._pow2 import round_to_pow2
+from ._scale import as_scale, is_static, safe_scale, to_float
+from ._scaled_array import ScaledArray
+from ._statistics import rms
+
+
+def is_scaled(x: Any) -> bool:
+    """Whether ``x`` is a ScaledArray: the `is_leaf` of trees that hold them.
+
+    Example:
+        >>> is_scaled(ScaledArray(jnp.ones(2), 1))
+        True
+    """
+    return isinstance(x, ScaledArray)
+
+
+def _is_concrete_zero(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and not np.any(np.asarray(x, np.float32))
+
+
+def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
+    """Replaces every floating leaf of a tree by a ScaledArray of the same value.
+
+    Scaling:
+        data = x / scale, computed in float32 and cast (saturating) to ``dtype``. By default the
+        scale is the power of two nearest the RMS of each leaf, and an all-zero leaf gets the
+        special zero, which takes the scale of whatever it meets (while tracing, where values are
+        unknown, a scale of 1).
+
+    Args:
+        tree: pytree; integer, boolean and key leaves are kept. Leaves that are ScaledArrays
+            already are kept if no scale is given, else moved to it.
+        scale: one scale for all leaves, or None.
+        dtype: data format; None keeps that of each leaf.
+
+    Returns:
+        The same tree with ScaledArray leaves.
+
+    Raises:
+        ValueError: if the scale is negative, zero, or does not broadcast.
+
+    Example:
+        >>> tree = as_scaled({"w": jnp.full(3, 1e-6), "steps": 7}, dtype=jnp.float16)
+        >>> tree["w"]
+        ScaledArray(float16[3], scale=9.53674e-07)
+        >>> tree["steps"]
+        7
+    """
+    if isinstance(scale, (int, float)) and not 0 < scale < float("inf"):
+        raise ValueError(f"unitscale.as_scaled: scale must be positive and finite; got {scale!r}")
+
+    def convert(x):
+        if is_scaled(x) and scale is None:
+            return x if dtype is None else cast(x, dtype)
+        if not is_scaled(x) and not isinstance(x, float):
+            if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+        x = x.value if is_scaled(x) else jnp.asarray(x)
+        target = x.dtype if dtype is None else dtype
+        if scale is not None:
+            s = as_scale(scale)
+        elif _is_concrete_zero(x):
+            return ScaledArray(cast(x, target), 0)
+        else:
+            s = jax.lax.stop_gradient(safe_scale(round_to_pow2(rms(x))))
+        data = x if is_static(s) else (widen(x) / to_float(s)).astype(_no_narrower(x.dtype))
+        return ScaledArray(cast(data, target), s)
+
+    return jax.tree.map(convert, tree, is_leaf=is_scaled)
+
+
+def _no_narrower(dtype: Any) -> np.dtype:
+    """The wide dtype: data goes through it so that a cast to a narrow format rounds once."""
+    return widen(jnp.zeros((), dtype)).dtype
+
+
+def to_array(tree: Any, dtype: Any = None) -> Any:
+    """Replaces every ScaledArray of a tree by its value.
+
+    Args:
+        tree: pytree of arrays and ScaledArrays.
+        dtype: type of the values; None gives `ScaledArray.value`'s own.
+
+    Returns:
+        The same tree with plain arrays.
+
+    Example:
+        >>> print(to_array([ScaledArray(jnp.ones(2), 0.5)])[0])
+        [0.5 0.5]
+    """
+
+    def convert(x):
+        if not is_scaled(x):
+            return x
+        return x.value if dtype is None else x.value.astype(dtype)
+
+    return jax.tree.map(convert, tree, is_leaf=is_scaled)

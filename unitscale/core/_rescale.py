@@ -1,0 +1,103 @@
+"""Moving a scale without changing the value."""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from ._arithmetic import is_zero
+from ._cast import widen
+from ._formats import format_of
+from ._pow2 import round_to_pow2
+from ._scale import safe_scale, to_float
+from ._scaled_array import ScaledArray
+from ._statistics import Axis, amax, optimal_scale, rms
+
+RescaleStrategy = Literal["rms", "amax", "mse"]
+
+
+def _scaled(x: Any) -> ScaledArray:
+    return x if isinstance(x, ScaledArray) else ScaledArray(x)
+
+
+def rebalance(x: Any, s: Any) -> ScaledArray:
+    """Moves a factor from data to scale: ``data / s`` and ``scale * s``, the same value.
+
+    Scaling:
+        Exact for a power of two, unless data leaves the range of its format: quotients below the
+        smallest subnormal are lost, those above the maximum overflow as the format does.
+
+    Args:
+        x: array or ScaledArray.
+        s: positive number or array that broadcasts against the scale of ``x``; zeros, infinities
+            and NaN among its entries count as 1 and leave those entries alone.
+
+    Returns:
+        ScaledArray of the same shape and data dtype.
+
+    Raises:
+        ValueError: if ``s`` is a number that is not positive and finite.
+
+    Example:
+        >>> x = rebalance(jnp.array([256.0, 512.0], jnp.float16), 256.0)
+        >>> print(x.data, x.scale)
+        [1. 2.] 256.0
+    """
+    if isinstance(s, (int, float)) and not 0 < s < float("inf"):
+        raise ValueError(f"unitscale.rebalance: s must be positive and finite; got {s!r}")
+    x = _scaled(x)
+    if is_zero(x.scale):
+        return x
+    s = jax.lax.stop_gradient(safe_scale(jnp.asarray(s, jnp.float32)))
+    scale = to_float(x.scale) * s
+    full = ScaledArray(x.data, s, block_shape=x.block_shape).full_scale if x.block_shape else s
+    data = (widen(x.data) / full).astype(x.dtype)
+    return ScaledArray(data, scale, block_shape=x.block_shape)
+
+
+def rescale(
+    x: Any, strategy: RescaleStrategy = "rms", *, dtype: Any = None, axis: Axis = None
+) -> ScaledArray:
+    """Chooses a power-of-two scale from the statistics of the data, and rebalances to it.
+
+    Scaling:
+        "rms" brings the RMS of data nearest to 1; "amax" brings the largest magnitude as near
+        below the maximum of ``dtype`` as a power of two can; "mse" takes the scale of least mean
+        squared error when data is then cast to ``dtype`` (`optimal_scale`). All-zero data keeps
+        its scale.
+
+    Args:
+        x: array or ScaledArray.
+        strategy: "rms", "amax" or "mse".
+        dtype: the format aimed at by "amax" and "mse"; the dtype of data by default.
+        axis: axes that share one scale; None for one per tensor.
+
+    Returns:
+        ScaledArray with the same value and data dtype.
+
+    Raises:
+        ValueError: if the strategy is unknown.
+
+    Example:
+        >>> x = rescale(jnp.array([3e-6, -4e-6]))
+        >>> print(float(x.scale) == 2.0**-18)
+        True
+    """
+    if strategy not in get_args(RescaleStrategy):
+        raise ValueError(
+            f"unitscale.rescale: strategy must be one of {', '.join(get_args(RescaleStrategy))}; "
+            f"got {strategy!r}"
+        )
+    x = _scaled(x)
+    if is_zero(x.scale) or x.size == 0:
+        return x
+    if x.block_shape is not None:
+        x = ScaledArray(x.value.astype(x.dtype))
+    target = format_of(x.dtype if dtype is None else dtype)
+    if strategy == "rms":
+        s = round_to_pow2(rms(x.data, axis))
+    elif strategy == "amax":
+        s = round_to_pow2(amax(x.data, axis) / target.max, "up")
+    else:
+        s = optimal_scale(x.data, target, axis)
+    return rebalance(x, s)

@@ -1,0 +1,46 @@
+"""`jax.custom_vjp` whose forward-mode error says what to do instead."""
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import jax
+
+_ADVICE = (
+    "unitscale: {name} defines its backward pass only, because its backward factors exist in "
+    "reverse mode; use jax.vjp, jax.grad or jax.jacrev. A Jacobian-vector product is the "
+    "transpose of the transpose: jax.vjp(lambda u: jax.vjp(f, x)[1](u), u0)[1](v)."
+)
+
+
+class custom_vjp:
+    """A function with its own reverse-mode rule, as `jax.custom_vjp`.
+
+    Under forward-mode differentiation it raises a TypeError that names the function and the
+    reverse-mode way to the same number, where JAX's own message does not.
+
+    Example:
+        >>> double = custom_vjp(lambda x: 2 * x)
+        >>> double.defvjp(lambda x: (2 * x, None), lambda residuals, dy: (3 * dy,))
+        >>> print(jax.grad(double)(1.0))
+        3.0
+    """
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):
+        """Wraps ``fun``; the arguments at ``nondiff_argnums`` are static."""
+        self._fun = jax.custom_vjp(fun, nondiff_argnums=nondiff_argnums)
+        update_wrapper(self, fun)
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Sets the forward and backward rules, with the signatures of `jax.custom_vjp.defvjp`."""
+        self._fun.defvjp(fwd, bwd)
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function on positional arguments."""
+        try:
+            return self._fun(*args)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            name = self.__name__.strip("_")
+            raise TypeError(_ADVICE.format(name=name)) from error
