@@ -1,0 +1,50 @@
+"""What every test run shares: the platform, deterministic property tests, and which hardware tests can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before jax is imported. A value that the user has set wins: `JAX_PLATFORMS=cuda pytest -m gpu`.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    devices = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "deterministic", derandomize=True, database=None, deadline=None, print_blob=True
+)
+hypothesis.settings.load_profile("deterministic")
+
+_LEFT_OUT = pytest.StashKey[dict[str, int]]()
+_NEEDS = {
+    "gpu": "a GPU and JAX_PLATFORMS=cuda",
+    "h200": 'pip install "jax-cuda13-plugin==<version of jax>" "nvidia-cuda-nvcc==13.*" nvidia-nvvm',
+}
+
+
+def _can_run(mark: str) -> bool:
+    if mark == "gpu":
+        return any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu", "rocm"))
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests whose hardware or plugin is not here; the summary says so."""
+    missing = [mark for mark in _NEEDS if not _can_run(mark)]
+    left_out = {m: [i for i in items if i.get_closest_marker(m)] for m in missing}
+    config.stash[_LEFT_OUT] = {mark: len(found) for mark, found in left_out.items() if found}
+    gone = {item for found in left_out.values() for item in found}
+    if gone:
+        config.hook.pytest_deselected(items=[item for item in items if item in gone])
+        items[:] = [item for item in items if item not in gone]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for mark, count in config.stash.get(_LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"{count} tests marked {mark} not run: needs {_NEEDS[mark]}")
