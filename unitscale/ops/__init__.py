@@ -1,0 +1,37 @@
+"""Unit-scaled ops: functions of arrays and ScaledArrays, independent of any layer library.
+
+Each op multiplies its output by a static forward factor and its gradients by static backward
+factors, all taken from `unitscale.rules`, so that unit inputs give unit outputs and unit
+gradients. Scales of ScaledArray operands travel beside the data: linear ops carry them, norms drop
+them, other functions and the losses fold them in, sums align them.
+
+The backward factors exist in reverse mode only; forward-mode differentiation raises an error.
+"""
+
+from ._add import add as add, weighted_add as weighted_add
+from ._attention import dot_product_attention as dot_product_attention
+from ._conv import conv as conv
+from ._dropout import dropout as dropout
+from ._elementwise import (
+    elementwise as elementwise,
+    gelu as gelu,
+    gelu_glu as gelu_glu,
+    relu as relu,
+    sigmoid as sigmoid,
+    silu as silu,
+    silu_glu as silu_glu,
+    tanh as tanh,
+)
+from ._embed import embed as embed
+from ._linear import dense as dense, matmul as matmul, readout as readout
+from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
+from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
+from ._operands import ArrayLike as ArrayLike
+from ._residual import (
+    residual as residual,
+    residual_add as residual_add,
+    residual_split as residual_split,
+)
+from ._rotary import rotary as rotary
+from ._scale import scale as scale, scale_bwd as scale_bwd, scale_fwd as scale_fwd
+from ._softmax import softmax as softmax

@@ -1,0 +1,153 @@
+"""Convolution, channels last, of any rank."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import rules
+from ..core import ScaledArray, multiply_scales, result_dtype
+from ..quant import MatmulConfig, fake_quantize
+from ..rules import Constraint
+from ._linear import add_bias
+from ._operands import ArrayLike, shape_error, unpack_uniform
+from ._wide import wide_op
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conv:
+    strides: tuple[int, ...]
+    padding: str | tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    config: MatmulConfig | None
+
+    def __call__(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        if self.config is not None:
+            x = fake_quantize(x, self.config.lhs)
+            kernel = fake_quantize(kernel, self.config.rhs)
+        axes = tuple(range(1, x.ndim - 1))
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            self.strides,
+            self.padding,
+            rhs_dilation=self.dilation,
+            dimension_numbers=lax.ConvDimensionNumbers(
+                (0, x.ndim - 1, *axes),
+                (x.ndim - 1, x.ndim - 2, *(a - 1 for a in axes)),
+                (0, x.ndim - 1, *axes),
+            ),
+            feature_group_count=self.groups,
+        )
+
+
+def conv(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    feature_group_count: int = 1,
+    constraint: Constraint = "to_output_scale",
+    config: MatmulConfig | None = None,
+) -> ScaledArray:
+    """Convolves over the spatial dimensions.
+
+    Scaling:
+        data = fan_in^-1/2 * conv(x.data, kernel.data) + bias, scale = x.scale * kernel.scale, with
+        fan_in = prod(spatial) * in / groups; dx sums out / groups * prod(spatial) /
+        prod(strides) terms, dkernel and dbias batch * output positions. Operands are widened to
+        float32, and all three results are rounded once, after their factor. See `rules.conv`.
+
+    Args:
+        x: (batch, *spatial, in), floating.
+        kernel: (*spatial, in / groups, out), floating.
+        bias: (out,), or None.
+        strides: one stride, or one per spatial dimension.
+        padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), or (low, high) pairs.
+        dilation: one kernel dilation, or one per spatial dimension.
+        feature_group_count: number of groups, dividing in and out.
+        constraint: how the output and the input gradient come to share a factor.
+        config: formats that operands are quantized to before the product, which itself runs in
+            float32: XLA has no FP8 convolution kernel. Cotangents are not quantized.
+
+    Returns:
+        ScaledArray (batch, *output spatial, out) in the dtype of ``x``.
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes, strides, padding or groups do not fit.
+
+    Example:
+        >>> y = conv(jnp.ones((1, 5, 4)), jnp.ones((3, 4, 2)), padding="VALID")
+        >>> print(y.shape, round(float(y.data[0, 0, 0]), 3))
+        (1, 3, 2) 3.464
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (conv1d).
+    """
+    (data, x_scale) = unpack_uniform("conv", "x", x, tuple(range(1, max(jnp.ndim(x), 2))))
+    (w, w_scale) = unpack_uniform("conv", "kernel", kernel, tuple(range(jnp.ndim(kernel))))
+    rank = data.ndim - 2
+    if rank < 1 or w.ndim != data.ndim or w.shape[-2] * feature_group_count != data.shape[-1]:
+        raise shape_error(
+            "conv",
+            "x must be (batch, *spatial, in) and kernel (*spatial, in / groups, out)",
+            f"feature_group_count is {feature_group_count}.",
+            x=data.shape,
+            kernel=w.shape,
+        )
+    if w.shape[-1] % feature_group_count:
+        raise ValueError(
+            "unitscale.ops.conv: feature_group_count must divide the output channels; got "
+            f"{feature_group_count} groups, kernel {w.shape}"
+        )
+    strides, dilation = _per_axis("strides", strides, rank), _per_axis("dilation", dilation, rank)
+    op = _Conv(strides, _padding(padding, w.shape, dilation), dilation, feature_group_count, config)
+    out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
+    factors = rules.conv(
+        w.shape,
+        max(out.shape[0], 1),
+        out.shape[1:-1],
+        strides=strides,
+        feature_group_count=feature_group_count,
+        constraint=constraint,
+    )
+    dtype = result_dtype(data)
+    y = wide_op(op, data, w, fwd=factors.fwd, bwd=factors.bwd[:2], out_dtype=dtype)
+    scale = multiply_scales(x_scale, w_scale)
+    return (
+        ScaledArray(y, scale) if bias is None else add_bias("conv", y, scale, bias, factors.bwd[2])
+    )
+
+
+def _per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    sizes = (value,) * rank if isinstance(value, int) else tuple(value)
+    if len(sizes) != rank or any(size < 1 for size in sizes):
+        raise ValueError(
+            f"unitscale.ops.conv: {name} must be a positive integer or {rank} of them; got {value}"
+        )
+    return sizes
+
+
+def _padding(padding, kernel_shape, dilation) -> str | tuple[tuple[int, int], ...]:
+    rank = len(dilation)
+    if isinstance(padding, str):
+        name = padding.upper()
+        if name == "CAUSAL" and rank == 1:
+            return (((kernel_shape[0] - 1) * dilation[0], 0),)
+        if name in ("SAME", "VALID"):
+            return name
+    elif len(padding) == rank and all(len(pair) == 2 for pair in padding):
+        return tuple((int(low), int(high)) for low, high in padding)
+    raise ValueError(
+        "unitscale.ops.conv: padding must be 'SAME', 'VALID', 'CAUSAL' (one spatial dimension) or "
+        f"one (low, high) pair for each of {rank} dimensions; got {padding!r}"
+    )

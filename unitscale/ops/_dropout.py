@@ -1,0 +1,55 @@
+"""Dropout that keeps unit variance."""
+
+import jax
+import jax.numpy as jnp
+
+from .. import rules
+from ..core import ScaledArray, scale
+from ._operands import ArrayLike, unpack
+
+
+def dropout(
+    x: ArrayLike, rate: float, *, key: jax.Array | None = None, deterministic: bool = False
+) -> ScaledArray:
+    """Sets elements to zero at random.
+
+    Scaling:
+        data = (1 - rate)^1/2 * x.data * mask / (1 - rate), of unit variance; the scale is carried;
+        backward the true derivative. When deterministic (evaluation), data = (1 - rate)^1/2 *
+        x.data, the expected value of the above. See `rules.dropout`.
+
+    Args:
+        x: floating array or ScaledArray.
+        rate: probability of zero, in [0, 1).
+        key: `jax.random` key; not needed if deterministic or rate is 0.
+        deterministic: whether to apply the expected value in place of a random mask.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: if the rate is out of range, or the key is missing.
+
+    Example:
+        >>> y = dropout(jnp.ones(1000), 0.75, key=jax.random.key(0))
+        >>> print(sorted(set(y.data.tolist())))
+        [0.0, 2.0]
+
+    References:
+        Srivastava et al., "Dropout", JMLR 2014;
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (dropout).
+    """
+    data, x_scale = unpack("dropout", "x", x)
+    factor = rules.dropout(rate).fwd
+    if rate == 0:
+        return ScaledArray(data, x_scale)
+    if deterministic:
+        return ScaledArray(scale(data, factor, factor), x_scale)
+    if key is None:
+        raise ValueError(
+            "unitscale.ops.dropout: key must be a jax.random key unless deterministic=True; "
+            "got None"
+        )
+    mask = jax.random.bernoulli(key, 1 - rate, data.shape)
+    kept = factor / (1 - rate)
+    return ScaledArray(jnp.where(mask, scale(data, kept, kept), jnp.zeros_like(data)), x_scale)

@@ -1,0 +1,349 @@
+"""Element-wise functions: activations and gated linear units."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import rules
+from ..core import ScaledArray, result_dtype
+from ..rules import Constraint
+from ._operands import ArrayLike, scale_argument, shape_error, unpack
+from ._wide import wide_op
+
+
+def _times(x: jax.Array, factor: Any) -> jax.Array:
+    return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfValue:
+    """``f(mult * x * scale)``."""
+
+    f: Callable[..., Any]
+    mult: float
+
+    def __call__(self, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return self.f(_times(_times(x, scale), self.mult))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gated:
+    """``x * f(mult * gate * scale)``; the scale of x is carried outside."""
+
+    f: Callable[..., Any]
+    mult: float
+
+    def __call__(self, x: jax.Array, gate: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return x * self.f(_times(_times(gate, scale), self.mult))
+
+
+def elementwise(
+    f: Callable[[jax.Array], jax.Array],
+    x: ArrayLike,
+    *,
+    mult: float = 1.0,
+    constraint: Constraint = "to_output_scale",
+) -> ScaledArray:
+    """Applies an element-wise function of your own with unit-scaling factors.
+
+    Scaling:
+        data = fwd * f(mult * x.value) with fwd = 1 / std of f(mult * z), z ~ N(0, 1), scale 1; the
+        scale of x is folded in. dx = bwd * df/dx, before the constraint bwd = 1 / RMS of the
+        derivative. Both by quadrature: see `rules.elementwise`.
+
+    Args:
+        f: function of one float32 array, element-wise, hashable.
+        x: floating array or ScaledArray.
+        mult: static multiplier of the argument (inverse temperature).
+        constraint: how the output and the input gradient come to share a factor.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if ``f`` is constant or not finite, or the constraint is unknown.
+
+    Example:
+        >>> y = elementwise(jnp.cos, jax.random.normal(jax.random.key(0), (4096,)))
+        >>> print(bool(abs(y.data.std() - 1) < 0.1))
+        True
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1, appendix G.
+    """
+    return _elementwise(getattr(f, "__name__", "elementwise"), f, x, mult, constraint)
+
+
+def _elementwise(op, f, x, mult, constraint) -> ScaledArray:
+    data, scale = unpack(op, "x", x)
+    factors = rules.elementwise(f, mult=mult, constraint=constraint)
+    y = wide_op(
+        _OfValue(f, float(mult)),
+        data,
+        fwd=factors.fwd,
+        bwd=factors.bwd,
+        constants=(scale_argument(scale),),
+        out_dtype=result_dtype(data),
+    )
+    return ScaledArray(y, 1)
+
+
+def gelu(
+    x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies the Gaussian error linear unit, in its tanh form, scaled to unit variance.
+
+    Scaling:
+        data = fwd * gelu(mult * x), scale 1: the scale of x is folded in. For mult = 1,
+        fwd = 1.701 and before the constraint bwd = 1.481. See `rules.elementwise`.
+
+    Args:
+        x: floating array or ScaledArray.
+        mult: static multiplier of the argument (inverse temperature).
+        constraint: how the output and the input gradient come to share a factor.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if the constraint is unknown or mult is not positive.
+
+    Example:
+        >>> gelu(jnp.ones(3, jnp.float16))
+        ScaledArray(float16[3], scale=1)
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+    """
+    return _elementwise("gelu", jax.nn.gelu, x, mult, constraint)
+
+
+def silu(
+    x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies the sigmoid linear unit, scaled to unit variance.
+
+    Scaling:
+        data = fwd * silu(mult * x), scale 1: the scale of x is folded in. For mult = 1,
+        fwd = 1.787 and before the constraint bwd = 1.622. See `rules.elementwise`.
+
+    Args:
+        x: floating array or ScaledArray.
+        mult: static multiplier of the argument (inverse temperature).
+        constraint: how the output and the input gradient come to share a factor.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if the constraint is unknown or mult is not positive.
+
+    Example:
+        >>> silu(jnp.ones(3, jnp.float16))
+        ScaledArray(float16[3], scale=1)
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+    """
+    return _elementwise("silu", jax.nn.silu, x, mult, constraint)
+
+
+def tanh(
+    x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies the hyperbolic tangent, scaled to unit variance.
+
+    Scaling:
+        data = fwd * tanh(mult * x), scale 1: the scale of x is folded in. For mult = 1,
+        fwd = 1.593 and before the constraint bwd = 1.467. See `rules.elementwise`.
+
+    Args:
+        x: floating array or ScaledArray.
+        mult: static multiplier of the argument (inverse temperature).
+        constraint: how the output and the input gradient come to share a factor.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if the constraint is unknown or mult is not positive.
+
+    Example:
+        >>> tanh(jnp.ones(3, jnp.float16))
+        ScaledArray(float16[3], scale=1)
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+    """
+    return _elementwise("tanh", jnp.tanh, x, mult, constraint)
+
+
+def sigmoid(
+    x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies the logistic function, scaled to unit variance.
+
+    Scaling:
+        data = fwd * sigmoid(mult * x), scale 1: the scale of x is folded in. For mult = 1,
+        fwd = 4.802 and before the constraint bwd = 4.723. See `rules.elementwise`.
+
+    Args:
+        x: floating array or ScaledArray.
+        mult: static multiplier of the argument (inverse temperature).
+        constraint: how the output and the input gradient come to share a factor.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if the constraint is unknown or mult is not positive.
+
+    Example:
+        >>> sigmoid(jnp.ones(3, jnp.float16))
+        ScaledArray(float16[3], scale=1)
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+    """
+    return _elementwise("sigmoid", jax.nn.sigmoid, x, mult, constraint)
+
+
+def relu(
+    x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies the rectified linear unit, scaled to unit variance.
+
+    Scaling:
+        data = fwd * relu(mult * x.data), scale = x.scale: relu is homogeneous, so the scale is
+        carried. For mult = 1, fwd = 1.713 and before the constraint bwd = 1.414. See
+        `rules.elementwise`.
+
+    Args:
+        x: floating array or ScaledArray.
+        mult: positive static multiplier of the argument, which the forward factor undoes.
+        constraint: how the output and the input gradient come to share a factor.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if the constraint is unknown or mult is not positive.
+
+    Example:
+        >>> print(relu(jnp.array([-1.0, 1.0])).data.round(3))
+        [0.    1.713]
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+    """
+    data, scale = unpack("relu", "x", x)
+    y, _ = _elementwise("relu", jax.nn.relu, data, mult, constraint).pair
+    return ScaledArray(y, scale)
+
+
+def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
+    (a, a_scale), (b, b_scale) = unpack(op, "x", x), unpack(op, "gate", gate)
+    if a.shape != b.shape:
+        raise shape_error(
+            op,
+            "x and gate must have the same shape",
+            "Project both to the hidden size.",
+            x=a.shape,
+            gate=b.shape,
+        )
+    factors = rules.glu(f, mult=mult, constraint=constraint)
+    y = wide_op(
+        _Gated(f, float(mult)),
+        a,
+        b,
+        fwd=factors.fwd,
+        bwd=factors.bwd,
+        constants=(scale_argument(b_scale),),
+        out_dtype=result_dtype(a, b),
+    )
+    return ScaledArray(y, a_scale)
+
+
+def silu_glu(
+    x: ArrayLike,
+    gate: ArrayLike,
+    *,
+    mult: float = 1.0,
+    constraint: Constraint = "to_output_scale",
+) -> ScaledArray:
+    """Applies a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
+
+    Scaling:
+        data = fwd * x.data * silu(mult * gate.value), scale = x.scale, with fwd = 1 / RMS of
+        silu(mult * z); before the constraint dx has the same factor and dgate 1 / RMS of the
+        derivative. See `rules.glu`.
+
+    Args:
+        x: linear half, floating array or ScaledArray.
+        gate: gating half, of the same shape.
+        mult: static multiplier of the gate (inverse temperature).
+        constraint: how output and gradients come to share a factor (left is x, right is gate).
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes differ or the constraint is unknown.
+
+    Example:
+        >>> silu_glu(jnp.ones(3), jnp.ones(3))
+        ScaledArray(float32[3], scale=1)
+
+    References:
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
+    """
+    return _glu("silu_glu", jax.nn.silu, x, gate, mult, constraint)
+
+
+def gelu_glu(
+    x: ArrayLike,
+    gate: ArrayLike,
+    *,
+    mult: float = 1.0,
+    constraint: Constraint = "to_output_scale",
+) -> ScaledArray:
+    """Applies a gated linear unit: ``x * gelu(mult * gate)``, scaled to unit variance.
+
+    Scaling:
+        data = fwd * x.data * gelu(mult * gate.value), scale = x.scale, with fwd = 1 / RMS of
+        gelu(mult * z); before the constraint dx has the same factor and dgate 1 / RMS of the
+        derivative. See `rules.glu`.
+
+    Args:
+        x: linear half, floating array or ScaledArray.
+        gate: gating half, of the same shape.
+        mult: static multiplier of the gate (inverse temperature).
+        constraint: how output and gradients come to share a factor (left is x, right is gate).
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes differ or the constraint is unknown.
+
+    Example:
+        >>> gelu_glu(jnp.ones(3), jnp.ones(3))
+        ScaledArray(float32[3], scale=1)
+
+    References:
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
+    """
+    return _glu("gelu_glu", jax.nn.gelu, x, gate, mult, constraint)

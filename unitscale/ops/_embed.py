@@ -1,0 +1,74 @@
+"""Embedding look-up."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from .. import rules
+from ..core import ScaledArray, custom_vjp, is_static, widen
+from ._operands import ArrayLike, shape_error, unpack
+
+
+@partial(custom_vjp, nondiff_argnums=(2,))
+def _take(table, ids, factor):
+    return jnp.take(table, ids, axis=0)
+
+
+def _take_fwd(table, ids, factor):
+    return _take(table, ids, factor), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _take_bwd(factor, residuals, cotangent):
+    ids, like = residuals
+    shape = (like.shape[0], *cotangent.shape[ids.ndim :])
+    # Rows add up in float32 and are rounded once, after the factor.
+    total = jnp.zeros(shape, widen(cotangent).dtype).at[ids].add(widen(cotangent))
+    return (total * factor).astype(like.dtype), None
+
+
+_take.defvjp(_take_fwd, _take_bwd)
+
+
+def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
+    """Looks up rows of a table.
+
+    Scaling:
+        data = table.data[ids], scale = table.scale. dtable, a cut edge, is the sum of the
+        cotangents of each row times (vocab / tokens)^1/2, in float32, rounded once. See
+        `rules.embed`.
+
+    Args:
+        ids: integer array of any shape, in [0, vocab); an id outside gives a row of NaN.
+        table: (vocab, features), floating.
+
+    Returns:
+        ScaledArray (*ids.shape, features) in the dtype of ``table``.
+
+    Raises:
+        TypeError: if the ids are not integers or the table is not floating.
+        ValueError: if the table is not a matrix.
+
+    Example:
+        >>> print(embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]])).data.ravel())
+        [2. 2.]
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (embedding).
+    """
+    data, scale = unpack("embed", "table", table)
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"unitscale.ops.embed: ids must be integers; got dtype {ids.dtype}")
+    if data.ndim != 2:
+        raise shape_error(
+            "embed", "table must be (vocab, features)", "Reshape the table.", table=data.shape
+        )
+    (factor,) = rules.embed(data.shape[0], max(ids.size, 1)).bwd
+    if not is_static(scale) and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
+        scale = jnp.take(scale, ids, axis=0)  # one scale per row
+    elif not is_static(scale) and jnp.size(scale) > 1:
+        scale = jnp.reshape(scale, scale.shape[-1:])  # one scale per feature
+    elif not is_static(scale):
+        scale = jnp.reshape(scale, ())
+    return ScaledArray(_take(data, ids, factor), scale)

@@ -1,0 +1,196 @@
+"""Losses: the value is the ordinary one, the gradient is unit scaled."""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from .. import rules
+from ..core import custom_vjp, widen
+from ._operands import ArrayLike, scale_argument, shape_error, unpack
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def _token_losses(logits, labels, mult, scale):
+    z = widen(logits) * mult
+    z = z if scale is None else z * scale
+    picked = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(z, axis=-1) - picked
+
+
+def _reduce(losses, where, reduction):
+    if reduction == "none":
+        return losses if where is None else jnp.where(where, losses, 0.0)
+    if reduction == "sum":
+        return jnp.sum(losses, where=where)
+    if where is None:
+        return jnp.mean(losses)
+    return jnp.sum(losses, where=where) / jnp.maximum(jnp.sum(where), 1)
+
+
+@partial(custom_vjp, nondiff_argnums=(4, 5, 6))
+def _cross_entropy(logits, labels, where, scale, mult, factor, reduction):
+    return _reduce(_token_losses(logits, labels, mult, scale), where, reduction)
+
+
+def _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction):
+    loss = _cross_entropy(logits, labels, where, scale, mult, factor, reduction)
+    return loss, (logits, labels, where, scale)
+
+
+def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
+    logits, labels, where, scale = residuals
+    z = widen(logits) * mult
+    z = z if scale is None else z * scale
+    hits = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    grad = (jax.nn.softmax(z, axis=-1) - hits) * (mult * factor)
+    # The 1/N of a mean is kept out: every token's gradient has unit scale, whatever the batch.
+    grad = grad * (cotangent[..., None] if reduction == "none" else cotangent)
+    if scale is not None:
+        grad = grad * scale
+    if where is not None:
+        grad = jnp.where(where[..., None], grad, 0.0)
+    zero = None if scale is None else jnp.zeros_like(scale)
+    return grad.astype(logits.dtype), None, None, zero
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: jax.Array,
+    *,
+    mult: float = 1.0,
+    where: jax.Array | None = None,
+    reduction: Reduction = "mean",
+) -> jax.Array:
+    """Returns the cross entropy of integer labels under softmax(mult * logits).
+
+    Scaling:
+        The value is the ordinary loss, in float32. dlogits = factor * (softmax - onehot) * mult
+        for every token that counts, with factor = V / ((V - 1)^1/2 * mult); the 1/N of the mean is
+        kept out of the backward, so that gradients do not shrink with the batch. See
+        `rules.softmax_cross_entropy`.
+
+    Args:
+        logits: (..., V), floating array or ScaledArray, whose scale is folded in.
+        labels: (...), integers in [0, V).
+        mult: static multiplier of the logits (inverse temperature).
+        where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
+        reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token).
+
+    Returns:
+        float32 scalar, or (...) for reduction "none".
+
+    Raises:
+        TypeError: if logits are not floating or labels not integers.
+        ValueError: if the shapes do not fit or the reduction is unknown.
+
+    Example:
+        >>> print(softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).round(4))
+        1.3863
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2
+        (softmax_cross_entropy).
+    """
+    if reduction not in get_args(Reduction):
+        raise ValueError(
+            "unitscale.ops.softmax_cross_entropy: reduction must be 'mean', 'sum' or 'none'; got "
+            f"{reduction!r}"
+        )
+    data, scale = unpack("softmax_cross_entropy", "logits", logits)
+    labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            "unitscale.ops.softmax_cross_entropy: labels must be integers; got dtype "
+            f"{labels.dtype}"
+        )
+    if data.shape[:-1] != labels.shape or (where is not None and where.shape != labels.shape):
+        raise shape_error(
+            "softmax_cross_entropy",
+            "logits must be (..., V) and labels, where (...)",
+            "Labels are class indices, not one-hot rows.",
+            logits=data.shape,
+            labels=labels.shape,
+            **({} if where is None else {"where": where.shape}),
+        )
+    (factor,) = rules.softmax_cross_entropy(data.shape[-1], mult=mult).bwd
+    return _cross_entropy(
+        data, labels, where, scale_argument(scale), float(mult), factor, reduction
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subtract:
+    def __call__(self, x, y, x_scale, y_scale):
+        x = x if x_scale is None else x * x_scale
+        return x - (y if y_scale is None else y * y_scale)
+
+
+@partial(custom_vjp, nondiff_argnums=(2, 3))
+def _mean_square(operands, scales, factors, count):
+    return jnp.sum(jnp.square(_Subtract()(*map(widen, operands), *scales))) / count
+
+
+def _mean_square_fwd(operands, scales, factors, count):
+    return _mean_square(operands, scales, factors, count), (operands, scales)
+
+
+def _mean_square_bwd(factors, count, residuals, cotangent):
+    operands, scales = residuals
+    difference, vjp = jax.vjp(lambda x, y: _Subtract()(x, y, *scales), *map(widen, operands))
+    grads = vjp(2 * difference * cotangent)
+    narrow = tuple(
+        (g * factor).astype(x.dtype) for x, g, factor in zip(operands, grads, factors, strict=True)
+    )
+    return narrow, jax.tree.map(jnp.zeros_like, scales)
+
+
+_mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
+
+
+def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
+    """Returns the mean squared error.
+
+    Scaling:
+        The value is the ordinary loss, in float32. dpred = 8^-1/2 * 2 * (pred - target), and the
+        negative for target; the 1/N of the mean is kept out of the backward. See `rules.mse_loss`.
+
+    Args:
+        pred: floating array or ScaledArray.
+        target: the same shape.
+
+    Returns:
+        float32 scalar.
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes differ.
+
+    Example:
+        >>> print(mse_loss(jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])))
+        2.0
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1.
+    """
+    (p, p_scale), (t, t_scale) = (
+        unpack("mse_loss", "pred", pred),
+        unpack("mse_loss", "target", target),
+    )
+    if p.shape != t.shape:
+        raise shape_error(
+            "mse_loss",
+            "pred and target must have the same shape",
+            "Broadcast the target yourself if that is meant.",
+            pred=p.shape,
+            target=t.shape,
+        )
+    scales = (scale_argument(p_scale), scale_argument(t_scale))
+    return _mean_square((p, t), scales, rules.mse_loss().bwd, max(math.prod(p.shape), 1))
