@@ -191,11 +191,11 @@ def _unknown(key: str) -> str:
     section, _, last = key.rpartition(".")
     tails = {name.rpartition(".")[2]: name for name in keys}
     # A key in the wrong section is nearer to the same last name than to any full path.
-    close = [tails[last]] if last in tails else difflib.get_close_matches(key, keys, 1, 0.75)
+    close = [tails[last]] if last in tails else difflib.get_close_matches(key, sections, 1, 0.8)
+    close = [name for name in close if not key.startswith(f"{name}.")]
+    close = close or difflib.get_close_matches(key, keys, 1, 0.75)
     if not close:
         close = [tails[tail] for tail in difflib.get_close_matches(last, tails, 1, 0.6)]
-    if not close:
-        close = difflib.get_close_matches(key, sections, 1, 0.7)
     if close:
         hint = f"did you mean {close[0]}?"
     elif section in sections:

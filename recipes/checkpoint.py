@@ -1,0 +1,225 @@
+"""Checkpoints that a run resumes from bit for bit, and that outlive a crash while one is written.
+
+A checkpoint is the array leaves of a pytree under readable names, the position of the data
+iterator, and facts about the run. Orbax writes it under another name and renames it when complete;
+checksums of the arrays tell a damaged one apart.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from .errors import RecipeError
+
+Tree = TypeVar("Tree")
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` gives back."""
+
+    step: int
+    state: Any
+    position: dict[str, Any]
+    facts: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+      folder: The run's folder; checkpoints go to `checkpoints/` in it.
+      keep: How many of the newest to keep.
+      read_only: Changes nothing on disk, so that a run that is still training can be read.
+
+    Raises:
+      RecipeError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False):
+        self._folder = folder.absolute() / "checkpoints"
+        self._keep = keep
+        self._read_only = read_only
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        # Not asynchronous: whoever saves goes on only when the checkpoint is complete.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not self._read_only,
+            read_only=self._read_only,
+        )
+        try:
+            return ocp.CheckpointManager(self._folder, options=options)
+        except OSError as error:
+            raise RecipeError(
+                f"train.runs_dir: cannot use {self._folder}: {error.strerror or error}; free space "
+                "or change permissions"
+            ) from error
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, damaged or not."""
+        return self._manager.latest_step()
+
+    def save(
+        self, step: int, state: Any, position: dict[str, Any], facts: dict[str, Any]
+    ) -> None:
+        """Writes a checkpoint; when this returns, it is complete.
+
+        Args:
+          step: Steps done; a step already saved is not written again.
+          state: A pytree of arrays, PRNG keys included.
+          position: The data iterator's state, plain JSON values.
+          facts: More plain JSON values, given back by `restore`.
+
+        Raises:
+          RecipeError: The disk is full or cannot be written. Earlier checkpoints are untouched.
+        """
+        if step == self.newest:
+            return
+        arrays = _named_arrays(state)
+        sums = {name: _checksum(array) for name, array in arrays.items()}
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(arrays),
+                    position=ocp.args.JsonSave(position),
+                    facts=ocp.args.JsonSave({**facts, "checksums": sums}),
+                ),
+            )
+            self._manager.wait_until_finished()
+        except Exception as error:  # Orbax and TensorStore report a full disk in several ways
+            raise RecipeError(
+                f"cannot write the checkpoint of step {step} to {self._folder}: "
+                f"{_first_line(error)}; {self._what_is_safe()}; free space or change permissions, "
+                "then run the same command again to resume",
+                exit_code=1,
+            ) from error
+
+    def restore(self, like: Any, say: Callable[[str], None] = print) -> Restored | None:
+        """Reads the newest checkpoint that is whole.
+
+        A damaged one is moved to `damaged-checkpoints/` in the run's folder, with a word about it,
+        and the one before is read.
+
+        Args:
+          like: A pytree of arrays with the structure, shapes and dtypes of the saved state.
+          say: Called with a line for each damaged checkpoint.
+
+        Returns:
+          The checkpoint, or None when none has been written yet.
+
+        Raises:
+          RecipeError: Every checkpoint is damaged, or was written by a different model.
+        """
+        damaged = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                restored = self._read(step, like)
+            except RecipeError:
+                raise
+            except Exception as error:  # whatever a cut or altered file makes Orbax raise
+                damaged.append(step)
+                moved = "" if self._read_only else f"moved it to {self._set_aside(step)}; "
+                say(
+                    f"checkpoint of step {step} is damaged ({_first_line(error)}); {moved}"
+                    "trying the one before"
+                )
+                continue
+            return restored
+        if damaged:
+            raise RecipeError(
+                f"every checkpoint in {self._folder} was damaged (steps {damaged}); "
+                "start again with --fresh",
+                exit_code=1,
+            )
+        return None
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _read(self, step: int, like: Any) -> Restored:
+        facts = self._restore_item(step, facts=ocp.args.JsonRestore())
+        sums = facts.pop("checksums")
+        wanted = _named_arrays(like)
+        missing, extra = sorted(wanted.keys() - sums.keys()), sorted(sums.keys() - wanted.keys())
+        if missing or extra:
+            raise RecipeError(
+                f"the checkpoint of step {step} in {self._folder} is of another model: it lacks "
+                f"{missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides; use the "
+                "config and the version that wrote it, or --fresh"
+            )
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+        arrays = self._restore_item(step, state=ocp.args.StandardRestore(abstract))
+        for name, array in arrays.items():
+            if array.shape != wanted[name].shape or array.dtype != wanted[name].dtype:
+                raise RecipeError(
+                    f"the checkpoint of step {step} in {self._folder} is of another model: {name} "
+                    f"has {array.dtype}{array.shape}, expected {wanted[name].dtype}"
+                    f"{wanted[name].shape}; use the config that wrote it, or --fresh"
+                )
+            if _checksum(array) != sums[name]:
+                raise ValueError(f"checksum of {name} differs")
+        position = self._restore_item(step, position=ocp.args.JsonRestore())
+        return Restored(step, _rebuild(like, arrays), position, facts)
+
+    def _restore_item(self, step: int, **item: Any) -> Any:
+        (name,) = item
+        return self._manager.restore(step, args=ocp.args.Composite(**item))[name]
+
+    def _set_aside(self, step: int) -> Path:
+        place = self._folder.parent / "damaged-checkpoints" / str(step)
+        while place.exists():
+            place = place.with_name(place.name + "-again")
+        place.parent.mkdir(exist_ok=True)
+        (self._folder / str(step)).rename(place)
+        self._manager.close()
+        self._manager = self._open()
+        return place
+
+    def _what_is_safe(self) -> str:
+        newest = self.newest
+        return f"the checkpoint of step {newest} is untouched" if newest else "none was written yet"
+
+
+def _named_arrays(tree: Any) -> dict[str, jax.Array]:
+    """Array leaves by path; PRNG keys as the integers they are made of."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): _plain(leaf) for path, leaf in leaves
+    }
+
+
+def _rebuild(like: Tree, arrays: dict[str, jax.Array]) -> Tree:
+    leaves, structure = jax.tree.flatten(like)
+    restored = [
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+        for leaf, array in zip(leaves, (arrays[name] for name in _named_arrays(like)), strict=True)
+    ]
+    return jax.tree.unflatten(structure, restored)
+
+
+def _plain(leaf: Any) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _checksum(array: jax.Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:200]

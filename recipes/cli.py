@@ -1,0 +1,151 @@
+"""The command line: `python -m recipes train|evaluate|generate|bench`.
+
+What a user can put right is one message on standard error and exit code 2 (or 1 where a run
+failed); `--traceback` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .bench import BENCHMARKS
+from .configfile import load_config
+from .errors import RecipeError
+
+app = typer.Typer(
+    help="Train and use the models of unitscale.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
+]
+_TRACEBACK = "--traceback"
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+) -> None:
+    """Train a model, or resume the run of that name from its newest checkpoint."""
+    settings = load_config(config, overrides or ())
+    from .train import train as run  # after the config is known to be right: this imports JAX
+
+    outcome = run(settings, fresh=fresh, console=Console())
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
+
+
+@app.command()
+def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the loss of a trained model over all validation text."""
+    settings = load_config(config, overrides or ())
+    from .data import ByteTokenizer, load_corpus
+    from .evaluate import make_evaluation, mean_loss
+    from .state import load_trained
+
+    graphdef, state = load_trained(settings, _warn)
+    corpus = load_corpus(settings.data, ByteTokenizer())
+    loss = mean_loss(
+        make_evaluation(graphdef), state.params, state.rest, list(corpus.validation())
+    )
+    bits = loss / math.log(2)
+    typer.echo(f"step {int(state.step)}  validation loss {loss:.4f} nats, {bits:.4f} bits per token")
+
+
+@app.command()
+def generate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    prompt: Annotated[str, typer.Option(help="text to continue")] = "\n",
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k likeliest")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="decides the draws")] = 0,
+) -> None:
+    """Continue a prompt with a trained model."""
+    settings = load_config(config, overrides or ())
+    from flax import nnx
+
+    from .data import ByteTokenizer
+    from .generate import sample_text
+    from .state import load_trained
+
+    graphdef, state = load_trained(settings, _warn)
+    text = sample_text(
+        nnx.merge(graphdef, state.params, state.rest),
+        ByteTokenizer(),
+        prompt,
+        tokens=tokens,
+        seed=seed,
+        context=settings.data.sequence_length,
+        temperature=temperature,
+        top_k=top_k,
+    )
+    typer.echo(text)
+
+
+bench = typer.Typer(help="Print the figures in README.md.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def _register(name: str, summary: str) -> None:
+    context = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @bench.command(name, help=summary, context_settings=context)
+    def run(context: typer.Context) -> None:
+        module = importlib.import_module(f"recipes.bench.{name}")
+        command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        command.command(help=summary)(module.main)
+        command(context.args, prog_name=f"python -m recipes bench {name}")
+
+
+for _name, _summary in BENCHMARKS.items():
+    _register(_name, _summary)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: What follows `python -m recipes`; by default that of this process.
+
+    Returns:
+      The exit code.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    wants_traceback = _TRACEBACK in words
+    words = [word for word in words if word != _TRACEBACK]
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it writes
+    try:
+        app(words, prog_name="python -m recipes")  # a wrong word is reported there, exit code 2
+    except RecipeError as error:
+        if wants_traceback:
+            raise
+        _error(str(error))
+        return error.exit_code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def _warn(message: str) -> None:
+    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _error(message: str) -> None:
+    console = Console(stderr=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)

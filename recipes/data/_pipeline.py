@@ -1,0 +1,155 @@
+"""Windows of tokens in a seeded order, as a grain pipeline whose position can be saved.
+
+Training draws windows that start at any token, each once per epoch in an order that the seed
+decides. Validation reads the end of the text once, in windows that do not overlap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import numpy as np
+
+from ..config import DataConfig
+from ..errors import RecipeError
+from ._text import read_text
+from ._tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Window i is `length + 1` tokens from token i * stride: inputs and, one further, targets."""
+
+    tokens: np.ndarray
+    length: int
+    stride: int
+
+    def __len__(self) -> int:
+        return max(0, (self.tokens.size - 1 - self.length) // self.stride + 1)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = index * self.stride
+        return self.tokens[start : start + self.length + 1].astype(np.int32)
+
+
+class Batches:
+    """An endless iterator of training batches whose position can be saved and set.
+
+    Batches are (batch, length + 1) int32 arrays. With several processes each gets its share of the
+    same global batch, whatever their number.
+    """
+
+    def __init__(self, dataset: Any):
+        self._iterator = iter(dataset.to_iter_dataset())
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position as plain JSON values: batches already returned are not returned again."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position that `get_state` gave."""
+        self._iterator.set_state(state)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens for training and validation, and the batches cut from them."""
+
+    train_tokens: np.ndarray
+    validation_tokens: np.ndarray
+    sequence_length: int
+    batch_size: int
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two corpora hold the same tokens, split in the same place."""
+        digest = hashlib.sha256(self.train_tokens)
+        digest.update(b"|")
+        digest.update(self.validation_tokens)
+        return digest.hexdigest()[:16]
+
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+        """Shuffled batches for ever, reshuffled every epoch.
+
+        Args:
+          seed: Decides the order.
+          process: Which of the processes asks, from 0.
+          processes: Number of processes that share each batch; divides `batch_size`.
+
+        Raises:
+          RecipeError: The processes do not divide the batch.
+        """
+        if self.batch_size % processes:
+            raise RecipeError(
+                f"data.batch_size must be a multiple of the number of processes; got "
+                f"{self.batch_size} and {processes}; change data.batch_size"
+            )
+        windows = _Windows(self.train_tokens, self.sequence_length, stride=1)
+        # Shuffle before sharding: batch k is the same set of windows for any number of processes.
+        dataset = grain.MapDataset.source(windows).shuffle(seed=_seed32(seed)).repeat()
+        return Batches(dataset[process::processes].batch(self.batch_size // processes))
+
+    def validation(self, batches: int | None = None) -> Iterator[np.ndarray]:
+        """Validation batches (batch, length + 1), the same ones each time.
+
+        Args:
+          batches: How many; None for all. The order is shuffled once, so a few are a fair sample.
+            The windows left over after the last whole batch are not used.
+        """
+        windows = _Windows(self.validation_tokens, self.sequence_length, self.sequence_length)
+        size = min(self.batch_size, len(windows))
+        dataset = grain.MapDataset.source(windows).shuffle(seed=0)
+        dataset = dataset.batch(size, drop_remainder=True)
+        count = len(dataset) if batches is None else min(batches, len(dataset))
+        return (dataset[index] for index in range(count))
+
+
+def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """Reads, tokenizes and splits the text of a config.
+
+    Args:
+      config: The `data` section.
+      tokenizer: Turns the text into ids.
+
+    Returns:
+      The corpus. Validation is the last `validation_fraction` of the tokens.
+
+    Raises:
+      RecipeError: The text is missing, empty, not UTF-8, shorter than one sequence, or has fewer
+        sequences than a batch.
+    """
+    tokens = tokenizer.encode(read_text(config))
+    split = tokens.size - round(tokens.size * config.validation_fraction)
+    corpus = Corpus(tokens[:split], tokens[split:], config.sequence_length, config.batch_size)
+    source = config.path or "the Python standard library"
+    length = config.sequence_length
+    for part, part_tokens in (("training", tokens[:split]), ("validation", tokens[split:])):
+        if part_tokens.size < length + 1:
+            raise RecipeError(
+                f"data.sequence_length: one sequence needs {length + 1} tokens, its targets "
+                f"included; the {part} part of {source} has {part_tokens.size} of the "
+                f"{tokens.size} tokens; use more text, a shorter data.sequence_length, or another "
+                f"data.validation_fraction ({config.validation_fraction})"
+            )
+    sequences = (split - 1) // length
+    if sequences < config.batch_size:
+        raise RecipeError(
+            f"data.batch_size: expected at most the {sequences} sequences of {length} tokens that "
+            f"{source} has for training; got {config.batch_size}; use more text or a smaller batch"
+        )
+    return corpus
+
+
+def _seed32(seed: int) -> int:
+    """Grain takes seeds below 2**32; a longer seed is folded."""
+    return seed % 2**32

@@ -1,0 +1,77 @@
+"""Numbers of a run: one JSON object per line, and the same as TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+
+class Metrics:
+    """Appends to `metrics.jsonl` and to a new event file in `tensorboard/`.
+
+    Args:
+      folder: The run's folder.
+      resume_step: Steps after this one are dropped, because they are about to be computed again.
+
+    Raises:
+      OSError: The folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int = 0):
+        path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._lines = path.open("a", encoding="utf-8")
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        # Written record by record: the stock event writer reports a full disk from a thread.
+        self._events_file = (folder / "tensorboard" / name).open("wb")
+        self._events = RecordWriter(self._events_file)
+        self._write_event(Event(file_version="brain.Event:2"))
+        # A restart tells TensorBoard to drop what an earlier session wrote from here on.
+        start = SessionLog(status=SessionLog.START)
+        self._write_event(Event(step=resume_step + 1, session_log=start))
+
+    def write(self, step: int, **values: float) -> None:
+        """Records values by name at a step (steps done so far)."""
+        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        self._lines.flush()
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write_event(Event(step=step, summary=Summary(value=scalars)))
+
+    def close(self) -> None:
+        self._lines.close()
+        self._events_file.close()
+
+    def _write_event(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._events.write(event.SerializeToString())
+        self._events.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a whole file or, on any error, leaves the old one as it was."""
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -1,0 +1,161 @@
+"""What flows through each layer: RMS of activations and of their gradients, and whether all is finite.
+
+A model is not changed for this. While it runs, the `__call__` of every module class in it is
+replaced by one that also notes the output, and that passes it through an identity whose backward
+pass hands out the RMS of the cotangent as the gradient of a dummy scalar.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Reading(NamedTuple):
+    """Statistics by layer path, in the order in which the layers finish.
+
+    Each is the RMS in float32 (not finite when any element is not): `activations` of outputs,
+    `gradients` of the loss's cotangents at those outputs, `weights` of each parameter's gradient.
+    """
+
+    loss: jax.Array
+    activations: dict[str, jax.Array]
+    gradients: dict[str, jax.Array]
+    weights: dict[str, jax.Array]
+
+    def first_not_finite(self) -> str | None:
+        """Where the first value that is not finite arises: forward order, then backward order."""
+        for path, value in self.activations.items():
+            if not jnp.isfinite(value):
+                return f"the output of {path}"
+        if not jnp.isfinite(self.loss):
+            return "the loss"
+        for path, value in reversed(self.gradients.items()):
+            if not jnp.isfinite(value):
+                return f"the gradient at the output of {path}"
+        for path, value in self.weights.items():
+            if not jnp.isfinite(value):
+                return f"the gradient of {path}"
+        return None
+
+
+def probe(model: nnx.Module, ids: jax.Array, targets: jax.Array) -> Reading:
+    """Runs the loss and its gradient once, noting every layer.
+
+    Args:
+      model: Has `loss(ids, targets, deterministic=...)`; dropout is left out.
+      ids: int32 (batch, time).
+      targets: int32 (batch, time).
+
+    Returns:
+      The statistics, layers named by their path in the model.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, taps):
+        model = nnx.merge(graphdef, params, rest)
+        with _watched(model, taps) as noted:
+            value = model.loss(ids, targets, deterministic=True)
+        return value, noted
+
+    # The layers that run, and in which order, are known only from a run.
+    _, noted = jax.eval_shape(lambda: loss(params, None))
+    paths = list(noted)
+
+    @jax.jit
+    def run(params):
+        taps = {path: jnp.zeros(()) for path in paths}
+        (value, noted), (grads, at_outputs) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+            params, taps
+        )
+        return value, noted, at_outputs, [_rms(leaf) for leaf in jax.tree.leaves(grads)]
+
+    value, noted, at_outputs, weights = run(params)
+    names = [_dotted(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    # jit sorts dictionaries by key; the order of the layers is what makes a first one.
+    return Reading(
+        value,
+        {path: noted[path] for path in paths},
+        {path: at_outputs[path] for path in paths},
+        dict(zip(names, weights, strict=True)),
+    )
+
+
+@contextmanager
+def _watched(model: nnx.Module, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
+    """Within the block, calls of the model's submodules are noted in the dictionary it yields."""
+    names = {id(module): _path_name(path) for path, module in nnx.iter_modules(model) if path}
+    classes = {_caller(type(module)) for _, module in nnx.iter_modules(model)} - {None}
+    noted: dict[str, jax.Array] = {}
+
+    def watching(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(self, *args, **kwargs):
+            output = original(self, *args, **kwargs)
+            name = names.get(id(self))
+            return output if name is None else _note(output, name, taps, noted)
+
+        return call
+
+    originals = {cls: cls.__dict__["__call__"] for cls in classes}
+    for cls, original in originals.items():
+        cls.__call__ = watching(original)
+    try:
+        yield noted
+    finally:
+        for cls, original in originals.items():
+            cls.__call__ = original
+
+
+def _caller(kind: type) -> type | None:
+    """The class that defines what calling an instance of `kind` does."""
+    return next((cls for cls in kind.__mro__ if "__call__" in cls.__dict__), None)
+
+
+def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict) -> Any:
+    """Notes the first floating array of an output; for a ScaledArray that is its data."""
+    leaves, structure = jax.tree.flatten(output)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            while name in noted:  # a layer that is called again, such as shared weights
+                name += "'"
+            noted[name] = _rms(jax.lax.stop_gradient(leaf))
+            if taps is not None:
+                leaves[index] = _tap(leaf, taps[name])
+            break
+    return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_vjp
+def _tap(x: jax.Array, dummy: jax.Array) -> jax.Array:
+    """x; the cotangent of the dummy scalar is the RMS of the cotangent of x."""
+    return x
+
+
+def _tap_forward(x, dummy):
+    return x, None
+
+
+def _tap_backward(_, cotangent):
+    return cotangent, _rms(cotangent)
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def _path_name(path: tuple) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _dotted(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

@@ -1,0 +1,66 @@
+"""A progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """Says how a run goes.
+
+    Args:
+      steps: The number of steps of the whole run.
+      start: Steps already done.
+      tokens_per_step: Turns a speed into the time left.
+      console: Where to write; its `is_terminal` decides between a bar and lines.
+    """
+
+    def __init__(self, steps: int, start: int, tokens_per_step: int, console: Console):
+        self._steps, self._tokens, self._console = steps, tokens_per_step, console
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=steps, loss="-", speed="-")
+            self._bar.update(self._task, completed=start)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar; lines are left to `report`."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def report(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Shows a loss and a speed."""
+        if self._bar is not None:
+            speed = f"{tokens_per_second:,.0f}"
+            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
+            return
+        seconds = (self._steps - step) * self._tokens / tokens_per_second
+        self.say(
+            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
+            f"{timedelta(seconds=round(seconds))} left"
+        )
+
+    def say(self, message: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,105 @@
+"""A run's folder: made once, and resumed only by the config that made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import Config
+from .configfile import dump_config
+from .errors import RecipeError
+
+
+def open_run(config: Config, *, fresh: bool = False) -> Path:
+    """Makes the folder of a run, or opens the one that an earlier start of the same run made.
+
+    Args:
+      config: Its `name` and `train.runs_dir` say where; it is written there as `config.yaml`.
+      fresh: Moves an existing folder aside, to `<name>.old-1` and so on.
+
+    Returns:
+      The folder.
+
+    Raises:
+      RecipeError: The folder belongs to another config, is no run, or cannot be written.
+    """
+    folder = run_folder(config)
+    try:
+        if fresh and folder.exists():
+            folder.rename(_free_name(folder))
+        if folder.exists():
+            _check_same(config, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / "config.yaml.tmp"
+        draft.write_text(dump_config(config), encoding="utf-8")
+        draft.replace(folder / "config.yaml")
+    except OSError as error:
+        raise RecipeError(
+            f"train.runs_dir: cannot write the run folder {folder}: {error.strerror}; "
+            "free space, change its permissions, or set train.runs_dir to another folder"
+        ) from error
+    return folder
+
+
+def existing_run(config: Config) -> Path:
+    """The folder of a run that has been trained, for evaluation and generation.
+
+    Raises:
+      RecipeError: There is none, or its model is not the one of this config.
+    """
+    folder = run_folder(config)
+    if not (folder / "config.yaml").exists():
+        raise RecipeError(
+            f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
+            "that exists"
+        )
+    _check_same(config, folder, sections=("model", "policy"))
+    return folder
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.train.runs_dir) / config.name
+
+
+def _check_same(config: Config, folder: Path, sections: tuple[str, ...] | None = None) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        if folder.is_dir() and not any(folder.iterdir()):
+            return
+        raise RecipeError(
+            f"name: {folder} exists but is not a run (it has no config.yaml); change name"
+        )
+    old = yaml.safe_load(path.read_text(encoding="utf-8"))
+    new = config.model_dump()
+    if not isinstance(old, dict):
+        raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
+    before, after = _flatten(old), _flatten(new)
+    keys = [key for key in after if sections is None or key.split(".")[0] in sections]
+    # The runs may have been moved; where they are says nothing about what they hold.
+    keys = [key for key in keys if key != "train.runs_dir"]
+    changed = [key for key in keys if before.get(key) != after[key]]
+    if changed:
+        listed = "\n".join(f"  {key}: {before.get(key)} -> {after[key]}" for key in changed)
+        raise RecipeError(
+            f"name: {folder} holds a run of another config:\n{listed}\nchange name to start a "
+            "new run, use the config of that run to resume it, or pass --fresh to move it aside"
+        )
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _free_name(folder: Path) -> Path:
+    number = 1
+    while (free := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    return free

@@ -1,0 +1,266 @@
+"""Trains a GPT on text: model, data, loss, loop, from top to bottom.
+
+The loop never waits for the device between log lines. So that a value that is not finite can still
+be traced, a step whose loss or gradient is not finite changes nothing, and neither does any step
+after it: the state stays that of the last good step until the loop looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+
+from .checkpoint import Checkpoints
+from .config import Config
+from .data import Batches, ByteTokenizer, Corpus, load_corpus
+from .errors import RecipeError
+from .evaluate import make_evaluation, mean_loss
+from .generate import sample_text
+from .gpt import build
+from .metrics import Metrics
+from .optimizer import make_schedule
+from .plots import plot_loss, plot_rms
+from .probe import Reading, probe
+from .progress import Reporter
+from .rundir import open_run
+from .signals import StopRequest
+from .state import TrainState, init_state
+
+
+class Outcome(NamedTuple):
+    """How training ended; `signal` is the number of the signal that stopped it, or None."""
+
+    folder: Path
+    step: int
+    validation_loss: float | None
+    signal: int | None
+
+
+def train(config: Config, *, fresh: bool = False, console: Console | None = None) -> Outcome:
+    """Trains, or goes on from the newest complete checkpoint of the same run.
+
+    Args:
+      config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
+      fresh: Moves an earlier run of this name aside instead of resuming it.
+      console: Where to report; standard output by default.
+
+    Returns:
+      The run's folder, its last step and its validation loss.
+
+    Raises:
+      RecipeError: Unusable text or run folder, a full disk, or a loss that is not finite.
+    """
+    console = console or Console()
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    tokenizer = ByteTokenizer()
+    corpus = load_corpus(config.data, tokenizer)
+    folder = open_run(config, fresh=fresh)
+    run = _Run(config, folder, corpus)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    say(
+        f"{config.name}: {parameters:,} parameters, {corpus.train_tokens.size:,} training tokens, "
+        f"policy {config.policy}, in {folder}"
+    )
+    try:
+        start = run.resume(say)
+        signal = run.loop(start, console)
+        if signal is not None:
+            step = int(run.state.step)
+            say(f"stopped by {signal.name} after step {step}; run the same command to resume")
+            return Outcome(folder, step, None, int(signal))
+        return _finish(run, tokenizer, say)
+    except OSError as error:
+        raise RecipeError(
+            f"cannot write to {folder}: {error.strerror or error}; {run.what_is_safe()}; "
+            "free space or change permissions, then run the same command again",
+            exit_code=1,
+        ) from error
+    finally:
+        run.checkpoints.close()
+
+
+class _Run:
+    """Model, optimizer, data and compiled steps of one run."""
+
+    def __init__(self, config: Config, folder: Path, corpus: Corpus):
+        self.config, self.folder, self.corpus = config, folder, corpus
+        self.graphdef, optimizer, self.state = init_state(config)
+        self.schedule = make_schedule(config.optimizer, config.train.steps)
+        self.batches: Batches = corpus.training(
+            config.seed, process=jax.process_index(), processes=jax.process_count()
+        )
+        self.checkpoints = Checkpoints(folder, keep=config.train.keep)
+        self.train_step = make_train_step(self.graphdef, optimizer)
+        self.evaluate = make_evaluation(self.graphdef)
+
+    def resume(self, say) -> int:
+        """Loads the newest whole checkpoint; returns the number of steps done."""
+        restored = self.checkpoints.restore(self.state, say)
+        if restored is None:
+            return 0
+        if restored.facts["text"] != self.corpus.digest:
+            raise RecipeError(
+                f"data: the text is not the one that {self.folder} was trained on (another Python, "
+                "or changed files); restore the text, change name, or pass --fresh"
+            )
+        self.state = restored.state
+        self.batches.set_state(restored.position)
+        steps = self.config.train.steps
+        say(
+            f"all {steps} steps are done"
+            if restored.step == steps
+            else f"resuming after step {restored.step} of {steps}"
+        )
+        return restored.step
+
+    def loop(self, start: int, console: Console) -> Any:
+        """Trains from step `start` to the end; returns the signal that stopped it, or None."""
+        settings, tokens = self.config.train, self.config.data.batch_size * self.corpus.sequence_length
+        if start >= settings.steps:
+            return None
+        recent: deque[np.ndarray] = deque(maxlen=settings.log_every + 1)
+        metrics = Metrics(self.folder, resume_step=start)
+        try:
+            with StopRequest() as stop, Reporter(settings.steps, start, tokens, console) as report:
+                clock, clock_step, paused = time.perf_counter(), start, 0.0
+                for index in range(start, settings.steps):
+                    batch = next(self.batches)
+                    recent.append(batch)
+                    self.state, values = self.train_step(self.state, batch, np.int32(index))
+                    done = index + 1
+                    report.advance(done)
+                    if index == start and settings.log_every > 1:
+                        jax.block_until_ready(values)  # keeps compilation out of the speed
+                        clock, clock_step = time.perf_counter(), done
+                    ending = done == settings.steps or stop.signal is not None
+                    if done % settings.log_every == 0 or ending:
+                        loss = float(values["loss"])  # waits for the device
+                        self._check_finite(done, recent, report)
+                        seconds = time.perf_counter() - clock - paused
+                        speed = (done - clock_step) * tokens / max(seconds, 1e-9)
+                        metrics.write(
+                            done,
+                            loss=loss,
+                            gradient_norm=float(values["gradient_norm"]),
+                            learning_rate=float(self.schedule(index)),
+                            tokens_per_second=speed,
+                        )
+                        report.report(done, loss, speed)
+                        clock, clock_step, paused = time.perf_counter(), done, 0.0
+                    pause = time.perf_counter()
+                    if done % settings.eval_every == 0 and stop.signal is None:
+                        validation = self.validation_loss()
+                        metrics.write(done, validation_loss=validation)
+                        report.say(f"step {done}  validation loss {validation:.4f}")
+                    if done % settings.checkpoint_every == 0 or ending:
+                        self._check_finite(done, recent, report)
+                        self.save(done)
+                    paused += time.perf_counter() - pause
+                    if stop.signal is not None:
+                        return stop.signal
+        finally:
+            metrics.close()
+        return None
+
+    def save(self, step: int) -> None:
+        facts = {"policy": self.config.policy, "text": self.corpus.digest}
+        self.checkpoints.save(step, self.state, self.batches.get_state(), facts)
+
+    def validation_loss(self) -> float:
+        batches = self.corpus.validation(self.config.train.eval_batches)
+        return mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
+
+    def model(self) -> Any:
+        return nnx.merge(self.graphdef, self.state.params, self.state.rest)
+
+    def what_is_safe(self) -> str:
+        step = self.checkpoints.newest
+        return f"the checkpoint of step {step} is untouched" if step else "no checkpoint yet"
+
+    def _check_finite(self, done: int, recent: deque[np.ndarray], report: Reporter) -> None:
+        """Stops the run when some step since the last look was not finite."""
+        good = int(self.state.step)
+        if good == done:
+            return
+        batch = recent[good - done]  # the batch of the first step that did not count
+        reading = probe(self.model(), batch[:, :-1], batch[:, 1:])
+        where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
+        raise RecipeError(
+            f"step {good + 1}: the loss or its gradient is not finite; the first value that is not "
+            f"finite is {where}; {self.what_is_safe()}; lower optimizer.learning_rate, set "
+            "optimizer.clip_norm, or choose a policy of wider range",
+            exit_code=1,
+        )
+
+
+def make_train_step(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation):
+    """The compiled step `(state, batch, index) -> (state, metrics)`.
+
+    Args:
+      graphdef: Of a model with `loss(ids, targets, deterministic=...)`.
+      optimizer: Of its parameters.
+
+    Returns:
+      A function of a `TrainState`, whose memory is reused, a batch (batch, time + 1) int32, and
+      the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
+      not finite, the state comes back as it went in.
+    """
+
+    def loss_and_rest(params, rest, batch):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        loss = model.loss(batch[:, :-1], batch[:, 1:], deterministic=False)
+        return loss, nnx.state(model, nnx.Not(nnx.Param))  # the PRNG has moved on
+
+    def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
+        (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(
+            state.params, state.rest, batch
+        )
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.step == index)
+        fresh = TrainState(params, rest, opt_state, state.step + 1)
+        state = jax.tree.map(lambda new, old: jnp.where(good, new, old), fresh, state)
+        return state, {"loss": loss, "gradient_norm": norm}
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def _finish(run: _Run, tokenizer: ByteTokenizer, say) -> Outcome:
+    """Validation loss, plots and a sample of a run that has done all its steps."""
+    config, step = run.config, int(run.state.step)
+    validation = run.validation_loss()
+    plot_loss(run.folder)
+    plot_rms(run.folder, _readings(run))
+    say(f"validation loss {validation:.4f} nats per token, {validation / np.log(2):.4f} bits")
+    if config.train.sample_tokens:
+        text = sample_text(
+            run.model(),
+            tokenizer,
+            "\n",
+            tokens=config.train.sample_tokens,
+            seed=config.seed,
+            context=config.data.sequence_length,
+        )
+        say(f"sample:{text}")
+    say(f"checkpoint, metrics and plots are in {run.folder}")
+    return Outcome(run.folder, step, validation, None)
+
+
+def _readings(run: _Run) -> dict[str, Reading]:
+    batch = next(iter(run.corpus.validation(1)))
+    labelled = {"at initialisation": build(run.config)}
+    labelled[f"after {int(run.state.step)} steps"] = run.model()
+    return {
+        label: probe(model, batch[:, :-1], batch[:, 1:]) for label, model in labelled.items()
+    }
