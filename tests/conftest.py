@@ -1,4 +1,4 @@
-"""What every test run shares: the platform, deterministic property tests, and which hardware tests can run."""
+"""What every test run shares: platform, deterministic property tests, choice of hardware tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("deterministic")
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {
     "gpu": "a GPU and JAX_PLATFORMS=cuda",
-    "h200": 'pip install "jax-cuda13-plugin==<version of jax>" "nvidia-cuda-nvcc==13.*" nvidia-nvvm',
+    "h200": "the packages jax-cuda13-plugin (of jax's version), nvidia-cuda-nvcc and nvidia-nvvm",
 }
 
 

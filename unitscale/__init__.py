@@ -1,1 +1,29 @@
-"""Unit-scaled, low-precision training in JAX."""
+"""Train neural networks in 16-bit and 8-bit floating point without loss scaling, in JAX.
+
+The parts, from the bottom up, each a package to import by name:
+
+- `unitscale.core`: `ScaledArray`, formats, exact powers of two, saturating casts.
+- `unitscale.rules`: the static scaling factors, each with its source.
+- `unitscale.quant`: quantized matrix products.
+- `unitscale.ops`: unit-scaled operations on arrays, for any layer library.
+- `unitscale.nn`: layers for Flax NNX.
+- `unitscale.optim`: u-muP learning rates for optax.
+
+Example:
+    >>> import jax.numpy as jnp
+    >>> from unitscale import as_scaled
+    >>> x = as_scaled(jnp.full((4,), 1000.0), dtype=jnp.float8_e4m3fn)
+    >>> float(x.scale), x.dtype.name
+    (1024.0, 'float8_e4m3fn')
+"""
+
+from .core import (
+    ScaledArray as ScaledArray,
+    as_scaled as as_scaled,
+    cast as cast,
+    rebalance as rebalance,
+    rescale as rescale,
+    to_array as to_array,
+)
+
+__version__ = "0.1.0"
