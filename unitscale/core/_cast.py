@@ -16,6 +16,7 @@ from ._pow2 import exponent_of, pow2
 from ._vjp import custom_vjp
 
 CastRounding = Literal["nearest", "stochastic"]
+"""How a cast rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
 
 
 def _clamp(x: jax.Array, fmt: Format) -> jax.Array:

@@ -14,6 +14,7 @@ from ._scaled_array import ScaledArray
 from ._statistics import Axis, amax, optimal_scale, rms
 
 RescaleStrategy = Literal["rms", "amax", "mse"]
+"""The statistic that a new scale is chosen from: see `rescale`."""
 
 
 def _scaled(x: Any) -> ScaledArray:

@@ -14,6 +14,7 @@ import numpy as np
 from ._pow2 import round_to_pow2
 
 Scale: TypeAlias = int | jax.Array | None
+"""A scale: None (a plain array), a static 1, a static 0 (a zero array), or an array."""
 
 
 def is_static(scale: Scale) -> bool:
