@@ -5,7 +5,7 @@ A scale is None (a plain array), the static 1, the static 0 (an array of zeros),
 this module, so that special scales are treated in one place.
 """
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,14 @@ import numpy as np
 
 from ._pow2 import round_to_pow2
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 Scale: TypeAlias = int | jax.Array | None
 """A scale: None (a plain array), a static 1, a static 0 (a zero array), or an array."""
 
 
-def is_static(scale: Scale) -> bool:
+def is_static(scale: Scale) -> "TypeIs[int | None]":
     """Whether a scale is one of the special scales None, 1 and 0, known while tracing.
 
     Example:
