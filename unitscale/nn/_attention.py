@@ -1,0 +1,235 @@
+"""Multi-head attention and its cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .. import ops
+from ..core import ScaledArray
+from ._dropout import Dropout
+from ._linear import Dense
+from ._policy import PolicyLike, as_policy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens seen so far, for generation.
+
+    Attributes:
+        key: (batch, max_length, kv_heads, head_dim) in the compute dtype.
+        value: the same shape.
+        length: int32 scalar, the number of tokens held.
+
+    Example:
+        >>> KVCache.create(1, 8, 2, 4, jnp.float16).key.shape
+        (1, 8, 2, 4)
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+    @classmethod
+    def create(cls, batch: int, max_length: int, kv_heads: int, head_dim: int, dtype) -> "KVCache":
+        """Returns an empty cache."""
+        shape = (batch, max_length, kv_heads, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
+
+    def append(self, key: jax.Array, value: jax.Array) -> "KVCache":
+        """Returns the cache with the keys and values of further tokens written behind its own."""
+        start = (0, self.length, 0, 0)
+        return KVCache(
+            lax.dynamic_update_slice(self.key, key.astype(self.key.dtype), start),
+            lax.dynamic_update_slice(self.value, value.astype(self.value.dtype), start),
+            self.length + key.shape[1],
+        )
+
+
+class MultiHeadAttention(nnx.Module):
+    """Multi-head attention: self or cross, grouped queries, rotary positions, cache.
+
+    Scaling:
+        Unit-scaled projections around `ops.dot_product_attention`. The attention's factor depends
+        on how many keys a query sees, so ``max_length`` fixes the length that it is computed for:
+        then the layer is one function for every sequence length, cached or not.
+
+    Args:
+        num_heads: number of query heads.
+        in_features: size of the input's last axis.
+        qkv_features: size of all query heads together; in_features by default.
+        out_features: size of the output's last axis; in_features by default.
+        num_kv_heads: number of key and value heads, dividing num_heads; num_heads by default.
+        in_kv_features: size of the keys' and values' input, for cross attention.
+        is_causal: whether a query sees no later key.
+        max_length: sequence length that the factor is computed for; by default that of each call.
+        rotary_base: base of rotary positions (10000.0 is usual); None for none.
+        mult: multiplier of the logits.
+        use_bias: whether the projections add biases.
+        dropout_rate: rate of dropout on the attention weights.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys ("params", and "dropout" if there is any).
+
+    Raises:
+        ValueError: if heads do not divide features, kv heads do not divide heads, or the policy is
+            unknown; when called, if a cache is given to a layer that is not causal.
+
+    Example:
+        >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 10, 32))).shape
+        (2, 10, 32)
+
+    References:
+        Vaswani et al., 2017, arXiv 1706.03762; Ainslie et al., "GQA", 2023, arXiv 2305.13245;
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (attention).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        is_causal: bool = False,
+        max_length: int | None = None,
+        rotary_base: float | None = None,
+        mult: float = 1.0,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        qkv_features = in_features if qkv_features is None else qkv_features
+        out_features = in_features if out_features is None else out_features
+        in_kv_features = in_features if in_kv_features is None else in_kv_features
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or qkv_features % num_heads:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: num_heads must divide qkv_features; got "
+                f"num_heads {num_heads}, qkv_features {qkv_features}"
+            )
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: num_kv_heads must divide num_heads; got "
+                f"num_kv_heads {num_kv_heads}, num_heads {num_heads}"
+            )
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = qkv_features // num_heads
+        if rotary_base is not None and self.head_dim % 2:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: rotary positions need an even head size; got "
+                f"{self.head_dim} ({qkv_features} features in {num_heads} heads)"
+            )
+        self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
+        self.rotary_base, self.policy = rotary_base, as_policy(policy)
+        kv_features = num_kv_heads * self.head_dim
+
+        def dense(inputs: int, outputs: int) -> Dense:
+            return Dense(inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs)
+
+        self.query = dense(in_features, qkv_features)
+        self.key = dense(in_kv_features, kv_features)
+        self.value = dense(in_kv_features, kv_features)
+        self.out = dense(qkv_features, out_features)
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """Returns an empty cache for ``batch`` sequences of up to ``max_length`` tokens."""
+        return KVCache.create(
+            batch, max_length, self.num_kv_heads, self.head_dim, self.policy.compute_dtype
+        )
+
+    def __call__(
+        self,
+        inputs_q: ops.ArrayLike,
+        inputs_k: ops.ArrayLike | None = None,
+        inputs_v: ops.ArrayLike | None = None,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> ScaledArray:
+        """Attends from ``inputs_q`` to ``inputs_k`` (itself by default).
+
+        Args:
+            inputs_q: (batch, time, in_features).
+            inputs_k: (batch, source, in_kv_features), or None for self-attention.
+            inputs_v: as inputs_k, which it defaults to.
+            mask: boolean, broadcasting to (batch, heads, time, source); True attends.
+            positions: (time,) or (batch, time) for rotary positions; 0, 1, ... by default.
+            deterministic: whether dropout is off; the layer's own state by default.
+
+        Returns:
+            ScaledArray (batch, time, out_features).
+        """
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        q, k, v = self._project(inputs_q, inputs_k, inputs_v, positions)
+        y = self._attend(q, k, v, mask=mask, is_causal=self.is_causal, deterministic=deterministic)
+        return self._merge(y)
+
+    def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
+        """Attends from the next tokens to all tokens so far.
+
+        Args:
+            x: (batch, time, in_features), the tokens behind those that ``cache`` holds.
+            cache: from `init_cache` or the last call.
+
+        Returns:
+            ``(y, cache)``: what the uncached layer gives for these tokens, and the longer cache.
+
+        Raises:
+            ValueError: if the layer is not causal.
+        """
+        if not self.is_causal:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: a cache needs is_causal=True, because earlier "
+                "tokens are not computed again"
+            )
+        time = x.shape[1]
+        positions = cache.length + jnp.arange(time)
+        q, k, v = self._project(x, x, x, positions)
+        cache = cache.append(k.value, v.value)
+        seen = jnp.arange(cache.key.shape[1])[None, :] <= positions[:, None]
+        y = self._attend(q, cache.key, cache.value, mask=seen[None, None], is_causal=False)
+        return self._merge(y), cache
+
+    def _project(self, inputs_q, inputs_k, inputs_v, positions):
+        q = _split_heads(self.query(inputs_q), self.num_heads)
+        k = _split_heads(self.key(inputs_k), self.num_kv_heads)
+        v = _split_heads(self.value(inputs_v), self.num_kv_heads)
+        if self.rotary_base is not None:
+            for_q = jnp.arange(q.shape[1]) if positions is None else positions
+            for_k = jnp.arange(k.shape[1]) if positions is None else positions
+            q = ops.rotary(q, for_q, base=self.rotary_base)
+            k = ops.rotary(k, for_k, base=self.rotary_base)
+        return q, k, v
+
+    def _attend(self, q, k, v, *, mask, is_causal, deterministic: bool | None = True):
+        key = self.dropout.key(deterministic)
+        return ops.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=is_causal,
+            mult=self.mult,
+            dropout_rate=self.dropout.rate,
+            dropout_key=key,
+            deterministic=key is None,
+            scale_length=self.max_length,
+            scale_causal=self.is_causal,
+        )
+
+    def _merge(self, y: ScaledArray) -> ScaledArray:
+        return self.out(y.reshape(*y.shape[:2], self.num_heads * self.head_dim))
+
+
+def _split_heads(x: ScaledArray, heads: int) -> ScaledArray:
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)

@@ -1,0 +1,132 @@
+"""Token and position embeddings."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import ops
+from ..core import ScaledArray
+from ._param import read, weight
+from ._policy import PolicyLike, as_policy
+
+
+class Embed(nnx.Module):
+    """A table of embeddings, as `flax.nnx.Embed`.
+
+    Scaling:
+        `ops.embed`: rows of a table from N(0, 1). `attend` is `ops.readout` with the transposed
+        table. Where both are used on as many tokens (tied embeddings), the two contributions to
+        the table's gradient have the same constant, because
+        out^-1/2 * (vocab / tokens)^1/2 == tokens^-1/2; so the sum is a constant times the truth.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        features: size of an embedding.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the policy is unknown.
+        TypeError: when called, if ids are not integers.
+
+    Example:
+        >>> table = Embed(100, 16, rngs=nnx.Rngs(0))
+        >>> x = table(jnp.array([[1, 2, 3]]))
+        >>> x.shape, table.attend(x).shape
+        ((1, 3, 16), (1, 3, 100))
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (embedding).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_embeddings, self.features = num_embeddings, features
+        self.policy = as_policy(policy)
+        self.embedding = weight(
+            rngs,
+            (num_embeddings, features),
+            self.policy,
+            role="embedding",
+            fan_in=num_embeddings,
+            fan_out=features,
+        )
+
+    def __call__(self, ids: jax.Array) -> ScaledArray:
+        """Maps integer ids (...) to embeddings (..., features)."""
+        rows = ops.embed(ids, read(self.embedding))
+        return rows.astype(self.policy.compute_dtype)
+
+    def attend(self, x: ops.ArrayLike) -> ScaledArray:
+        """Maps (..., features) to logits (..., num_embeddings) with the transposed table."""
+        table = self.policy.weight(read(self.embedding), "readout")
+        return ops.readout(
+            self.policy.activation(x), table.T, config=self.policy.matmul_for("readout")
+        )
+
+
+class PositionalEmbed(nnx.Module):
+    """Learned embeddings of positions, added to the input.
+
+    Scaling:
+        y = (x + table[positions]) / 2^1/2 (`ops.weighted_add`, backward the true derivative), so
+        that the sum is unit; the table is from N(0, 1) and its gradient, a sum over the tokens at
+        a position, has factor (length / tokens)^1/2 as that of `ops.embed`.
+
+    Args:
+        max_length: number of positions.
+        features: size of an embedding.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: when called, if positions beyond max_length would be needed.
+
+    Example:
+        >>> layer = PositionalEmbed(8, 16, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 5, 16))).shape
+        (2, 5, 16)
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (embedding).
+    """
+
+    def __init__(
+        self,
+        max_length: int,
+        features: int,
+        *,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.max_length, self.features = max_length, features
+        self.policy = as_policy(policy)
+        self.embedding = weight(
+            rngs,
+            (max_length, features),
+            self.policy,
+            role="embedding",
+            fan_in=max_length,
+            fan_out=features,
+        )
+
+    def __call__(self, x: ops.ArrayLike, positions: jax.Array | None = None) -> ScaledArray:
+        """Adds embeddings to (batch, time, features); positions (time,) or (batch, time)."""
+        x = self.policy.activation(x)
+        batch, time = x.shape[:2]
+        if positions is None:
+            if time > self.max_length:
+                raise ValueError(
+                    "unitscale.nn.PositionalEmbed: the sequence must fit max_length "
+                    f"{self.max_length}; got {time} positions"
+                )
+            positions = jnp.arange(time)
+        ids = jnp.broadcast_to(positions, (batch, time))
+        rows = ops.embed(ids, read(self.embedding)).astype(self.policy.compute_dtype)
+        return ops.weighted_add(x, rows)

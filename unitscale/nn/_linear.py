@@ -1,0 +1,156 @@
+"""Dense layers and the readout."""
+
+from flax import nnx
+
+from .. import ops
+from ..core import ScaledArray
+from ..rules import Constraint
+from ._param import constant, read, weight
+from ._policy import PolicyLike, as_policy
+
+
+class _Affine(nnx.Module):
+    """What Dense and Readout share: parameters and formats."""
+
+    role: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool,
+        constraint: Constraint,
+        policy: PolicyLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self.constraint, self.policy = constraint, as_policy(policy)
+        self.kernel = weight(
+            rngs,
+            (in_features, out_features),
+            self.policy,
+            role=self.role,
+            fan_in=in_features,
+            fan_out=out_features,
+        )
+        self.bias = (
+            nnx.data(constant(0.0, (out_features,), self.policy, role="bias"))
+            if use_bias
+            else nnx.data(None)
+        )
+
+    def _apply(self, op, x: ops.ArrayLike) -> ScaledArray:
+        return op(
+            self.policy.activation(x),
+            self.policy.weight(read(self.kernel), self.role),
+            read(self.bias),
+            constraint=self.constraint,
+            config=self.policy.matmul_for(self.role),
+        )
+
+
+class Dense(_Affine):
+    """A dense layer, as `flax.nnx.Linear`.
+
+    Scaling:
+        `ops.dense`: y = in^-1/2 * x @ kernel + bias; kernel from N(0, 1), bias zero.
+
+    Args:
+        in_features: size of the input's last axis.
+        out_features: size of the output's last axis.
+        use_bias: whether to add a bias.
+        constraint: how the output and the input gradient come to share a factor.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = Dense(16, 32, policy="float16", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 16)))
+        ScaledArray(float16[2,32], scale=1)
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1.
+    """
+
+    role = "weight"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        constraint: Constraint = "to_output_scale",
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            constraint=constraint,
+            policy=policy,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
+        """Maps (..., in_features) to (..., out_features)."""
+        return self._apply(ops.dense, x)
+
+
+class Readout(_Affine):
+    """The layer that produces the logits.
+
+    Scaling:
+        `ops.readout`: y = in^-1 * x @ kernel + bias; kernel from N(0, 1), bias zero. The input
+        gradient is scaled freely (constraint None): its input must be a cut edge.
+
+    Args:
+        in_features: size of the input's last axis.
+        out_features: number of logits.
+        use_bias: whether to add a bias.
+        constraint: None, or how the output and the input gradient come to share a factor.
+        policy: formats; the role "readout" is exempt from quantization by default.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> Readout(16, 256, rngs=nnx.Rngs(0))(jnp.ones((2, 16))).shape
+        (2, 256)
+
+    References:
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights).
+    """
+
+    role = "readout"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        constraint: Constraint = None,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            constraint=constraint,
+            policy=policy,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
+        """Maps (..., in_features) to logits (..., out_features)."""
+        return self._apply(ops.readout, x)

@@ -1,0 +1,116 @@
+"""Which formats a layer stores, computes and differentiates in."""
+
+import dataclasses
+import difflib
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+
+from ..core import ScaledArray, format_of
+from ..ops import ArrayLike
+from ..quant import MatmulConfig
+
+ROLES = ("weight", "bias", "norm", "readout", "embedding")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The formats of a layer.
+
+    Parameters are stored in ``param_dtype`` and cast to ``compute_dtype`` where they are used;
+    activations and their cotangents are in ``compute_dtype``. Where ``matmul`` is set, the
+    operands of products with weights are quantized to its formats, weights directly from
+    ``param_dtype``. Roles in ``exempt`` compute their products in ``compute_dtype``.
+
+    Attributes:
+        param_dtype: dtype of parameters.
+        compute_dtype: dtype of activations.
+        matmul: formats of quantized products, or None.
+        exempt: roles whose products are never quantized; by default the readout.
+
+    Raises:
+        ValueError: if a dtype is not floating, a compute dtype has fewer than 16 bits, or a role
+            is unknown.
+
+    Example:
+        >>> as_policy("fp8").matmul.lhs
+        'float8_e4m3fn'
+        >>> Policy(compute_dtype="float16").compute_dtype
+        dtype('float16')
+    """
+
+    param_dtype: Any = "float32"
+    compute_dtype: Any = "float32"
+    matmul: MatmulConfig | None = None
+    exempt: frozenset[str] = frozenset({"readout"})
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype"):
+            dtype = format_of(getattr(self, name)).dtype
+            if dtype is None or dtype.itemsize < 2:
+                raise ValueError(
+                    f"unitscale.nn.Policy: {name} must have 16 bits or more; got "
+                    f"{getattr(self, name)!r}. FP8 belongs into matmul=MatmulConfig(...)."
+                )
+            object.__setattr__(self, name, dtype)
+        exempt = frozenset(self.exempt)
+        if unknown := exempt - set(ROLES):
+            raise ValueError(
+                f"unitscale.nn.Policy: exempt must be among {', '.join(ROLES)}; got "
+                f"{', '.join(sorted(unknown))}"
+            )
+        object.__setattr__(self, "exempt", exempt)
+
+    def matmul_for(self, role: str) -> MatmulConfig | None:
+        """Returns the formats of products with a weight of this role; None for plain products."""
+        return None if role in self.exempt else self.matmul
+
+    def activation(self, x: ArrayLike) -> ArrayLike:
+        """Returns an activation in the compute dtype."""
+        if not isinstance(x, ScaledArray):
+            x = jnp.asarray(x)
+        if x.dtype == self.compute_dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(self.compute_dtype)
+
+    def weight(self, parameter: ArrayLike, role: str) -> ArrayLike:
+        """Returns a weight as its product takes it: quantized products read it as stored."""
+        return parameter if self.matmul_for(role) is not None else self.activation(parameter)
+
+
+PolicyLike: TypeAlias = Policy | str
+
+PRESETS = {
+    "float32": Policy(),
+    "bfloat16": Policy(compute_dtype="bfloat16"),
+    "float16": Policy(compute_dtype="float16"),
+    "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
+}
+
+
+def as_policy(policy: PolicyLike) -> Policy:
+    """Returns a Policy from itself or from the name of a preset.
+
+    Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
+    the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
+    bfloat16).
+
+    Raises:
+        ValueError: if the preset is unknown.
+        TypeError: if it is neither a Policy nor a name.
+
+    Example:
+        >>> as_policy("bfloat16").compute_dtype.name
+        'bfloat16'
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"unitscale.nn: policy must be a Policy or a preset's name; got {policy!r}")
+    if policy not in PRESETS:
+        near = difflib.get_close_matches(policy, PRESETS, 1)
+        raise ValueError(
+            f"unitscale.nn: policy must be one of {', '.join(PRESETS)} or a Policy; got "
+            f"{policy!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+        )
+    return PRESETS[policy]

@@ -1,0 +1,267 @@
+"""Transformer layers and stacks."""
+
+from typing import Any, Literal, get_args
+
+from flax import nnx
+
+from .. import ops, rules
+from ..core import ScaledArray
+from ._attention import KVCache, MultiHeadAttention
+from ._mlp import MLP, Activation
+from ._norm import LayerNorm, RMSNorm
+from ._param import set_depth
+from ._policy import PolicyLike
+
+NormKind = Literal["layer", "rms"]
+NormPlacement = Literal["pre", "post", "none"]
+
+
+def _choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(
+            f"unitscale.nn: {name} must be one of {', '.join(get_args(choices))}; got {value!r}"
+        )
+
+
+class TransformerLayer(nnx.Module):
+    """Attention and MLP, each a residual branch.
+
+    Scaling:
+        Each branch is `ops.residual` with its own tau; everything inside is unit scaled.
+
+    Args:
+        features: width of the residual stream.
+        num_heads: number of attention heads.
+        hidden_features: hidden size of the MLP; four times features by default.
+        num_kv_heads: number of key and value heads; num_heads by default.
+        taus: residual weights of the attention and of the MLP branch.
+        depth: number of residual branches of the whole stack, for u-muP learning rates.
+        norm: "rms" or "layer".
+        norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
+        activation: of the MLP; see `MLP`.
+        is_causal: whether a token sees no later one.
+        max_length: sequence length that the attention's factor is computed for.
+        rotary_base: base of rotary positions; None for none.
+        attention_mult: multiplier of the attention logits.
+        mlp_mult: multiplier of the activation's argument.
+        use_bias: whether dense layers add biases.
+        dropout_rate: rate of dropout on attention weights and on both branches' outputs.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys.
+
+    Raises:
+        ValueError: if a choice is unknown, or heads do not divide features.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = TransformerLayer(32, 4, is_causal=True, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 10, 32))).shape
+        (2, 10, 32)
+
+    References:
+        Vaswani et al., 2017, arXiv 1706.03762; Blake et al., "u-muP", 2024, arXiv 2407.17465.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        hidden_features: int | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        taus: tuple[float, float] = (0.5, 0.5),
+        depth: int = 2,
+        norm: NormKind = "rms",
+        norm_placement: NormPlacement = "pre",
+        activation: Activation = "gelu",
+        is_causal: bool = False,
+        max_length: int | None = None,
+        rotary_base: float | None = None,
+        attention_mult: float = 1.0,
+        mlp_mult: float = 1.0,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        _choice("norm", norm, NormKind)
+        _choice("norm_placement", norm_placement, NormPlacement)
+        self.norm_placement, self.taus = norm_placement, tuple(map(float, taus))
+
+        def normalization():
+            if norm_placement == "none":
+                return nnx.data(None)
+            kind = RMSNorm if norm == "rms" else LayerNorm
+            return nnx.data(kind(features, policy=policy, rngs=rngs))
+
+        self.attention_norm = normalization()
+        self.attention = MultiHeadAttention(
+            num_heads,
+            features,
+            num_kv_heads=num_kv_heads,
+            is_causal=is_causal,
+            max_length=max_length,
+            rotary_base=rotary_base,
+            mult=attention_mult,
+            use_bias=use_bias,
+            dropout_rate=dropout_rate,
+            policy=policy,
+            rngs=rngs,
+        )
+        self.mlp_norm = normalization()
+        self.mlp = MLP(
+            features,
+            4 * features if hidden_features is None else hidden_features,
+            activation=activation,
+            mult=mlp_mult,
+            use_bias=use_bias,
+            dropout_rate=dropout_rate,
+            policy=policy,
+            rngs=rngs,
+        )
+        set_depth(self.attention, depth)
+        set_depth(self.mlp, depth)
+
+    def __call__(
+        self,
+        x: ops.ArrayLike,
+        *,
+        mask=None,
+        positions=None,
+        deterministic: bool | None = None,
+    ) -> ScaledArray:
+        """Maps (batch, time, features) to the same shape; arguments as for the attention."""
+        x = self._branch(
+            x,
+            0,
+            lambda h: self.attention(
+                h, mask=mask, positions=positions, deterministic=deterministic
+            ),
+        )
+        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=deterministic))
+
+    def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
+        """Maps the next tokens, given a cache of those before; returns the longer cache too."""
+        caches = []
+
+        def attend(h):
+            y, longer = self.attention.decode(h, cache)
+            caches.append(longer)
+            return y
+
+        x = self._branch(x, 0, attend)
+        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=True)), caches[0]
+
+    def _branch(self, x, index: int, fn) -> ScaledArray:
+        norm = (self.attention_norm, self.mlp_norm)[index]
+        if self.norm_placement == "pre":
+            return ops.residual(lambda h: fn(norm(h)), x, self.taus[index])
+        x = ops.residual(fn, x, self.taus[index])
+        return x if norm is None else norm(x)
+
+
+class TransformerStack(nnx.Module):
+    """A stack of transformer layers whose residual weights follow one scheme.
+
+    Scaling:
+        `rules.residual_taus` gives the tau of each of the 2 * num_layers branches.
+
+    Args:
+        num_layers: number of layers.
+        features: width of the residual stream.
+        num_heads: number of attention heads.
+        hidden_features: hidden size of the MLPs; four times features by default.
+        residual_scheme: "fixed", "running_mean" or "depth" (u-muP appendix G).
+        residual_tau: tau of the scheme "fixed".
+        residual_mult: multiplier of all branches in the scheme "depth".
+        residual_attention_ratio: ratio of attention to MLP branches in the scheme "depth".
+        remat: whether the backward pass computes each layer again, to save memory.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys.
+        **layer_options: further options of `TransformerLayer`.
+
+    Raises:
+        ValueError: if the scheme or another choice is unknown, or heads do not divide features.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stack = TransformerStack(2, 32, 4, is_causal=True, rngs=nnx.Rngs(0))
+        >>> stack(jnp.ones((2, 10, 32))).shape
+        (2, 10, 32)
+
+    References:
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        features: int,
+        num_heads: int,
+        hidden_features: int | None = None,
+        *,
+        residual_scheme: rules.ResidualScheme = "depth",
+        residual_tau: float = 0.5,
+        residual_mult: float = 1.0,
+        residual_attention_ratio: float = 1.0,
+        remat: bool = False,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+        **layer_options: Any,
+    ) -> None:
+        depth = 2 * num_layers
+        taus = rules.residual_taus(
+            residual_scheme,
+            depth,
+            tau=residual_tau,
+            mult=residual_mult,
+            attn_ratio=residual_attention_ratio,
+        )
+        self.remat = remat
+        self.layers = nnx.List(
+            [
+                TransformerLayer(
+                    features,
+                    num_heads,
+                    hidden_features,
+                    taus=(taus[2 * i], taus[2 * i + 1]),
+                    depth=depth,
+                    policy=policy,
+                    rngs=rngs,
+                    **layer_options,
+                )
+                for i in range(num_layers)
+            ]
+        )
+
+    def __call__(
+        self,
+        x: ops.ArrayLike,
+        *,
+        mask=None,
+        positions=None,
+        deterministic: bool | None = None,
+    ) -> ops.ArrayLike:
+        """Maps (batch, time, features) to the same shape; arguments as for the attention."""
+
+        def apply(layer, h):
+            return layer(h, mask=mask, positions=positions, deterministic=deterministic)
+
+        apply = nnx.remat(apply) if self.remat else apply
+        for layer in self.layers:
+            x = apply(layer, x)
+        return x
+
+    def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
+        """Returns one empty cache per layer."""
+        return tuple(layer.attention.init_cache(batch, max_length) for layer in self.layers)
+
+    def decode(
+        self, x: ops.ArrayLike, cache: tuple[KVCache, ...]
+    ) -> tuple[ops.ArrayLike, tuple[KVCache, ...]]:
+        """Maps the next tokens, given the caches of those before; returns the longer caches too."""
+        longer = []
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = layer.decode(x, layer_cache)
+            longer.append(layer_cache)
+        return x, tuple(longer)
