@@ -1,10 +1,11 @@
 """Trees of arrays into trees of ScaledArrays, and back."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._cast import cast, widen
 from ._pow2 import round_to_pow2
@@ -12,8 +13,11 @@ from ._scale import as_scale, is_static, safe_scale, to_float
 from ._scaled_array import ScaledArray
 from ._statistics import rms
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
-def is_scaled(x: Any) -> bool:
+
+def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
     """Whether ``x`` is a ScaledArray: the `is_leaf` of trees that hold them.
 
     Example:
@@ -24,7 +28,11 @@ def is_scaled(x: Any) -> bool:
 
 
 def _is_concrete_zero(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer) and not np.any(np.asarray(x, np.float32))
+    return not isinstance(x, Tracer) and not np.any(np.asarray(x, np.float32))
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
@@ -61,9 +69,8 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     def convert(x):
         if is_scaled(x) and scale is None:
             return x if dtype is None else cast(x, dtype)
-        if not is_scaled(x) and not isinstance(x, float):
-            if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-                return x
+        if not (is_scaled(x) or isinstance(x, float) or _is_floating(x)):
+            return x
         x = x.value if is_scaled(x) else jnp.asarray(x)
         target = x.dtype if dtype is None else dtype
         if scale is not None:

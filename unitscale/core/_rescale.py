@@ -52,7 +52,7 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
     s = jax.lax.stop_gradient(safe_scale(jnp.asarray(s, jnp.float32)))
     scale = to_float(x.scale) * s
     full = ScaledArray(x.data, s, block_shape=x.block_shape).full_scale if x.block_shape else s
-    data = (widen(x.data) / full).astype(x.dtype)
+    data = (widen(x.data) / to_float(full)).astype(x.dtype)
     return ScaledArray(data, scale, block_shape=x.block_shape)
 
 

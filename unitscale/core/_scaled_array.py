@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
 from ._pow2 import exponent_of, pow2
@@ -205,7 +206,7 @@ class ScaledArray:
         shape = ",".join(map(str, getattr(data, "shape", ())))
         scale = self.scale
         if not is_static(scale):
-            if isinstance(scale, jax.core.Tracer) or not hasattr(scale, "dtype") or scale.size != 1:
+            if isinstance(scale, Tracer) or not hasattr(scale, "dtype") or scale.size != 1:
                 scale = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
             else:
                 scale = f"{float(np.asarray(scale, np.float32).reshape(())):g}"

@@ -26,6 +26,8 @@ class custom_vjp:
         3.0
     """
 
+    __name__: str
+
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):
         """Wraps ``fun``; the arguments at ``nondiff_argnums`` are static."""
         self._fun = jax.custom_vjp(fun, nondiff_argnums=nondiff_argnums)

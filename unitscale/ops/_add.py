@@ -78,8 +78,8 @@ def combine(
     left: tuple[jax.Array, Scale],
     right: tuple[jax.Array, Scale],
     *,
-    weights: tuple[float, float],
-    bwd: tuple[float, float],
+    weights: tuple[float, ...],
+    bwd: tuple[float, ...],
     at: Any = "common",
     out: Any = None,
 ) -> ScaledArray:

@@ -124,7 +124,7 @@ def contract(
     rhs: jax.Array,
     spec: Contraction,
     *,
-    factors: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    factors: tuple[float, ...] = (1.0, 1.0, 1.0),
     config: MatmulConfig | None = None,
     out_dtype: Any = None,
 ) -> jax.Array:
