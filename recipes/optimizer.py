@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import optax
 
+from unitscale.optim import umup
+
 from .config import Config, OptimizerConfig
 
 
@@ -58,4 +60,6 @@ def make_optimizer(config: Config, params: Any) -> optax.GradientTransformation:
     clip = optax.identity()
     if settings.clip_norm is not None:
         clip = optax.clip_by_global_norm(settings.clip_norm)
+    if settings.umup:
+        inner = umup(inner, params)
     return optax.chain(clip, inner)

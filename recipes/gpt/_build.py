@@ -6,11 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..config import Config
-from . import plain
+from . import model, plain
+
+GPT = model.GPT | plain.GPT
 
 
-def build(config: Config) -> nnx.Module:
+def build(config: Config) -> GPT:
     """The GPT that a config describes, its parameters drawn from `config.seed`."""
     rngs = nnx.Rngs(config.seed)
     shape = config.model.model_copy(update={"context": config.context})
-    return plain.GPT(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
+    if config.model.library == "plain":
+        return plain.GPT(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
+    return model.GPT(shape, policy=config.policy, rngs=rngs)

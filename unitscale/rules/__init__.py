@@ -23,6 +23,7 @@ from ._elementwise import elementwise as elementwise
 from ._elementwise import glu as glu
 from ._embed import embed as embed
 from ._factors import Factors as Factors
+from ._learning_rate import umup_learning_rate as umup_learning_rate
 from ._linear import conv as conv
 from ._linear import dense as dense
 from ._linear import matmul as matmul
@@ -36,3 +37,5 @@ from ._residual import ResidualScheme as ResidualScheme
 from ._residual import residual as residual
 from ._residual import residual_taus as residual_taus
 from ._softmax import softmax as softmax
+from ._table import RuleRow as RuleRow
+from ._table import table as table

@@ -82,8 +82,7 @@ def weighted_add(weights: Sequence[float]) -> Factors:
     size = math.hypot(*weights)
     if not (math.isfinite(size) and size > 0):
         raise ValueError(
-            "unitscale.rules.weighted_add: weights must be finite and not all zero; got "
-            f"{weights}."
+            f"unitscale.rules.weighted_add: weights must be finite and not all zero; got {weights}."
         )
     return Factors(1 / size, (1 / size,) * len(weights))
 

@@ -13,6 +13,8 @@ from ._constraints import Constraint, constrain
 from ._factors import Factors
 from ._softmax_moments import softmax_moments
 
+_LINEAR = 1e-3
+
 
 def softmax(
     axis_size: int,
@@ -56,8 +58,11 @@ def softmax(
         output, x = constrain(constraint, 1.0, 1.0)
         return Factors(output, (x,))
     moments = softmax_moments(int(axis_size), mult)
-    # Written so that a small mult does not cancel: 1 - n S = (1 - S) - (n - 1) S.
-    variance = (moments.square - 1 / axis_size) / axis_size
+    if mult < _LINEAR:
+        # The difference below would cancel; here p is linear in x to within mult^2.
+        std = mult * math.sqrt(axis_size - 1) / axis_size**1.5
+    else:
+        std = math.sqrt((moments.square - 1 / axis_size) / axis_size)
     slope = mult * math.sqrt(moments.gradient / axis_size)
-    output, x = constrain(constraint, 1 / math.sqrt(variance), 1 / slope)
+    output, x = constrain(constraint, 1 / std, 1 / slope)
     return Factors(output, (x,))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_STEP = 0.4
+_STEP = 0.25
 _WIDTH = 10.0
 _LARGEST = 24.0
 _EXACT_SIZES = 64
@@ -45,7 +45,8 @@ def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
         spread: Standard deviation m of the logits.
 
     Returns:
-        The moments. Above a spread of 24 they follow their first-order asymptote in `1 / m`.
+        The moments. Above a spread of 24 they follow their first-order asymptote in `1 / m`, which is within a
+        few percent.
     """
     square, gradient = _moments(np.asarray([size]), spread)
     return SoftmaxMoments(float(square[0]), float(gradient[0]))

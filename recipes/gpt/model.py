@@ -1,0 +1,102 @@
+"""The GPT in `unitscale.nn`: pre-norm decoder, unit scaled, in any format of a policy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from unitscale import ScaledArray, nn, ops
+
+from ..config import ModelConfig
+
+Cache = tuple[nn.KVCache, ...]
+
+
+class GPT(nnx.Module):
+    """A decoder-only language model.
+
+    Args:
+      config: The shape; `config.context` is the sequence length that attention's factors are made
+        for, and the number of learned positions.
+      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
+      rngs: Streams `params` and `dropout`.
+    """
+
+    def __init__(self, config: ModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
+        if config.context is None:
+            raise ValueError(
+                "recipes.gpt.model.GPT: config.context must be a sequence length; got None; set it "
+                "to the longest sequence"
+            )
+        self.config = config
+        width = config.width
+        self.embed = nn.Embed(config.vocab, width, policy=policy, rngs=rngs)
+        self.positions = (
+            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
+            if config.positions == "learned"
+            else None
+        )
+        self.dropout = nn.Dropout(config.dropout, rngs=rngs)
+        residual = config.residual
+        self.stack = nn.TransformerStack(
+            config.layers,
+            width,
+            config.heads,
+            config.hidden,
+            num_kv_heads=config.kv_heads,
+            residual_scheme=residual.scheme,
+            residual_tau=0.5 if residual.tau is None else residual.tau,
+            residual_mult=residual.mult,
+            residual_attention_ratio=residual.attention_ratio,
+            norm=config.norm,
+            activation="gelu" if config.mlp == "plain" else "silu_glu",
+            is_causal=True,
+            max_length=config.context,
+            rotary_base=10000.0 if config.positions == "rope" else None,
+            use_bias=False,
+            dropout_rate=config.dropout,
+            policy=policy,
+            rngs=rngs,
+        )
+        kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
+        self.norm = kind(width, policy=policy)
+        self.readout = (
+            None
+            if config.tied_readout
+            else nn.Readout(width, config.vocab, policy=policy, rngs=rngs)
+        )
+
+    def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
+        """Logits of the next token.
+
+        Args:
+          ids: int32 (batch, time).
+          deterministic: Leaves dropout out.
+          cache: From `init_cache` or an earlier call; `ids` continue the tokens in it.
+
+        Returns:
+          Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
+          cache.
+        """
+        x = self.embed(ids)
+        if self.positions is not None:
+            start = 0 if cache is None else cache[0].length
+            x = self.positions(x, start + jnp.arange(ids.shape[1]))
+        x = self.dropout(x, deterministic=deterministic)
+        if cache is None:
+            x = self.stack(x, deterministic=deterministic)
+        else:
+            x, cache = self.stack.decode(x, cache)
+        x = self.norm(x)
+        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
+        return logits if cache is None else (logits, cache)
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens of each of `batch` sequences."""
+        return self.stack.init_cache(batch, length)
+
+    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
+        logits: ScaledArray = self(ids, deterministic=deterministic)
+        return ops.softmax_cross_entropy(logits, targets)
