@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -69,9 +70,7 @@ class Checkpoints:
         """The step of the newest checkpoint, damaged or not."""
         return self._manager.latest_step()
 
-    def save(
-        self, step: int, state: Any, position: dict[str, Any], facts: dict[str, Any]
-    ) -> None:
+    def save(self, step: int, state: Any, position: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes a checkpoint; when this returns, it is complete.
 
         Args:
@@ -194,9 +193,8 @@ class Checkpoints:
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:
     """Array leaves by path; PRNG keys as the integers they are made of."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): _plain(leaf) for path, leaf in leaves
-    }
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return {name: _plain(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 def _rebuild(like: Tree, arrays: dict[str, jax.Array]) -> Tree:
@@ -213,11 +211,11 @@ def _plain(leaf: Any) -> jax.Array:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _checksum(array: jax.Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.asarray(array).tobytes())
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ from .errors import RecipeError
 
 app = typer.Typer(
     help="Train and use the models of unitscale.",
+    epilog="Add --traceback to any command to see where an error comes from.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,11 +59,10 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
 
     graphdef, state = load_trained(settings, _warn)
     corpus = load_corpus(settings.data, ByteTokenizer())
-    loss = mean_loss(
-        make_evaluation(graphdef), state.params, state.rest, list(corpus.validation())
-    )
+    loss = mean_loss(make_evaluation(graphdef), state.params, state.rest, list(corpus.validation()))
     bits = loss / math.log(2)
-    typer.echo(f"step {int(state.step)}  validation loss {loss:.4f} nats, {bits:.4f} bits per token")
+    step = int(state.step)
+    typer.echo(f"step {step}  validation loss {loss:.4f} nats, {bits:.4f} bits per token")
 
 
 @app.command()

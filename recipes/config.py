@@ -1,8 +1,8 @@
 """Everything a recipe can be told, each key declared once, with its meaning beside it.
 
-The sections are frozen pydantic models. A key that is not declared here is an error: a misspelt key
-never falls back to a default in silence. `recipes.configfile` reads YAML into these models and turns
-what pydantic reports into messages that name the full dotted key.
+The sections are frozen pydantic models. A key that is not declared here is an error: a misspelt
+key never falls back to a default in silence. `recipes.configfile` reads YAML into these models and
+turns what pydantic reports into messages that name the full dotted key.
 """
 
 from typing import Annotated, Literal, Self
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8"]
 
-# Strict: YAML already has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
+# Strict: YAML has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
 Count = Annotated[int, Strict(), Field(gt=0)]
 Whole = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
@@ -28,39 +28,46 @@ class DataConfig(_Section):
     """Where the text comes from and how it is cut into batches."""
 
     path: str | None = Field(
-        None,
+        default=None,
         description="a UTF-8 text file, a folder of them, or null for the Python standard library",
     )
-    pattern: str = Field("**/*", description="which files of a folder to read, as a glob pattern")
-    max_bytes: Count | None = Field(None, description="read at most this many bytes of the text")
-    sequence_length: Count = Field(128, description="tokens that the model sees at once")
-    validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
-        0.1, description="the share of the text, at its end, that is kept for validation"
+    pattern: str = Field(
+        default="**/*", description="which files of a folder to read, as a glob pattern"
     )
-    batch_size: Count = Field(16, description="sequences per step, over all processes")
+    max_bytes: Count | None = Field(
+        default=None, description="read at most this many bytes of the text"
+    )
+    sequence_length: Count = Field(default=128, description="tokens that the model sees at once")
+    validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
+        default=0.1, description="the share of the text, at its end, that is kept for validation"
+    )
+    batch_size: Count = Field(default=16, description="sequences per step, over all processes")
 
 
 class ResidualConfig(_Section):
     """How a residual branch is weighed against the stream it joins (unitscale models)."""
 
     scheme: Literal["fixed", "running_mean", "depth"] = Field(
-        "depth", description="how the weight tau of each residual branch is chosen"
+        default="depth", description="how the weight tau of each residual branch is chosen"
     )
     tau: Positive | None = Field(
-        None, description="the weight of every branch; needed by, and only read under, scheme fixed"
+        default=None,
+        description="the weight of every branch; needed by, and only read under, scheme fixed",
     )
-    mult: Positive = Field(1.0, description="weight of all branches together (scheme depth)")
+    mult: Positive = Field(
+        default=1.0, description="weight of all branches together (scheme depth)"
+    )
     attention_ratio: Positive = Field(
-        1.0, description="weight of attention branches over MLP branches (scheme depth)"
+        default=1.0, description="weight of attention branches over MLP branches (scheme depth)"
     )
 
     @model_validator(mode="after")
     def _tau_belongs_to_fixed(self) -> Self:
         if (self.scheme == "fixed") != (self.tau is not None):
             raise ValueError(
-                "tau is set exactly when scheme is fixed; "
+                "tau is set when scheme is fixed, and only then; "
                 f"got scheme {self.scheme} and tau {self.tau}; "
-                + ("set tau, for example 0.5" if self.tau is None else "remove tau or use scheme fixed")
+                f"{'set tau, such as 0.5' if self.tau is None else 'remove tau'}"
             )
         return self
 
@@ -69,24 +76,31 @@ class ModelConfig(_Section):
     """The shape of the GPT."""
 
     library: Literal["unitscale", "plain"] = Field(
-        "unitscale", description="unitscale.nn, or the same model in plain flax.nnx as a baseline"
+        default="unitscale",
+        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
     )
-    vocab: Count = Field(256, description="number of token ids; 256 for the byte tokenizer")
-    width: Count = Field(128, description="size of the residual stream")
-    layers: Count = Field(4, description="number of Transformer layers")
-    heads: Count = Field(4, description="number of attention heads")
+    vocab: Count = Field(default=256, description="number of token ids; 256 for the byte tokenizer")
+    width: Count = Field(default=128, description="size of the residual stream")
+    layers: Count = Field(default=4, description="number of Transformer layers")
+    heads: Count = Field(default=4, description="number of attention heads")
     kv_heads: Count | None = Field(
-        None, description="heads of keys and values (grouped-query attention); null for `heads`"
+        default=None,
+        description="heads of keys and values (grouped-query attention); null for `heads`",
     )
-    mlp: Literal["plain", "gated"] = Field("plain", description="gelu MLP, or gated silu MLP")
-    mlp_ratio: Positive = Field(4.0, description="hidden size of the MLP over the width")
-    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
-    positions: Literal["rope", "learned"] = Field("rope", description="position encoding")
+    mlp: Literal["plain", "gated"] = Field(
+        default="plain", description="gelu MLP, or gated silu MLP"
+    )
+    mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
+    norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
+    positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
     context: Count | None = Field(
-        None, description="longest sequence of learned positions; null for data.sequence_length"
+        default=None,
+        description="longest sequence of learned positions; null for data.sequence_length",
     )
-    tied_readout: Flag = Field(False, description="use the embedding table as the readout")
-    dropout: Fraction = Field(0.0, description="share of activations dropped in each branch")
+    tied_readout: Flag = Field(default=False, description="use the embedding table as the readout")
+    dropout: Fraction = Field(
+        default=0.0, description="share of activations dropped in each branch"
+    )
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
 
     @property
@@ -126,22 +140,27 @@ class ModelConfig(_Section):
 class OptimizerConfig(_Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "sgd"] = Field("adamw", description="the update rule")
-    learning_rate: Positive = Field(2e-3, description="the peak learning rate")
-    warmup_steps: Whole = Field(0, description="steps of linear warm-up from 0")
+    name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
+    learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
+    warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
     schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="how the learning rate falls after the warm-up"
+        default="cosine", description="how the learning rate falls after the warm-up"
     )
     final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
-        0.1, description="the last learning rate over the peak (cosine and linear)"
+        default=0.1, description="the last learning rate over the peak (cosine and linear)"
     )
-    b1: Fraction = Field(0.9, description="decay of the first moment; momentum of sgd")
-    b2: Fraction = Field(0.95, description="decay of the second moment")
-    eps: NonNegative = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: NonNegative = Field(0.0, description="decoupled weight decay (adamw)")
-    clip_norm: Positive | None = Field(None, description="largest global norm of the gradient")
+    b1: Fraction = Field(default=0.9, description="decay of the first moment; momentum of sgd")
+    b2: Fraction = Field(default=0.95, description="decay of the second moment")
+    eps: NonNegative = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(
+        default=0.0,
+        description="decoupled weight decay of adamw; with umup, the share each step removes",
+    )
+    clip_norm: Positive | None = Field(
+        default=None, description="largest global norm of the gradient"
+    )
     umup: Flag = Field(
-        True, description="u-muP learning rates by each parameter's role, fan-in and depth"
+        default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
     )
 
     @model_validator(mode="after")
@@ -157,14 +176,16 @@ class OptimizerConfig(_Section):
 class TrainConfig(_Section):
     """How long to train and what to leave behind."""
 
-    steps: Count = Field(1000, description="optimizer steps")
-    eval_every: Count = Field(200, description="steps between validation losses")
-    eval_batches: Count = Field(16, description="validation batches during training")
-    checkpoint_every: Count = Field(200, description="steps between checkpoints")
-    keep: Count = Field(2, description="checkpoints to keep, the newest ones")
-    log_every: Count = Field(20, description="steps between metric lines")
-    sample_tokens: Whole = Field(200, description="tokens generated at the end; 0 for none")
-    runs_dir: str = Field("runs", description="the folder in which the run's own folder is made")
+    steps: Count = Field(default=1000, description="optimizer steps")
+    eval_every: Count = Field(default=200, description="steps between validation losses")
+    eval_batches: Count = Field(default=16, description="validation batches during training")
+    checkpoint_every: Count = Field(default=200, description="steps between checkpoints")
+    keep: Count = Field(default=2, description="checkpoints to keep, the newest ones")
+    log_every: Count = Field(default=20, description="steps between metric lines")
+    sample_tokens: Whole = Field(default=200, description="tokens generated at the end; 0 for none")
+    runs_dir: str = Field(
+        default="runs", description="the folder in which the run's own folder is made"
+    )
 
 
 class Config(_Section):
@@ -173,8 +194,12 @@ class Config(_Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         description="names the run's folder: letters, digits, dot, dash and underscore"
     )
-    seed: Whole = Field(0, description="seeds the parameters, the order of the data and dropout")
-    policy: Policy = Field("float32", description="the number formats the model computes in")
+    seed: Whole = Field(
+        default=0, description="seeds the parameters, the order of the data and dropout"
+    )
+    policy: Policy = Field(
+        default="float32", description="the number formats the model computes in"
+    )
     data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of the model")
     optimizer: OptimizerConfig = Field(

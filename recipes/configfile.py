@@ -73,7 +73,9 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
-def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def valid_keys(
+    model: type[BaseModel] = Config, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
     """Every dotted key with its field, sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
@@ -199,8 +201,9 @@ def _unknown(key: str) -> str:
     if close:
         hint = f"did you mean {close[0]}?"
     elif section in sections:
-        siblings = [n.rpartition(".")[2] for n, _ in valid_keys() if n.rpartition(".")[0] == section]
-        hint = f"{section} has the keys {', '.join(siblings)}"
+        siblings = [name.rpartition(".") for name, _ in valid_keys()]
+        listed = ", ".join(tail for head, _, tail in siblings if head == section)
+        hint = f"{section} has the keys {listed}"
     else:
         hint = f"the top-level keys are {', '.join(Config.model_fields)}"
     return f"{key} is not a key of the config; {hint}"

@@ -9,9 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+# Protocol buffers make their classes at run time, out of sight of type checkers.
+_Event: Any = getattr(event_pb2, "Event")  # noqa: B009
+_SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
+_Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 
 
 class Metrics:
@@ -35,23 +39,23 @@ class Metrics:
         # Written record by record: the stock event writer reports a full disk from a thread.
         self._events_file = (folder / "tensorboard" / name).open("wb")
         self._events = RecordWriter(self._events_file)
-        self._write_event(Event(file_version="brain.Event:2"))
+        self._write_event(_Event(file_version="brain.Event:2"))
         # A restart tells TensorBoard to drop what an earlier session wrote from here on.
-        start = SessionLog(status=SessionLog.START)
-        self._write_event(Event(step=resume_step + 1, session_log=start))
+        start = _SessionLog(status=_SessionLog.START)
+        self._write_event(_Event(step=resume_step + 1, session_log=start))
 
     def write(self, step: int, **values: float) -> None:
         """Records values by name at a step (steps done so far)."""
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
         self._lines.flush()
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write_event(Event(step=step, summary=Summary(value=scalars)))
+        scalars = [_Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write_event(_Event(step=step, summary=_Summary(value=scalars)))
 
     def close(self) -> None:
         self._lines.close()
         self._events_file.close()
 
-    def _write_event(self, event: Event) -> None:
+    def _write_event(self, event: Any) -> None:
         event.wall_time = time.time()
         self._events.write(event.SerializeToString())
         self._events.flush()

@@ -46,20 +46,25 @@ def make_optimizer(config: Config, params: Any) -> optax.GradientTransformation:
     """
     settings = config.optimizer
     schedule = make_schedule(settings, config.train.steps)
+    decays = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
     if settings.name == "sgd":
-        inner = optax.sgd(schedule, momentum=settings.b1 or None)
+        rule = optax.sgd(schedule, momentum=settings.b1 or None)
+    elif settings.name == "adam" or settings.umup:
+        rule = optax.adam(schedule, b1=settings.b1, b2=settings.b2, eps=settings.eps)
     else:
-        inner = optax.adamw(
+        rule = optax.adamw(
             schedule,
             b1=settings.b1,
             b2=settings.b2,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            mask=jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
+            mask=decays,
         )
-    clip = optax.identity()
+    chain = [umup(rule, params) if settings.umup else rule]
     if settings.clip_norm is not None:
-        clip = optax.clip_by_global_norm(settings.clip_norm)
-    if settings.umup:
-        inner = umup(inner, params)
-    return optax.chain(clip, inner)
+        chain.insert(0, optax.clip_by_global_norm(settings.clip_norm))
+    if settings.umup and settings.weight_decay:
+        # After the learning rates: the share of a weight that a step removes depends on neither
+        # them nor the schedule.
+        chain.append(optax.add_decayed_weights(-settings.weight_decay, decays))
+    return optax.chain(*chain)

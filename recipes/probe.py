@@ -1,4 +1,4 @@
-"""What flows through each layer: RMS of activations and of their gradients, and whether all is finite.
+"""What flows through each layer: the RMS of activations and gradients, and where it breaks.
 
 A model is not changed for this. While it runs, the `__call__` of every module class in it is
 replaced by one that also notes the output, and that passes it through an identity whose backward
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
         return None
 
 
-def probe(model: nnx.Module, ids: jax.Array, targets: jax.Array) -> Reading:
+def probe(model: Any, ids: Any, targets: Any) -> Reading:
     """Runs the loss and its gradient once, noting every layer.
 
     Args:
@@ -65,8 +65,8 @@ def probe(model: nnx.Module, ids: jax.Array, targets: jax.Array) -> Reading:
         return value, noted
 
     # The layers that run, and in which order, are known only from a run.
-    _, noted = jax.eval_shape(lambda: loss(params, None))
-    paths = list(noted)
+    paths: list[str] = []
+    jax.eval_shape(lambda params: paths.extend(loss(params, None)[1]), params)
 
     @jax.jit
     def run(params):
@@ -88,7 +88,7 @@ def probe(model: nnx.Module, ids: jax.Array, targets: jax.Array) -> Reading:
 
 
 @contextmanager
-def _watched(model: nnx.Module, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
+def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
     """Within the block, calls of the model's submodules are noted in the dictionary it yields."""
     names = {id(module): _path_name(path) for path, module in nnx.iter_modules(model) if path}
     classes = {_caller(type(module)) for _, module in nnx.iter_modules(model)} - {None}
@@ -103,7 +103,7 @@ def _watched(model: nnx.Module, taps: dict[str, jax.Array] | None) -> Iterator[d
 
         return call
 
-    originals = {cls: cls.__dict__["__call__"] for cls in classes}
+    originals: dict[Any, Callable] = {cls: cls.__dict__["__call__"] for cls in classes}
     for cls, original in originals.items():
         cls.__call__ = watching(original)
     try:

@@ -23,7 +23,7 @@ class Reporter:
         self._steps, self._tokens, self._console = steps, tokens_per_step, console
         self._bar: Progress | None = None
         if console.is_terminal:
-            self._bar = Progress(
+            self._bar = bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
@@ -32,8 +32,8 @@ class Reporter:
                 TextColumn("left"),
                 console=console,
             )
-            self._task = self._bar.add_task("train", total=steps, loss="-", speed="-")
-            self._bar.update(self._task, completed=start)
+            self._task = bar.add_task("train", total=steps, loss="-", speed="-")
+            bar.update(self._task, completed=start)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

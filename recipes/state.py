@@ -20,7 +20,7 @@ from .rundir import existing_run
 
 
 class TrainState(NamedTuple):
-    """All that a step changes: parameters, other model state (PRNG), optimizer state, steps done."""
+    """All that a step changes: parameters, other model state (PRNG), optimizer, steps done."""
 
     params: nnx.State
     rest: nnx.State

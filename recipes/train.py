@@ -60,7 +60,7 @@ def train(config: Config, *, fresh: bool = False, console: Console | None = None
     Raises:
       RecipeError: Unusable text or run folder, a full disk, or a loss that is not finite.
     """
-    console = console or Console()
+    console = Console() if console is None else console
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     tokenizer = ByteTokenizer()
     corpus = load_corpus(config.data, tokenizer)
@@ -125,7 +125,8 @@ class _Run:
 
     def loop(self, start: int, console: Console) -> Any:
         """Trains from step `start` to the end; returns the signal that stopped it, or None."""
-        settings, tokens = self.config.train, self.config.data.batch_size * self.corpus.sequence_length
+        settings = self.config.train
+        tokens = self.config.data.batch_size * self.config.data.sequence_length
         if start >= settings.steps:
             return None
         recent: deque[np.ndarray] = deque(maxlen=settings.log_every + 1)
@@ -152,7 +153,7 @@ class _Run:
                             done,
                             loss=loss,
                             gradient_norm=float(values["gradient_norm"]),
-                            learning_rate=float(self.schedule(index)),
+                            learning_rate=float(np.asarray(self.schedule(index))),
                             tokens_per_second=speed,
                         )
                         report.report(done, loss, speed)
@@ -225,9 +226,9 @@ def make_train_step(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformat
         (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(
             state.params, state.rest, batch
         )
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.step == index)
         fresh = TrainState(params, rest, opt_state, state.step + 1)
         state = jax.tree.map(lambda new, old: jnp.where(good, new, old), fresh, state)
@@ -261,6 +262,4 @@ def _readings(run: _Run) -> dict[str, Reading]:
     batch = next(iter(run.corpus.validation(1)))
     labelled = {"at initialisation": build(run.config)}
     labelled[f"after {int(run.state.step)} steps"] = run.model()
-    return {
-        label: probe(model, batch[:, :-1], batch[:, 1:]) for label, model in labelled.items()
-    }
+    return {label: probe(model, batch[:, :-1], batch[:, 1:]) for label, model in labelled.items()}

@@ -73,9 +73,9 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Tells whether two corpora hold the same tokens, split in the same place."""
-        digest = hashlib.sha256(self.train_tokens)
+        digest = hashlib.sha256(self.train_tokens.tobytes())
         digest.update(b"|")
-        digest.update(self.validation_tokens)
+        digest.update(self.validation_tokens.tobytes())
         return digest.hexdigest()[:16]
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
@@ -111,7 +111,7 @@ class Corpus:
         dataset = grain.MapDataset.source(windows).shuffle(seed=0)
         dataset = dataset.batch(size, drop_remainder=True)
         count = len(dataset) if batches is None else min(batches, len(dataset))
-        return (dataset[index] for index in range(count))
+        return (np.asarray(dataset[index]) for index in range(count))
 
 
 def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:

@@ -61,10 +61,8 @@ def read_text(config: DataConfig) -> str:
 
 def _standard_library() -> tuple[Path, list[Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        (file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)),
-        key=lambda file: file.relative_to(root).as_posix(),
-    )
+    names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
+    files = [root / name for name in names if not _NOT_LIBRARY & set(name.parts)]
     if not files:
         raise RecipeError(
             f"data.path is null, but the Python standard library at {root} has no .py files; "
@@ -81,7 +79,7 @@ def _named_files(path: Path, pattern: str) -> list[Path]:
         )
     if not path.is_dir():
         return [path]
-    files = sorted(_visible(path, pattern), key=lambda file: file.relative_to(path).as_posix())
+    files = sorted(_visible(path, pattern))
     if not files:
         raise RecipeError(
             f"data.path: the folder {path} has no file that matches data.pattern {pattern!r}; "

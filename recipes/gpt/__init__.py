@@ -1,3 +1,3 @@
 """The GPT recipe: a unitscale model and its plain twin, built from the same config."""
 
-from ._build import build as build
+from ._build import GPT as GPT, build as build

@@ -39,6 +39,14 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Arr
     return turned.astype(x.dtype)
 
 
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, **mask) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float32 where XLA's CPU backend has no float16 one."""
+    if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, **mask).astype(jnp.float16)
+    return jax.nn.dot_product_attention(q, k, v, **mask)
+
+
 class _Parts:
     """Makes the pieces that every layer shares, all in one dtype."""
 
@@ -102,15 +110,13 @@ class Attention(nnx.Module):
         if self.rope:
             q, k = rotate(q, positions), rotate(k, positions)
         if past is None:
-            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            mixed = attend(q, k, v, is_causal=True)
         else:
-            keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), positions[0], axis=1)
-                for old, new in zip(past, (k, v), strict=True)
-            )
+            put = jax.lax.dynamic_update_slice_in_dim
+            keys, values = put(past[0], k, positions[0], 1), put(past[1], v, positions[0], 1)
             visible = jnp.arange(keys.shape[1]) <= positions[:, None]
             past = keys, values
-            mixed = jax.nn.dot_product_attention(q, keys, values, mask=visible[None, None])
+            mixed = attend(q, keys, values, mask=visible[None, None])
         return self.out(mixed.reshape(batch, time, -1)), past
 
 
@@ -212,5 +218,5 @@ class GPT(nnx.Module):
 
     def loss(self, ids, targets, *, deterministic=True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        logits = self(ids, deterministic=deterministic).astype(jnp.float32)
+        logits = jnp.asarray(self(ids, deterministic=deterministic), jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
