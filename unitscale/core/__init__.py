@@ -4,7 +4,7 @@ Everything else in the library stands on this package, which needs jax, numpy an
 """
 
 from ._arithmetic import is_zero as is_zero, result_dtype as result_dtype
-from ._cast import CastRounding as CastRounding, cast as cast, widen as widen
+from ._cast import CastRounding as CastRounding, cast as cast, narrow as narrow, widen as widen
 from ._convert import as_scaled as as_scaled, is_scaled as is_scaled, to_array as to_array
 from ._factor import (
     multiply as multiply,

@@ -137,6 +137,17 @@ def cast(
     return _cast(x, key if stochastic else None, fmt, stochastic, saturate)
 
 
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``x`` rounded to a dtype; 8-bit types and narrower, most without infinity, saturate.
+
+    Example:
+        >>> print(narrow(jnp.float32(1e6), jnp.float16), narrow(jnp.float32(1e6), "float8_e4m3fn"))
+        inf 448
+    """
+    dtype = jnp.dtype(dtype)
+    return _cast_array(x, None, format_of(dtype), False, dtype.itemsize == 1)
+
+
 def widen(x: jax.Array) -> jax.Array:
     """Returns ``x`` in the dtype that its values are computed in (float32, or float64).
 

@@ -16,13 +16,15 @@ from ..core import (
     common_scale,
     custom_vjp,
     is_static,
+    is_zero,
+    narrow,
     result_dtype,
     safe_scale,
     to_float,
     widen,
 )
 from ..rules import Constraint
-from ._operands import ArrayLike, shape_error, unpack
+from ._operands import ArrayLike, shape_error, unpack_term
 
 
 @partial(custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -31,7 +33,8 @@ def _combine(operands, ratios, weights, bwd, out_dtype):
         _times(_times(widen(x), weight), ratio)
         for x, ratio, weight in zip(operands, ratios, weights, strict=True)
     )
-    return sum(terms).astype(out_dtype)
+    left, right = terms
+    return narrow(left + right, out_dtype)
 
 
 def _combine_fwd(operands, ratios, weights, bwd, out_dtype):
@@ -44,7 +47,7 @@ def _combine_bwd(weights, bwd, out_dtype, residuals, cotangent):
     shapes, ratios = residuals
     wide = widen(cotangent)
     grads = tuple(
-        _unbroadcast(_times(wide, ratio), shape, factor).astype(dtype)
+        narrow(_unbroadcast(_times(wide, ratio), shape, factor), dtype)
         for (shape, dtype), ratio, factor in zip(shapes.value, ratios, bwd, strict=True)
     )
     return grads, jax.tree.map(jnp.zeros_like, ratios)
@@ -99,7 +102,8 @@ def combine(
 
 
 def _ratio(scale: Scale, target: Scale) -> jax.Array | None:
-    if scale is target or (is_static(scale) and is_static(target)):
+    # A zero array is zeros at every scale, and no gradient reaches its data.
+    if is_zero(scale) or scale is target or (is_static(scale) and is_static(target)):
         return None
     return to_float(scale) / safe_scale(to_float(target))
 
@@ -114,7 +118,7 @@ def _check_broadcast(op: str, x: jax.Array, y: jax.Array) -> tuple[int, ...]:
 
 
 def add(
-    x: ArrayLike, y: ArrayLike | float, *, constraint: Constraint = "to_output_scale"
+    x: ArrayLike | float, y: ArrayLike | float, *, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
     """Adds two independent activations.
 
@@ -125,8 +129,8 @@ def add(
         scale nor gradient. See `rules.add`.
 
     Args:
-        x: floating array or ScaledArray.
-        y: the same, broadcasting with ``x``, or a Python number.
+        x: floating array or ScaledArray, or a Python number if ``y`` is not.
+        y: the same, broadcasting with ``x``.
         constraint: how output and gradients come to share a factor.
 
     Returns:
@@ -143,17 +147,20 @@ def add(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (add).
     """
-    a, a_scale = unpack("add", "x", x)
+    if isinstance(x, (int, float)) and not isinstance(y, (int, float)):
+        x, y = y, x
+    a, a_scale = unpack_term("add", "x", x)
     if isinstance(y, (int, float)):
+        a_scale = 1 if is_zero(a_scale) else a_scale
         return combine(
             (a, a_scale),
             (jnp.float32(y), 1),
             weights=(1.0, 1.0),
             bwd=(1.0, 0.0),
             at=a_scale,
-            out=a.dtype,
+            out=result_dtype(a),
         )
-    b, b_scale = unpack("add", "y", y)
+    b, b_scale = unpack_term("add", "y", y)
     size = math.prod(_check_broadcast("add", a, b))
     factors = rules.add(
         left_repeats=size // max(a.size, 1) or 1,
@@ -195,6 +202,6 @@ def weighted_add(
             f"unitscale.ops.weighted_add: weights must be two numbers; got {len(weights)}"
         )
     normalized = rules.normalized_weights(tuple(weights))
-    left, right = unpack("weighted_add", "x", x), unpack("weighted_add", "y", y)
+    left, right = unpack_term("weighted_add", "x", x), unpack_term("weighted_add", "y", y)
     _check_broadcast("weighted_add", left[0], right[0])
     return combine(left, right, weights=normalized, bwd=normalized)

@@ -6,9 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, is_static, scale, scale_bwd, to_float, widen
+from ..core import (
+    ScaledArray,
+    is_static,
+    multiply_scales,
+    result_dtype,
+    scale,
+    scale_bwd,
+    to_float,
+    wide_dtype,
+    widen,
+)
 from ..rules import Constraint
-from ._operands import ArrayLike, shape_error, unpack_uniform
+from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
 
 
 def dot_product_attention(
@@ -54,10 +64,11 @@ def dot_product_attention(
         implementation: as for `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
 
     Returns:
-        ScaledArray (batch, time, heads, d) in the dtype of ``v``.
+        ScaledArray (batch, time, heads, d) in the dtype of ``v`` (bfloat16 for 8-bit data). A
+        query whose keys are all masked gets the mean of all values, and never NaN.
 
     Raises:
-        TypeError: if an operand is not floating.
+        TypeError: if an operand is not floating or the mask not boolean.
         ValueError: if the shapes do not fit, or dropout has no key.
 
     Example:
@@ -77,6 +88,7 @@ def dot_product_attention(
     }
     (qd, qs), (kd, ks), (vd, vs) = unpacked.values()
     _check(qd, kd, vd)
+    mask = _mask(mask, (qd.shape[0], qd.shape[2], qd.shape[1], kd.shape[1]))
     if dropout_rate and not deterministic and dropout_key is None:
         raise ValueError(
             "unitscale.ops.dot_product_attention: dropout_key must be a jax.random key unless "
@@ -90,28 +102,26 @@ def dot_product_attention(
         dropout_rate=dropout_rate,
         constraint=constraint,
     )
-    for s in (qs, ks):
-        if not is_static(s):
-            qd = (widen(qd) * to_float(s)).astype(qd.dtype)
     # The cotangent is multiplied by v's factor before the softmax shrinks it; q and k differ from
     # it only where the constraint lets them.
     common = factors.bwd[2]
     qd, kd = scale_bwd(qd, factors.bwd[0] / common), scale_bwd(kd, factors.bwd[1] / common)
+    dtype = output_dtype(v)
+    qd, kd, vd = (x.astype(result_dtype(qd, kd, vd)) for x in (qd, kd, vd))
     logit_factor = rules.logit_factor(qd.shape[-1], mult)
-    # XLA's CPU backend has no float16 attention, and jax.nn has no dropout.
-    on_cpu_half = vd.dtype == jnp.float16 and jax.default_backend() == "cpu"
-    if on_cpu_half or (dropout_rate and not deterministic):
-        y = _attend(
-            qd,
-            kd,
-            vd,
-            mask,
-            is_causal,
-            logit_factor,
-            dropout_rate if not deterministic else 0.0,
-            dropout_key,
-        )
+    half = vd.dtype == jnp.float16
+    rate = 0.0 if deterministic else dropout_rate
+    # XLA's CPU backend has no float16 attention, a traced scale can leave the range of float16, and
+    # jax.nn has no dropout.
+    if rate or (
+        half and (jax.default_backend() == "cpu" or not is_static(multiply_scales(qs, ks)))
+    ):
+        logit_scale = multiply_scales(qs, ks)
+        y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scale, rate, dropout_key)
     else:
+        for s in (qs, ks):
+            if not is_static(s):
+                qd = (widen(qd) * to_float(s)).astype(qd.dtype)
         y = jax.nn.dot_product_attention(
             qd,
             kd,
@@ -121,25 +131,49 @@ def dot_product_attention(
             scale=logit_factor,
             implementation=implementation,
         )
-    y = scale(y, factors.fwd, common)
-    return ScaledArray(y, vs)
+    return ScaledArray(scale(y, factors.fwd, common).astype(dtype), vs)
 
 
-def _attend(q, k, v, mask, is_causal, logit_factor, dropout_rate, dropout_key):
+def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """Checks a mask against (batch, heads, time, source) and gives it four dimensions."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise TypeError(
+            f"unitscale.ops.dot_product_attention: mask must be boolean; got dtype {mask.dtype}. "
+            "True attends."
+        )
+    fits = mask.ndim <= 4 and all(
+        m in (1, n) for m, n in zip(mask.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise shape_error(
+            "dot_product_attention",
+            f"mask must broadcast to (batch, heads, time, source) {shape}",
+            "Insert dimensions of size 1.",
+            mask=mask.shape,
+        )
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _attend(q, k, v, mask, is_causal, logit_factor, logit_scale, dropout_rate, dropout_key):
     """Plain attention: logits and softmax in float32, weights rounded to the dtype of v."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
+    groups = (batch, kv_heads, heads // kv_heads, time, source)
     q = q.reshape(batch, time, kv_heads, heads // kv_heads, d)
-    wide = widen(jnp.zeros((), v.dtype)).dtype
+    wide = wide_dtype(v.dtype)
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide) * logit_factor
-    if is_causal:
-        causal = jnp.tril(jnp.ones((time, source), bool))
-        logits = jnp.where(causal, logits, -jnp.inf)
+    if not is_static(logit_scale):
+        # A scalar, or one per batch item: (batch, 1, 1, 1).
+        logits = logits * to_float(logit_scale)[..., None]
+    allowed = jnp.tril(jnp.ones((time, source), bool)) if is_causal else jnp.ones((1, 1), bool)
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (batch, heads, time, source))
-        mask = mask.reshape(batch, kv_heads, heads // kv_heads, time, source)
-        # Finite, so that a row with nothing to attend to gives the mean and not NaN.
-        logits = jnp.where(mask, logits, jnp.finfo(wide).min / 2)
+        allowed = allowed & mask
+    allowed = jnp.broadcast_to(allowed, (batch, heads, time, source)).reshape(groups)
+    # Finite, so that a row with nothing to attend to gives the mean and not NaN.
+    logits = jnp.where(allowed, logits, jnp.finfo(wide).min / 2)
     weights = jax.nn.softmax(logits, axis=-1)
     if dropout_rate:
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, weights.shape)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, multiply_scales, result_dtype
+from ..core import ScaledArray, multiply_scales
 from ..quant import MatmulConfig, fake_quantize
 from ..rules import Constraint
 from ._linear import add_bias
-from ._operands import ArrayLike, shape_error, unpack_uniform
+from ._operands import ArrayLike, output_dtype, shape_error, unpack, unpack_uniform
 from ._wide import wide_op
 
 Padding = str | Sequence[tuple[int, int]]
@@ -79,7 +79,7 @@ def conv(
             float32: XLA has no FP8 convolution kernel. Cotangents are not quantized.
 
     Returns:
-        ScaledArray (batch, *output spatial, out) in the dtype of ``x``.
+        ScaledArray (batch, *output spatial, out) in the dtype of ``x`` (bfloat16 for 8-bit data).
 
     Raises:
         TypeError: if an operand is not floating.
@@ -93,8 +93,9 @@ def conv(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (conv1d).
     """
-    (data, x_scale) = unpack_uniform("conv", "x", x, tuple(range(1, max(jnp.ndim(x), 2))))
-    (w, w_scale) = unpack_uniform("conv", "kernel", kernel, tuple(range(jnp.ndim(kernel))))
+    x_rank, w_rank = unpack("conv", "x", x)[0].ndim, unpack("conv", "kernel", kernel)[0].ndim
+    data, x_scale = unpack_uniform("conv", "x", x, tuple(range(1, x_rank)))
+    w, w_scale = unpack_uniform("conv", "kernel", kernel, tuple(range(w_rank)))
     rank = data.ndim - 2
     if rank < 1 or w.ndim != data.ndim or w.shape[-2] * feature_group_count != data.shape[-1]:
         raise shape_error(
@@ -120,8 +121,7 @@ def conv(
         feature_group_count=feature_group_count,
         constraint=constraint,
     )
-    dtype = result_dtype(data)
-    y = wide_op(op, data, w, fwd=factors.fwd, bwd=factors.bwd[:2], out_dtype=dtype)
+    y = wide_op(op, data, w, fwd=factors.fwd, bwd=factors.bwd[:2], out_dtype=output_dtype(x))
     scale = multiply_scales(x_scale, w_scale)
     return (
         ScaledArray(y, scale) if bias is None else add_bias("conv", y, scale, bias, factors.bwd[2])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, scale
+from ..core import ScaledArray, result_dtype, scale
 from ._operands import ArrayLike, unpack
 
 
@@ -25,7 +25,7 @@ def dropout(
         deterministic: whether to apply the expected value in place of a random mask.
 
     Returns:
-        ScaledArray of the shape and dtype of ``x``.
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
 
     Raises:
         ValueError: if the rate is out of range, or the key is missing.
@@ -40,6 +40,7 @@ def dropout(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (dropout).
     """
     data, x_scale = unpack("dropout", "x", x)
+    data = data.astype(result_dtype(data))
     factor = rules.dropout(rate).fwd
     if rate == 0:
         return ScaledArray(data, x_scale)

@@ -294,7 +294,7 @@ def silu_glu(
         constraint: how output and gradients come to share a factor (left is x, right is gate).
 
     Returns:
-        ScaledArray of the shape and dtype of ``x``.
+        ScaledArray of that shape in the promoted dtype (bfloat16 for 8-bit data).
 
     Raises:
         TypeError: if an operand is not floating.
@@ -332,7 +332,7 @@ def gelu_glu(
         constraint: how output and gradients come to share a factor (left is x, right is gate).
 
     Returns:
-        ScaledArray of the shape and dtype of ``x``.
+        ScaledArray of that shape in the promoted dtype (bfloat16 for 8-bit data).
 
     Raises:
         TypeError: if an operand is not floating.

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, custom_vjp, is_static, widen
+from ..core import ScaledArray, custom_vjp, is_static, narrow, result_dtype, widen
 from ._operands import ArrayLike, shape_error, unpack
 
 
 @partial(custom_vjp, nondiff_argnums=(2,))
 def _take(table, ids, factor):
-    return jnp.take(table, ids, axis=0)
+    return jnp.take(table, ids, axis=0).astype(result_dtype(table))
 
 
 def _take_fwd(table, ids, factor):
@@ -24,7 +24,7 @@ def _take_bwd(factor, residuals, cotangent):
     shape = (like.shape[0], *cotangent.shape[ids.ndim :])
     # Rows add up in float32 and are rounded once, after the factor.
     total = jnp.zeros(shape, widen(cotangent).dtype).at[ids].add(widen(cotangent))
-    return (total * factor).astype(like.dtype), None
+    return narrow(total * factor, like.dtype), None
 
 
 _take.defvjp(_take_fwd, _take_bwd)
@@ -43,7 +43,7 @@ def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
         table: (vocab, features), floating.
 
     Returns:
-        ScaledArray (*ids.shape, features) in the dtype of ``table``.
+        ScaledArray (*ids.shape, features) in the dtype of ``table`` (bfloat16 for 8-bit data).
 
     Raises:
         TypeError: if the ids are not integers or the table is not floating.

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import Scale, ScaledArray, is_static, multiply_scales, result_dtype
+from ..core import Scale, ScaledArray, is_static, multiply_scales
 from ..quant import Contraction, MatmulConfig, contract
 from ..rules import Constraint
 from ._add import combine
-from ._operands import ArrayLike, shape_error, unpack, unpack_uniform
+from ._operands import ArrayLike, output_dtype, shape_error, unpack_term, unpack_uniform
 
 
 def _labels(count: int) -> str:
@@ -94,7 +94,7 @@ def matmul(
     y_labels, y_core = _own_labels(y, out)
     both = "".join(c for c in out if c in x_labels or c in y_labels)
     spec = Contraction(x_labels + "xz", y_labels + "zy", both + "xy")
-    dtype = None if config is None else result_dtype(x, y)
+    dtype = output_dtype(left, right)
     data = contract(
         x_core, y_core, spec, factors=(factors.fwd, *factors.bwd), config=config, out_dtype=dtype
     )
@@ -191,9 +191,9 @@ def readout(
     return _affine("readout", rules.readout, x, kernel, bias, constraint, config)
 
 
-def _affine(op, rule, x, kernel, bias, constraint, config) -> ScaledArray:
+def _affine(op, rule, inputs, kernel, bias, constraint, config) -> ScaledArray:
     (x, x_scale), (w, w_scale) = (
-        unpack_uniform(op, "x", x, (-1,)),
+        unpack_uniform(op, "x", inputs, (-1,)),
         unpack_uniform(op, "kernel", kernel, (0,)),
     )
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
@@ -208,7 +208,10 @@ def _affine(op, rule, x, kernel, bias, constraint, config) -> ScaledArray:
     factors = rule(*w.shape, max(batch, 1), constraint=constraint)
     rows = _labels(x.ndim - 1)
     spec = Contraction(rows + "y", "yz", rows + "z")
-    data = contract(x, w, spec, factors=(factors.fwd, *factors.bwd[:2]), config=config)
+    dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
+    data = contract(
+        x, w, spec, factors=(factors.fwd, *factors.bwd[:2]), config=config, out_dtype=dtype
+    )
     if not is_static(w_scale) and jnp.ndim(w_scale):
         w_scale = jnp.reshape(w_scale, w.shape[1:])  # per output channel
     scale = multiply_scales(x_scale, w_scale)
@@ -219,7 +222,7 @@ def _affine(op, rule, x, kernel, bias, constraint, config) -> ScaledArray:
 
 def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -> ScaledArray:
     """Adds a bias to the last axis, at the scale of the product."""
-    b, b_scale = unpack(op, "bias", bias)
+    b, b_scale = unpack_term(op, "bias", bias)
     if b.shape != data.shape[-1:]:
         raise shape_error(
             op,

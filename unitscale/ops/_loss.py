@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import custom_vjp, widen
+from ..core import custom_vjp, narrow, widen
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
@@ -55,7 +55,7 @@ def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     if where is not None:
         grad = jnp.where(where[..., None], grad, 0.0)
     zero = None if scale is None else jnp.zeros_like(scale)
-    return grad.astype(logits.dtype), None, None, zero
+    return narrow(grad, logits.dtype), None, None, zero
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
@@ -88,7 +88,7 @@ def softmax_cross_entropy(
         float32 scalar, or (...) for reduction "none".
 
     Raises:
-        TypeError: if logits are not floating or labels not integers.
+        TypeError: if logits are not floating or labels not integers or where not boolean.
         ValueError: if the shapes do not fit or the reduction is unknown.
 
     Example:
@@ -111,7 +111,17 @@ def softmax_cross_entropy(
             "unitscale.ops.softmax_cross_entropy: labels must be integers; got dtype "
             f"{labels.dtype}"
         )
-    if data.shape[:-1] != labels.shape or (where is not None and where.shape != labels.shape):
+    where = None if where is None else jnp.asarray(where)
+    if where is not None and where.dtype != bool:
+        raise TypeError(
+            f"unitscale.ops.softmax_cross_entropy: where must be boolean; got dtype {where.dtype}. "
+            "Compare first, for example weights > 0."
+        )
+    if (
+        data.ndim < 1
+        or data.shape[:-1] != labels.shape
+        or (where is not None and where.shape != labels.shape)
+    ):
         raise shape_error(
             "softmax_cross_entropy",
             "logits must be (..., V) and labels, where (...)",
@@ -146,10 +156,10 @@ def _mean_square_bwd(factors, count, residuals, cotangent):
     operands, scales = residuals
     difference, vjp = jax.vjp(lambda x, y: _Subtract()(x, y, *scales), *map(widen, operands))
     grads = vjp(2 * difference * cotangent)
-    narrow = tuple(
-        (g * factor).astype(x.dtype) for x, g, factor in zip(operands, grads, factors, strict=True)
+    rounded = tuple(
+        narrow(g * factor, x.dtype) for x, g, factor in zip(operands, grads, factors, strict=True)
     )
-    return narrow, jax.tree.map(jnp.zeros_like, scales)
+    return rounded, jax.tree.map(jnp.zeros_like, scales)
 
 
 _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)

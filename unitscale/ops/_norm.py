@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, result_dtype
-from ._operands import ArrayLike, scale_argument, shape_error, unpack, unpack_uniform
+from ..core import ScaledArray
+from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack, unpack_uniform
 from ._wide import wide_op
 
 
@@ -42,6 +42,8 @@ class _Normalize:
 
 def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:
     data, scale = unpack_uniform(op, "x", x, (-1,))
+    if data.ndim < 1:
+        raise shape_error(op, "x must be (..., features)", "A scalar has no axis.", x=data.shape)
     if not eps >= 0:
         raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {eps!r}")
     features = data.shape[-1]
@@ -70,7 +72,7 @@ def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:
         fwd=factors.fwd,
         bwd=bwd,
         constants=(scale_argument(scale), *scales),
-        out_dtype=result_dtype(data),
+        out_dtype=output_dtype(x),
     )
     return ScaledArray(y, 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 from .. import rules
 from ..core import ScaledArray, result_dtype, scale_bwd
 from ._add import combine
-from ._operands import ArrayLike, shape_error, unpack
+from ._operands import ArrayLike, shape_error, unpack, unpack_term
 
 
 def residual_split(x: ArrayLike, tau: float) -> tuple[ScaledArray, ScaledArray]:
@@ -69,7 +69,8 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: float) -> ScaledArray:
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
-    left, right = unpack("residual_add", "branch", branch), unpack("residual_add", "skip", skip)
+    left = unpack_term("residual_add", "branch", branch)
+    right = unpack_term("residual_add", "skip", skip)
     if left[0].shape != right[0].shape:
         raise shape_error(
             "residual_add",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import ScaledArray
-from ._operands import ArrayLike, unpack_uniform
+from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
 from ._wide import wide_op
 
 
@@ -36,10 +36,11 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
         base: wavelengths run from 2 pi to 2 pi * base.
 
     Returns:
-        ScaledArray of the shape and dtype of ``x``.
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
 
     Raises:
-        ValueError: if d is odd.
+        TypeError: if ``x`` is not floating.
+        ValueError: if d is odd or the positions do not fit.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -50,9 +51,31 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
         Su et al., "RoFormer", 2021, arXiv 2104.09864, equation 34.
     """
     data, scale = unpack_uniform("rotary", "x", x, (-1,))
-    if data.shape[-1] % 2:
-        raise ValueError(
-            f"unitscale.ops.rotary: the last axis of x must be even; got shape {data.shape}"
+    positions = jnp.asarray(positions)
+    if data.ndim < 3 or data.shape[-1] % 2:
+        raise shape_error(
+            "rotary",
+            "x must be (..., time, heads, d) with even d",
+            "Split the features into heads first.",
+            x=data.shape,
         )
-    y = wide_op(_Rotate(float(base)), data, fwd=1.0, bwd=(1.0,), constants=(positions,))
+    times = data.shape[:-2]
+    if positions.ndim > len(times) or any(
+        n not in (1, t) for n, t in zip(positions.shape[::-1], times[::-1], strict=False)
+    ):
+        raise shape_error(
+            "rotary",
+            "positions must broadcast to (..., time)",
+            "Give one position per time step.",
+            x=data.shape,
+            positions=positions.shape,
+        )
+    y = wide_op(
+        _Rotate(float(base)),
+        data,
+        fwd=1.0,
+        bwd=(1.0,),
+        constants=(positions,),
+        out_dtype=output_dtype(x),
+    )
     return ScaledArray(y, scale)

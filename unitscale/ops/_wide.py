@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import custom_vjp, widen
+from ..core import custom_vjp, narrow, result_dtype, widen
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
@@ -23,7 +23,7 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 @partial(custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _wide_op(f, fwd, bwd, out_dtype, args, constants):
     y = f(*map(widen, args), *constants)
-    return _scaled(y, fwd).astype(out_dtype)
+    return narrow(_scaled(y, fwd), out_dtype)
 
 
 def _wide_op_fwd(f, fwd, bwd, out_dtype, args, constants):
@@ -34,11 +34,11 @@ def _wide_op_bwd(f, fwd, bwd, out_dtype, residuals, cotangent):
     args, constants = residuals
     _, vjp = jax.vjp(lambda *wide: f(*wide, *constants), *map(widen, args))
     grads = vjp(widen(cotangent))
-    narrow = tuple(
-        _scaled(grad, factor).astype(x.dtype)
+    rounded = tuple(
+        narrow(_scaled(grad, factor), x.dtype)
         for x, factor, grad in zip(args, bwd, grads, strict=True)
     )
-    return narrow, jax.tree.map(_zero_cotangent, constants)
+    return rounded, jax.tree.map(_zero_cotangent, constants)
 
 
 def _zero_cotangent(x: jax.Array) -> Any:
@@ -66,10 +66,11 @@ def wide_op(
         fwd: static forward factor.
         bwd: static backward factor of each of ``args``.
         constants: arrays, keys or None that ``f`` gets after ``args``; their cotangent is zero.
-        out_dtype: dtype of the result; that of the first argument by default.
+        out_dtype: dtype of the result; by default that of the first argument (bfloat16 for 8-bit
+            data).
 
     Returns:
         Array in ``out_dtype``.
     """
-    out_dtype = jnp.dtype(args[0].dtype if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(result_dtype(args[0]) if out_dtype is None else out_dtype)
     return _wide_op(f, fwd, tuple(bwd), out_dtype, args, constants)

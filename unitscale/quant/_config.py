@@ -30,6 +30,7 @@ class MatmulConfig:
     Raises:
         ValueError: if a format is unknown, or the formats would need a product that no hardware
             has (E5M2 x E5M2).
+        TypeError: if the strategy is not one of this package.
 
     Example:
         >>> MatmulConfig().cotangent
@@ -46,6 +47,10 @@ class MatmulConfig:
     strategy: Unit = dataclasses.field(default_factory=Unit)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strategy, Unit):
+            raise TypeError(
+                f"unitscale.quant.MatmulConfig: strategy must be Unit(); got {self.strategy!r}"
+            )
         formats = {name: self._format(name) for name in ("lhs", "rhs", "cotangent")}
         for left, right in (("lhs", "rhs"), ("cotangent", "rhs"), ("lhs", "cotangent")):
             if _is_e5m2(formats[left]) and _is_e5m2(formats[right]):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import cast, custom_vjp, wide_dtype
+from ..core import cast, custom_vjp, narrow, result_dtype, wide_dtype
 from ._config import MatmulConfig
 
 
@@ -46,13 +46,23 @@ class Contraction:
         return Contraction(self.lhs, self.out, self.rhs)
 
 
-def _accumulator(out_dtype: Any) -> Any:
+def _accumulator(operand_dtype: Any, out_dtype: Any) -> Any:
     """The type that the product is asked for before the factor.
 
     bfloat16 has the range of float32, so the factor can follow the rounding, and XLA folds it into
     the GEMM. float16 has not: there the factor must be applied to the wide sum.
     """
-    return out_dtype if out_dtype == jnp.bfloat16 else wide_dtype(out_dtype)
+    if out_dtype == jnp.bfloat16 and operand_dtype.itemsize <= 2:
+        return out_dtype
+    return wide_dtype(jnp.promote_types(operand_dtype, wide_dtype(out_dtype)))
+
+
+def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Widens unequal operands to their promoted type; two 8-bit types multiply as they are."""
+    if lhs.dtype == rhs.dtype or lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+        return lhs, rhs
+    dtype = result_dtype(lhs, rhs)
+    return lhs.astype(dtype), rhs.astype(dtype)
 
 
 def product(
@@ -77,12 +87,13 @@ def product(
         for labels in (spec.lhs, spec.rhs)
     ]
     dimension_numbers = ((positions[0], positions[1]), (positions[2], positions[3]))
-    accumulator = _accumulator(out_dtype)
+    lhs, rhs = _alike(lhs, rhs)
+    accumulator = _accumulator(result_dtype(lhs, rhs), out_dtype)
     y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=accumulator)
     free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in batch + summed]
     order = [(batch + free).index(c) for c in spec.out]
     y = y if order == sorted(order) else lax.transpose(y, order)
-    return (y if factor == 1 else y * factor).astype(out_dtype)
+    return narrow(y if factor == 1 else y * factor, out_dtype)
 
 
 def _quantized(x: jax.Array, dtype: str | None) -> jax.Array:
@@ -142,9 +153,9 @@ def contract(
         rhs: right operand, floating, dimensions as labelled by ``spec.rhs``.
         spec: the contraction.
         factors: static (fwd, bwd_lhs, bwd_rhs).
-        config: operand formats; None multiplies the operands as they are.
+        config: operand formats; None multiplies the operands in their promoted dtype.
         out_dtype: dtype of the result; by default that of lhs when quantized, else the promoted
-            one. Each gradient has the dtype of its operand.
+            one, 8-bit types counting as bfloat16. Each gradient has the dtype of its operand.
 
     Returns:
         Array with dimensions ``spec.out``.
@@ -159,9 +170,9 @@ def contract(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3 (scaled matmul).
     """
     if config is None:
-        dtype = jnp.result_type(lhs, rhs)
+        dtype = result_dtype(lhs, rhs)
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
     else:
-        dtype = lhs.dtype
+        dtype = result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     return _contract(lhs, rhs, spec, tuple(map(float, factors)), config, out_dtype)
