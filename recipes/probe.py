@@ -57,26 +57,13 @@ def probe(model: Any, ids: Any, targets: Any) -> Reading:
       The statistics, layers named by their path in the model.
     """
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, taps):
-        model = nnx.merge(graphdef, params, rest)
-        with _watched(model, taps) as noted:
-            value = model.loss(ids, targets, deterministic=True)
-        return value, noted
-
     # The layers that run, and in which order, are known only from a run.
     paths: list[str] = []
-    jax.eval_shape(lambda params: paths.extend(loss(params, None)[1]), params)
-
-    @jax.jit
-    def run(params):
-        taps = {path: jnp.zeros(()) for path in paths}
-        (value, noted), (grads, at_outputs) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-            params, taps
-        )
-        return value, noted, at_outputs, [_rms(leaf) for leaf in jax.tree.leaves(grads)]
-
-    value, noted, at_outputs, weights = run(params)
+    jax.eval_shape(
+        lambda *state: paths.extend(_loss(*state, None, graphdef, ids, targets)[1]), params, rest
+    )
+    results = _measure(params, rest, ids, targets, graphdef, tuple(paths))
+    value, noted, at_outputs, weights = results
     names = [_dotted(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     # jit sorts dictionaries by key; the order of the layers is what makes a first one.
     return Reading(
@@ -85,6 +72,22 @@ def probe(model: Any, ids: Any, targets: Any) -> Reading:
         {path: at_outputs[path] for path in paths},
         dict(zip(names, weights, strict=True)),
     )
+
+
+def _loss(params, rest, taps, graphdef, ids, targets):
+    model = nnx.merge(graphdef, params, rest)
+    with _watched(model, taps) as noted:
+        value = model.loss(ids, targets, deterministic=True)
+    return value, noted
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _measure(params, rest, ids, targets, graphdef, paths):
+    taps = {path: jnp.zeros(()) for path in paths}
+    (value, noted), (grads, at_outputs) = jax.value_and_grad(_loss, (0, 2), has_aux=True)(
+        params, rest, taps, graphdef, ids, targets
+    )
+    return value, noted, at_outputs, [_rms(leaf) for leaf in jax.tree.leaves(grads)]
 
 
 @contextmanager
