@@ -58,6 +58,8 @@ class Checkpoints:
             read_only=self._read_only,
         )
         try:
+            if not self._read_only:
+                self._folder.mkdir(parents=True, exist_ok=True)
             return ocp.CheckpointManager(self._folder, options=options)
         except OSError as error:
             raise RecipeError(
@@ -85,14 +87,14 @@ class Checkpoints:
         if step == self.newest:
             return
         arrays = _named_arrays(state)
-        sums = {name: _checksum(array) for name, array in arrays.items()}
+        described = {name: _describe(array) for name, array in arrays.items()}
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
                     position=ocp.args.JsonSave(position),
-                    facts=ocp.args.JsonSave({**facts, "checksums": sums}),
+                    facts=ocp.args.JsonSave({**facts, "arrays": described}),
                 ),
             )
             self._manager.wait_until_finished()
@@ -148,26 +150,22 @@ class Checkpoints:
 
     def _read(self, step: int, like: Any) -> Restored:
         facts = self._restore_item(step, facts=ocp.args.JsonRestore())
-        sums = facts.pop("checksums")
+        described = facts.pop("arrays")
         wanted = _named_arrays(like)
-        missing, extra = sorted(wanted.keys() - sums.keys()), sorted(sums.keys() - wanted.keys())
-        if missing or extra:
-            raise RecipeError(
-                f"the checkpoint of step {step} in {self._folder} is of another model: it lacks "
-                f"{missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides; use the "
-                "config and the version that wrote it, or --fresh"
-            )
+        for name in sorted(wanted.keys() | described.keys()):
+            expected = _describe(wanted[name])[:2] if name in wanted else "nothing"
+            found = described[name][:2] if name in described else "nothing"
+            if found != expected:
+                raise RecipeError(
+                    f"the checkpoint of step {step} in {self._folder} is of another model: for "
+                    f"{name} expected {expected}; got {found}; use the config and the version "
+                    "that wrote it, or --fresh"
+                )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
         arrays = self._restore_item(step, state=ocp.args.StandardRestore(abstract))
         for name, array in arrays.items():
-            if array.shape != wanted[name].shape or array.dtype != wanted[name].dtype:
-                raise RecipeError(
-                    f"the checkpoint of step {step} in {self._folder} is of another model: {name} "
-                    f"has {array.dtype}{array.shape}, expected {wanted[name].dtype}"
-                    f"{wanted[name].shape}; use the config that wrote it, or --fresh"
-                )
-            if _checksum(array) != sums[name]:
-                raise ValueError(f"checksum of {name} differs")
+            if _describe(array) != described[name]:
+                raise ValueError(f"the checksum of {name} differs")
         position = self._restore_item(step, position=ocp.args.JsonRestore())
         return Restored(step, _rebuild(like, arrays), position, facts)
 
@@ -214,8 +212,9 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _checksum(array: jax.Array) -> int:
-    return zlib.crc32(np.asarray(array).tobytes())
+def _describe(array: jax.Array) -> list[Any]:
+    """dtype, shape and checksum, as JSON values."""
+    return [str(array.dtype), list(array.shape), zlib.crc32(np.asarray(array).tobytes())]
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,46 @@
+"""The shipped configs are valid, and what the schema promises about itself holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from recipes.config import Config, Policy
+from recipes.configfile import load_config, valid_keys
+from unitscale import nn
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "gpt").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_config_is_valid(path: Path) -> None:
+    assert load_config(path).name == path.stem
+
+
+def test_shipped_configs() -> None:
+    assert [path.stem for path in SHIPPED] == ["gpt2-small", "parity", "quickstart"]
+
+
+def test_parity_is_the_documented_size() -> None:
+    config = load_config(next(path for path in SHIPPED if path.stem == "parity"))
+    shape = config.model.width, config.model.layers, config.data.sequence_length
+    assert (*shape, config.data.batch_size, config.train.steps) == (128, 4, 128, 16, 1200)
+
+
+def test_policies_are_presets_of_the_library() -> None:
+    for policy in get_args(Policy):
+        assert nn.as_policy(policy)
+
+
+def test_every_key_is_described() -> None:
+    missing = [key for key, field in valid_keys() if not field.description]
+    assert not missing
+
+
+def test_config_is_frozen() -> None:
+    config = Config(name="x")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
