@@ -11,6 +11,7 @@ from ..ops import ArrayLike
 from ..quant import MatmulConfig
 
 ROLES = ("weight", "bias", "norm", "readout", "embedding")
+"""What a parameter is for: the `role` in its metadata, which policies and optimizers go by."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ PRESETS = {
     "float16": Policy(compute_dtype="float16"),
     "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
 }
+"""The policies that a layer accepts by name."""
 
 
 def as_policy(policy: PolicyLike) -> Policy:
