@@ -1,0 +1,142 @@
+"""Gradients against finite differences: the proof that unit scaling changes no direction.
+
+A unit-scaled model may multiply the gradient of each parameter by a positive constant of its own,
+and do nothing else to it. `check` compares a gradient with central differences of the same forward
+function, along the gradient (which gives the constant) and along random directions (which must
+agree with it). Tolerances are the differences' own error bounds, never what passed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from unitscale import nn
+
+Loss = Callable[[Any], jax.Array]
+
+FLOAT64 = nn.Policy(param_dtype="float64", compute_dtype="float64")
+"""The policy of models to be checked, under `jax.enable_x64(True)`."""
+
+# A loss sums many rounded terms: how many of its epsilons its last digits are worth.
+_ROUNDINGS = 128
+# Differences whose error bound is above this share of the derivative could not tell a wrong one.
+_COARSE = 1e-3
+
+
+def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` for programs that run once: compiling them takes longer than running them."""
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class WrongGradient(AssertionError):
+    """A gradient that is no positive constant times the true one."""
+
+
+def model_loss(model: nnx.Module, f: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
+    """Returns ``f(model)`` as a function of the model's parameters, and the parameters.
+
+    Everything else, such as the streams of random keys, starts from the same state at each call.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params: f(nnx.merge(graphdef, params, rest, copy=True)), params
+
+
+def check(
+    loss: Loss,
+    params: Any,
+    *,
+    directions: int = 3,
+    zero: Collection[str] = (),
+    gradient: Any = None,
+) -> dict[str, float]:
+    """Checks the gradient of every leaf and returns its constant: ours over the true one.
+
+    Args:
+        loss: scalar function of a tree of floating arrays of one dtype, deterministic.
+        params: the tree.
+        directions: number of random directions beside the gradient's own.
+        zero: endings of the names of leaves whose true gradient is zero.
+        gradient: what to check; `jax.grad(loss)(params)` by default.
+
+    Raises:
+        WrongGradient: naming the leaf.
+    """
+    gradient = jit(jax.grad(loss))(params) if gradient is None else gradient
+    paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        for path, _ in paths
+    ]
+    leaves = [np.asarray(leaf) for _, leaf in paths]
+    grads = [np.asarray(g, np.float64) for g in jax.tree.leaves(gradient)]
+    assert len(grads) == len(leaves), "the gradient has another structure than the parameters"
+    evaluate = jit(lambda *xs: loss(jax.tree.unflatten(treedef, xs)))
+    largest = max(map(np.linalg.norm, grads))
+
+    constants = {}
+    for i, (name, leaf, grad) in enumerate(zip(names, leaves, grads, strict=True)):
+
+        def moved(offset, i=i, leaf=leaf):
+            value = evaluate(*leaves[:i], (leaf + offset).astype(leaf.dtype), *leaves[i + 1 :])
+            return float(value)
+
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        random = [u / np.linalg.norm(u) for u in rng.normal(size=(directions, *leaf.shape))]
+        norm = np.linalg.norm(grad)
+        if name.endswith(tuple(zero)):
+            _check_zero(name, leaf.dtype, moved, random, norm / largest)
+            continue
+        if not (np.isfinite(norm) and norm > 0):
+            raise WrongGradient(f"{name}: the gradient is zero or not finite, norm {norm}")
+        true, error = _difference(moved, grad / norm, leaf.dtype)
+        if true <= error:
+            raise WrongGradient(
+                f"{name}: along its gradient the loss rises by {true} (error {error}): no positive "
+                "constant"
+            )
+        assert error < _COARSE * true, f"{name}: differences too coarse: {true} with error {error}"
+        for u in random:
+            ours = np.vdot(grad, u) / norm * true
+            found, bound = _difference(moved, u, leaf.dtype)
+            bound += abs(np.vdot(grad, u)) / norm * error + _rounding(leaf.dtype) * true
+            if abs(found - ours) > bound:
+                raise WrongGradient(
+                    f"{name}: along a random direction the loss rises by {found}, but {ours} by "
+                    f"its gradient (error {bound}, constant {norm / true})"
+                )
+        constants[name] = float(norm / true)
+    return constants
+
+
+def _rounding(dtype: Any) -> float:
+    return _ROUNDINGS * float(jnp.finfo(dtype).eps)
+
+
+def _difference(moved: Callable, direction: np.ndarray, dtype: Any) -> tuple[float, float]:
+    """The derivative along a unit vector from four points, and a bound on its error.
+
+    The estimates at two steps differ by more than the truncation error of their extrapolation.
+    """
+    # Truncation falls with the step squared and rounding rises with its inverse.
+    step = float(jnp.finfo(dtype).eps) ** 0.25
+    values = {k: moved(k * step * direction) for k in (-2, -1, 1, 2)}
+    near = (values[1] - values[-1]) / (2 * step)
+    far = (values[2] - values[-2]) / (4 * step)
+    rounding = _rounding(dtype) * max(map(abs, values.values())) / step
+    return (4 * near - far) / 3, abs(near - far) / 3 + rounding
+
+
+def _check_zero(name, dtype, moved, directions, relative_norm) -> None:
+    if relative_norm > 100 * _rounding(dtype):
+        raise WrongGradient(f"{name}: expected no gradient; got {relative_norm} of the largest")
+    for u in directions:
+        found, bound = _difference(moved, u, dtype)
+        if abs(found) > bound:
+            raise WrongGradient(f"{name}: the loss depends on it ({found}, error {bound})")

@@ -1,0 +1,272 @@
+"""Every parameter's gradient is a positive constant times the truth: each layer, the whole GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.config import ModelConfig, ResidualConfig
+from recipes.gpt.model import GPT
+from tests.gradients import FLOAT64, WrongGradient, check, model_loss
+from unitscale import nn, ops
+from unitscale.core import ScaledArray
+
+BATCH, TIME, WIDTH = 2, 5, 4
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def rngs(seed: int = 0) -> nnx.Rngs:
+    return nnx.Rngs(seed)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+class Parallel(nnx.Module):
+    """A layer beside another path from its input to the loss, so that its input is no cut edge.
+
+    The gradient of `before` adds up both paths: it is wrong as soon as the layer's input gradient
+    has another factor than its output.
+    """
+
+    def __init__(self, layer: Any, apply: Callable[..., Any] | None = None):
+        self.before = nn.Dense(3, WIDTH, policy=FLOAT64, rngs=rngs(1))
+        self.layer, self.apply = layer, apply
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.before(x)
+        y = self.layer(h) if self.apply is None else self.apply(self.layer, h)
+        return jnp.sum(jnp.sin(y.value + 0.3) * normal(7, *y.shape)) + jnp.sum(
+            jnp.cos(h.value) * normal(8, *h.shape)
+        )
+
+
+def perturb(model: nnx.Module) -> nnx.Module:
+    """Moves gains and biases off their constant initialisation, where terms of theirs vanish."""
+    for seed, (_, p) in enumerate(nnx.iter_graph(model)):
+        if isinstance(p, nnx.Param) and p.ndim == 1:
+            p.set_value(p.get_value() + 0.3 * normal(100 + seed, *p.shape))
+    return model
+
+
+def check_layer(layer: Any, apply: Callable[..., Any] | None = None, **options: Any) -> dict:
+    model = perturb(Parallel(layer, apply))
+    x = normal(3, BATCH, TIME, 3)
+    return check(*model_loss(model, lambda m: m(x)), **options)
+
+
+UNARY = ["to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean"]
+
+
+@pytest.mark.parametrize("constraint", UNARY)
+@pytest.mark.parametrize("kind", ["dense", "readout", "conv"])
+def test_linear_layers_under_every_constraint(kind, constraint) -> None:
+    make = {
+        "dense": lambda **k: nn.Dense(WIDTH, 6, **k),
+        "readout": lambda **k: nn.Readout(WIDTH, 6, use_bias=True, **k),
+        "conv": lambda **k: nn.Conv(WIDTH, 6, 3, 2, feature_group_count=2, **k),
+    }[kind]
+    constants = check_layer(make(constraint=constraint, policy=FLOAT64, rngs=rngs()))
+    assert len(constants) == 4
+
+
+@pytest.mark.parametrize("kind", ["dense", "readout", "conv"])
+def test_no_constraint_is_caught_off_a_cut_edge_and_right_on_one(kind) -> None:
+    make = {"dense": nn.Dense, "readout": nn.Readout, "conv": nn.Conv}[kind]
+    args = (WIDTH, 9, 3) if kind == "conv" else (WIDTH, 9)
+    layer = make(*args, constraint=None, policy=FLOAT64, rngs=rngs())
+    with pytest.raises(WrongGradient, match="before"):
+        check_layer(layer)
+    chain = nnx.Sequential(nn.Dense(3, WIDTH, policy=FLOAT64, rngs=rngs(1)), layer)
+    x = normal(3, BATCH, TIME, 3)
+    check(*model_loss(chain, lambda m: jnp.sum(jnp.sin(m(x).value))))
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "layer_norm": lambda: nn.LayerNorm(WIDTH, policy=FLOAT64),
+    "layer_norm_plain": lambda: nn.LayerNorm(
+        WIDTH, use_bias=False, use_scale=False, policy=FLOAT64
+    ),
+    "rms_norm": lambda: nn.RMSNorm(WIDTH, policy=FLOAT64),
+    "dropout": lambda: nn.Dropout(0.4, rngs=rngs()),
+    "dropout_off": lambda: nn.Dropout(0.4, deterministic=True),
+    "positions": lambda: nn.PositionalEmbed(TIME + 2, WIDTH, policy=FLOAT64, rngs=rngs()),
+    "residual": lambda: nn.Residual(
+        nn.Dense(WIDTH, WIDTH, policy=FLOAT64, rngs=rngs()), tau=0.7, depth=3
+    ),
+    **{
+        f"mlp_{name}": lambda name=name: nn.MLP(
+            WIDTH, 8, activation=name, mult=1.3, dropout_rate=0.2, policy=FLOAT64, rngs=rngs()
+        )
+        for name in ("gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu")
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name) -> None:
+    assert "before.kernel" in str(check_layer(LAYERS[name]()))
+
+
+# A bias of the keys shifts all logits of a query alike, which softmax does not see.
+ATTENTION = {
+    "self": ({}, None, ["key.bias"]),
+    "causal": ({"is_causal": True, "max_length": 9, "mult": 3.0}, None, ["key.bias"]),
+    "rope": ({"is_causal": True, "rotary_base": 50.0, "mult": 2.0}, None, []),
+    "grouped": ({"num_kv_heads": 1, "rotary_base": 50.0}, None, []),
+    "dropout": ({"dropout_rate": 0.3, "mult": 2.0}, None, ["key.bias"]),
+    "cross": (
+        {"in_kv_features": 3},
+        lambda layer, h: layer(h, normal(11, BATCH, 7, 3)),
+        ["key.bias"],
+    ),
+    "mask": (
+        {"mult": 2.0},
+        lambda layer, h: layer(h, mask=jnp.arange(TIME) != 2),
+        ["key.bias"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name) -> None:
+    options, apply, zero = ATTENTION[name]
+    layer = nn.MultiHeadAttention(2, WIDTH, 8, **options, policy=FLOAT64, rngs=rngs())
+    constants = check_layer(layer, apply, zero=zero)
+    assert len(constants) == 10 - len(zero)
+
+
+# The GPT below has all schemes with norms before the branches.
+@pytest.mark.parametrize(
+    ("placement", "scheme"),
+    [
+        ("pre", "running_mean"),
+        ("post", "fixed"),
+        ("post", "depth"),
+        ("none", "running_mean"),
+        ("none", "depth"),
+    ],
+)
+def test_stack(placement, scheme) -> None:
+    stack = nn.TransformerStack(
+        2,
+        WIDTH,
+        2,
+        6,
+        residual_scheme=scheme,
+        residual_mult=0.8,
+        residual_attention_ratio=1.4,
+        norm="layer" if scheme == "fixed" else "rms",
+        norm_placement=placement,
+        rotary_base=50.0,
+        dropout_rate=0.2 if scheme == "depth" else 0.0,
+        remat=scheme == "running_mean",
+        policy=FLOAT64,
+        rngs=rngs(),
+    )
+    check_layer(stack, directions=2)
+
+
+class Unsplit(nnx.Module):
+    """A residual branch whose weight is applied to the value alone: the cotangent misses it."""
+
+    def __init__(self, tau: float):
+        self.branch, self.tau = nn.Dense(WIDTH, WIDTH, policy=FLOAT64, rngs=rngs()), tau
+
+    def __call__(self, x: ScaledArray) -> ScaledArray:
+        return ops.residual_add(self.branch(x), x, self.tau)
+
+
+def test_a_residual_without_its_split_is_caught() -> None:
+    with pytest.raises(WrongGradient, match="before"):
+        check_layer(Unsplit(0.5))
+
+
+def test_a_negative_constant_a_lost_and_an_unexpected_gradient_are_caught() -> None:
+    x = {"a": normal(0, 3), "b": normal(1, 3)}
+
+    def loss(p, bwd=1.0):
+        return jnp.sum(ops.scale_bwd(jnp.sin(p["a"]), bwd)) + jnp.sum(p["b"] ** 3)
+
+    assert check(loss, x) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-6)
+    assert check(lambda p: loss(p, 4.0), x)["a"] == pytest.approx(4.0, rel=1e-6)
+    with pytest.raises(WrongGradient, match=r"a: .* no positive constant"):
+        check(lambda p: loss(p, -1.0), x)
+    with pytest.raises(WrongGradient, match="a: the gradient is zero"):
+        check(lambda p: loss(p, 0.0), x)
+    with pytest.raises(WrongGradient, match="a: expected no gradient"):
+        check(loss, x, zero=["a"])
+    with pytest.raises(WrongGradient, match="a: the loss depends on it"):
+        check(lambda p: loss(p, 0.0), x, zero=["a"])
+    with pytest.raises(WrongGradient, match="b: along a random direction"):
+        check(loss, x, gradient=jax.grad(loss)(x) | {"b": 3 * x["b"] ** 2 + 1e-3})
+
+
+def gpt_config(**options: Any) -> ModelConfig:
+    shape = {"vocab": 11, "width": 8, "layers": 2, "heads": 4, "mlp_ratio": 2.0, "context": 8}
+    return ModelConfig(**(shape | options))
+
+
+# Every pair of choices stands in at least one row.
+GPTS = {
+    "default": {},
+    "tied": {"tied_readout": True},
+    "gated": {"mlp": "gated", "residual": ResidualConfig(scheme="running_mean")},
+    "learned": {"positions": "learned", "mlp": "gated", "kv_heads": 2},
+    "grouped": {"kv_heads": 1, "residual": ResidualConfig(scheme="fixed", tau=0.4)},
+    "tied learned": {
+        "tied_readout": True,
+        "positions": "learned",
+        "norm": "layer",
+        "residual": ResidualConfig(scheme="running_mean"),
+    },
+    "tied gated grouped": {
+        "tied_readout": True,
+        "mlp": "gated",
+        "kv_heads": 2,
+        "norm": "layer",
+        "dropout": 0.2,
+        "residual": ResidualConfig(scheme="fixed", tau=0.4),
+    },
+    "learned grouped": {
+        "positions": "learned",
+        "norm": "layer",
+        "kv_heads": 2,
+        "dropout": 0.2,
+        "residual": ResidualConfig(mult=0.7, attention_ratio=1.5),
+    },
+}
+
+
+def gpt_loss(config: ModelConfig, policy: nn.Policy):
+    model = perturb(GPT(config, policy=policy, rngs=rngs()))
+    tokens = np.random.default_rng(5).integers(0, config.vocab, (2, 7))
+    return model_loss(
+        model,
+        lambda m: m.loss(tokens[:, :-1], tokens[:, 1:], deterministic=config.dropout == 0),
+    )
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_gpt(name) -> None:
+    constants = check(*gpt_loss(gpt_config(**GPTS[name]), FLOAT64), directions=2)
+    count = {"learned": 1}.get(GPTS[name].get("positions", ""), 0) + (
+        1 if GPTS[name].get("norm") != "layer" else 2
+    )
+    per_layer = (6 + (GPTS[name].get("mlp") == "gated")) + (
+        2 if GPTS[name].get("norm") != "layer" else 4
+    )
+    readout = 0 if GPTS[name].get("tied_readout") else 1
+    assert len(constants) == 1 + count + readout + 2 * per_layer
