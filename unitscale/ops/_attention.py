@@ -112,9 +112,12 @@ def dot_product_attention(
     half = vd.dtype == jnp.float16
     rate = 0.0 if deterministic else dropout_rate
     # XLA's CPU backend has no float16 attention, a traced scale can leave the range of float16, and
-    # jax.nn has no dropout.
-    if rate or (
-        half and (jax.default_backend() == "cpu" or not is_static(multiply_scales(qs, ks)))
+    # jax.nn has no dropout, and computes the softmax of float64 in float32.
+    if (
+        rate
+        or vd.dtype == jnp.float64
+        or half
+        and (jax.default_backend() == "cpu" or not is_static(multiply_scales(qs, ks)))
     ):
         logit_scale = multiply_scales(qs, ks)
         y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scale, rate, dropout_key)

@@ -21,7 +21,7 @@ def unpack_term(op: str, name: str, x: Any) -> tuple[jax.Array, Scale]:
     """As `unpack`, but a zero array keeps its static scale 0, so that it adapts to any other."""
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), 1)
-    except TypeError:
+    except (TypeError, ValueError):
         data, scale = None, 1
     if data is None or not jnp.issubdtype(data.dtype, jnp.floating):
         got = type(x).__name__ if data is None else f"dtype {data.dtype}"

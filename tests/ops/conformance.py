@@ -1,0 +1,210 @@
+"""The checks that every op is put to, against references that know nothing of this library or of JAX.
+
+An op is compared with `fwd * reference`, where the reference is NumPy in float64, and each of its
+gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from unitscale.core import ScaledArray, is_static, to_float
+
+DTYPES = ("float32", "float16", "bfloat16")
+TRANSFORMS = ("grad", "jit", "vmap", "scan", "checkpoint")
+SCALES = (1.0, 2.0**12, 2.0**-12)
+# float32 accumulates, and is compared with a finite difference; 16-bit types round the operand of a
+# factor, the factor and the result.
+_ROUNDINGS = {"float32": 64, "float16": 2, "bfloat16": 2}
+_STEP = 1e-5
+
+Reference = Callable[..., np.ndarray]
+
+
+def normal(name: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Independent standard normal arrays, the same in every run."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The float64 values that an array has after it was stored in a dtype."""
+    return np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def assert_close(
+    actual: Any, expected: np.ndarray, dtype: str, what: str, slack: float = 1
+) -> None:
+    """Compares up to a few roundings of the dtype, of the entry itself and of a typical term."""
+    actual = np.asarray(actual).astype(np.float64)
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    eps = float(jnp.finfo(jnp.dtype(dtype)).eps) * _ROUNDINGS[dtype] * slack
+    bound = eps * (np.abs(expected) + np.mean(np.abs(expected)) + 1e-30)
+    error = np.abs(actual - expected)
+    assert (error <= bound).all(), f"{what}: {actual} is not {expected}; error {error.max()}"
+
+
+def gradients(
+    f: Reference, args: Sequence[np.ndarray], cotangent: np.ndarray, steps: Sequence[Any]
+) -> list[np.ndarray]:
+    """Central differences of `sum(cotangent * f(*args))` in each argument."""
+    grads = []
+    for index, (arg, step) in enumerate(zip(args, steps, strict=True)):
+        h = np.broadcast_to(_STEP * np.asarray(step), arg.shape)
+        grad = np.empty(arg.shape)
+        for position in np.ndindex(arg.shape):
+            sides = []
+            for sign in (1, -1):
+                moved = arg.copy()
+                moved[position] += sign * h[position]
+                values = f(*args[:index], moved, *args[index + 1 :])
+                sides.append((values * cotangent).sum())
+            grad[position] = (sides[0] - sides[1]) / (2 * h[position])
+        grads.append(grad)
+    return grads
+
+
+def _data_and_scale(y: Any) -> tuple[jax.Array, jax.Array]:
+    data, scale = y.pair if isinstance(y, ScaledArray) else (y, 1)
+    return data, jnp.broadcast_to(to_float(scale), data.shape)
+
+
+def check(
+    op: Callable[..., Any],
+    reference: Reference,
+    args: Sequence[np.ndarray],
+    *,
+    fwd: float,
+    bwd: Sequence[float],
+    dtype: str,
+    scales: Sequence[Any] | None = None,
+    transforms: Sequence[str] = TRANSFORMS,
+    slack: float = 1,
+) -> None:
+    """Checks value and gradients of an op, under each transformation of JAX.
+
+    Args:
+        op: function of one array or ScaledArray per argument.
+        reference: the unscaled function of the values, in NumPy.
+        args: float64 data, rounded to the dtype before it is used.
+        fwd: the value must be `fwd * reference(values)`.
+        bwd: gradient i, in data space, must be `bwd[i]` times the derivative of the unscaled
+            function, that is of `reference(values) / scale of the output`.
+        dtype: dtype of the data.
+        scales: one per argument; None for plain arrays.
+        transforms: which of `TRANSFORMS` to go through.
+        slack: multiplies the tolerance.
+    """
+    scales = (None,) * len(args) if scales is None else scales
+    # Two examples, for vmap and scan.
+    pairs = [np.stack([rounded(a, dtype), rounded(a[..., ::-1], dtype)]) for a in args]
+    values = [1.0 if s is None else np.asarray(s, np.float64) for s in scales]
+
+    def apply(*data: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, scales, strict=True))
+        return _data_and_scale(op(*wrapped))
+
+    def true(*data: np.ndarray) -> np.ndarray:
+        return reference(*(d * v for d, v in zip(data, values, strict=True)))
+
+    expected_values = [true(*(p[i] for p in pairs)) for i in (0, 1)]
+    cotangents = rounded(normal("cotangent", (2, *expected_values[0].shape))[0], dtype)
+    stacked = tuple(jnp.asarray(p, dtype) for p in pairs)
+    first = tuple(s[0] for s in stacked)
+
+    def pull(f: Callable[..., Any], ct: jax.Array, *data: jax.Array) -> Any:
+        y, vjp, scale = jax.vjp(f, *data, has_aux=True)
+        return y, scale, vjp(ct.astype(y.dtype))
+
+    ct = jnp.asarray(cotangents, jnp.float32)
+
+    def compiled(ct: jax.Array, first: Any, stacked: Any) -> dict[str, Any]:
+        runs = {
+            "jit": lambda: pull(apply, ct[0], *first),
+            "vmap": lambda: jax.vmap(functools.partial(pull, apply))(ct, *stacked),
+            "scan": lambda: pull(_scanned(apply), ct, *stacked),
+            "checkpoint": lambda: pull(jax.checkpoint(apply), ct[0], *first),
+        }
+        return {name: run() for name, run in runs.items() if name in transforms}
+
+    results = dict(jax.jit(compiled)(ct, first, stacked))
+    if "grad" in transforms:
+        results["grad"] = pull(apply, ct[0], *first)
+    true_grads: dict[int, list[np.ndarray]] = {}
+    for name, result in results.items():
+        y, scale, grads = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), result)
+        if name not in ("vmap", "scan"):
+            y, scale, grads = jax.tree.map(lambda x: x[None], (y, scale, grads))
+        for i in range(len(y)):
+            what = f"{name}, example {i}"
+            expected = fwd * expected_values[i]
+            assert_close(y[i] * scale[i], expected, dtype, f"value under {what}", slack)
+            if i not in true_grads:
+                true_grads[i] = gradients(
+                    lambda *data, scale=scale[i]: true(*data) / scale,
+                    [p[i] for p in pairs],
+                    cotangents[i],
+                    [1 / np.where(v > 0, v, 1) for v in values],
+                )
+            for j, (grad, derivative) in enumerate(zip(grads, true_grads[i], strict=True)):
+                what = f"gradient {j} under {name}, example {i}"
+                assert_close(grad[i], bwd[j] * derivative, dtype, what, slack)
+
+
+def _scanned(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def f(*stacked: jax.Array) -> Any:
+        return jax.lax.scan(lambda carry, data: (carry, apply(*data)), 0, stacked)[1]
+
+    return f
+
+
+def assert_scales_are_constants(op: Callable[..., Any], *args: ScaledArray) -> None:
+    """The cotangent of every scale is zero, also where the output's scale depends on it."""
+
+    def value(*args: ScaledArray) -> jax.Array:
+        y = op(*args)
+        return jnp.sum(y.value if isinstance(y, ScaledArray) else y)
+
+    for grad in jax.grad(value, argnums=tuple(range(len(args))))(*args):
+        if isinstance(grad, ScaledArray) and not is_static(grad.scale):
+            np.testing.assert_array_equal(np.asarray(grad.scale, np.float32), 0)
+        assert np.isfinite(np.asarray(grad.data, np.float32)).all()
+
+
+def assert_unit(
+    op: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    unit: Sequence[bool] | None = None,
+    bias: float = 0.0,
+    trials: int = 64,
+) -> None:
+    """Output and gradients of standard normal inputs have mean square 1.
+
+    Independent trials give independent estimates; the tolerance is five standard errors of their
+    mean, plus a stated bias where the rule is an approximation.
+    """
+
+    def apply(*args: jax.Array) -> jax.Array:
+        return _data_and_scale(op(*args))[0]
+
+    def trial(cotangent: jax.Array, *args: jax.Array) -> list[jax.Array]:
+        y, vjp = jax.vjp(apply, *args)
+        return [jnp.mean(jnp.square(a)) for a in (y, *vjp(cotangent))]
+
+    out = jax.eval_shape(apply, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    samples = [
+        a.astype(np.float32) for a in normal("unit", *((trials, *s) for s in (out.shape, *shapes)))
+    ]
+    squares = np.asarray(jax.jit(jax.vmap(trial))(*samples))
+    for index, square in enumerate(squares):
+        if unit is None or unit[index]:
+            error = square.std(ddof=1) / np.sqrt(trials)
+            assert error < 0.03, f"too few samples to tell: array {index}, standard error {error}"
+            assert abs(square.mean() - 1) <= 5 * error + bias, (index, square.mean(), error)
