@@ -4,11 +4,14 @@
 becomes infinite from 61440. Every quantization in the library goes through `cast`.
 """
 
+import dataclasses
+import math
 from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._formats import Format, format_of, wide_dtype
@@ -19,28 +22,108 @@ CastRounding = Literal["nearest", "stochastic"]
 """How a cast rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
 
 
+# Where float32 arithmetic would meet subnormal numbers of float32, which XLA may flush to zero.
+_SMALLEST_EXPONENT = -126
+
+
 def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
     """Clamps to the largest finite values of ``fmt``; NaN stays NaN, infinity saturates."""
-    own = format_of(x.dtype)
-    bound = min(fmt.max, own.max)
-    low = -bound if fmt.signed else fmt.smallest_subnormal
-    return jnp.clip(x, jnp.asarray(low, x.dtype), jnp.asarray(bound, x.dtype))
+    if float(np.float64(fmt.max).astype(x.dtype)) != fmt.max:
+        x = x.astype(wide_dtype(x.dtype))
+    bound = min(fmt.max, format_of(x.dtype).max)
+    high = jnp.asarray(bound, x.dtype)
+    if fmt.min_exponent > _SMALLEST_EXPONENT:
+        return jnp.clip(x, -high, high)
+    return jnp.where(jnp.abs(x) > high, jnp.where(x > 0, high, -high), x)
+
+
+def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns sign and magnitude bits of float32 values."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return bits & jnp.uint32(0x80000000), bits & jnp.uint32(0x7FFFFFFF)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.float32:
+        return exponent_of(x)
+    bits = lax.bitcast_convert_type(x, jnp.uint64)
+    return ((bits >> 52) & jnp.uint64(0x7FF)).astype(jnp.int32) - 1023
+
+
+def _round_bits(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
+    """Rounds float32 to a format of the same exponents, on integers, subnormal numbers included."""
+    sign, magnitude = _bits(x)
+    shift = 23 - fmt.mantissa_bits
+    if noise is None:
+        below_half = jnp.uint32((1 << (shift - 1)) - 1)
+        magnitude += below_half + ((magnitude >> shift) & 1)
+    else:
+        magnitude += noise >> (32 - shift)
+    magnitude = (magnitude >> shift) << shift
+    return lax.bitcast_convert_type(sign | magnitude, jnp.float32)
+
+
+def _round_steps(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
+    """Rounds float32 or float64 to multiples of the distance between neighbours in ``fmt``."""
+    exponent = jnp.clip(_exponent(x), fmt.min_exponent, 127) - fmt.mantissa_bits
+    # Two exact multiplications, so that neither power of two leaves the normal range of float32.
+    half = exponent // 2
+    steps = jnp.abs(x) * pow2(-half).astype(x.dtype) * pow2(half - exponent).astype(x.dtype)
+    if noise is None:
+        rounded = jnp.round(steps)
+    else:
+        # A comparison: a sum of steps and noise would itself be rounded, and move exact values.
+        # The odd multiples of 2**-24 below 1 are 23 random bits, centred.
+        uniform = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+        below = jnp.floor(steps)
+        rounded = below + (uniform < steps - below)
+    # Above 2**23 steps every float32 is a whole number already (float64: 2**52).
+    rounded = jnp.where(steps < 1 / jnp.finfo(x.dtype).eps, rounded, steps)
+    rounded = rounded * pow2(half).astype(x.dtype) * pow2(exponent - half).astype(x.dtype)
+    return jnp.where(jnp.signbit(x), -rounded, rounded)
 
 
 def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
-    """Rounds float32 values to the grid of ``fmt``, subnormal numbers of ``fmt`` included.
+    """Rounds to the grid of ``fmt``, subnormal numbers of ``fmt`` included, in the wide dtype.
 
-    ``noise`` in [0, 1) makes the rounding stochastic; None rounds to nearest, ties to even.
+    ``noise`` (32 random bits each) makes the rounding stochastic; None rounds to nearest, ties to
+    even. Finite values may leave the range of ``fmt``.
     """
-    exponent = jnp.maximum(exponent_of(x), fmt.min_exponent) - fmt.mantissa_bits
-    # Two exact multiplications, so that neither power of two leaves the normal range of float32.
-    half = exponent // 2
-    steps = x * pow2(-half) * pow2(half - exponent)
-    rounded = jnp.round(steps) if noise is None else jnp.floor(steps + noise)
-    # Above 2**23 steps every float32 is a whole number already, and so are inf and NaN.
-    rounded = jnp.where(jnp.abs(steps) < 2.0**23, rounded, steps)
-    result = rounded * pow2(half) * pow2(exponent - half)
-    return jnp.where(jnp.isfinite(x), result, x)
+    x = x.astype(wide_dtype(x.dtype))
+    if fmt.mantissa_bits >= jnp.finfo(x.dtype).nmant:
+        return x
+    on_bits = x.dtype == jnp.float32 and fmt.min_exponent <= _SMALLEST_EXPONENT
+    rounded = (_round_bits if on_bits else _round_steps)(x, fmt, noise)
+    return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array:
+    """Rounds to powers of two, on integers: float32 holds 2**-127 as a subnormal number only.
+
+    Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if they saturate, else
+    NaN.
+    """
+    sign, magnitude = _bits(x.astype(jnp.float32))
+    half = jnp.uint32(1 << 22)
+    code = (magnitude + (half if noise is None else noise >> 9)) >> 23
+    # Codes 0 and 1 are 2**-127 and 2**-126; between them float32 counts in subnormal numbers.
+    code = jnp.where(magnitude < (1 << 23), (magnitude >= 3 * (1 << 21)).astype(jnp.uint32), code)
+    not_positive = (sign != 0) | (magnitude == 0)
+    code = jnp.where(not_positive, 0 if saturate else 255, jnp.minimum(code, 254 + (not saturate)))
+    code = jnp.where(jnp.isnan(x), 255, code)
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+
+def _within(fmt: Format, dtype: Any) -> Format:
+    """Returns ``fmt`` with the largest value that the dtype which keeps its values holds too."""
+
+    def cut(value: float, bits: int) -> float:
+        fraction, exponent = math.frexp(value)
+        return math.ldexp(math.floor(math.ldexp(fraction, bits + 1)), exponent - bits - 1)
+
+    own = format_of(dtype)
+    largest = min(cut(fmt.max, own.mantissa_bits), cut(own.max, fmt.mantissa_bits))
+    return dataclasses.replace(fmt, max=largest)
 
 
 def _noise(x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -48,22 +131,25 @@ def _noise(x: jax.Array, key: jax.Array | None) -> jax.Array:
         raise ValueError(
             'unitscale.cast: rounding="stochastic" needs key=, a jax.random key; got None'
         )
-    # 23 random bits: the widest noise that float32 adds to a step count without rounding.
-    bits = jax.random.bits(key, x.shape, jnp.uint32) >> 9
-    return bits.astype(jnp.float32) * 2.0**-23
+    return jax.random.bits(key, x.shape, jnp.uint32)
 
 
 def _cast_array(x, key, fmt, stochastic, saturate):
     noise = _noise(x, key) if stochastic else None
-    if fmt.simulated or stochastic:
-        dtype = x.dtype if fmt.simulated else fmt.dtype
-        y = _round_to_grid(x.astype(jnp.float32), fmt, noise)
-        if saturate:
-            y = _clamp(y, fmt)
-        elif fmt.simulated:
-            y = jnp.where(jnp.abs(y) > fmt.max, jnp.sign(y) * jnp.inf, y)
-        return y.astype(dtype)
-    return (_clamp(x, fmt) if saturate else x).astype(fmt.dtype)
+    if fmt.dtype == jnp.float8_e8m0fnu:
+        return _to_e8m0(x, noise, saturate)
+    # XLA converts float64 to 16 bits by way of float32, which rounds twice.
+    twice = x.dtype == jnp.float64 and fmt.dtype is not None and fmt.dtype.itemsize == 2
+    if not (fmt.simulated or stochastic or twice):
+        return (_clamp(x, fmt) if saturate else x).astype(fmt.dtype)
+    y = _round_to_grid(x, fmt, noise)
+    if fmt.simulated:
+        fmt = _within(fmt, x.dtype)
+    if saturate or not fmt.has_nan:
+        y = _clamp(y, fmt)
+    elif fmt.simulated:
+        y = jnp.where(jnp.abs(y) > fmt.max, jnp.where(y > 0, jnp.inf, -jnp.inf), y)
+    return y.astype(x.dtype if fmt.simulated else fmt.dtype)
 
 
 @partial(custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -76,7 +162,7 @@ def _cast_fwd(x, key, fmt, stochastic, saturate):
 
 
 def _cast_bwd(fmt, stochastic, saturate, like, cotangent):
-    return cotangent.astype(like.dtype), None
+    return narrow(cotangent, like.dtype), None
 
 
 _cast.defvjp(_cast_fwd, _cast_bwd)
@@ -93,22 +179,27 @@ def cast(
 
     Scaling:
         The scale of a ScaledArray is kept; only its data is cast. Backward is the straight-through
-        identity: the cotangent is cast to the dtype of ``x``, also where the forward saturated.
+        identity: the cotangent (in the new format, by JAX's own rule) is cast to the dtype of ``x``,
+        also where the forward saturated. A result in e8m0, which has no sign and no zero, is a
+        constant.
 
     Args:
         x: floating array or ScaledArray, any shape.
-        dtype: a float dtype, a name that `format_of` knows, or a simulated ``"E<e>M<m>"``, whose
-            values stay in the dtype of ``x``.
+        dtype: a float dtype, a name that `format_of` knows, or a simulated ``"E<e>M<m>"``. The
+            values of simulated and FP6 formats stay in the dtype of ``x``.
         rounding: "nearest" (ties to even) or "stochastic" (up with probability equal to the
             fraction, so that the expected value is ``x``; from float32, 23 random bits).
         key: `jax.random` key, needed for stochastic rounding.
-        saturate: clamp to the largest finite value (infinity too, NaN stays NaN). If False,
-            overflow does what the format does: infinity, or NaN where there is none.
+        saturate: clamp to the largest finite value (infinity too; NaN stays NaN, except in
+            float4_e2m1fn, which has none). e8m0 clamps to its smallest value as well. If False,
+            overflow does what the format does: infinity, NaN where there is none, the largest
+            value where there is neither.
 
     Returns:
         The same type and shape as ``x`` in the new format.
 
     Raises:
+        TypeError: if ``x`` is not floating.
         ValueError: if the format or rounding is unknown, or the key is missing.
 
     Example:
@@ -134,6 +225,8 @@ def cast(
     stochastic = rounding == "stochastic"
     if stochastic and key is None:
         _noise(x, None)
+    if fmt.dtype == jnp.float8_e8m0fnu:
+        x = lax.stop_gradient(x)
     return _cast(x, key if stochastic else None, fmt, stochastic, saturate)
 
 

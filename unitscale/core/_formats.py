@@ -5,6 +5,7 @@ subnormal, epsilon) is read from here, so that no number such as 448 stands anyw
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -37,7 +38,8 @@ class Format:
 
     Attributes:
         name: canonical name, such as ``"float8_e4m3fn"`` or ``"E4M3"`` (simulated).
-        dtype: NumPy dtype that stores it; None for a simulated format.
+        dtype: JAX dtype that stores it; None for a simulated format, whose values are kept in a
+            wider type (the FP6 types too, which XLA has no arrays of).
         exponent_bits: width of the exponent field.
         mantissa_bits: explicit mantissa bits (the rounding error is at most ``2**-(m + 1)``).
         max: largest finite value.
@@ -83,6 +85,7 @@ def _encodes(dtype: np.dtype, value: float, test) -> bool:
             return False
 
 
+@functools.cache
 def _real_format(dtype: np.dtype) -> Format:
     info = ml_dtypes.finfo(dtype)
     normal = float(info.smallest_normal)
@@ -90,7 +93,7 @@ def _real_format(dtype: np.dtype) -> Format:
     exponent_bits = int(info.nexp)
     return Format(
         name=dtype.name,
-        dtype=dtype,
+        dtype=None if dtype.name.startswith("float6_") else dtype,
         exponent_bits=exponent_bits,
         mantissa_bits=int(info.nmant),
         max=float(info.max),
@@ -145,6 +148,8 @@ def format_of(dtype: Any) -> Format:
     """
     if isinstance(dtype, Format):
         return dtype
+    if dtype is None:
+        raise ValueError("unitscale.core.format_of: expected a floating-point format; got None")
     if isinstance(dtype, str):
         if dtype[:1] == "E" and (match := _SIMULATED.fullmatch(dtype)):
             return _simulated_format(int(match[1]), int(match[2]))
