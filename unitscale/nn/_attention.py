@@ -40,8 +40,28 @@ class KVCache:
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
 
     def append(self, key: jax.Array, value: jax.Array) -> "KVCache":
-        """Returns the cache with the keys and values of further tokens written behind its own."""
+        """Returns the cache with the keys and values of further tokens written behind its own.
+
+        Tokens that a full cache has no room for become NaN, and so does what attends to them: the
+        length is known only while running.
+
+        Raises:
+            ValueError: if the shapes do not fit, or there are more tokens than the cache can hold.
+        """
+        batch, room, *rest = self.key.shape
+        if (
+            (key.shape[0], *key.shape[2:]) != (batch, *rest)
+            or key.shape != value.shape
+            or (key.shape[1] > room)
+        ):
+            raise ValueError(
+                "unitscale.nn.KVCache: expected keys and values of "
+                f"{(batch, f'at most {room}', *rest)}; got {key.shape} and {value.shape}. Create "
+                "the cache for this batch and a greater max_length."
+            )
         start = (0, self.length, 0, 0)
+        fits = self.length + key.shape[1] <= room
+        key, value = (jnp.where(fits, x, jnp.nan) for x in (key, value))
         return KVCache(
             lax.dynamic_update_slice(self.key, key.astype(self.key.dtype), start),
             lax.dynamic_update_slice(self.value, value.astype(self.value.dtype), start),
@@ -75,7 +95,7 @@ class MultiHeadAttention(nnx.Module):
 
     Raises:
         ValueError: if heads do not divide features, kv heads do not divide heads, or the policy is
-            unknown; when called, if a cache is given to a layer that is not causal.
+            unknown; when a cache is asked for, if the layer is not causal or has no max_length.
 
     Example:
         >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
@@ -93,9 +113,9 @@ class MultiHeadAttention(nnx.Module):
         in_features: int,
         qkv_features: int | None = None,
         out_features: int | None = None,
-        *,
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
+        *,
         is_causal: bool = False,
         max_length: int | None = None,
         rotary_base: float | None = None,
@@ -140,7 +160,12 @@ class MultiHeadAttention(nnx.Module):
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """Returns an empty cache for ``batch`` sequences of up to ``max_length`` tokens."""
+        """Returns an empty cache for ``batch`` sequences of up to ``max_length`` tokens.
+
+        Raises:
+            ValueError: if the layer is not causal, or was made without ``max_length``.
+        """
+        self._check_cacheable()
         return KVCache.create(
             batch, max_length, self.num_kv_heads, self.head_dim, self.policy.compute_dtype
         )
@@ -185,13 +210,9 @@ class MultiHeadAttention(nnx.Module):
             ``(y, cache)``: what the uncached layer gives for these tokens, and the longer cache.
 
         Raises:
-            ValueError: if the layer is not causal.
+            ValueError: as `init_cache`, or if ``x`` does not fit the cache.
         """
-        if not self.is_causal:
-            raise ValueError(
-                "unitscale.nn.MultiHeadAttention: a cache needs is_causal=True, because earlier "
-                "tokens are not computed again"
-            )
+        self._check_cacheable()
         time = x.shape[1]
         positions = cache.length + jnp.arange(time)
         q, k, v = self._project(x, x, x, positions)
@@ -199,6 +220,19 @@ class MultiHeadAttention(nnx.Module):
         seen = jnp.arange(cache.key.shape[1])[None, :] <= positions[:, None]
         y = self._attend(q, cache.key, cache.value, mask=seen[None, None], is_causal=False)
         return self._merge(y), cache
+
+    def _check_cacheable(self) -> None:
+        if not self.is_causal:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: a cache needs is_causal=True, because earlier "
+                "tokens are not computed again"
+            )
+        if self.max_length is None:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: a cache needs max_length= in the constructor; "
+                "without it the layer's factor varies with each call's length, and cached tokens "
+                "would differ from uncached ones"
+            )
 
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
         q = _split_heads(self.query(inputs_q), self.num_heads)

@@ -35,7 +35,8 @@ class TransformerLayer(nnx.Module):
         hidden_features: hidden size of the MLP; four times features by default.
         num_kv_heads: number of key and value heads; num_heads by default.
         taus: residual weights of the attention and of the MLP branch.
-        depth: number of residual branches of the whole stack, for u-muP learning rates.
+        depth: number of residual branches of the whole stack, recorded on every parameter of the
+            layer (norms too) for u-muP learning rates.
         norm: "rms" or "layer".
         norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
         activation: of the MLP; see `MLP`.
@@ -119,8 +120,7 @@ class TransformerLayer(nnx.Module):
             policy=policy,
             rngs=rngs,
         )
-        set_depth(self.attention, depth)
-        set_depth(self.mlp, depth)
+        set_depth(self, depth)
 
     def __call__(
         self,
@@ -253,7 +253,7 @@ class TransformerStack(nnx.Module):
         return x
 
     def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
-        """Returns one empty cache per layer."""
+        """Returns one empty cache per layer, as `MultiHeadAttention.init_cache`."""
         return tuple(layer.attention.init_cache(batch, max_length) for layer in self.layers)
 
     def decode(

@@ -24,12 +24,14 @@ def _factor(parameter: Any) -> float:
     )
 
 
-def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
+def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTransformationExtraArgs:
     """Gives every parameter its u-muP learning rate.
 
     Scaling:
         The updates of ``inner`` are multiplied by `rules.umup_learning_rate` of each parameter's
-        role, fan-in, fan-out and depth.
+        role, fan-in, fan-out and depth. So would be a weight decay inside ``inner``: keep it
+        outside, where it depends on neither learning rate nor schedule, by
+        ``optax.chain(umup(optax.adam(schedule), params), optax.add_decayed_weights(-decay))``.
 
     Args:
         inner: an Adam-like optax transformation, whose updates are of unit size times the
@@ -38,7 +40,7 @@ def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTran
             ``nnx.state(model, nnx.Param)``.
 
     Returns:
-        optax.GradientTransformation over trees of the same structure.
+        optax.GradientTransformation over trees of the same structure, of variables or of arrays.
 
     Raises:
         ValueError: if a parameter has no role or an unknown one; in ``update``, if the tree of
@@ -56,11 +58,12 @@ def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTran
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
     """
+    inner = optax.with_extra_args_support(inner)
     variables, treedef = jax.tree.flatten(params, is_leaf=_has_role)
     factors = [_factor(variable) for variable in variables]
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = inner.update(updates, state, params)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(updates, state, params, **extra_args)
         leaves, structure = jax.tree.flatten(updates, is_leaf=_has_role)
         if structure != treedef:
             raise ValueError(
@@ -73,4 +76,4 @@ def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTran
         ]
         return jax.tree.unflatten(structure, scaled), state
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
