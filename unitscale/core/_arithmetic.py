@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._cast import widen
+from ._formats import wide_dtype
 from ._pow2 import static_pow2, static_pow2_sqrt
 from ._scale import (
     Scale,
@@ -28,24 +29,48 @@ Pair: TypeAlias = tuple[jax.Array, Scale]
 
 
 def is_zero(scale: Scale) -> bool:
-    """Whether a scale is the static zero."""
+    """Whether a scale is the static zero.
+
+    Example:
+        >>> is_zero(0), is_zero(None), is_zero(jnp.zeros(()))
+        (True, False, False)
+    """
     return is_static(scale) and scale == 0 and scale is not None
 
 
+def _promoted(data: jax.Array) -> Any:
+    if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize == 1:
+        return jnp.bfloat16
+    if jnp.issubdtype(data.dtype, jnp.floating) and getattr(data, "weak_type", False):
+        return float
+    return data.dtype
+
+
 def result_dtype(*data: jax.Array) -> np.dtype:
-    """Returns the data type of a result; 8-bit types count as bfloat16, which holds them."""
-    types = [d.dtype for d in data]
-    return np.dtype(
-        jnp.result_type(*(t if t.itemsize > 1 or t.kind in "biu" else jnp.bfloat16 for t in types))
-    )
+    """Returns the data type of a result, as JAX promotes; 8-bit floats count as bfloat16.
+
+    Example:
+        >>> result_dtype(jnp.ones(2, jnp.float8_e5m2), jnp.asarray(2.0)).name
+        'bfloat16'
+    """
+    return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
 def scalar_pair(x: float) -> Pair:
-    """Splits a Python number exactly into data of magnitude near 1 and a power-of-two scale."""
+    """Splits a Python number exactly into data of magnitude near 1 and a power-of-two scale.
+
+    Data is weakly typed, so that a number does not widen the array that it meets.
+    """
     if x == 0 or not np.isfinite(x):
-        return jnp.asarray(x, jnp.float32), 0 if x == 0 else 1
-    scale = static_pow2(abs(x))
-    return jnp.asarray(x / scale, jnp.float32), 1 if scale == 1 else jnp.float32(scale)
+        return jnp.asarray(float(x)), 0 if x == 0 else 1
+    # A scale outside the normal numbers of float32 would be lost; data can be.
+    scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
+    return jnp.asarray(x / scale), 1 if scale == 1 else jnp.float32(scale)
+
+
+def scalar_scale(scale: Scale) -> Scale:
+    """Returns a scale of one entry as a scalar."""
+    return scale if is_static(scale) else jnp.reshape(scale, ())
 
 
 def value(data: jax.Array, scale: Scale) -> jax.Array:
@@ -71,17 +96,17 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
     return (widen(data) * ratio).astype(dtype)
 
 
-def align(left: Pair, right: Pair) -> tuple[jax.Array, jax.Array, Scale]:
-    """Brings two pairs to their common scale; returns both data and that scale."""
-    scale = common_scale(left[1], right[1])
-    dtype = result_dtype(left[0], right[0])
-    return at_scale(*left, scale, dtype), at_scale(*right, scale, dtype), scale
-
-
 def add(left: Pair, right: Pair) -> Pair:
     """Returns left + right at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
-    x, y, scale = align(left, right)
-    return (widen(x) + widen(y)).astype(x.dtype), scale
+    scale = common_scale(left[1], right[1])
+    dtype = result_dtype(left[0], right[0])
+    x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
+    return (x + y).astype(dtype), scale
+
+
+def subtract(left: Pair, right: Pair) -> Pair:
+    """Returns left - right, at the scale of the sum."""
+    return add(left, (-widen(right[0]), right[1]) if right[0].dtype == bool else negate(right))
 
 
 def negate(x: Pair) -> Pair:
@@ -108,22 +133,49 @@ def divide(left: Pair, right: Pair) -> Pair:
 
 def power(x: Pair, exponent: int) -> Pair:
     """Returns x**exponent for a static integer: data and scale are raised alike."""
-    data = (widen(x[0]) ** exponent).astype(result_dtype(x[0]))
-    if is_static(x[1]):
-        return data, (1 if exponent == 0 and is_zero(x[1]) else x[1])
-    return data, to_float(x[1]) ** exponent
+    data, scale = x
+    if is_zero(scale) and exponent <= 0:
+        data, scale = jnp.zeros_like(data), 1
+    raised = (widen(data) ** exponent).astype(result_dtype(data))
+    return raised, scale if is_static(scale) else to_float(scale) ** exponent
+
+
+def general_power(base: Pair, exponent: Pair) -> Pair:
+    """Returns base**exponent of values; the result has no scale."""
+    return widen(value(*base)) ** widen(value(*exponent)), None
 
 
 def matmul(left: Pair, right: Pair) -> Pair:
-    """Returns left @ right; the data is divided by the power of two nearest sqrt(contraction)."""
-    dtype = result_dtype(left[0], right[0])
-    norm = static_pow2_sqrt(left[0].shape[-1])
-    data = jnp.matmul(left[0], right[0], preferred_element_type=widen(jnp.zeros((), dtype)).dtype)
-    scale = multiply_scales(left[1], right[1])
+    """Returns left @ right; the data is divided by the power of two nearest sqrt(contraction).
+
+    A scale that varies along the contraction is multiplied in first, and the result has none.
+    """
+    (x, x_scale), (y, y_scale) = left, right
+    dtype = result_dtype(x, y)
+    if x.ndim and y.ndim:
+        y_axis = max(y.ndim - 2, 0)
+        if varies_over(x, x_scale, x.ndim - 1) or varies_over(y, y_scale, y_axis):
+            x, x_scale, y, y_scale = value(*left), None, value(*right), None
+            dtype = wide_dtype(dtype)
+        if y.ndim == 1:
+            x_scale = _drop_axis(x_scale, x.ndim - 1)
+        if x.ndim == 1:
+            y_scale = _drop_axis(y_scale, y_axis)
+    if x.dtype != y.dtype:
+        x, y = x.astype(dtype), y.astype(dtype)
+    total = jnp.matmul(x, y, preferred_element_type=wide_dtype(dtype))
+    norm = static_pow2_sqrt(x.shape[-1])
+    scale = multiply_scales(x_scale, y_scale)
     if scale is None:
-        return data.astype(dtype), None
+        return total.astype(dtype), None
     scale = scale if is_zero(scale) or norm == 1 else to_float(scale) * norm
-    return (data / norm).astype(dtype), scale
+    return (total / norm).astype(dtype), scale
+
+
+def _drop_axis(scale: Scale, axis: int) -> Scale:
+    if is_static(scale) or jnp.size(scale) == 1:
+        return scalar_scale(scale)
+    return jnp.squeeze(scale, axis)
 
 
 def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
@@ -133,20 +185,20 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
     if scale is None or is_zero(scale):
         return total.astype(result_dtype(data)), scale
     norm = static_pow2_sqrt(data.size // max(total.size, 1))
-    scale = scale if norm == 1 else to_float(reduce_scale(scale, data, axis, keepdims)) * norm
+    scale = reduce_scale(scale, data, axis, keepdims)
+    scale = scale if norm == 1 else to_float(scale) * norm
     return (total / norm).astype(result_dtype(data)), scale
 
 
 def reduce_scale(scale: Scale, data: jax.Array, axis: Any, keepdims: bool) -> Scale:
     """Returns the scale that a reduction over ``axis`` leaves: its size-1 axes are dropped."""
-    if is_static(scale) or jnp.ndim(scale) == 0:
-        return scale
-    full = jnp.reshape(scale, (1,) * (data.ndim - scale.ndim) + scale.shape)
-    return jnp.max(full, axis=axis, keepdims=keepdims)
+    if is_static(scale) or jnp.size(scale) == 1:
+        return scalar_scale(scale)
+    return jnp.max(to_float(scale), axis=axis, keepdims=keepdims)
 
 
-def varies_over(scale: Scale, data: jax.Array, axis: Any) -> bool:
-    """Whether a scale has more than one entry along the reduced axes."""
+def varies_over(data: jax.Array, scale: Scale, axis: Any) -> bool:
+    """Whether a scale has more than one entry along the axes."""
     if is_static(scale) or jnp.size(scale) == 1:
         return False
     shape = (1,) * (data.ndim - scale.ndim) + scale.shape
@@ -156,6 +208,6 @@ def varies_over(scale: Scale, data: jax.Array, axis: Any) -> bool:
 
 def compare(op: Callable[..., jax.Array], left: Pair, right: Pair) -> jax.Array:
     """Compares values: exactly on data if the scales are the same, else in float32."""
-    if left[1] is right[1] or (is_static(left[1]) and left[1] == right[1]):
-        return op(left[0], right[0])
-    return op(value(*left), value(*right))
+    if left[1] is right[1] and not is_zero(left[1]):
+        return op(widen(left[0]), widen(right[0]))
+    return op(widen(value(*left)), widen(value(*right)))

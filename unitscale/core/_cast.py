@@ -179,7 +179,7 @@ def cast(
 
     Scaling:
         The scale of a ScaledArray is kept; only its data is cast. Backward is the straight-through
-        identity: the cotangent (in the new format, by JAX's own rule) is cast to the dtype of ``x``,
+        identity: the cotangent, in the new format by JAX's own rule, is cast to that of ``x``,
         also where the forward saturated. A result in e8m0, which has no sign and no zero, is a
         constant.
 

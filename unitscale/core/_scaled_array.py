@@ -9,12 +9,16 @@ import numpy as np
 from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
+from ._cast import narrow, widen
 from ._pow2 import exponent_of, pow2
+from ._reductions import Reductions
 from ._scale import Scale, as_scale, is_static, to_float
 
 
 def _expand_blocks(scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
     for axis, size in enumerate(block):
+        if size == 1:
+            continue
         scale = jnp.repeat(scale, size, axis=axis, total_repeat_length=shape[axis])
     return scale
 
@@ -46,7 +50,7 @@ def _check_shapes(data: Any, scale: Scale, block_shape: tuple[int, ...] | None) 
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class ScaledArray:
+class ScaledArray(Reductions):
     """An array stored as data and a scale: ``value = data * scale``.
 
     Scaling:
@@ -60,10 +64,12 @@ class ScaledArray:
         scale: None (a plain array), a static 1 or 0 (pruned while tracing), or a number or float
             array that broadcasts against data: per tensor, per channel, per batch item; or one
             entry per block. float32 or float8_e8m0fnu; a power of two makes rescaling exact.
+            Entries of an array are positive, which is not checked. An array scale is a leaf of the
+            tree: its cotangent is zero, except that e8m0 has no zero and shows NaN there.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:
-        TypeError: if scale is not None, a number or a float array.
+        TypeError: if data is not floating, or scale is not None, a number or a float array.
         ValueError: if scale is negative or its shape does not fit data and block_shape.
 
     Example:
@@ -81,12 +87,7 @@ class ScaledArray:
         arXiv 2310.10537 (block scales).
     """
 
-    __slots__ = ("__weakref__", "block_shape", "data", "scale")
-    __array_priority__ = 200.0  # numpy leaves mixed operators to this class
-
-    data: jax.Array
-    scale: Scale
-    block_shape: tuple[int, ...] | None
+    __slots__ = ("__weakref__", "_block_shape", "_scale", "data")
 
     def __init__(
         self, data: Any, scale: Any = None, *, block_shape: tuple[int, ...] | None = None
@@ -94,9 +95,19 @@ class ScaledArray:
         if isinstance(data, ScaledArray):
             raise TypeError("unitscale.ScaledArray: data is a ScaledArray already; use rebalance")
         self.data = jnp.asarray(data)
-        self.scale = as_scale(scale)
-        self.block_shape = None if block_shape is None else tuple(block_shape)
-        _check_shapes(self.data, self.scale, self.block_shape)
+        if not jnp.issubdtype(self.data.dtype, jnp.floating):
+            raise TypeError(
+                "unitscale.ScaledArray: data must be a floating array; got dtype "
+                f"{self.data.dtype}. Cast it first, for example with astype(jnp.float32)."
+            )
+        scale = as_scale(scale)
+        block_shape = None if block_shape is None else tuple(block_shape)
+        _check_shapes(self.data, scale, block_shape)
+        if not is_static(scale) and 0 < scale.ndim < self.data.ndim:
+            # One rank or none: a scale of any other rank was batched by vmap or scan (see `scale`).
+            scale = scale.reshape((1,) * (self.data.ndim - scale.ndim) + scale.shape)
+        self._scale = scale
+        self._block_shape = None if is_static(scale) else block_shape
 
     @classmethod
     def from_exponent(cls, data: Any, exponent: Any, **kwargs: Any) -> "ScaledArray":
@@ -119,23 +130,45 @@ class ScaledArray:
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Flattens into data and scale; special scales are part of the structure."""
         key = jax.tree_util.GetAttrKey
-        if is_static(self.scale):
-            return ((key("data"), self.data),), (self.scale, self.block_shape)
-        children = ((key("data"), self.data), (key("scale"), self.scale))
-        return children, ("array", self.block_shape)
+        if is_static(self._scale):
+            return ((key("data"), self.data),), (self._scale, None)
+        children = ((key("data"), self.data), (key("scale"), self._scale))
+        return children, ("array", self._block_shape)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "ScaledArray":
         """Rebuilds without checks: JAX unflattens placeholders too."""
         new = object.__new__(cls)
-        scale, new.block_shape = aux
+        scale, new._block_shape = aux
         if scale == "array":
-            new.data, new.scale = children
+            new.data, new._scale = children
         else:
-            (new.data,), new.scale = children, scale
+            (new.data,), new._scale = children, scale
         return new
 
     # -- facts -------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> Scale:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """None, 1, 0, or an array: a scalar, one per block, or of the rank of data.
+
+        vmap and scan stack items: data (n,) with a scalar scale becomes data (batch, n) with
+        scale (batch,), which is returned as (batch, 1).
+        """
+        scale = self._scale
+        if is_static(scale) or self._block_shape is not None:
+            return scale
+        missing = getattr(self.data, "ndim", 0) - getattr(scale, "ndim", 0)
+        if missing <= 0 or scale.ndim == 0 or not hasattr(scale, "reshape"):
+            return scale
+        return scale.reshape(scale.shape + (1,) * missing)
+
+    @property
+    def block_shape(self) -> tuple[int, ...] | None:
+        """Block sizes, one per dimension of data; None without blocks."""
+        block = self._block_shape
+        missing = 0 if block is None else getattr(self.data, "ndim", 0) - len(block)
+        return block if missing <= 0 else (1,) * missing + (block or ())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,6 +227,35 @@ class ScaledArray:
         """
         return ScaledArray(fn(self.data), self.scale, block_shape=self.block_shape)
 
+    def astype(self, dtype: Any) -> Any:
+        """Casts as `jax.Array.astype` does, without saturation (see `unitscale.cast`).
+
+        A floating dtype is that of the result's data. Other dtypes give a plain array of values.
+        """
+        if jnp.issubdtype(dtype, jnp.floating):
+            return self.map_data(lambda data: data.astype(dtype))
+        return widen(self.value).astype(dtype)
+
+    def clip(self, min: Any = None, max: Any = None) -> "ScaledArray":
+        """Clips values to bounds, at the same scale."""
+        scale = self.full_scale
+        low, high = (None if b is None else jnp.asarray(b) / to_float(scale) for b in (min, max))
+        if arithmetic.is_zero(scale):
+            return ScaledArray(jnp.clip(self.value, min, max))
+        return self.map_data(lambda data: narrow(jnp.clip(widen(data), low, high), data.dtype))
+
+    def item(self) -> float:
+        """Returns the only element as a Python number."""
+        return widen(self.value).item()
+
+    def copy(self) -> "ScaledArray":
+        """Returns a copy of data at the same scale."""
+        return self.map_data(jnp.copy)
+
+    def block_until_ready(self) -> "ScaledArray":
+        """Waits for data and scale to be computed."""
+        return jax.block_until_ready(self)
+
     def __jax_array__(self) -> jax.Array:
         return self.value
 
@@ -213,185 +275,8 @@ class ScaledArray:
         block = "" if self.block_shape is None else f", block_shape={self.block_shape}"
         return f"ScaledArray({kind}[{shape}], scale={scale}{block})"
 
-    def __len__(self) -> int:
-        return len(self.data)
-
     def __bool__(self) -> bool:
         return bool(self.value)
 
     def __float__(self) -> float:
         return float(self.value)
-
-    # -- operators ---------------------------------------------------------------------------
-
-    def _binary(self, other: Any, fn: Callable[..., Any], swap: bool = False) -> "ScaledArray":
-        other = _operand(other)
-        if other is None:
-            return NotImplemented
-        pair = fn(other, self.pair) if swap else fn(self.pair, other)
-        return ScaledArray(*pair)
-
-    def _compare(self, other: Any, fn: Callable[..., jax.Array]) -> jax.Array:
-        other = _operand(other)
-        return NotImplemented if other is None else arithmetic.compare(fn, self.pair, other)
-
-    def __add__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, arithmetic.add)
-
-    def __radd__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, arithmetic.add, swap=True)
-
-    def __sub__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, lambda x, y: arithmetic.add(x, arithmetic.negate(y)))
-
-    def __rsub__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, lambda x, y: arithmetic.add(x, arithmetic.negate(y)), swap=True)
-
-    def __mul__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, arithmetic.multiply)
-
-    def __rmul__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, arithmetic.multiply, swap=True)
-
-    def __truediv__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, arithmetic.divide)
-
-    def __rtruediv__(self, other: Any) -> "ScaledArray":
-        return self._binary(other, arithmetic.divide, swap=True)
-
-    def __matmul__(self, other: Any) -> "ScaledArray":
-        return self._contract(other)
-
-    def __rmatmul__(self, other: Any) -> "ScaledArray":
-        return self._contract(other, swap=True)
-
-    def _contract(self, other: Any, swap: bool = False) -> "ScaledArray":
-        other = other if isinstance(other, ScaledArray) else ScaledArray(other)
-        left, right = (other, self) if swap else (self, other)
-        if all(is_static(x.scale) or jnp.size(x.scale) == 1 for x in (left, right)):
-            flat = [x.with_scalar_scale() for x in (left, right)]
-            return ScaledArray(*arithmetic.matmul(*flat))
-        return ScaledArray(*arithmetic.matmul((left.value, None), (right.value, None)))
-
-    def with_scalar_scale(self) -> tuple[jax.Array, Scale]:
-        """Returns ``(data, scale)`` with a scalar scale, where the scale has a single entry."""
-        scale = self.scale
-        return self.data, scale if is_static(scale) else jnp.reshape(scale, ())
-
-    def __pow__(self, exponent: Any) -> "ScaledArray":
-        if isinstance(exponent, int):
-            return ScaledArray(*arithmetic.power(self.pair, exponent))
-        return ScaledArray(self.value**exponent)
-
-    def __neg__(self) -> "ScaledArray":
-        return self.map_data(jnp.negative)
-
-    def __pos__(self) -> "ScaledArray":
-        return self
-
-    def __abs__(self) -> "ScaledArray":
-        return self.map_data(jnp.abs)
-
-    def __eq__(self, other: Any) -> Any:
-        return self._compare(other, jnp.equal)
-
-    def __ne__(self, other: Any) -> Any:
-        return self._compare(other, jnp.not_equal)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(other, jnp.less)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(other, jnp.less_equal)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(other, jnp.greater)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(other, jnp.greater_equal)
-
-    __hash__ = None  # type: ignore[assignment]  # unhashable, as jax.Array is
-
-    # -- shape -------------------------------------------------------------------------------
-
-    def _rearrange(self, fn: Callable[[jax.Array], jax.Array]) -> "ScaledArray":
-        """Applies a rearrangement of elements to data, and to a scale that is not a scalar."""
-        if is_static(self.scale) or jnp.size(self.scale) == 1:
-            data, scale = self.with_scalar_scale()
-            return ScaledArray(fn(data), scale)
-        scale = jnp.broadcast_to(to_float(self.full_scale), self.shape)
-        return ScaledArray(fn(self.data), fn(scale))
-
-    def __getitem__(self, index: Any) -> "ScaledArray":
-        return self._rearrange(lambda x: x[index])
-
-    def reshape(self, *shape: Any) -> "ScaledArray":
-        """Returns the same elements in another shape; a scalar scale stays a scalar."""
-        return self._rearrange(lambda x: x.reshape(*shape))
-
-    def transpose(self, *axes: Any) -> "ScaledArray":
-        """Permutes the axes of data and scale."""
-        return self._rearrange(lambda x: x.transpose(*axes))
-
-    @property
-    def T(self) -> "ScaledArray":
-        """The transpose."""
-        return self.transpose()
-
-    @property
-    def mT(self) -> "ScaledArray":
-        """The transpose of the last two axes."""
-        return self._rearrange(lambda x: x.mT)
-
-    def squeeze(self, axis: Any = None) -> "ScaledArray":
-        """Removes axes of size 1."""
-        return self._rearrange(lambda x: x.squeeze(axis))
-
-    def swapaxes(self, axis1: int, axis2: int) -> "ScaledArray":
-        """Exchanges two axes."""
-        return self._rearrange(lambda x: x.swapaxes(axis1, axis2))
-
-    def ravel(self) -> "ScaledArray":
-        """Returns the elements in one dimension."""
-        return self.reshape(-1)
-
-    def astype(self, dtype: Any) -> "ScaledArray":
-        """Casts the data as `jax.Array.astype` does, without saturation; see `unitscale.cast`."""
-        return self.map_data(lambda data: data.astype(dtype))
-
-    # -- reductions --------------------------------------------------------------------------
-
-    def sum(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the sum; its scale grows by the power of two nearest sqrt(count)."""
-        if arithmetic.varies_over(self.full_scale, self.data, axis):
-            return ScaledArray(jnp.sum(self.value, axis=axis, keepdims=keepdims))
-        return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
-
-    def mean(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the mean; data is averaged in float32."""
-        return self._reduce(lambda x: jnp.mean(x, axis=axis, keepdims=keepdims), axis, keepdims)
-
-    def max(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the maximum, exactly where the reduced elements share a scale."""
-        return self._reduce(lambda x: jnp.max(x, axis=axis, keepdims=keepdims), axis, keepdims)
-
-    def min(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the minimum, exactly where the reduced elements share a scale."""
-        return self._reduce(lambda x: jnp.min(x, axis=axis, keepdims=keepdims), axis, keepdims)
-
-    def _reduce(self, fn: Callable[..., jax.Array], axis: Any, keepdims: bool) -> "ScaledArray":
-        data, scale = self.pair
-        if arithmetic.varies_over(scale, data, axis):
-            return ScaledArray(fn(self.value))
-        reduced = fn(arithmetic.widen(data)).astype(arithmetic.result_dtype(data))
-        return ScaledArray(reduced, arithmetic.reduce_scale(scale, data, axis, keepdims))
-
-
-def _operand(x: Any) -> tuple[jax.Array, Scale] | None:
-    if isinstance(x, ScaledArray):
-        return x.pair
-    if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return arithmetic.scalar_pair(x)
-    if isinstance(x, (jax.Array, np.ndarray, np.number)):
-        return jnp.asarray(x), None
-    return None
