@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._cast import cast, widen
+from ._formats import wide_dtype
 from ._pow2 import round_to_pow2
 from ._scale import as_scale, is_static, safe_scale, to_float
 from ._scaled_array import ScaledArray
@@ -28,7 +29,12 @@ def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
 
 
 def _is_concrete_zero(x: Any) -> bool:
-    return not isinstance(x, Tracer) and not np.any(np.asarray(x, np.float32))
+    if isinstance(x, Tracer):
+        return False
+    if not x.is_fully_addressable:  # spread over processes: only JAX can look at all of it
+        return not bool(jnp.any(widen(x)))
+    # NumPy, because XLA may take subnormal numbers for zeros.
+    return not np.any(np.asarray(x).astype(wide_dtype(x.dtype)))
 
 
 def _is_floating(x: Any) -> bool:
@@ -63,7 +69,7 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         >>> tree["steps"]
         7
     """
-    if isinstance(scale, (int, float)) and not 0 < scale < float("inf"):
+    if isinstance(scale, (int, float, np.number)) and not 0 < scale < float("inf"):
         raise ValueError(f"unitscale.as_scaled: scale must be positive and finite; got {scale!r}")
 
     def convert(x):
@@ -71,23 +77,19 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
             return x if dtype is None else cast(x, dtype)
         if not (is_scaled(x) or isinstance(x, float) or _is_floating(x)):
             return x
-        x = x.value if is_scaled(x) else jnp.asarray(x)
+        x = x if is_scaled(x) else jnp.asarray(x)
         target = x.dtype if dtype is None else dtype
+        x = x.value if is_scaled(x) else x
         if scale is not None:
             s = as_scale(scale)
         elif _is_concrete_zero(x):
             return ScaledArray(cast(x, target), 0)
         else:
             s = jax.lax.stop_gradient(safe_scale(round_to_pow2(rms(x))))
-        data = x if is_static(s) else (widen(x) / to_float(s)).astype(_no_narrower(x.dtype))
+        data = x if is_static(s) else widen(x) / to_float(s)
         return ScaledArray(cast(data, target), s)
 
     return jax.tree.map(convert, tree, is_leaf=is_scaled)
-
-
-def _no_narrower(dtype: Any) -> np.dtype:
-    """The wide dtype: data goes through it so that a cast to a narrow format rounds once."""
-    return widen(jnp.zeros((), dtype)).dtype
 
 
 def to_array(tree: Any, dtype: Any = None) -> Any:

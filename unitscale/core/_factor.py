@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._formats import wide_dtype
 from ._vjp import custom_vjp
@@ -60,7 +61,7 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
         The same type, shape and dtype as ``x``.
 
     Raises:
-        TypeError: if a factor is not a Python or NumPy number.
+        TypeError: if ``x`` is not floating, or a factor is not a Python or NumPy number.
 
     Example:
         >>> import jax
@@ -71,7 +72,7 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4 (scaled projections).
     """
     for name, factor in (("fwd", fwd), ("bwd", bwd)):
-        if isinstance(factor, jax.Array) or not isinstance(factor, (int, float)):
+        if not isinstance(factor, (int, float, np.integer, np.floating)):
             raise TypeError(
                 f"unitscale.ops.scale: {name} must be a static Python number; got "
                 f"{type(factor).__name__}. A traced multiplier belongs into ScaledArray.scale."
@@ -79,7 +80,10 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
     # Leaves that are scales pass through ScaledArray.map_data, plain arrays go in directly.
     if hasattr(x, "map_data"):
         return x.map_data(lambda data: _scale(data, float(fwd), float(bwd)))
-    return _scale(jnp.asarray(x), float(fwd), float(bwd))
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"unitscale.ops.scale: x must be a floating array; got dtype {x.dtype}")
+    return _scale(x, float(fwd), float(bwd))
 
 
 def scale_fwd(x: Any, factor: float) -> Any:

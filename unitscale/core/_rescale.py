@@ -4,9 +4,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._arithmetic import is_zero
-from ._cast import widen
+from ._cast import cast, widen
 from ._formats import format_of
 from ._pow2 import round_to_pow2
 from ._scale import safe_scale, to_float
@@ -37,23 +38,40 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
         ScaledArray of the same shape and data dtype.
 
     Raises:
-        ValueError: if ``s`` is a number that is not positive and finite.
+        ValueError: if ``s`` is a number that is not positive and finite, or an array that does not
+            broadcast against the scale.
 
     Example:
         >>> x = rebalance(jnp.array([256.0, 512.0], jnp.float16), 256.0)
         >>> print(x.data, x.scale)
         [1. 2.] 256.0
     """
-    if isinstance(s, (int, float)) and not 0 < s < float("inf"):
+    if isinstance(s, (int, float, np.number)) and not 0 < s < float("inf"):
         raise ValueError(f"unitscale.rebalance: s must be positive and finite; got {s!r}")
     x = _scaled(x)
     if is_zero(x.scale):
         return x
     s = jax.lax.stop_gradient(safe_scale(jnp.asarray(s, jnp.float32)))
-    scale = to_float(x.scale) * s
-    full = ScaledArray(x.data, s, block_shape=x.block_shape).full_scale if x.block_shape else s
+    if x.block_shape is not None:
+        s = _check_broadcast(s, jnp.shape(x.scale))
+        s = jnp.broadcast_to(s, jnp.shape(x.scale))
+    else:
+        s = _check_broadcast(s, x.shape)
+    full = ScaledArray(x.data, s, block_shape=x.block_shape).full_scale
     data = (widen(x.data) / to_float(full)).astype(x.dtype)
-    return ScaledArray(data, scale, block_shape=x.block_shape)
+    return ScaledArray(data, to_float(x.scale) * s, block_shape=x.block_shape)
+
+
+def _check_broadcast(s: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    try:
+        fits = np.broadcast_shapes(s.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"unitscale.rebalance: s must broadcast against {shape}; got shape {s.shape}"
+        )
+    return s
 
 
 def rescale(
@@ -74,7 +92,8 @@ def rescale(
         axis: axes that share one scale; None for one per tensor.
 
     Returns:
-        ScaledArray with the same value and data dtype.
+        ScaledArray with the same value (up to rounding where blocks of different scales come
+        together, as their scales become one) and data dtype.
 
     Raises:
         ValueError: if the strategy is unknown.
@@ -92,13 +111,15 @@ def rescale(
     x = _scaled(x)
     if is_zero(x.scale) or x.size == 0:
         return x
-    if x.block_shape is not None:
-        x = ScaledArray(x.value.astype(x.dtype))
     target = format_of(x.dtype if dtype is None else dtype)
+    # Blocks give way to the new scale, so their statistics are those of the value.
+    data = x.data if x.block_shape is None else widen(x.value)
     if strategy == "rms":
-        s = round_to_pow2(rms(x.data, axis))
+        s = round_to_pow2(rms(data, axis))
     elif strategy == "amax":
-        s = round_to_pow2(amax(x.data, axis) / target.max, "up")
+        s = round_to_pow2(amax(data, axis) / target.max, "up")
     else:
-        s = optimal_scale(x.data, target, axis)
-    return rebalance(x, s)
+        s = optimal_scale(data, target, axis)
+    if x.block_shape is None:
+        return rebalance(x, s)
+    return cast(rebalance(data, s), x.dtype)

@@ -38,7 +38,7 @@ def as_scale(scale: Any) -> Scale:
 
     Raises:
         TypeError: if the scale is not a real number or a floating or integer array.
-        ValueError: if a Python number is negative, infinite or NaN.
+        ValueError: if a Python number is negative, infinite, NaN or out of float32's range.
 
     Example:
         >>> as_scale(1.0), as_scale(None)
@@ -59,7 +59,13 @@ def as_scale(scale: Any) -> Scale:
             )
         if scale in (0, 1):
             return int(scale)
-        return jnp.float32(scale)
+        single = np.float32(min(float(scale), 2.0**128))
+        if not np.finfo(np.float32).tiny <= single < np.inf:
+            raise ValueError(
+                "unitscale.ScaledArray: scale must be a normal float32 number; got "
+                f"{scale!r}. Multiply data by a part of it."
+            )
+        return jnp.float32(single)
     if not hasattr(scale, "dtype"):
         raise TypeError(
             "unitscale.ScaledArray: scale must be None, a number or a float array; got "
@@ -137,7 +143,7 @@ def common_scale(left: Scale, right: Scale) -> Scale:
     """Returns the scale at which two operands of a sum meet.
 
     sqrt(left**2 + right**2) rounded to a power of two, as independent terms add in variance. A
-    static zero takes the scale of the other operand, and a scaled operand beats a plain one.
+    static zero takes the scale of the other operand; None counts as 1 beside a scale.
 
     Example:
         >>> common_scale(0, 1), common_scale(None, None)
