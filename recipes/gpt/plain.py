@@ -166,14 +166,12 @@ class GPT(nnx.Module):
         parts = _Parts(config, dtype, param_dtype, rngs)
         self.config, self.dtype = config, dtype
         self.embed = parts.embed(config.vocab)
-        self.positions = None
-        if config.positions == "learned":
-            if config.context is None:
-                raise ValueError(
-                    "recipes.gpt.plain.GPT: learned positions need config.context; got None; "
-                    "set it to the longest sequence"
-                )
-            self.positions = parts.embed(config.context)
+        if config.positions == "learned" and config.context is None:
+            raise ValueError(
+                "recipes.gpt.plain.GPT: learned positions need config.context; got None; set it to "
+                "the longest sequence"
+            )
+        self.positions = parts.embed(config.context or 0) if config.positions == "learned" else None
         self.dropout = parts.dropout()
         self.layers = nnx.List([Layer(parts) for _ in range(config.layers)])
         self.norm = parts.norm()
