@@ -1,4 +1,4 @@
-"""The checks that every op is put to, against references that know nothing of this library or of JAX.
+"""The checks that every op is put to, against references in NumPy that know nothing of JAX.
 
 An op is compared with `fwd * reference`, where the reference is NumPy in float64, and each of its
 gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
@@ -23,9 +23,13 @@ SCALES = (1.0, 2.0**12, 2.0**-12)
 # float32 accumulates, and is compared with a finite difference; 16-bit types round the operand of a
 # factor, the factor and the result.
 _ROUNDINGS = {"float32": 64, "float16": 2, "bfloat16": 2}
-_STEP = 1e-5
 
 Reference = Callable[..., np.ndarray]
+
+
+def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` for programs that run once: compiling them takes longer than running them."""
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def normal(name: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -57,7 +61,7 @@ def gradients(
     """Central differences of `sum(cotangent * f(*args))` in each argument."""
     grads = []
     for index, (arg, step) in enumerate(zip(args, steps, strict=True)):
-        h = np.broadcast_to(_STEP * np.asarray(step), arg.shape)
+        h = np.broadcast_to(np.asarray(step, np.float64), arg.shape)
         grad = np.empty(arg.shape)
         for position in np.ndindex(arg.shape):
             sides = []
@@ -87,6 +91,7 @@ def check(
     scales: Sequence[Any] | None = None,
     transforms: Sequence[str] = TRANSFORMS,
     slack: float = 1,
+    step: float = 1e-5,
 ) -> None:
     """Checks value and gradients of an op, under each transformation of JAX.
 
@@ -101,6 +106,7 @@ def check(
         scales: one per argument; None for plain arrays.
         transforms: which of `TRANSFORMS` to go through.
         slack: multiplies the tolerance.
+        step: of the finite differences, in the value; a large one is exact for a linear op.
     """
     scales = (None,) * len(args) if scales is None else scales
     # Two examples, for vmap and scan.
@@ -134,7 +140,7 @@ def check(
         }
         return {name: run() for name, run in runs.items() if name in transforms}
 
-    results = dict(jax.jit(compiled)(ct, first, stacked))
+    results = dict(jit(compiled)(ct, first, stacked))
     if "grad" in transforms:
         results["grad"] = pull(apply, ct[0], *first)
     true_grads: dict[int, list[np.ndarray]] = {}
@@ -151,7 +157,7 @@ def check(
                     lambda *data, scale=scale[i]: true(*data) / scale,
                     [p[i] for p in pairs],
                     cotangents[i],
-                    [1 / np.where(v > 0, v, 1) for v in values],
+                    [step / np.where(v > 0, v, 1) for v in values],
                 )
             for j, (grad, derivative) in enumerate(zip(grads, true_grads[i], strict=True)):
                 what = f"gradient {j} under {name}, example {i}"
@@ -202,7 +208,7 @@ def assert_unit(
     samples = [
         a.astype(np.float32) for a in normal("unit", *((trials, *s) for s in (out.shape, *shapes)))
     ]
-    squares = np.asarray(jax.jit(jax.vmap(trial))(*samples))
+    squares = np.asarray(jit(jax.vmap(trial))(*samples))
     for index, square in enumerate(squares):
         if unit is None or unit[index]:
             error = square.std(ddof=1) / np.sqrt(trials)

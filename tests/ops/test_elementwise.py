@@ -164,7 +164,7 @@ def test_8_bit_data_gives_bfloat16_and_an_8_bit_gradient_saturates() -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid", "relu"])
 def test_float16_is_rounded_once(name: str) -> None:
-    """Every float16 in [-8, 8]: the result is the exact value rounded, but for float32's own error."""
+    """Every float16 in [-8, 8]: the exact value rounded, but for the error of float32."""
     op, reference, *_ = ACTIVATIONS[name]
     fwd = factors(name)["fwd"]
     bits = np.arange(2**15, dtype=np.uint16).view(np.float16)

@@ -91,7 +91,7 @@ def test_forward_mode_says_what_to_use(name: str) -> None:
 def test_the_advised_way_to_a_jacobian_vector_product_works(name: str) -> None:
     x, v = jnp.array([[0.3, -1.2], [0.7, 2.0]]), jnp.array([[1.0, 0.5], [-0.25, 2.0]])
     f = JVP[name]
-    y, vjp = jax.vjp(f, x)
+    y = f(x)
     (advised,) = jax.vjp(lambda u: jax.vjp(f, x)[1](u)[0], jnp.zeros_like(y))[1](v)
     (product,) = jax.vjp(f, x)[1](jnp.ones_like(y))
     # <1, J v> = <J^T 1, v>, with the backward factors in J.

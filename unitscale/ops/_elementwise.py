@@ -20,7 +20,7 @@ def _times(x: jax.Array, factor: Any) -> jax.Array:
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """x / 2 * (1 + tanh u) as x * sigmoid(2 u), which does not cancel where it is small."""
+    """Returns x / 2 * (1 + tanh u) as x * sigmoid(2 u), which does not cancel where it is small."""
     return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
 
 

@@ -169,10 +169,6 @@ def contract(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3 (scaled matmul).
     """
-    if config is None:
-        dtype = result_dtype(lhs, rhs)
-        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-    else:
-        dtype = result_dtype(lhs)
+    dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     return _contract(lhs, rhs, spec, tuple(map(float, factors)), config, out_dtype)

@@ -1,0 +1,386 @@
+"""matmul, dense and readout: factors, rounding, scales, broadcasting."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops
+from unitscale.core import ScaledArray
+from unitscale.quant import MatmulConfig
+
+from .conformance import (
+    DTYPES,
+    SCALES,
+    assert_scales_are_constants,
+    assert_unit,
+    check as check_with,
+    normal,
+    rounded,
+)
+
+# Central differences of a linear function are exact, whatever their step.
+check = functools.partial(check_with, step=1.0)
+BATCH, IN, OUT = (2, 3), 5, 4
+ROWS = 6
+
+
+def affine(x, kernel, bias=None, *, factor: float = 1.0):
+    """The unscaled layer; the bias divided by the factor that `check` multiplies it with."""
+    y = x @ kernel
+    return y if bias is None else y + bias / factor
+
+
+def mean(constraint, *factors: float) -> float:
+    a = np.asarray(factors)
+    return {
+        "to_output_scale": a[0],
+        "to_grad_input_scale": a[1],
+        "to_left_grad_scale": a[1],
+        "to_right_grad_scale": a[-1],
+        "gmean": np.prod(a) ** (1 / a.size),
+        "hmean": 1 / np.mean(1 / a),
+        "amean": np.mean(a),
+    }[constraint]
+
+
+LAYERS = {
+    # op, and the factors of the paper: forward, dx before the constraint, dkernel and dbias.
+    "dense": (ops.dense, IN**-0.5, OUT**-0.5, ROWS**-0.5),
+    "readout": (ops.readout, 1 / IN, OUT**-0.5, ROWS**-0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name: str, use_bias: bool, dtype: str) -> None:
+    op, fwd, dx, weight = LAYERS[name]
+    dx = fwd if name == "dense" else dx  # the default constraints
+    shapes = [(*BATCH, IN), (IN, OUT), (OUT,)][: 3 if use_bias else 2]
+    check(
+        op,
+        functools.partial(affine, factor=fwd),
+        normal(name, *shapes),
+        fwd=fwd,
+        # The reference divides the bias by fwd, and so does its derivative.
+        bwd=(dx, weight, weight * fwd)[: len(shapes)],
+        dtype=dtype,
+        transforms=("jit",) if use_bias and dtype != "float16" else ("grad", "vmap", "scan", "jit"),
+    )
+
+
+@pytest.mark.parametrize(
+    "constraint", ["to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean", None]
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_constraint(name: str, constraint) -> None:
+    op, fwd, dx, weight = LAYERS[name]
+    if constraint is not None:
+        fwd = dx = mean(constraint, fwd, dx)
+    check(
+        functools.partial(op, constraint=constraint),
+        affine,
+        normal(name, (*BATCH, IN), (IN, OUT)),
+        fwd=fwd,
+        bwd=(dx, weight),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+SCALED = [
+    *((s, s) for s in SCALES),
+    (2.0**12, 2.0**-12),
+    (None, 8.0),
+    (0.25, None),
+    (0, 4.0),
+    (1.0, 0),
+    # Per row, per output channel: carried.
+    (np.array([[[0.5], [1], [2]]], np.float32), np.array([1, 2, 4, 8], np.float32)),
+    # Per input channel, on either side: the largest is carried, the rest multiplied in.
+    (np.array([1, 2, 2**-12, 2**12, 0.75], np.float32), 2.0),
+    (None, np.array([[1], [0], [4], [2**-12], [2**12]], np.float32)),
+]
+
+
+BIASED = [(scales, bias) for scales in SCALED[3:6] for bias in (2.0, 0)]
+
+
+@pytest.mark.parametrize(("scales", "bias_scale"), [*((s, None) for s in SCALED), *BIASED])
+def test_scales(scales, bias_scale) -> None:
+    bias = [] if bias_scale is None else normal("bias", (OUT,))
+    shapes = (*BATCH, IN), (IN, OUT)
+    fwd = IN**-0.5
+    scales = (*scales, *([bias_scale] * len(bias)))
+    check(
+        ops.dense,
+        functools.partial(affine, factor=fwd),
+        [*normal("scales", *shapes), *bias],
+        fwd=fwd,
+        bwd=(fwd, ROWS**-0.5, ROWS**-0.5 * fwd),
+        scales=scales,
+        dtype="float32",
+        transforms=("jit",),
+    )
+    args = [
+        jnp.ones(s) if scale is None else ScaledArray(jnp.ones(s), scale)
+        for s, scale in zip((*shapes, (OUT,)), scales, strict=False)
+    ]
+    assert ops.dense(*args).data.shape == (*BATCH, OUT)
+
+
+def test_scale_of_the_output() -> None:
+    x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+    assert ops.dense(x, w).scale == 1
+    assert ops.dense(ScaledArray(x, 4.0), ScaledArray(w, 0.5)).scale == 2
+    per_channel = ops.dense(ScaledArray(x, 4.0), ScaledArray(w, jnp.array([[1.0, 2.0, 4.0]])))
+    np.testing.assert_array_equal(np.ravel(per_channel.scale), [4, 8, 16])
+    per_row = ops.dense(ScaledArray(x, jnp.array([[2.0], [4.0]])), w)
+    np.testing.assert_array_equal(per_row.scale, [[2], [4]])
+    e8m0 = ScaledArray(w, jnp.asarray(8.0, jnp.float8_e8m0fnu))
+    np.testing.assert_array_equal(ops.dense(x, e8m0).value, ops.dense(x, 8 * w).value)
+    blocks = ScaledArray(w, jnp.array([[2.0, 4.0]]), block_shape=(4, 2))
+    np.testing.assert_array_equal(ops.dense(x, blocks).value[0], [4, 4, 8])
+    column = jnp.array([[2.0], [4.0], [1.0], [1.0]])
+    assert_scales_are_constants(ops.dense, ScaledArray(x, 4.0), ScaledArray(w, column))
+
+
+def test_a_scale_along_the_contraction_does_not_overflow_float16() -> None:
+    x = ScaledArray(jnp.ones((2, 4), jnp.float16), jnp.array([2.0**14, 2.0**15, 2.0**15, 2.0**14]))
+    y = ops.dense(x, jnp.ones((4, 3), jnp.float16))
+    assert y.dtype == jnp.float16
+    np.testing.assert_array_equal(y.value, (2**15 + 2**16) * 0.5)
+
+
+BATCHES = [
+    ((), ()),
+    ((2,), (2,)),
+    ((2,), ()),
+    ((), (2,)),
+    ((1, 3), (2, 1)),
+    ((2, 1), (1,)),
+    ((1,), (1,)),
+]
+
+
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+@pytest.mark.parametrize("constraint", ["to_output_scale", "to_left_grad_scale", None])
+def test_matmul(batches, constraint) -> None:
+    m, k, n = 2, 4, 3
+    left, right = batches
+    size = np.prod(np.broadcast_shapes(left, right))
+    fwd = k**-0.5
+    dleft = (n * size / np.prod(left)) ** -0.5
+    dright = (m * size / np.prod(right)) ** -0.5
+    if constraint is not None:
+        fwd = dleft = dright = mean(constraint, fwd, dleft, dright)
+    check(
+        functools.partial(ops.matmul, constraint=constraint),
+        np.matmul,
+        normal("matmul", (*left, m, k), (*right, k, n)),
+        fwd=fwd,
+        bwd=(dleft, dright),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+@pytest.mark.parametrize("constraint", ["to_right_grad_scale", "gmean", "hmean", "amean"])
+def test_matmul_constraints(constraint) -> None:
+    fwd = mean(constraint, 4**-0.5, 3**-0.5, 2**-0.5)
+    check(
+        functools.partial(ops.matmul, constraint=constraint),
+        np.matmul,
+        normal("matmul", (2, 4), (4, 3)),
+        fwd=fwd,
+        bwd=(fwd, fwd),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matmul_transforms(dtype: str) -> None:
+    shapes = (2, 2, 4), (2, 4, 3)
+    args = normal("matmul", *shapes)
+    check(ops.matmul, np.matmul, args, fwd=0.5, bwd=(0.5, 0.5), dtype=dtype)
+    scales = (np.array([[[2.0]], [[4.0]]], np.float32), np.array([1, 0.5, 2], np.float32))
+    check(
+        ops.matmul,
+        np.matmul,
+        args,
+        fwd=0.5,
+        bwd=(0.5, 0.5),
+        scales=scales,
+        dtype=dtype,
+        transforms=("jit",),
+    )
+
+
+PROMOTIONS = [
+    ("float16", "float16", "float16"),
+    ("bfloat16", "float32", "float32"),
+    ("float16", "bfloat16", "float32"),
+    ("float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
+    ("float8_e4m3fn", "float32", "float32"),
+    ("float8_e5m2", "float16", "float32"),
+]
+
+
+@pytest.mark.parametrize(("x", "kernel", "expected"), PROMOTIONS)
+@pytest.mark.parametrize("op", [ops.dense, ops.matmul], ids=["dense", "matmul"])
+def test_dtypes(op, x: str, kernel: str, expected: str) -> None:
+    a, b = jnp.full((2, 4), 3.0, x), jnp.full((4, 2), 64.0, kernel)
+    y, vjp = jax.vjp(lambda a, b: op(a, b).data, a, b)
+    assert y.dtype.name == expected
+    np.testing.assert_array_equal(y.astype(jnp.float32), 384)
+    grads = vjp(y)
+    assert [g.dtype.name for g in grads] == [x, kernel]
+    assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads)
+
+
+def test_float16_factor_is_applied_to_the_wide_sum() -> None:
+    """4096 products of 16 sum to 65536 > 65504; the factor 1 / 64 brings them back to 1024."""
+    x, w = jnp.full((2, 4096), 4.0, jnp.float16), jnp.full((4096, 3), 4.0, jnp.float16)
+    y, vjp = jax.vjp(lambda x, w: ops.dense(x, w).data, x, w)
+    assert y.dtype == jnp.float16
+    np.testing.assert_array_equal(y, 1024)
+    # dkernel sums 2 rows, 4 * 40000 * 2 = 320000 > 65504, times 2**-1/2 is still too large ...
+    _, dw = vjp(jnp.full_like(y, 40000.0))
+    assert np.isinf(np.asarray(dw)).all()
+    # ... 4 * 10000 * 2 = 80000 > 65504 is not, after the factor.
+    _, dw = vjp(jnp.full_like(y, 10000.0))
+    np.testing.assert_array_equal(dw, np.float16(80000 * 2**-0.5))
+    # dx sums 3 columns: 4 * 3e4 * 3 = 360000, times 1 / 64 is 5625.
+    dx, _ = vjp(jnp.full_like(y, 30000.0))
+    np.testing.assert_array_equal(dx, np.float16(5625))
+
+
+def test_float16_factor_on_a_sum_below_the_smallest_subnormal() -> None:
+    """Products of 2**-28 are zero in float16; their sum and its factor are not."""
+    x, w = jnp.full((1, 1), 2.0**-14, jnp.float16), jnp.full((1, 16), 2.0**-14, jnp.float16)
+    # 16 terms of 2**-28 are 2**-24, the smallest subnormal; no single one is representable.
+    (dx,) = jax.vjp(lambda x: ops.dense(x, w, constraint=None).data, x)[1](
+        jnp.full((1, 16), 2.0**-12, jnp.float16)
+    )
+    np.testing.assert_array_equal(dx, np.float16(16 * 2.0**-26 * 16**-0.5))
+    # readout's backward factor is larger than its forward one: raised before it is rounded.
+    y, vjp = jax.vjp(
+        lambda x: ops.readout(x, w[:, :1], constraint=None).data, jnp.ones((1, 1), jnp.float16)
+    )
+    np.testing.assert_array_equal(vjp(y)[0], np.float16(2.0**-28))
+    from_scale = functools.partial(ops.scale, fwd=2.0**10, bwd=1.0)
+    np.testing.assert_array_equal(from_scale(jnp.float16(2.0**-20)), np.float16(2.0**-10))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_unit_variance(name: str) -> None:
+    op, *_ = LAYERS[name]
+    # Readout's output is meant to shrink with width.
+    unit = [name == "dense", True, True]
+    assert_unit(functools.partial(op, constraint=None), (4, 8, 24), (24, 16), unit=unit)
+
+
+def test_matmul_unit_variance() -> None:
+    assert_unit(
+        lambda x, y: ops.matmul(x, y, constraint=None), (3, 1, 8, 16), (4, 16, 12), unit=None
+    )
+
+
+def test_quantized_dense_against_a_manual_product() -> None:
+    """The whole layer in float64 NumPy, with only the casts of ml_dtypes."""
+    config = MatmulConfig(cotangent="float8_e5m2")
+    x, w, b, dy = normal("fp8", (2, 3, 8), (8, 4), (4,), (2, 3, 4))
+    x, dy = rounded(x, "bfloat16"), rounded(dy, "bfloat16")
+    qx, qw = rounded(x, "float8_e4m3fn"), rounded(np.float32(w), "float8_e4m3fn")
+    qdy = rounded(dy, "float8_e5m2")
+
+    def op(x, w, b):
+        return ops.dense(x, w, b, config=config).data
+
+    args = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32), jnp.asarray(b, jnp.float32)
+    y, vjp = jax.vjp(op, *args)
+    dx, dw, db = vjp(jnp.asarray(dy, jnp.bfloat16))
+    assert [a.dtype.name for a in (y, dx, dw, db)] == ["bfloat16"] * 2 + ["float32"] * 2
+    fwd, weight = 8**-0.5, 6**-0.5
+    half = {"rtol": 2**-7, "atol": 2**-7}
+    np.testing.assert_allclose(np.float64(y), fwd * (qx @ qw) + b, **half)
+    np.testing.assert_allclose(np.float64(dx), fwd * (qdy @ qw.T), **half)
+    expected = weight * np.einsum("bti,bto->io", qx, qdy)
+    np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
+    # The bias's gradient is a sum, not a product: its cotangent is not quantized.
+    np.testing.assert_allclose(db, weight * dy.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_quantized_matmul_and_readout() -> None:
+    config = MatmulConfig()
+    x, w = normal("fp8", (3, 8), (8, 4))
+    expected = rounded(np.float32(x), "float8_e4m3fn") @ rounded(np.float32(w), "float8_e4m3fn")
+    x, w = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    for op, factor in ((ops.matmul, 8**-0.5), (ops.readout, 1 / 8)):
+        np.testing.assert_allclose(
+            op(x, w, config=config).data, factor * expected, rtol=1e-5, atol=1e-6
+        )
+    scaled = ScaledArray(x, 2.0**12)
+    np.testing.assert_allclose(
+        ops.matmul(scaled, w, config=config).value, 2**12 * 8**-0.5 * expected, rtol=1e-5, atol=0.1
+    )
+    # Operands stored in 8 bits are multiplied as they are, into bfloat16.
+    stored = x.astype(jnp.float8_e4m3fn)
+    y, vjp = jax.vjp(lambda x: ops.dense(x, w, config=config).data, stored)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float64(y), 8**-0.5 * expected, rtol=2**-7, atol=2**-7)
+    assert vjp(y)[0].dtype == jnp.float8_e4m3fn
+
+
+x, w = jnp.ones((8, 32)), jnp.ones((16, 64))
+good = jnp.ones((32, 4))
+ERRORS = [
+    (
+        ValueError,
+        lambda: ops.dense(x, w),
+        r"ops\.dense: kernel must be \(in, out\) with in == x.shape\[-1\]; got x \(8, 32\), kernel "
+        r"\(16, 64\)",
+    ),
+    (ValueError, lambda: ops.dense(x, good.T), r"Transpose the kernel\?"),
+    (ValueError, lambda: ops.readout(x, good[None]), r"ops\.readout: kernel must be"),
+    (
+        ValueError,
+        lambda: ops.dense(x, good, jnp.ones(5)),
+        r"bias must be \(out,\); got bias \(5,\)",
+    ),
+    (TypeError, lambda: ops.dense(x, good, jnp.ones(4, int)), "bias must be a floating array"),
+    (
+        TypeError,
+        lambda: ops.dense(x.astype(int), good),
+        r"ops\.dense: x must be .* got dtype int32",
+    ),
+    (TypeError, lambda: ops.readout(x, good > 0), r"ops\.readout: kernel must be a floating"),
+    (ValueError, lambda: ops.dense(jnp.ones(()), good), r"ops\.dense: kernel must be"),
+    (
+        ValueError,
+        lambda: ops.dense(x, good, constraint="to_output_scal"),
+        "Did you mean 'to_output_scale'",
+    ),
+    (ValueError, lambda: ops.dense(x, good, constraint="to_left_grad_scale"), "left_grad_scale"),
+    (ValueError, lambda: ops.matmul(x, w), r"ops\.matmul: left must be \(\.\.\., m, k\)"),
+    (ValueError, lambda: ops.matmul(x[0], good), r"ops\.matmul: left must be"),
+    (
+        ValueError,
+        lambda: ops.matmul(jnp.ones((2, 8, 32)), jnp.ones((3, 32, 4))),
+        "leading dimensions must broadcast",
+    ),
+    (ValueError, lambda: ops.matmul(x, good, constraint="to_grad_input_scale"), "grad_input_scale"),
+    (TypeError, lambda: ops.matmul(x, good > 0), r"ops\.matmul: right must be a floating"),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
+def test_errors(error, call, match) -> None:
+    with pytest.raises(error, match=match):
+        call()
