@@ -1,0 +1,167 @@
+"""Element-wise functions: published constants, exact integrals, use under transformations."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import rules
+
+PUBLISHED = [
+    (jax.nn.gelu, 1.701, 1.481),
+    (jax.nn.relu, 1.713, 1.414),
+    (jnp.tanh, 1.593, 1.467),
+    (jax.nn.sigmoid, 4.802, 4.723),
+]
+
+
+@pytest.mark.parametrize(("f", "fwd", "bwd"), PUBLISHED)
+def test_published_constants(f, fwd, bwd) -> None:
+    factors = rules.elementwise(f, constraint=None)
+    # Half a unit of the last published digit, and what simulation left in the published ones.
+    assert factors.fwd == pytest.approx(fwd, abs=1e-3)
+    assert factors.bwd[0] == pytest.approx(bwd, abs=1e-3)
+
+
+@pytest.mark.parametrize("mult", [1e-3, 0.1, 1.0, 7.0, 1000.0])
+def test_relu_is_exact_for_every_mult(mult) -> None:
+    factors = rules.elementwise(jax.nn.relu, mult=mult, constraint=None)
+    variance = mult**2 * (0.5 - 1 / (2 * math.pi))
+    assert factors.fwd == pytest.approx(variance**-0.5, rel=1e-6)
+    assert factors.bwd[0] == pytest.approx(math.sqrt(2) / mult, rel=1e-6)
+
+
+def test_smooth_functions_agree_with_gauss_hermite_in_float64() -> None:
+    x, w = np.polynomial.hermite_e.hermegauss(150)
+    w = w / w.sum()
+    s = 1 / (1 + np.exp(-x))
+    tables = {
+        jax.nn.sigmoid: (s, s * (1 - s)),
+        jax.nn.silu: (x * s, s + x * s * (1 - s)),
+        jnp.sin: (np.sin(x), np.cos(x)),
+        jnp.exp: (np.exp(x), np.exp(x)),
+    }
+    for f, (y, dy) in tables.items():
+        factors = rules.elementwise(f, constraint=None)
+        assert factors.fwd == pytest.approx((w @ (y - w @ y) ** 2) ** -0.5, rel=1e-6)
+        assert factors.bwd[0] == pytest.approx((w @ dy**2) ** -0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("mult", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("f", [jax.nn.gelu, jnp.tanh, jax.nn.leaky_relu, jax.nn.softplus])
+def test_output_and_gradient_are_unit(f, mult, assert_unit) -> None:
+    factors = rules.elementwise(f, mult=mult, constraint=None)
+    apply = jax.jit(jax.vmap(jax.value_and_grad(lambda x: f(mult * x))))
+
+    def trial(rng):
+        value, slope = map(np.asarray, apply(rng.standard_normal(20000).astype(np.float32)))
+        return factors.fwd * (value - value.mean()), factors.bwd[0] * slope
+
+    assert_unit(trial, bias=1e-4)
+
+
+@pytest.mark.parametrize("f", [jax.nn.silu, jax.nn.gelu])
+def test_glu_is_unit(f, assert_unit) -> None:
+    mult = 1.5
+    factors = rules.glu(f, mult=mult, constraint=None)
+    apply = jax.jit(jax.vmap(jax.value_and_grad(lambda gate: f(mult * gate))))
+
+    def trial(rng):
+        x, gate, g = rng.standard_normal((3, 20000)).astype(np.float32)
+        value, slope = map(np.asarray, apply(gate))
+        return factors.fwd * x * value, factors.bwd[0] * g * value, factors.bwd[1] * g * x * slope
+
+    assert_unit(trial, trials=100)
+    assert factors.bwd[0] == factors.fwd
+
+
+def test_constraints() -> None:
+    ideal = rules.elementwise(jnp.tanh, constraint=None)
+    assert rules.elementwise(jnp.tanh).bwd == (ideal.fwd,)
+    assert rules.elementwise(jnp.tanh, constraint="to_grad_input_scale").fwd == ideal.bwd[0]
+    ideal = rules.glu(jax.nn.silu, constraint=None)
+    shared = rules.glu(jax.nn.silu, constraint="to_right_grad_scale")
+    assert shared == rules.Factors(ideal.bwd[1], (ideal.bwd[1],) * 2)
+    with pytest.raises(ValueError, match="use 'to_left_grad_scale'"):
+        rules.glu(jax.nn.silu, constraint="to_grad_input_scale")
+
+
+def test_is_concrete_under_jit_grad_vmap_and_scan() -> None:
+    def f(x):
+        return jnp.where(x > 0, x, 0.1 * x)
+
+    def apply(x):
+        # A fresh function every call, so that nothing comes from the cache.
+        return x * rules.elementwise(lambda x: f(x), mult=3.0).fwd
+
+    expected = rules.elementwise(f, mult=3.0).fwd
+    ones = jnp.ones(3)
+    for run in (
+        lambda: jax.jit(apply)(1.0),
+        lambda: jax.grad(apply)(1.0),
+        lambda: jax.jit(jax.vmap(jax.grad(apply)))(ones),
+        lambda: jax.lax.scan(lambda c, x: (c, apply(x)), 0.0, ones)[1],
+        lambda: jax.jit(jax.checkpoint(apply))(1.0),
+    ):
+        np.testing.assert_allclose(run(), expected, rtol=1e-6)
+
+
+def test_is_computed_once_per_function_and_mult() -> None:
+    calls = []
+
+    def f(x):
+        calls.append(None)
+        return jnp.sin(x)
+
+    rules.elementwise(f)
+    first = len(calls)
+    rules.elementwise(f, constraint=None)
+    rules.glu(f)
+    assert len(calls) == first
+    rules.elementwise(f, mult=2.0)
+    assert len(calls) > first
+
+
+def test_accepts_functions_that_cannot_be_hashed_and_scalar_control_flow() -> None:
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, x):
+            return jax.lax.cond(x > 0, lambda x: x, jnp.zeros_like, x)
+
+    assert rules.elementwise(Unhashable()).fwd == pytest.approx(1.7129, abs=1e-4)
+    partial = functools.partial(jax.nn.leaky_relu, negative_slope=1.0)
+    assert rules.elementwise(partial).fwd == pytest.approx(1, rel=1e-6)
+
+
+def test_function_without_gradient_takes_the_forward_factor() -> None:
+    factors = rules.elementwise(jnp.sign, constraint=None)
+    assert factors.fwd == pytest.approx(1, rel=1e-12)
+    assert factors.bwd == (factors.fwd,)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: rules.elementwise(lambda x: 0 * x + 3.7), ValueError, "is constant"),
+        (lambda: rules.elementwise(jnp.log), ValueError, "log.* is not finite .*at mult"),
+        (lambda: rules.elementwise(jnp.sqrt), ValueError, "sqrt.* is not finite"),
+        (lambda: rules.elementwise(jnp.exp, mult=6.5), ValueError, "grows too fast"),
+        (lambda: rules.elementwise(lambda x: jnp.stack([x, x])), TypeError, "real scalar"),
+        (lambda: rules.elementwise(lambda x: x + 1j), TypeError, "real scalar"),
+        (lambda: rules.elementwise(jnp.tanh, mult=0.0), ValueError, "mult must be positive"),
+        (lambda: rules.glu(jnp.zeros_like), ValueError, "is zero"),
+    ],
+)
+def test_errors(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_glu_accepts_a_constant_gate() -> None:
+    assert rules.glu(lambda g: 0 * g + 2.0).fwd == pytest.approx(0.5, rel=1e-12)

@@ -1,0 +1,78 @@
+"""The rules as a table, for documentation.
+
+The rows are read from the docstrings, so that a formula is written in one place and the table cannot fall behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ._add import add, weighted_add
+from ._attention import dot_product_attention
+from ._dropout import dropout
+from ._elementwise import elementwise, glu
+from ._embed import embed
+from ._linear import conv, dense, matmul, readout
+from ._loss import mse_loss, softmax_cross_entropy
+from ._norm import norm
+from ._residual import residual, residual_taus
+from ._softmax import softmax
+
+_RULES: tuple[Callable[..., object], ...] = (
+    matmul,
+    dense,
+    readout,
+    conv,
+    embed,
+    norm,
+    elementwise,
+    glu,
+    softmax,
+    dropout,
+    add,
+    weighted_add,
+    residual,
+    residual_taus,
+    dot_product_attention,
+    softmax_cross_entropy,
+    mse_loss,
+)
+
+
+class RuleRow(NamedTuple):
+    """One row of the table of rules.
+
+    Args:
+        name: Name of the rule in `unitscale.rules`.
+        formula: Its formula and assumptions, in words.
+        source: Papers and places in them.
+    """
+
+    name: str
+    formula: str
+    source: str
+
+
+def table() -> tuple[RuleRow, ...]:
+    """Return name, formula and source of every rule.
+
+    Returns:
+        One row per rule, in the order products, element-wise functions, sums, attention, losses.
+
+    Example:
+        >>> [row.formula for row in table() if row.name == "mse_loss"][0][:10]
+        'Forward 1.'
+    """
+    return tuple(
+        RuleRow(rule.__name__, _section(rule, "Scaling"), _section(rule, "References"))
+        for rule in _RULES
+    )
+
+
+def _section(rule: Callable[..., object], title: str) -> str:
+    text = inspect.getdoc(rule) or ""
+    found = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", text, flags=re.MULTILINE)
+    return " ".join(found.group(1).split()) if found else ""
