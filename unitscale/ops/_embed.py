@@ -24,7 +24,7 @@ def _take_bwd(factor, residuals, cotangent):
     shape = (like.shape[0], *cotangent.shape[ids.ndim :])
     # Rows add up in float32 and are rounded once, after the factor.
     total = jnp.zeros(shape, widen(cotangent).dtype).at[ids].add(widen(cotangent))
-    return narrow(total * factor, like.dtype), None
+    return narrow(total if factor == 1 else total * factor, like.dtype), None
 
 
 _take.defvjp(_take_fwd, _take_bwd)

@@ -47,7 +47,8 @@ def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     z = widen(logits) * mult
     z = z if scale is None else z * scale
     hits = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
-    grad = (jax.nn.softmax(z, axis=-1) - hits) * (mult * factor)
+    grad = jax.nn.softmax(z, axis=-1) - hits
+    grad = grad if mult * factor == 1 else grad * (mult * factor)
     # The 1/N of a mean is kept out: every token's gradient has unit scale, whatever the batch.
     grad = grad * (cotangent[..., None] if reduction == "none" else cotangent)
     if scale is not None:
