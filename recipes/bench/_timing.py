@@ -1,0 +1,71 @@
+"""Comparing the speed of two programs on a machine that does other things too.
+
+The two take turns in one process, each round in the other order, so that whatever slows the
+machine for longer than a call slows both. Ratios are taken within rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Times(NamedTuple):
+    """Seconds of each round: elapsed, and spent by this process's threads on a CPU."""
+
+    elapsed: list[float]
+    cpu: list[float]
+
+
+class Ratio(NamedTuple):
+    """How two programs compare.
+
+    `medians` is the ratio of the two medians; `median`, `low` and `high` are the median and the
+    quartiles of the ratio within each round.
+    """
+
+    medians: float
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(
+    first: Callable[[], object], second: Callable[[], object], rounds: int, warmup: int = 2
+) -> tuple[Times, Times]:
+    """Times two functions that wait for their own results, in alternating order.
+
+    Args:
+      first: A function without arguments.
+      second: Another.
+      rounds: How often each is timed.
+      warmup: Rounds before those, not counted; the first one compiles.
+
+    Returns:
+      The times of `first` and those of `second`, round by round.
+    """
+    functions = (first, second)
+    times = (Times([], []), Times([], []))
+    for index in range(warmup + rounds):
+        for which in (0, 1) if index % 2 else (1, 0):
+            cpu, start = time.process_time(), time.perf_counter()
+            functions[which]()
+            elapsed, spent = time.perf_counter() - start, time.process_time() - cpu
+            if index >= warmup:
+                times[which].elapsed.append(elapsed)
+                times[which].cpu.append(spent)
+    return times
+
+
+def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
+    """Compares rounds of `first` with those of `second`; needs two rounds or more.
+
+    Example:
+      >>> ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]).median
+      2.0
+    """
+    pairs = [a / b for a, b in zip(first, second, strict=True)]
+    low, middle, high = statistics.quantiles(pairs, n=4)
+    return Ratio(statistics.median(first) / statistics.median(second), middle, low, high)

@@ -1,0 +1,158 @@
+"""What unit scaling costs: step time over plain `flax.nnx`, and the operations factors add.
+
+    python -m recipes bench overhead
+
+Step time is that of the whole training step of `recipes.train`, in float32, for the same shape in
+both libraries. Operations are those of the loss and its gradient as JAX lowers them, once as they
+are and once with every factor of `unitscale.rules` set to 1, which leaves its multiplication out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+
+from ..config import Config
+from ..configfile import load_config
+from ..state import init_state
+from ..train import make_train_step
+from ._models import bert_large, flops, gpt
+from ._table import JsonPath, Table, publish, within
+from ._timing import interleaved, ratio
+from ._unfactored import unfactored
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
+LARGER = ("model.width=512", "model.heads=8", "data.sequence_length=256", "data.batch_size=4")
+MOST_TIME, MOST_FLOPS = 1.05, 0.002
+
+# Token ids as the models of these shapes were trained on them.
+GPT2 = ("policy=float32", "model.vocab=50257", "model.tied_readout=true", "data.batch_size=8")
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=4, help="timed steps of each library")] = 60,
+    larger: Annotated[bool, typer.Option(help="also time a model 512 wide")] = True,
+    count: Annotated[bool, typer.Option(help="also count operations")] = True,
+    json: JsonPath = None,
+) -> None:
+    """Prints step time over plain flax.nnx, and the operations that factors add."""
+    parity = CONFIGS / "parity.yaml"
+    shapes = [(), LARGER] if larger else [()]
+    timed = [
+        time_steps(load_config(parity, ["policy=float32", *shape]), rounds) for shape in shapes
+    ]
+    tables = [
+        Table(
+            "Time of a training step, unitscale float32 over plain flax.nnx float32",
+            {
+                "model": "",
+                "unitscale ms": ".1f",
+                "plain ms": ".1f",
+                "ratio": ".3f",
+                "ratio of medians": ".3f",
+                "lower quartile": ".3f",
+                "upper quartile": ".3f",
+                "CPU time ratio": ".3f",
+                "asked": "",
+                "within": "",
+            },
+            timed,
+        )
+    ]
+    if count:
+        config = load_config(CONFIGS / "gpt2-small.yaml", GPT2)
+        programs = [
+            ("GPT-2 small", gpt(config), config.data.batch_size, config.data.sequence_length),
+            ("BERT Large", bert_large(), 8, 512),
+        ]
+        rows = [count_factors(*program) for program in programs]
+        rows[0]["over plain"] = rows[0]["with factors"] / flops(
+            gpt(plain(config)), *programs[0][2:]
+        )
+        columns = {
+            "shape": "",
+            "sequences": ",d",
+            "tokens each": ",d",
+            "with factors": ".5e",
+            "without": ".5e",
+            "added": ".4%",
+            "asked": "",
+            "within": "",
+            "over plain": ".4f",
+        }
+        tables.append(Table("Floating-point operations of loss and gradient", columns, rows))
+    notes = [
+        f"Each library's step was timed {rounds} times, in turns. ratio: median over rounds; "
+        "quartiles likewise.",
+        "over plain: all operations over those of the plain flax.nnx model of that shape, which "
+        "counts what the backward pass computes again, too.",
+    ]
+    publish("overhead", tables, json, notes[: 1 + count])
+
+
+def plain(config: Config) -> Config:
+    """The same shape and optimizer in plain flax.nnx."""
+    model = config.model.model_copy(update={"library": "plain"})
+    optimizer = config.optimizer.model_copy(update={"umup": False})
+    return config.model_copy(update={"model": model, "optimizer": optimizer})
+
+
+def time_steps(config: Config, rounds: int) -> dict[str, Any]:
+    """One row: the training steps of a config's model in both libraries, taking turns."""
+    times = interleaved(_stepper(config), _stepper(plain(config)), rounds)
+    elapsed, cpu = ratio(times[0].elapsed, times[1].elapsed), ratio(times[0].cpu, times[1].cpu)
+    shape, data = config.model, config.data
+    return {
+        "model": f"{shape.width} wide, {shape.layers} layers, "
+        f"{data.batch_size} x {data.sequence_length} tokens",
+        "unitscale ms": 1e3 * float(np.median(times[0].elapsed)),
+        "plain ms": 1e3 * float(np.median(times[1].elapsed)),
+        "ratio": elapsed.median,
+        "ratio of medians": elapsed.medians,
+        "lower quartile": elapsed.low,
+        "upper quartile": elapsed.high,
+        "CPU time ratio": cpu.median,
+        "asked": f"ratio <= {MOST_TIME}",
+        "within": within(elapsed.median, (None, MOST_TIME)),
+    }
+
+
+def _stepper(config: Config) -> Callable[[], object]:
+    """A function that trains one step further, on the same random tokens, and waits for it."""
+    graphdef, optimizer, state = init_state(config)
+    step = make_train_step(graphdef, optimizer)
+    shape = (config.data.batch_size, config.data.sequence_length + 1)
+    batch = np.random.default_rng(0).integers(0, config.model.vocab, shape).astype(np.int32)
+
+    done = 0
+
+    def advance() -> object:
+        nonlocal state, done
+        state, values = step(state, batch, np.int32(done))
+        done += 1
+        return jax.block_until_ready((state, values))
+
+    return advance
+
+
+def count_factors(name: str, make: Callable[[], Any], batch: int, time: int) -> dict[str, Any]:
+    """One row: the operations of a program with its factors and without."""
+    with_factors = flops(make, batch, time)
+    with unfactored():
+        without = flops(make, batch, time)
+    added = with_factors / without - 1
+    return {
+        "shape": name,
+        "sequences": batch,
+        "tokens each": time,
+        "with factors": with_factors,
+        "without": without,
+        "added": added,
+        "asked": f"added <= {MOST_FLOPS:.1%}",
+        "within": within(added, (None, MOST_FLOPS)),
+    }
