@@ -47,4 +47,4 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     for mark, count in config.stash.get(_LEFT_OUT, {}).items():
-        terminalreporter.write_line(f"{count} tests marked {mark} not run: needs {_NEEDS[mark]}")
+        terminalreporter.write_line(f"left out {count} marked {mark}, which need {_NEEDS[mark]}")
