@@ -28,8 +28,9 @@ _SMALLEST_EXPONENT = -126
 
 def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
     """Clamps to the largest finite values of ``fmt``; NaN stays NaN, infinity saturates."""
-    narrower = fmt.max < format_of(x.dtype).max
-    if narrower and float(np.float64(fmt.max).astype(x.dtype)) != fmt.max:
+    with np.errstate(over="ignore"):
+        representable = float(np.float64(fmt.max).astype(x.dtype)) == fmt.max
+    if not representable:
         x = x.astype(wide_dtype(x.dtype))
     bound = min(fmt.max, format_of(x.dtype).max)
     high = jnp.asarray(bound, x.dtype)
