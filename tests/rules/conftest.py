@@ -1,7 +1,7 @@
 """Monte Carlo check shared by the rule tests.
 
-A rule claims that some array has RMS 1. Independent trials of that array give independent estimates of its mean
-square, whose scatter is the tolerance: five standard errors of the mean.
+A rule claims that some array has RMS 1. Independent trials of that array give independent estimates
+of its mean square, whose scatter is the tolerance: five standard errors of the mean.
 """
 
 from __future__ import annotations

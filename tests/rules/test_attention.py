@@ -34,7 +34,8 @@ def test_output_and_gradients_are_unit(length, mult, rate, is_causal, assert_uni
             *([] if rate else [factors.bwd[0] * dz @ k, factors.bwd[1] * dz.swapaxes(-1, -2) @ q]),
         )
 
-    # Logits of d-dimensional vectors are normal only up to order mult^2 / d in their spread's spread.
+    # Logits of d-dimensional vectors are normal only up to order mult^2 / d in their spread's
+    # spread.
     assert_unit(trial, trials=100, bias=4 * mult**2 / head_dim / head_dim**0.5 + 2 / head_dim)
 
 

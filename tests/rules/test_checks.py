@@ -19,7 +19,7 @@ def test_accepts_numpy_integers_and_floats() -> None:
 
 def test_traced_sizes_and_numbers_are_refused_by_name() -> None:
     with pytest.raises(
-        TypeError, match="dense: batch must be a static integer.*Take sizes from .shape"
+        TypeError, match=r"dense: batch must be a static integer.*Take sizes from \.shape"
     ):
         jax.jit(lambda n: rules.dense(4, 4, n).fwd)(3)
     with pytest.raises(TypeError, match="residual: tau must be a static real number"):

@@ -25,7 +25,8 @@ def test_cross_entropy_gradient_stays_unit_for_small_logits(assert_unit) -> None
         z = np.exp(spread * rng.standard_normal((500, vocab)))
         return (factors.bwd[0] * (z / z.sum(-1, keepdims=True) - np.eye(vocab)[0]),)
 
-    # p departs from uniform by spread relative to 1 / V, which adds spread^2 / V to a mean square of 1 / V.
+    # p departs from uniform by spread relative to 1 / V, which adds spread^2 / V to a mean square
+    # of 1 / V.
     assert_unit(trial, bias=spread**2)
 
 

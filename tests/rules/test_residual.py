@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from unitscale import rules
 
@@ -76,7 +75,7 @@ def test_depth_matches_the_published_formula() -> None:
 
 def test_errors() -> None:
     with pytest.raises(
-        ValueError, match="unknown scheme 'running-mean'.*Did you mean 'running_mean'"
+        ValueError, match=r"unknown scheme 'running-mean'.*Did you mean 'running_mean'"
     ):
         rules.residual_taus("running-mean", 4)
     with pytest.raises(ValueError, match="num_branches must be at least 1"):

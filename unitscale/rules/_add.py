@@ -1,7 +1,7 @@
 """Factors of sums.
 
-Adding two independent unit values doubles the variance. An operand that the sum broadcasts gets the summed
-cotangents of all its copies, which is where the two sides of an addition come to differ.
+Adding two independent unit values doubles the variance. An operand that the sum broadcasts gets the
+summed cotangents of all its copies, which is where the two sides of an addition come to differ.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def add(
     """Return the factors of `left + right`.
 
     Scaling:
-        Forward `2^-1/2`, the ideal backward factor 1, constrained together: `2^-1/2` each way by default. An
-        operand that is broadcast gets a further `repeats^-1/2`, because its gradient sums that many cotangents.
-        A broadcast operand is taken to be a cut edge (a bias, a table of positions). One that is not, such
-        as `x + mean(x)`, must be expanded to the full shape before the addition: then its gradient is the
-        true derivative times the constrained factor, summed outside the op.
+        Forward `2^-1/2`, the ideal backward factor 1, constrained together: `2^-1/2` each way by
+        default. An operand that is broadcast gets a further `repeats^-1/2`, because its gradient
+        sums that many cotangents. A broadcast operand is taken to be a cut edge (a bias, a table of
+        positions). One that is not, such as `x + mean(x)`, must be expanded to the full shape
+        before the addition: then its gradient is the true derivative times the constrained factor,
+        summed outside the op.
 
     Args:
         left_repeats: Number of output elements that each left element is copied to.
@@ -46,7 +47,7 @@ def add(
         (1.0, 0.5)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 (weighted addition).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, weighted addition.
     """
     positive_sizes("add", {"left_repeats": left_repeats, "right_repeats": right_repeats})
     output, left, right = constrain(constraint, math.sqrt(0.5), 1.0, 1.0)
@@ -57,9 +58,9 @@ def weighted_add(weights: Sequence[float]) -> Factors:
     """Return the factors of `sum(w * x)`.
 
     Scaling:
-        Forward and backward `1 / norm(weights)`. The backward is the true derivative: the cotangent of operand
-        `i` is multiplied by its weight and by this factor, that is by `normalized_weights(weights)[i]`.
-        Assumes independent unit operands.
+        Forward and backward `1 / norm(weights)`. The backward is the true derivative: the cotangent
+        of operand `i` is multiplied by its weight and by this factor, that is by
+        `normalized_weights(weights)[i]`. Assumes independent unit operands.
 
     Args:
         weights: One static real weight per operand; signs and single zeros are allowed.
@@ -76,7 +77,7 @@ def weighted_add(weights: Sequence[float]) -> Factors:
         Factors(fwd=0.2, bwd=(0.2, 0.2))
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 (weighted addition).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, weighted addition.
     """
     weights = tuple(real_number("weighted_add", f"weights[{i}]", w) for i, w in enumerate(weights))
     size = math.hypot(*weights)
@@ -105,7 +106,7 @@ def normalized_weights(weights: Sequence[float]) -> tuple[float, ...]:
         (0.6, -0.8)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 (weighted addition).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, weighted addition.
     """
     factor = weighted_add(weights).fwd
     return tuple(float(weight) * factor for weight in weights)

@@ -1,7 +1,8 @@
 """Argument checks shared by the rules.
 
-Every rule divides by a size or by the root of one, so a zero or a traced dimension must be refused here,
-with the name of the rule and of the argument, and not surface as an infinite factor three layers up.
+Every rule divides by a size or by the root of one, so a zero or a traced dimension must be refused
+here, with the name of the rule and of the argument, and not surface as an infinite factor three
+layers up.
 """
 
 from __future__ import annotations
@@ -80,5 +81,6 @@ def real_number(rule: str, name: str, value: object) -> float:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"unitscale.rules.{rule}: {name} must be a static real number; got "
-            f"{type(value).__name__}. Factors are fixed at trace time; a traced array cannot set one."
+            f"{type(value).__name__}. Factors are fixed at trace time, so a traced "
+            "array cannot set one."
         ) from error

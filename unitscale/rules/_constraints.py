@@ -1,9 +1,10 @@
 """Constraints: how edges that are not cut edges come to share one factor.
 
-The ideal forward and backward factors of an op usually differ. On a cut edge (a weight) they may: the whole
-gradient of that weight is then off by one constant. On any other edge a difference would weigh the paths
-through the network unequally and give a wrong gradient, so a constraint replaces them by one shared factor.
-The names form a closed set, so that a misspelt one is an error and not a silent default.
+The ideal forward and backward factors of an op usually differ. On a cut edge (a weight) they may:
+the whole gradient of that weight is then off by one constant. On any other edge a difference would
+weigh the paths through the network unequally and give a wrong gradient, so a constraint replaces
+them by one shared factor. The names form a closed set, so that a misspelt one is an error and not a
+silent default.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
     """Make the forward factor and the factors of non-cut edges equal.
 
     Scaling:
-        `to_output_scale` takes the output's factor for all; `to_grad_input_scale` the single operand's;
-        `to_left_grad_scale` and `to_right_grad_scale` that operand's of two; `gmean`, `hmean` and `amean`
-        the geometric, harmonic and arithmetic mean of them all; None changes nothing.
+        `to_output_scale` takes the output's factor for all; `to_grad_input_scale` the single
+        operand's; `to_left_grad_scale` and `to_right_grad_scale` that operand's of two; `gmean`,
+        `hmean` and `amean` the geometric, harmonic and arithmetic mean of them all; None changes
+        nothing.
 
     Args:
         constraint: Name of the constraint, or None.
@@ -65,8 +67,7 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
         (2.0, 2.0)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 3.2 (constrained ops) and
-        section 4.2 (cut edges).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, constrained ops, cut edges.
     """
     factors = (output, *grad_inputs)
     if constraint is None:

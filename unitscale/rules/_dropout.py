@@ -15,9 +15,10 @@ def dropout(rate: float) -> Factors:
     """Return the factors of dropout relative to the usual inverse scaling.
 
     Scaling:
-        Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit `x`. Both
-        factors are therefore `(1 - rate)^1/2`, multiplied in *on top of* the `1 / (1 - rate)`, so that the
-        whole op is `x * mask * (1 - rate)^-1/2` and its gradient is the true one.
+        Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit
+        `x`. Both factors are therefore `(1 - rate)^1/2`, multiplied in *on top of* the `1 / (1 -
+        rate)`, so that the whole op is `x * mask * (1 - rate)^-1/2` and its gradient is the true
+        one.
 
     Args:
         rate: Probability of zeroing an element, in [0, 1).
@@ -34,7 +35,7 @@ def dropout(rate: float) -> Factors:
         Factors(fwd=0.5, bwd=(0.5,))
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, appendix (dropout).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, the unit-variance rule.
     """
     rate = real_number("dropout", "rate", rate)
     if not 0 <= rate < 1:

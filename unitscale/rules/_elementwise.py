@@ -1,8 +1,8 @@
 """Factors of element-wise functions, measured by quadrature.
 
-Tables of constants cover only the functions that someone thought of. Here the mean and variance of any
-function and of its derivative are integrated against the standard normal density, once per function, so that
-a user's own activation gets factors as exact as the published ones.
+Tables of constants cover only the functions that someone thought of. Here the mean and variance of
+any function and of its derivative are integrated against the standard normal density, once per
+function, so that a user's own activation gets factors as exact as the published ones.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ def elementwise(
     """Return the factors of `f(mult * x)`.
 
     Scaling:
-        Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`, both under
-        `x ~ N(0, 1)`. The mean of `f` is not removed. The integrals use composite Gauss-Legendre panels that
-        end at 0 and shrink towards it, so a kink there (relu) is exact for every mult. Where the derivative
-        is zero almost everywhere (sign, round) there is no gradient to scale, and the forward factor serves.
+        Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`,
+        both under `x ~ N(0, 1)`. The mean of `f` is not removed. The integrals use composite
+        Gauss-Legendre panels that end at 0 and shrink towards it, so a kink there (relu) is exact
+        for every mult. Where the derivative is zero almost everywhere (sign, round) there is no
+        gradient to scale, and the forward factor serves.
 
     Args:
-        f: Function from a scalar to a scalar of the same shape that `jax` can trace and differentiate.
+        f: Function from a scalar to a scalar of the same shape that `jax` can trace and
+            differentiate.
         mult: Multiplier of the input.
         constraint: How the output and the input gradient come to share a factor.
 
@@ -47,7 +49,8 @@ def elementwise(
 
     Raises:
         TypeError: If `f` does not return one real number per input.
-        ValueError: If `f` is constant, not finite, or grows too fast for its variance to be integrated.
+        ValueError: If `f` is constant, not finite, or grows too fast for its variance to be
+            integrated.
 
     Example:
         >>> factors = elementwise(jax.nn.relu, constraint=None)
@@ -55,13 +58,14 @@ def elementwise(
         (1.713, 1.414)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, table of scaled ops (activations).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, factors of activations.
     """
     std, _, slope = _statistics(f, positive_number("elementwise", "mult", mult))
     if std == 0:
         raise ValueError(
-            f"unitscale.rules.elementwise: {_name(f)} is constant on unit normal inputs (mult={mult}), so no "
-            "factor makes its output unit. Use it outside the unit-scaled graph."
+            f"unitscale.rules.elementwise: {_name(f)} is constant on unit normal inputs "
+            f"(mult={mult}), so no factor makes its output unit. "
+            "Use it outside the unit-scaled graph."
         )
     output, x = constrain(constraint, 1 / std, 1 / (slope or std))
     return Factors(output, (x,))
@@ -76,9 +80,9 @@ def glu(
     """Return the factors of the gated linear unit `x * f(mult * gate)`.
 
     Scaling:
-        Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult * gate))`, under
-        `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right. Assumes x and gate are
-        independent, zero mean and unit.
+        Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
+        gate))`, under `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right.
+        Assumes x and gate are independent, zero mean and unit.
 
     Args:
         f: Function from a scalar to a scalar that `jax` can trace and differentiate.
@@ -94,16 +98,16 @@ def glu(
 
     Example:
         >>> round(glu(jax.nn.silu).fwd, 3)
-        1.676
+        1.677
 
     References:
-        u-muP: Blake et al., 2024, arXiv 2407.17465, appendix B (unit-scaled gated SiLU).
+        u-muP: Blake et al., 2024, arXiv 2407.17465, unit-scaled gated SiLU.
     """
     _, rms, slope = _statistics(f, positive_number("glu", "mult", mult))
     if rms == 0:
         raise ValueError(
-            f"unitscale.rules.glu: {_name(f)} is zero on unit normal inputs (mult={mult}), so no factor makes "
-            "its output unit."
+            f"unitscale.rules.glu: {_name(f)} is zero on unit normal inputs (mult={mult}), so no "
+            "factor makes its output unit."
         )
     output, x, gate = constrain(constraint, 1 / rms, 1 / rms, 1 / (slope or rms))
     return Factors(output, (x, gate))
@@ -127,15 +131,15 @@ def _integrate(f: Callable[..., Any], mult: float) -> tuple[float, float, float]
         y, dy = np.asarray(value), np.asarray(slope)
     if y.shape != x.shape or not np.issubdtype(y.dtype, np.floating):
         raise TypeError(
-            f"unitscale.rules.elementwise: {_name(f)} must map a real scalar to a real scalar; mapped over "
-            f"{x.shape} float32 it gave {y.shape} {y.dtype}."
+            f"unitscale.rules.elementwise: {_name(f)} must map a real scalar to a real scalar; "
+            f"mapped over {x.shape} float32 it gave {y.shape} {y.dtype}."
         )
     y, dy = y.astype(np.float64), mult * dy.astype(np.float64)
     if not (np.isfinite(y).all() and np.isfinite(dy).all()):
         bad = nodes[~(np.isfinite(y) & np.isfinite(dy))]
         raise ValueError(
-            f"unitscale.rules.elementwise: {_name(f)} or its derivative is not finite for unit normal inputs "
-            f"(mult={mult}), for instance at mult * {bad[np.abs(bad).argmin()]:.4g}. "
+            f"unitscale.rules.elementwise: {_name(f)} or its derivative is not finite for unit "
+            f"normal inputs (mult={mult}), for instance at mult * {bad[np.abs(bad).argmin()]:.4g}. "
             "Restrict its domain (clip or abs) or lower mult."
         )
     mean = weights @ y
@@ -146,8 +150,9 @@ def _integrate(f: Callable[..., Any], mult: float) -> tuple[float, float, float]
     for squares in (deviation**2, dy**2):
         if weights[edge] @ squares[edge] > 1e-4 * (weights @ squares):
             raise ValueError(
-                f"unitscale.rules.elementwise: {_name(f)} grows too fast (mult={mult}): its variance under "
-                "unit normal inputs comes from values no batch contains. Lower mult or bound the function."
+                f"unitscale.rules.elementwise: {_name(f)} grows too fast (mult={mult}): its "
+                "variance under unit normal inputs comes from values no batch contains. "
+                "Lower mult or bound the function."
             )
     noise = 8 * float(np.finfo(np.float32).eps) * rms
     return (std if std > noise else 0.0), rms, slope_rms

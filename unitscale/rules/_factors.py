@@ -1,7 +1,8 @@
 """The record that every rule returns.
 
-A rule maps shapes to static floats. Keeping them in one frozen, hashable record lets an op pass them to
-`custom_vjp` as static arguments, and lets tests and documentation read them without running the op.
+A rule maps shapes to static floats. Keeping them in one frozen, hashable record lets an op pass
+them to `custom_vjp` as static arguments, and lets tests and documentation read them without running
+the op.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ class Factors:
     """The static floats an op multiplies in on the way forward and backward.
 
     Scaling:
-        The op computes `fwd * f(x, ...)`, and multiplies the cotangent of operand `i` of the *unscaled* `f`
-        by `bwd[i]`. A backward factor equal to `fwd` is the true derivative; any other belongs on a cut edge.
+        The op computes `fwd * f(x, ...)`, and multiplies the cotangent of operand `i` of the
+        *unscaled* `f` by `bwd[i]`. A backward factor equal to `fwd` is the true derivative; any
+        other belongs on a cut edge.
 
     Args:
         fwd: Factor on the output.
@@ -30,7 +32,7 @@ class Factors:
         0.25
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 3.2 (scaled ops).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, scaled ops.
     """
 
     fwd: float

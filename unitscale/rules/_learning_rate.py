@@ -37,7 +37,8 @@ def umup_learning_rate(role: str, *, fan_in: int, fan_out: int, depth: int = 1) 
         0.0625
 
     References:
-        u-muP: Blake et al., 2024, arXiv 2407.17465, table 2 (learning rates) and appendix G (depth).
+        u-muP: Blake et al., 2024, arXiv 2407.17465, table 2 (learning rates) and appendix G
+        (depth).
     """
     positive_sizes("umup_learning_rate", {"fan_in": fan_in, "fan_out": fan_out, "depth": depth})
     if role not in _ROLES:

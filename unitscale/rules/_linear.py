@@ -1,8 +1,8 @@
 """Factors of the products: matmul, dense, readout and convolution.
 
-All four are one contraction rule. A sum of `k` products of independent unit values has RMS `k^1/2`, so every
-one of the three products of a linear op (output, input gradient, weight gradient) is divided by the root of
-the number of terms that it sums.
+All four are one contraction rule. A sum of `k` products of independent unit values has RMS `k^1/2`,
+so every one of the three products of a linear op (output, input gradient, weight gradient) is
+divided by the root of the number of terms that it sums.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def matmul(
     """Return the factors of `(m, k) @ (k, n)`.
 
     Scaling:
-        Forward `k^-1/2`. Before the constraint, the left gradient has `(n * left_repeats)^-1/2` and the right
-        gradient `(m * right_repeats)^-1/2`: the number of terms in each one's own sum. Assumes independent
-        operands of zero mean and unit variance.
+        Forward `k^-1/2`. Before the constraint, the left gradient has `(n * left_repeats)^-1/2` and
+        the right gradient `(m * right_repeats)^-1/2`: the number of terms in each one's own sum.
+        Assumes independent operands of zero mean and unit variance.
 
     Args:
         m: Rows of the left operand.
@@ -52,7 +52,7 @@ def matmul(
         Factors(fwd=0.25, bwd=(0.125, 0.5))
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 and appendix (matmul).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, scaling factors of matmul.
     """
     positive_sizes(
         "matmul",
@@ -74,9 +74,10 @@ def dense(
     """Return the factors of a dense layer.
 
     Scaling:
-        Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. Kernel and bias are cut edges,
-        so their gradients, sums over the batch, have `batch^-1/2` whatever the constraint. The bias is added
-        after the forward factor. Assumes independent unit inputs, weights and cotangents.
+        Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. Kernel and bias are
+        cut edges, so their gradients, sums over the batch, have `batch^-1/2` whatever the
+        constraint. The bias is added after the forward factor. Assumes independent unit inputs,
+        weights and cotangents.
 
     Args:
         in_features: Size of the contracted dimension.
@@ -96,7 +97,7 @@ def dense(
         Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 and table of scaled ops.
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, scaling factors of matmul.
         u-muP: Blake et al., 2024, arXiv 2407.17465, table 2 (hidden weights).
     """
     positive_sizes(
@@ -116,10 +117,10 @@ def readout(
     """Return the factors of the layer that produces the logits.
 
     Scaling:
-        Forward `in^-1`, so that logits do not grow with width; input gradient `out^-1/2`; kernel and bias
-        gradients `batch^-1/2`. The logits are thus *not* of unit variance: their RMS is `in^-1/2` at
-        initialisation. The input gradient may be scaled freely (constraint None) where the readout's input
-        is the one path from the loss to the rest of the model, a cut edge.
+        Forward `in^-1`, so that logits do not grow with width; input gradient `out^-1/2`; kernel
+        and bias gradients `batch^-1/2`. The logits are thus *not* of unit variance: their RMS is
+        `in^-1/2` at initialisation. The input gradient may be scaled freely (constraint None) where
+        the readout's input is the one path from the loss to the rest of the model, a cut edge.
 
     Args:
         in_features: Size of the contracted dimension.
@@ -139,7 +140,7 @@ def readout(
         Factors(fwd=0.0625, bwd=(0.125, 0.5, 0.5))
 
     References:
-        u-muP: Blake et al., 2024, arXiv 2407.17465, table 2 (output weights) and section 4.
+        u-muP: Blake et al., 2024, arXiv 2407.17465, table 2 (output weights).
     """
     positive_sizes(
         "readout", {"in_features": in_features, "out_features": out_features, "batch": batch}
@@ -161,9 +162,9 @@ def conv(
 
     Scaling:
         Forward `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups`. The input gradient sums
-        `out / groups * prod(spatial) / prod(strides)` taps on average. Kernel and bias are cut edges and sum over
-        `batch * output positions`. Assumes interior pixels: zero padding, which leaves fewer terms in the
-        sums near the border, is not counted. Dilation changes no count.
+        `out / groups * prod(spatial) / prod(strides)` taps on average. Kernel and bias are cut
+        edges and sum over `batch * output positions`. Assumes interior pixels: zero padding, which
+        leaves fewer terms in the sums near the border, is not counted. Dilation changes no count.
 
     Args:
         kernel_shape: `(*spatial, in / groups, out)`.
@@ -178,16 +179,15 @@ def conv(
 
     Raises:
         TypeError: If a size is not a static integer.
-        ValueError: If a size is not positive, strides do not match the kernel's rank, or the groups do not
-            divide the output channels.
+        ValueError: If a size is not positive, strides do not match the kernel's rank, or the groups
+            do not divide the output channels.
 
     Example:
         >>> conv((2, 2, 4, 16), batch=1, output_spatial_size=(8, 8))
         Factors(fwd=0.25, bwd=(0.25, 0.125, 0.125))
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 (the matmul rule applied to
-        the convolution's contraction).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, scaling factors of matmul.
     """
     kernel_shape = tuple(kernel_shape)
     if len(kernel_shape) < 2:
@@ -204,8 +204,8 @@ def conv(
     positive_sizes("conv", {f"output_spatial_size[{i}]": size for i, size in enumerate(positions)})
     if len(strides) != len(spatial):
         raise ValueError(
-            f"unitscale.rules.conv: strides must have one entry per spatial dimension ({len(spatial)}); "
-            f"got {strides}."
+            f"unitscale.rules.conv: strides must have one entry per spatial dimension "
+            f"({len(spatial)}); got {strides}."
         )
     if out_features % feature_group_count:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Factors of the losses.
 
-A loss ends the graph, so its gradient may be scaled freely: every parameter's gradient changes by the same
-constant. The value is left alone, because people read it.
+A loss ends the graph, so its gradient may be scaled freely: every parameter's gradient changes by
+the same constant. The value is left alone, because people read it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
     """Return the factors of the softmax cross entropy of `mult * logits`.
 
     Scaling:
-        Forward 1: the value is the ordinary loss. The gradient of one example's loss is `mult * (p - y)`; for
-        uniform `p` its mean square is `mult^2 (V - 1) / V^2`, so the backward factor is
-        `V / ((V - 1)^1/2 * mult)`. Assumes logits that are small at initialisation, as `readout` makes them, and
-        that the op keeps the `1 / N` of a mean over examples out of the backward.
+        Forward 1: the value is the ordinary loss. The gradient of one example's loss is `mult * (p
+        - y)`; for uniform `p` its mean square is `mult^2 (V - 1) / V^2`, so the backward factor is
+        `V / ((V - 1)^1/2 * mult)`. Assumes logits that are small at initialisation, as `readout`
+        makes them, and that the op keeps the `1 / N` of a mean over examples out of the backward.
 
     Args:
         vocab: Number of classes V, at least 2.
@@ -37,8 +37,8 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
         (2.0,)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, appendix (softmax cross entropy).
-        u-muP: Blake et al., 2024, arXiv 2407.17465, appendix on multipliers (alpha of the loss softmax).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, softmax cross entropy.
+        u-muP: Blake et al., 2024, arXiv 2407.17465, the multiplier of the loss softmax.
     """
     positive_sizes("softmax_cross_entropy", {"vocab": vocab})
     mult = positive_number("softmax_cross_entropy", "mult", mult)
@@ -54,9 +54,9 @@ def mse_loss() -> Factors:
     """Return the factors of the mean squared error.
 
     Scaling:
-        Forward 1. The gradient of one squared error is `2 (pred - target)`; the difference of two independent
-        unit values has variance 2, so its RMS is `8^1/2` and both backward factors are `8^-1/2`. Assumes
-        that the op keeps the `1 / N` of the mean out of the backward.
+        Forward 1. The gradient of one squared error is `2 (pred - target)`; the difference of two
+        independent unit values has variance 2, so its RMS is `8^1/2` and both backward factors are
+        `8^-1/2`. Assumes that the op keeps the `1 / N` of the mean out of the backward.
 
     Returns:
         Factors with `bwd = (pred, target)`.
@@ -66,7 +66,6 @@ def mse_loss() -> Factors:
         1.0
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 3.2 (the rule applied to the
-        derivative of the square).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, the unit-variance rule.
     """
     return Factors(1.0, (1 / math.sqrt(8),) * 2)

@@ -1,6 +1,7 @@
 """Factors of the norm layers.
 
-A norm layer makes its output unit by itself; only the sums in the gradients of gain and bias need a factor.
+A norm layer makes its output unit by itself; only the sums in the gradients of gain and bias need a
+factor.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ def norm(features: int, size: int) -> Factors:
 
     Scaling:
         Forward 1, input gradient 1. Gain and bias are cut edges whose gradients sum over the
-        `size / features` rows: `(features / size)^1/2`. Assumes unit inputs, a unit gain, and cotangents
-        independent of the input; the input gradient's RMS is then 1 up to order `1 / features`.
+        `size / features` rows: `(features / size)^1/2`. Assumes unit inputs, a unit gain, and
+        cotangents independent of the input; the input gradient's RMS is then 1 up to order `1 /
+        features`.
 
     Args:
         features: Size of the normalized axis.
@@ -35,7 +37,7 @@ def norm(features: int, size: int) -> Factors:
         Factors(fwd=1.0, bwd=(1.0, 0.25, 0.25))
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, appendix (layer norm).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, the rule for cut edges.
     """
     positive_sizes("norm", {"features": features, "size": size})
     if size % features:

@@ -1,8 +1,9 @@
 """Weights of residual connections, and how they vary with depth.
 
-`out = (tau * branch + skip) / (1 + tau^2)^1/2` is unit for every tau; the sequence of taus decides how much each
-branch contributes to the final sum. It is written here once so that the split (which applies the branch's
-factor to the cotangent) and the sum (which applies it to the value) cannot disagree.
+`out = (tau * branch + skip) / (1 + tau^2)^1/2` is unit for every tau; the sequence of taus decides
+how much each branch contributes to the final sum. It is written here once so that the split (which
+applies the branch's factor to the cotangent) and the sum (which applies it to the value) cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def residual(tau: float) -> ResidualFactors:
     """Return the weights of `(tau * branch + skip) / (1 + tau^2)^1/2`.
 
     Scaling:
-        Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`. Assumes independent unit branch and skip.
-        Applied to the cotangent at the split in place of the sum, the branch's factor leaves the total
-        gradient true and the gradients inside the branch unit.
+        Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`. Assumes independent unit branch
+        and skip. Applied to the cotangent at the split in place of the sum, the branch's factor
+        leaves the total gradient true and the gradients inside the branch unit.
 
     Args:
         tau: Ratio of branch to skip, positive.
@@ -61,7 +62,7 @@ def residual(tau: float) -> ResidualFactors:
         ResidualFactors(branch=0.6, skip=0.8)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 (residual layers).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, weighted addition.
         u-muP: Blake et al., 2024, arXiv 2407.17465, appendix G.
     """
     tau = positive_number("residual", "tau", tau)
@@ -81,12 +82,13 @@ def residual_taus(
 
     Scaling:
         `fixed`: `tau` for all; the default 0.5 gives a branch a fifth of the variance of the sum.
-        `running_mean`: `tau_l^2 = 1 / l`, l = 1..L, so that the embedding and all branches contribute equally.
-        `depth`: branches alternate attention, MLP, ...; with `a_mlp^2 = 2 mult^2 / (attn_ratio^2 + 1)`,
-        `a_attn^2 = attn_ratio^2 a_mlp^2` and `k = floor((l - 1) / 2)`,
-        `tau_l^2 = a_attn^2 / (L/2 + k a_attn^2 + k a_mlp^2)` for odd l and
-        `tau_l^2 = a_mlp^2 / (L/2 + (k + 1) a_attn^2 + k a_mlp^2)` for even l. The contributions of embedding,
-        one attention and one MLP branch to the final variance are then as `L/2 : a_attn^2 : a_mlp^2`.
+        `running_mean`: `tau_l^2 = 1 / l`, l = 1..L, so that the embedding and all branches
+        contribute equally.
+        `depth`: branches alternate attention, MLP, ...; with `a_mlp^2 = 2 mult^2 / (attn_ratio^2 +
+        1)`, `a_attn^2 = attn_ratio^2 a_mlp^2` and `k = floor((l - 1) / 2)`, `tau_l^2 = a_attn^2 /
+        (L/2 + k a_attn^2 + k a_mlp^2)` for odd l and `tau_l^2 = a_mlp^2 / (L/2 + (k + 1) a_attn^2 +
+        k a_mlp^2)` for even l. The contributions of embedding, one attention and one MLP branch to
+        the final variance are then as `L/2 : a_attn^2 : a_mlp^2`.
 
     Args:
         scheme: "fixed", "running_mean" or "depth".
@@ -107,7 +109,7 @@ def residual_taus(
         0.5
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, section 4.1 (fixed and running-mean).
+        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, residual schemes.
         u-muP: Blake et al., 2024, arXiv 2407.17465, appendix G (the final residual scheme).
     """
     positive_sizes("residual_taus", {"num_branches": num_branches})

@@ -1,11 +1,12 @@
 """Moments of the softmax of normal logits, exact for every size and spread.
 
-The usual estimate, `E[sum p^2] = e^(m^2) / (n + e^(m^2) - 1)`, replaces the normalizer by its mean. It is right
-while `m` is near 1 and fails when few logits dominate (at n = 64 and m = 3 the true value is about half of it).
-The normalizer can be removed exactly instead: with `Z = sum(e^z)`, `Z^-k = int s^(k-1) e^(-s Z) ds / (k-1)!`
-turns a moment of independent normal logits into a one-dimensional integral of products of one-logit
-expectations `H_k(u) = E[e^(k v - e^v)]`, `v = u + m x`, `s = e^u`. The integrands are smooth and decay fast, so
-the trapezoid rule is accurate to near machine precision.
+The usual estimate, `E[sum p^2] = e^(m^2) / (n + e^(m^2) - 1)`, replaces the normalizer by its mean.
+It is right while `m` is near 1 and fails when few logits dominate (at n = 64 and m = 3 the true
+value is a third of it). The normalizer can be removed exactly instead: with `Z = sum(e^z)`,
+`Z^-k = int s^(k-1) e^(-s Z) ds / (k-1)!` turns a moment of independent normal logits into a
+one-dimensional integral of products of one-logit expectations `H_k(u) = E[e^(k v - e^v)]`, `v = u +
+m x`, `s = e^u`. The integrands are smooth and decay fast, so the trapezoid rule is accurate to near
+machine precision.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class SoftmaxMoments(NamedTuple):
 
     Args:
         square: `E[sum p^2]`, the mean square of a p-weighted mean of independent unit values.
-        gradient: `E[sum p^2 - 2 p^3 + (sum p^2)^2]`, the summed mean square of the softmax's input gradient
-            for a unit cotangent, before the multiplier.
+        gradient: `E[sum p^2 - 2 p^3 + (sum p^2)^2]`, the summed mean square of the softmax's input
+            gradient for a unit cotangent, before the multiplier.
     """
 
     square: float
@@ -45,8 +46,8 @@ def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
         spread: Standard deviation m of the logits.
 
     Returns:
-        The moments. Above a spread of 24 they follow their first-order asymptote in `1 / m`, which is within a
-        few percent.
+        The moments. Above a spread of 24 they follow their first-order asymptote in `1 / m`, which
+        is within a few percent.
     """
     square, gradient = _moments(np.asarray([size]), spread)
     return SoftmaxMoments(float(square[0]), float(gradient[0]))
@@ -61,8 +62,8 @@ def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
         spread: Standard deviation m of the logits.
 
     Returns:
-        The averaged moments. Rows beyond the first 64 are interpolated on a geometric grid, along which the
-        moments are close to a power law.
+        The averaged moments. Rows beyond the first 64 are interpolated on a geometric grid, along
+        which the moments are close to a power law.
     """
     exact = np.arange(1, min(length, _EXACT_SIZES) + 1)
     sampled = np.round(np.geomspace(exact[-1], length, _SAMPLED_SIZES)).astype(int)

@@ -1,6 +1,7 @@
 """The rules as a table, for documentation.
 
-The rows are read from the docstrings, so that a formula is written in one place and the table cannot fall behind.
+The rows are read from the docstrings, so that a formula is written in one place and the table
+cannot fall behind.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ._attention import dot_product_attention
 from ._dropout import dropout
 from ._elementwise import elementwise, glu
 from ._embed import embed
+from ._learning_rate import umup_learning_rate
 from ._linear import conv, dense, matmul, readout
 from ._loss import mse_loss, softmax_cross_entropy
 from ._norm import norm
@@ -39,6 +41,7 @@ _RULES: tuple[Callable[..., object], ...] = (
     dot_product_attention,
     softmax_cross_entropy,
     mse_loss,
+    umup_learning_rate,
 )
 
 
@@ -60,7 +63,7 @@ def table() -> tuple[RuleRow, ...]:
     """Return name, formula and source of every rule.
 
     Returns:
-        One row per rule, in the order products, element-wise functions, sums, attention, losses.
+        One row per rule: products, element-wise functions, sums, attention, losses, learning rates.
 
     Example:
         >>> [row.formula for row in table() if row.name == "mse_loss"][0][:10]
