@@ -1,0 +1,78 @@
+"""The law on the table: the scalified value and gradient are the plain ones, whatever the input scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, to_array
+from unitscale.transforms import scalify
+
+from .table_control import TABLE, Entry
+
+SCALES = (1.0, 2.0**12, 2.0**-12)
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+def _objective(entry: Entry) -> Any:
+    """A scalar that depends on every element of a function's results."""
+
+    def objective(*args: Any) -> Any:
+        total = 0.0
+        for leaf in jax.tree.leaves(entry.function(*args)):
+            leaf = jnp.where(jnp.isfinite(leaf), leaf, 0.0) if leaf.dtype.kind == "f" else leaf
+            if leaf.dtype.kind == "f":
+                total += jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape))
+        return total
+
+    return objective
+
+
+def _both(entry: Entry) -> Any:
+    if not entry.differentiable:
+        return entry.function
+    numbers = tuple(range(len(entry.args)))
+    gradient = jax.grad(_objective(entry), argnums=numbers)
+    return lambda *args: (entry.function(*args), gradient(*args))
+
+
+def close(actual: Any, expected: Any, steps: float, what: str) -> None:
+    """Compares trees, relative to the largest finite element: that is what rounding is relative to."""
+    expected, actual = jax.tree.leaves(expected), jax.tree.leaves(actual)
+    assert len(expected) == len(actual)
+    for e, a in zip(expected, actual, strict=True):
+        e, a = np.asarray(e), np.asarray(a)
+        assert e.shape == a.shape, what
+        if e.dtype.kind not in "fc":
+            np.testing.assert_array_equal(a, e, err_msg=what)
+            continue
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(e), err_msg=what)
+        finite = np.isfinite(e)
+        np.testing.assert_array_equal(a[~finite], e[~finite].astype(a.dtype), err_msg=what)
+        size = np.max(np.abs(e[finite]), initial=0.0)
+        error = np.max(np.abs(a[finite] - e[finite]), initial=0.0)
+        assert error <= steps * EPSILON * size + 1e-30, f"{what}: {error / size / EPSILON} epsilons"
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(TABLE) >= 200
+    names = [entry.name for entry in TABLE]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: e.name)
+def test_value_and_gradient(entry: Entry) -> None:
+    program = _both(entry)
+    expected = jax.jit(program)(*entry.args)
+
+    @jax.jit
+    def scaled(scale: jax.Array, *args: jax.Array) -> Any:
+        return to_array(scalify(program)(*(ScaledArray(a / scale, scale) for a in args)))
+
+    for scale in SCALES:
+        actual = scaled(jnp.float32(scale), *entry.args)
+        close(actual, expected, entry.steps, f"{entry.name} at scale {scale}")

@@ -1,0 +1,182 @@
+"""Scales of which a program knows the formula: 2**log2 times integer powers of unknown arrays.
+
+Propagating scales through a program multiplies, divides and compares many of them, and nearly all of
+that is known while tracing: ``s * s / s`` is ``s``, and two tensors of the same formula need no
+alignment. A `LazyScale` keeps the formula and becomes an array only where data is multiplied by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+
+# The smallest normal float32: ratios stop there, so that an infinity times a ratio is no NaN.
+_SMALLEST = 2.0**-126
+
+
+class Atom:
+    """A scale of which only the array is known; two atoms are equal if they are the same object."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: jax.Array):
+        """Keeps a float32 array: a scalar, or of the rank of the data it belongs to."""
+        self.array = array
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions: 0 for a scale per tensor."""
+        return jnp.ndim(self.array)
+
+
+class LazyScale:
+    """The scale ``2**log2 * prod(atom.array**power)``.
+
+    Args:
+        log2: static exponent; whole, except where a loop corrects the drift of its data.
+        powers: power of every atom, none of them zero.
+
+    Example:
+        >>> s = LazyScale.of(jnp.float32(8))
+        >>> (s * s / s) == s, (s / s).is_static
+        (True, True)
+        >>> print((s * s).shift(-1).array())
+        32.0
+    """
+
+    __slots__ = ("_made", "log2", "powers")
+
+    def __init__(self, log2: float = 0, powers: dict[Atom, int] | None = None):
+        """Builds the scale; see the class."""
+        self.log2 = log2
+        self.powers = powers or {}
+        self._made: tuple[Any, jax.Array] | None = None
+
+    @classmethod
+    def of(cls, array: jax.Array) -> LazyScale:
+        """Returns the scale that is this array."""
+        return cls(0, {Atom(array): 1})
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a known power of two."""
+        return not self.powers
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the array that it becomes."""
+        return max((atom.ndim for atom in self.powers), default=0)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, LazyScale) and self.log2 == other.log2 and self.powers == other.powers
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.log2, frozenset(self.powers.items())))
+
+    def _combine(self, other: LazyScale, sign: int) -> LazyScale:
+        powers = dict(self.powers)
+        for atom, power in other.powers.items():
+            total = powers.pop(atom, 0) + sign * power
+            if total:
+                powers[atom] = total
+        return LazyScale(self.log2 + sign * other.log2, powers)
+
+    def __mul__(self, other: LazyScale) -> LazyScale:
+        return self._combine(other, 1)
+
+    def __truediv__(self, other: LazyScale) -> LazyScale:
+        return self._combine(other, -1)
+
+    def __pow__(self, exponent: int) -> LazyScale:
+        powers = {a: p * exponent for a, p in self.powers.items() if p * exponent}
+        return LazyScale(self.log2 * exponent, powers)
+
+    def shift(self, exponent: float) -> LazyScale:
+        """Returns the scale times ``2**exponent``."""
+        return LazyScale(self.log2 + exponent, self.powers) if exponent else self
+
+    def root(self) -> LazyScale | None:
+        """Returns the square root if it is a formula of the same kind, else None."""
+        if self.log2 % 2 or any(power % 2 for power in self.powers.values()):
+            return None
+        return LazyScale(self.log2 / 2, {a: p // 2 for a, p in self.powers.items()})
+
+    def _factors(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        above, below = [], []
+        for atom, power in self.powers.items():
+            (above if power > 0 else below).extend([atom.array] * abs(power))
+        return above, below
+
+    def array(self) -> jax.Array:
+        """Returns the scale as a float32 array, kept within the normal numbers of float32.
+
+        Multiplications and divisions alternate, so that only a product that is out of range as a
+        whole can leave it.
+        """
+        # An array made inside a loop's body must not be found outside of it.
+        level = get_opaque_trace_state(convention="flax")
+        if self._made is None or self._made[0] != level:
+            self._made = level, _product(*self._factors(), self.log2)
+        return self._made[1]
+
+
+def _halves(log2: float) -> Iterator[float]:
+    """Factors of 2**log2 that are normal float32 numbers."""
+    while abs(log2) > 120:
+        step = np.copysign(120, log2)
+        yield float(2.0**step)
+        log2 -= step
+    if log2:
+        yield float(2.0**log2)
+
+
+def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax.Array:
+    if not above and not below:
+        return np.float32(2.0 ** min(max(log2, -126), 127))  # type: ignore[return-value]
+    result = None
+    for up, down in zip_longest(above, below):
+        if up is not None:
+            result = up if result is None else lax.mul(*_ranked(result, up))
+        if down is not None:
+            one = np.float32(1) if result is None else result
+            result = lax.div(*_ranked(one, down))
+    for factor in _halves(log2):
+        result = lax.mul(result, np.float32(factor))
+    if below or log2 or len(above) > 1:
+        result = lax.max(result, np.float32(_SMALLEST))
+    if log2 > 0 or len(above) > 1 or len(below) > len(above):
+        result = lax.min(result, np.float32(2.0**127))
+    return result  # type: ignore[return-value]
+
+
+def _ranked(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Broadcasts a scalar scale against one that has dimensions, or two that differ in size."""
+    if jnp.shape(x) == jnp.shape(y) or not (jnp.ndim(x) and jnp.ndim(y)):
+        return x, y
+    return tuple(jnp.broadcast_arrays(x, y))  # type: ignore[return-value]
+
+
+def largest(x: LazyScale, y: LazyScale) -> LazyScale:
+    """Returns the scale at which two operands of a sum meet: the larger one.
+
+    For powers of two it is sqrt(x**2 + y**2) rounded to the nearest power of two, because that root
+    is at most 1.42 times the larger.
+
+    Example:
+        >>> s = LazyScale.of(jnp.float32(8))
+        >>> largest(s, s.shift(1)) == s.shift(1)
+        True
+    """
+    if x.powers == y.powers:
+        return x if x.log2 >= y.log2 else y
+    a, b = _ranked(x.array(), y.array())
+    return LazyScale.of(lax.max(lax.max(a, b), np.float32(_SMALLEST)))

@@ -1,0 +1,132 @@
+"""Which rule each primitive has: registration, look-up, and the table of all of them.
+
+Rules are registered by primitive object. A primitive that JAX exports under no public name is
+registered by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive, primitives as exported
+from jax.interpreters import ad
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one primitive acts on scaled values.
+
+    Attributes:
+        name: name of the primitive.
+        category: group of primitives that share the reasoning, such as "carrier" or "sum".
+        function: called with the interpreter, the equation and the operands; returns one value, or
+            a list of them for a primitive with several results.
+    """
+
+    name: str
+    category: str
+    function: Function
+
+
+_RULES: dict[Primitive | str, Rule] = {}
+
+
+def _resolve(name: str) -> Primitive | str:
+    for module in (exported, lax):
+        found = getattr(module, f"{name}_p", None)
+        if isinstance(found, Primitive):
+            return found
+    return name
+
+
+def register(category: str, *targets: Primitive | str) -> Callable[[Function], Function]:
+    """Registers a rule for primitives, or for the names of primitives that JAX does not export.
+
+    Args:
+        category: see `Rule`.
+        *targets: primitives, or names (``"add"``).
+
+    Returns:
+        A decorator that returns the function as it is.
+
+    Raises:
+        ValueError: if a primitive has a rule already.
+
+    Example:
+        >>> register("sum", "add")
+        Traceback (most recent call last):
+        ...
+        ValueError: unitscale.transforms.register: 'add' has a rule already, in category 'sum'...
+    """
+    resolved = [_resolve(t) if isinstance(t, str) else t for t in targets]
+    for target in resolved:
+        if target in _RULES:
+            rule = _RULES[target]
+            raise ValueError(
+                f"unitscale.transforms.register: {rule.name!r} has a rule already, in category "
+                f"{rule.category!r}; a primitive has one rule"
+            )
+
+    def add(function: Function) -> Function:
+        for target in resolved:
+            name = target if isinstance(target, str) else target.name
+            _RULES[target] = Rule(name, category, function)
+        return function
+
+    return add
+
+
+def rule_of(primitive: Primitive) -> Rule | None:
+    """Returns the rule of a primitive, or None if it is not listed."""
+    return _RULES.get(primitive) or _RULES.get(primitive.name)
+
+
+def differentiable() -> list[Primitive]:
+    """Returns the primitives that the running JAX can differentiate, sorted by name.
+
+    Those with a forward-mode or a transposition rule, and the calls that differentiation goes
+    through.
+    """
+    calls = (exported.custom_jvp_call_p, exported.custom_vjp_call_p)
+    found = {*ad.primitive_jvps, *ad.primitive_transposes, *calls}
+    return sorted(found, key=lambda p: p.name)
+
+
+def unlisted() -> list[str]:
+    """Returns the names of differentiable primitives of the running JAX that have no entry.
+
+    They still work, through the default rule; a release of the library has none.
+
+    Example:
+        >>> unlisted()
+        []
+    """
+    return [p.name for p in differentiable() if rule_of(p) is None]
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    for rule in _RULES.values():
+        summary = (rule.function.__doc__ or "").strip().splitlines()
+        yield rule.category, rule.name, summary[0] if summary else ""
+
+
+def coverage() -> str:
+    """Returns the table of primitives and their rules, as Markdown.
+
+    One section per category, one line per rule with the primitives that it serves.
+
+    Example:
+        >>> print(coverage().splitlines()[0])
+        | category | rule | primitives |
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for category, name, summary in sorted(_rows()):
+        groups.setdefault((category, summary), []).append(f"`{name}`")
+    lines = ["| category | rule | primitives |", "| --- | --- | --- |"]
+    lines += [f"| {c} | {s} | {', '.join(names)} |" for (c, s), names in groups.items()]
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""Ratios, roots and other homogeneous functions: the scale follows from the degree."""
+
+from __future__ import annotations
+
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from ..core import round_to_pow2
+from ..core._lazy_scale import LazyScale
+from ._align import align
+from ._interpreter import Interpreter
+from ._registry import register
+from ._rules_products import _shaped, pair_of, wide_operands
+from ._values import ONE, Value, data_dtype, finish, times, widen
+
+
+@register("ratio", "div")
+def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """x / y: data over data, scale over scale; a power of two among constants costs nothing."""
+    x, y = values
+    dtype = data_dtype(x, y)
+    (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
+    if y.is_plain and y.is_fill and y.const and abs(float(np.asarray(other))) == 1:
+        moved = x.data if float(np.asarray(other)) > 0 else lax.neg(x.data)
+        return Value(_shaped(moved, x, y), scale / other_scale, x.drift, dtype)
+    quotient = lax.div(*wide_operands(data, other))
+    drift = x.drift - y.drift
+    return finish(_shaped(quotient, x, y), scale / other_scale, drift, dtype, clamp=True)
+
+
+@register("ratio", "rem")
+def rem(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The remainder at the scale at which the operands meet: homogeneous of degree 1."""
+    arrays, scale, _, dtype = align(interpreter, values)
+    return finish(_shaped(lax.rem(*arrays), *values), scale, 0.0, dtype)
+
+
+@register("ratio", "atan2")
+def atan2(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The angle of the operands' data at one scale: homogeneous of degree 0."""
+    arrays, _, _, dtype = align(interpreter, values)
+    return finish(_shaped(lax.atan2(*arrays), *values), ONE, 0.0, dtype)
+
+
+@register("ratio", "sign")
+def sign(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The sign of data: homogeneous of degree 0."""
+    (x,) = values
+    return Value(lax.sign(x.data), ONE, 0.0, x.dtype)
+
+
+def _root_of(scale: LazyScale) -> tuple[LazyScale, LazyScale]:
+    """Returns a scale near the square root, and the scale over the square of that root.
+
+    A formula of even powers has its root while tracing. An odd power of two leaves a 2, and an
+    unknown array leaves the square of what a power of two does not reach, which is below 4.
+    """
+    odd = scale.log2 % 2
+    root = scale.shift(-odd).root()
+    if root is not None:
+        return root, LazyScale(odd)
+    root = LazyScale.of(round_to_pow2(lax.sqrt(scale.array()), "down"))
+    return root, scale / root / root
+
+
+@register("ratio", "sqrt", "rsqrt")
+def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The root of data; the scale is the power of two below its own root, or one over that."""
+    (x,) = values
+    scale, rest = _root_of(x.scale)
+    data = interpreter.bind(eqn, [times(widen(x.data), rest)])
+    inverse = eqn.primitive.name == "rsqrt"
+    drift = -x.drift / 2 if inverse else x.drift / 2
+    return finish(data, ONE / scale if inverse else scale, drift, x.dtype, clamp=inverse)
