@@ -1,0 +1,72 @@
+"""Which gradients a format loses: entries that are zero in float16 and not in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class Underflow(NamedTuple):
+    """Counts of gradient entries, over all parameters and batches.
+
+    `entries` in all, `lost` that are zero in float16 but not in float32, `subnormal` that are not
+    zero but below float16's least normal number, `not_finite` in float16.
+    """
+
+    entries: int
+    lost: int
+    subnormal: int
+    not_finite: int
+
+    @property
+    def lost_share(self) -> float:
+        return self.lost / self.entries
+
+    @property
+    def subnormal_share(self) -> float:
+        return self.subnormal / self.entries
+
+
+def underflow(
+    wide: nnx.GraphDef, narrow: nnx.GraphDef, params: Any, rest: Any, batches: Iterable[np.ndarray]
+) -> Underflow:
+    """Compares the gradients of one set of parameters, computed in float32 and in float16.
+
+    Args:
+      wide: The model that computes in float32.
+      narrow: The same model, computing in float16.
+      params: The float32 parameters of both.
+      rest: Other state of both.
+      batches: (batch, time + 1) int32 each; dropout is left out.
+    """
+    totals = np.zeros(4, np.int64)
+    for batch in batches:
+        totals += [int(count) for count in _counts(params, rest, batch, wide, narrow)]
+    return Underflow(*map(int, totals))
+
+
+def _counts(params, rest, batch, wide, narrow):
+    reference = jax.tree.leaves(_gradient(params, rest, batch, wide))
+    rounded = jax.tree.leaves(_gradient(params, rest, batch, narrow))
+    tiny = float(jnp.finfo(jnp.float16).tiny)
+    lost = subnormal = not_finite = 0
+    for exact, half in zip(reference, rounded, strict=True):
+        exact, half = np.asarray(exact), np.asarray(half)
+        lost += np.count_nonzero((half == 0) & (exact != 0))
+        subnormal += np.count_nonzero((half != 0) & (np.abs(half) < tiny))
+        not_finite += np.count_nonzero(~np.isfinite(half))
+    return sum(leaf.size for leaf in reference), lost, subnormal, not_finite
+
+
+@jax.jit(static_argnums=3)
+def _gradient(params, rest, batch, graphdef):
+    def loss(params):
+        model = nnx.merge(graphdef, params, rest)
+        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
+
+    return jax.grad(loss)(params)

@@ -1,0 +1,182 @@
+"""What 16 and 8 bits cost: validation loss against float32, and gradients lost in float16.
+
+    python -m recipes bench parity --data TEXT
+
+Trains `configs/gpt/parity.yaml` once for each policy, and the same GPT in plain `flax.nnx` in
+float16, all with the same seed and data and none with a loss scale. A run that is complete in
+`train.runs_dir` is used as it is, and one that was stopped is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from flax import nnx
+from rich.console import Console
+
+from ..config import Config
+from ..configfile import load_config
+from ..data import ByteTokenizer, Corpus, load_corpus
+from ..errors import RecipeError
+from ..evaluate import make_evaluation, mean_loss
+from ..gpt import build
+from ..state import load_trained
+from ..train import train
+from ._table import JsonPath, Table, publish, within
+from ._underflow import Underflow, underflow
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
+MOST_DIFFERENCE = {"float16": 0.001, "fp8": 0.005}
+LEAST_GAIN = 10.0
+GRADIENT_BATCHES = 8
+
+
+class Run(NamedTuple):
+    """A trained model, its config and its loss over all validation text."""
+
+    config: Config
+    params: Any
+    rest: Any
+    loss: float
+
+
+def main(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100"),
+    ] = None,
+    config: Annotated[str, typer.Option(help="the run to compare")] = str(CONFIG),
+    data: Annotated[str | None, typer.Option(help="text; by default Python's library")] = None,
+    plain_learning_rate: Annotated[
+        float, typer.Option(help="peak learning rate of the plain model, which has no u-muP")
+    ] = 1e-3,
+    fresh: Annotated[bool, typer.Option(help="train again what is there already")] = False,
+    json: JsonPath = None,
+) -> None:
+    """Prints validation loss by number format, and the share of gradients lost in float16."""
+    words = [*(overrides or ()), *([] if data is None else [f"data.path={data}"])]
+    console = Console()
+    wanted = {policy: _config(config, words, policy) for policy in ("float32", "float16", "fp8")}
+    wanted["plain"] = _config(
+        config,
+        [
+            *words,
+            "model.library=plain",
+            "optimizer.umup=false",
+            "optimizer.weight_decay=0.0",
+            f"optimizer.learning_rate={plain_learning_rate}",
+        ],
+        "float16",
+        "plain-float16",
+    )
+    corpus = load_corpus(wanted["float32"].data, ByteTokenizer())
+    runs = {name: _run(one, corpus, fresh, console) for name, one in wanted.items()}
+    batches = list(corpus.validation(GRADIENT_BATCHES))
+    ours, plain = (lost_gradients(runs[name], batches) for name in ("float16", "plain"))
+    steps = wanted["float32"].train.steps
+    notes = [
+        f"{steps} steps of {Path(config).name}, seed {wanted['float32'].seed}, no loss scale; loss "
+        f"over all {sum(1 for _ in corpus.validation())} validation batches.",
+        f"Gradients: all parameters, {len(batches)} batches; both formats from the same float32 "
+        "parameters. The end is that of each library's own float16 run.",
+    ]
+    publish("parity", [losses(runs), gradients(ours, plain)], json, notes)
+
+
+def _config(path: str, words: Iterable[str], policy: str, suffix: str | None = None) -> Config:
+    base = load_config(path, list(words))
+    name = f"name={base.name}-{suffix or policy}"
+    return load_config(path, [*words, f"policy={policy}", name, "train.sample_tokens=0"])
+
+
+def _run(config: Config, corpus: Corpus, fresh: bool, console: Console) -> Run:
+    """Trains, resumes, or reads a finished run; measures the loss over all validation text."""
+    outcome = train(config, fresh=fresh, console=console)
+    if outcome.signal is not None:
+        raise RecipeError(
+            f"stopped by signal {outcome.signal}; run the same command to resume",
+            exit_code=128 + outcome.signal,
+        )
+    graphdef, state = load_trained(config, lambda message: console.print(message, markup=False))
+    loss = mean_loss(make_evaluation(graphdef), state.params, state.rest, corpus.validation())
+    return Run(config, state.params, state.rest, loss)
+
+
+def losses(runs: dict[str, Run]) -> Table:
+    """Validation loss of each run, and its distance to float32."""
+    reference = runs["float32"].loss
+    rows = []
+    for name, run in runs.items():
+        row: dict[str, Any] = {
+            "library": "plain flax.nnx" if name == "plain" else "unitscale",
+            "policy": run.config.policy,
+            "validation loss": run.loss,
+        }
+        if name in MOST_DIFFERENCE:
+            most, difference = MOST_DIFFERENCE[name], run.loss / reference - 1
+            row["over float32"] = difference
+            row["asked"] = f"within {most:.1%}"
+            row["within"] = within(difference, (-most, most))
+        rows.append(row)
+    columns = {
+        "library": "",
+        "policy": "",
+        "validation loss": ".5f",
+        "over float32": "+.3%",
+        "asked": "",
+        "within": "",
+    }
+    return Table("Validation loss in nats per byte", columns, rows)
+
+
+def lost_gradients(run: Run, batches: list) -> dict[str, Underflow]:
+    """Underflow of a float16 run's gradients, with its first parameters and with its last."""
+    half = build(run.config)
+    full = build(run.config.model_copy(update={"policy": "float32"}))
+    narrow, params, rest = nnx.split(half, nnx.Param, ...)
+    wide = nnx.graphdef(full)
+    ends = {"at initialisation": (params, rest), "at the end": (run.params, run.rest)}
+    return {when: underflow(wide, narrow, *state, batches) for when, state in ends.items()}
+
+
+def gradients(ours: dict[str, Underflow], plain: dict[str, Underflow]) -> Table:
+    """Share of gradient entries that float16 loses, ours beside plain flax.nnx."""
+    rows = []
+    for when, own in ours.items():
+        other = plain[when]
+        gain = other.lost_share / own.lost_share if own.lost else float("inf")
+        if not other.lost:
+            gain = float("nan")  # nothing was lost, so nothing can be gained
+        for library, one in (("unitscale", own), ("plain flax.nnx", other)):
+            row: dict[str, Any] = {
+                "when": when,
+                "library": library,
+                "entries": one.entries,
+                "lost": one.lost,
+                "share lost": one.lost_share,
+                "share subnormal": one.subnormal_share,
+                "not finite": one.not_finite,
+            }
+            if library == "unitscale":
+                row |= {
+                    "times smaller": gain,
+                    "asked": f">= {LEAST_GAIN:g}",
+                    "within": within(gain, (LEAST_GAIN, None)),
+                }
+            rows.append(row)
+    columns = {
+        "when": "",
+        "library": "",
+        "entries": ",d",
+        "lost": ",d",
+        "share lost": ".4%",
+        "share subnormal": ".4%",
+        "not finite": ",d",
+        "times smaller": ".1f",
+        "asked": "",
+        "within": "",
+    }
+    return Table("Gradient entries that are zero in float16 and not in float32", columns, rows)
