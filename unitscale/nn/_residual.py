@@ -15,7 +15,8 @@ class Residual(nnx.Module):
 
     Scaling:
         `ops.residual`: unit output for unit branch and skip; the branch's own gradients are unit
-        scaled, because its weight tau is applied where the branch begins.
+        scaled, because its weight tau is applied where the branch begins. The sum keeps the dtype
+        of the input, whatever the branch computes in.
 
     Args:
         branch: a module (or function) that keeps the shape of its input.

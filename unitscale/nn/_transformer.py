@@ -10,7 +10,7 @@ from ._attention import KVCache, MultiHeadAttention
 from ._mlp import MLP, Activation
 from ._norm import LayerNorm, RMSNorm
 from ._param import set_depth
-from ._policy import PolicyLike
+from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
 NormPlacement = Literal["pre", "post", "none"]
@@ -88,6 +88,7 @@ class TransformerLayer(nnx.Module):
         _choice("norm", norm, NormKind)
         _choice("norm_placement", norm_placement, NormPlacement)
         self.norm_placement, self.taus = norm_placement, tuple(map(float, taus))
+        self.policy = as_policy(policy)
 
         def normalization():
             if norm_placement == "none":
@@ -132,7 +133,7 @@ class TransformerLayer(nnx.Module):
     ) -> ScaledArray:
         """Maps (batch, time, features) to the same shape; arguments as for the attention."""
         x = self._branch(
-            x,
+            self.policy.activation(x),
             0,
             lambda h: self.attention(
                 h, mask=mask, positions=positions, deterministic=deterministic
@@ -149,7 +150,7 @@ class TransformerLayer(nnx.Module):
             caches.append(longer)
             return y
 
-        x = self._branch(x, 0, attend)
+        x = self._branch(self.policy.activation(x), 0, attend)
         return self._branch(x, 1, lambda h: self.mlp(h, deterministic=True)), caches[0]
 
     def _branch(self, x, index: int, fn) -> ScaledArray:

@@ -1,0 +1,65 @@
+"""Every layer of `unitscale.nn` once: what the tests of all layers run over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from unitscale import nn
+
+
+class Layer(NamedTuple):
+    make: Callable[..., Any]  # of policy and rngs
+    shape: tuple[int, ...]  # of its input, without the batch
+
+    def input(self, batch: int = 2, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+        x = np.random.default_rng(seed).normal(size=(batch, *self.shape))
+        return jnp.asarray(x, dtype)
+
+
+WIDTH = 8
+
+LAYERS: dict[str, Layer] = {
+    "dense": Layer(lambda **k: nn.Dense(WIDTH, 6, **k), (WIDTH,)),
+    "readout": Layer(lambda **k: nn.Readout(WIDTH, 6, use_bias=True, **k), (WIDTH,)),
+    "conv": Layer(lambda **k: nn.Conv(4, 6, (3,), 2, **k), (7, 4)),
+    "layer_norm": Layer(lambda **k: nn.LayerNorm(WIDTH, **k), (WIDTH,)),
+    "rms_norm": Layer(lambda **k: nn.RMSNorm(WIDTH, **k), (WIDTH,)),
+    "positions": Layer(lambda **k: nn.PositionalEmbed(6, WIDTH, **k), (5, WIDTH)),
+    "mlp": Layer(lambda **k: nn.MLP(WIDTH, 12, **k), (WIDTH,)),
+    "gated": Layer(lambda **k: nn.MLP(WIDTH, 12, activation="silu_glu", **k), (WIDTH,)),
+    "attention": Layer(
+        lambda **k: nn.MultiHeadAttention(4, WIDTH, num_kv_heads=2, is_causal=True, **k),
+        (5, WIDTH),
+    ),
+    "residual": Layer(
+        lambda **k: nn.Residual(nn.Dense(WIDTH, WIDTH, **k), tau=0.5, depth=6), (WIDTH,)
+    ),
+    "layer": Layer(
+        lambda **k: nn.TransformerLayer(WIDTH, 2, 12, depth=6, rotary_base=100.0, **k), (5, WIDTH)
+    ),
+    "stack": Layer(
+        lambda **k: nn.TransformerStack(
+            1, WIDTH, 2, 12, remat=True, norm="layer", norm_placement="post", **k
+        ),
+        (5, WIDTH),
+    ),
+}
+
+
+def make(name: str, policy: Any = "float32", seed: int = 0) -> tuple[Any, Layer]:
+    layer = LAYERS[name]
+    return layer.make(policy=policy, rngs=nnx.Rngs(seed)), layer
+
+
+def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
+    """Parameters by dotted path."""
+    return {
+        ".".join(map(str, path)): variable
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.gradients import jit
+from unitscale import nn, rules
+
+WIDTH, HEADS, TIME = 16, 4, 6
+
+
+def attention(**options) -> nn.MultiHeadAttention:
+    return nn.MultiHeadAttention(HEADS, WIDTH, **options, rngs=nnx.Rngs(0))
+
+
+def inputs(time: int = TIME, features: int = WIDTH, seed: int = 0, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (2, time, features), dtype)
+
+
+def reference(layer, x, source=None, *, mask=None, kv_heads=HEADS) -> np.ndarray:
+    """The layer in float64 NumPy."""
+    source = x if source is None else source
+
+    def affine(dense, x):
+        kernel = np.asarray(dense.kernel.get_value(), np.float64)
+        return np.asarray(x, np.float64) @ kernel / kernel.shape[0] ** 0.5
+
+    def heads(x, count):
+        return x.reshape(*x.shape[:-1], count, -1)
+
+    q = heads(affine(layer.query, x), HEADS)
+    k, v = (heads(affine(d, source), kv_heads) for d in (layer.key, layer.value))
+    k, v = (np.repeat(a, HEADS // kv_heads, axis=2) for a in (k, v))
+    logits = np.einsum("bthd,bshd->bhts", q, k) * layer.mult / q.shape[-1]
+    allowed = np.ones(logits.shape[-2:], bool) if mask is None else mask
+    weights = np.where(allowed, np.exp(logits), 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+    length = logits.shape[-1] if layer.max_length is None else layer.max_length
+    factor = rules.dot_product_attention(
+        q.shape[-1], length, is_causal=layer.is_causal, mult=layer.mult
+    ).fwd
+    y = factor * np.einsum("bhts,bshd->bthd", weights, v)
+    return affine(layer.out, y.reshape(*y.shape[:2], -1))
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads"),
+    [
+        ({}, HEADS),
+        ({"is_causal": True, "mult": 3.0}, HEADS),
+        ({"num_kv_heads": 2, "max_length": 20}, 2),
+        ({"num_kv_heads": 1, "is_causal": True, "qkv_features": 32, "out_features": 5}, 1),
+    ],
+)
+def test_self_attention(options, kv_heads) -> None:
+    layer, x = attention(**options), inputs()
+    mask = np.tril(np.ones((TIME, TIME), bool)) if layer.is_causal else None
+    expected = reference(layer, x, mask=mask, kv_heads=kv_heads)
+    np.testing.assert_allclose(layer(x).value, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cross_attention_and_mask() -> None:
+    layer, x, source = attention(in_kv_features=7), inputs(), inputs(9, 7, seed=1)
+    mask = np.random.default_rng(0).random((TIME, 9)) < 0.6
+    mask[:, 0] = True
+    expected = reference(layer, x, source, mask=mask)
+    np.testing.assert_allclose(layer(x, source, mask=mask).value, expected, rtol=1e-4, atol=1e-4)
+    values = inputs(9, 7, seed=2)
+    again = layer(x, source, values, mask=mask).value
+    assert not np.allclose(again, expected, atol=0.1)
+
+
+def test_rotary_positions_are_relative() -> None:
+    layer, x = attention(rotary_base=30.0, is_causal=True), inputs()
+    plain = layer(x).value
+    shifted = layer(x, positions=jnp.arange(TIME) + 11).value
+    np.testing.assert_allclose(shifted, plain, rtol=1e-4, atol=1e-4)
+    per_item = layer(x, positions=jnp.arange(TIME) + jnp.array([[0], [5]])).value
+    np.testing.assert_allclose(per_item, plain, rtol=1e-4, atol=1e-4)
+    stretched = layer(x, positions=3 * jnp.arange(TIME)).value
+    assert not np.allclose(stretched, plain, atol=1e-2)
+
+
+def test_causality_through_gradients() -> None:
+    """No gradient from a token to a later one; every earlier one has some."""
+    layer, x = attention(is_causal=True, rotary_base=30.0), inputs()
+    jacobian = jit(jax.jacrev(lambda x: layer(x).value.sum(-1)))(x)
+    reach = np.abs(jacobian).sum(-1)[0, :, 0]
+    assert (reach[np.triu_indices(TIME, 1)] == 0).all()
+    assert (reach[np.tril_indices(TIME)] > 0).all()
+    assert np.abs(jacobian).sum(-1)[0, :, 1].max() == 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scale(is_causal, assert_rms) -> None:
+    """Unit output; the input gradient is that of the values and of the softmax together."""
+    time, head_dim = 32, 16
+    free = rules.dot_product_attention(head_dim, time, is_causal=is_causal, constraint=None)
+    logits = free.fwd / free.bwd[0]
+    assert_rms(
+        lambda rngs: nn.MultiHeadAttention(2, 32, is_causal=is_causal, rngs=rngs),
+        (2, time, 32),
+        grad=(1 + 2 * logits**2) ** 0.5,
+        bias=0.1,  # logits are normal only for infinitely wide heads
+        trials=64,
+    )
+
+
+CACHED = {
+    "plain": {},
+    "rope": {"rotary_base": 30.0},
+    "grouped": {"num_kv_heads": 2, "rotary_base": 30.0, "mult": 2.0},
+}
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_gives_what_the_uncached_layer_gives(name, policy) -> None:
+    layer = attention(is_causal=True, max_length=TIME, policy=policy, **CACHED[name])
+    x = inputs()
+    uncached = np.asarray(jit(lambda x: layer(x).value)(x), np.float64)
+    # A longer cache than the sequence: unwritten slots are not attended to.
+    for chunks in ((1,) * TIME, (3, 1, 2), (TIME,)):
+        step = jit(lambda x, cache: layer.decode(x, cache))
+        cache, start, parts = layer.init_cache(2, 9), 0, []
+        for size in chunks:
+            y, cache = step(x[:, start : start + size], cache)
+            parts.append(np.asarray(y.value, np.float64))
+            start += size
+        assert int(cache.length) == TIME
+        assert cache.key.dtype == layer.policy.compute_dtype
+        # Both compute in float32 and round a few times to the policy's type.
+        tolerance = 16 * float(jnp.finfo(policy).eps)
+        np.testing.assert_allclose(
+            np.concatenate(parts, 1), uncached, rtol=tolerance, atol=4 * tolerance
+        )
+
+
+def test_a_full_cache_gives_nan_and_not_wrong_tokens() -> None:
+    layer, x = attention(is_causal=True, max_length=TIME), inputs()
+    cache = layer.init_cache(2, 4)
+    y, cache = layer.decode(x[:, :3], cache)
+    assert np.isfinite(y.value).all()
+    y, _ = layer.decode(x[:, 3:5], cache)
+    assert np.isnan(y.value).all()
+    with pytest.raises(ValueError, match=r"KVCache: expected keys .*'at most 4'.*got \(2, 5"):
+        layer.decode(x[:, :5], layer.init_cache(2, 4))
+    with pytest.raises(ValueError, match=r"KVCache: expected keys .*\(3, .*got \(2, 1"):
+        layer.decode(x[:, :1], layer.init_cache(3, 4))
+
+
+def test_dropout_on_the_weights_follows_train_and_eval() -> None:
+    layer = nn.MultiHeadAttention(
+        HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1)
+    )
+    x = inputs()
+    first, second = layer(x).value, layer(x).value
+    assert not np.array_equal(first, second)
+    quiet = layer(x, deterministic=True).value
+    layer.eval()
+    np.testing.assert_array_equal(layer(x).value, quiet)
+    layer.train()
+    assert not np.array_equal(layer(x).value, quiet)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: attention(qkv_features=18), "num_heads must divide qkv_features; got .* 4.* 18"),
+        (lambda: attention(num_kv_heads=3), "num_kv_heads must divide num_heads; got .* 3.* 4"),
+        (
+            lambda: attention(qkv_features=12, rotary_base=10.0),
+            "rotary positions need an even head size; got 3",
+        ),
+        (lambda: attention(max_length=9).init_cache(1, 9), "a cache needs is_causal=True"),
+        (lambda: attention(is_causal=True).init_cache(1, 9), "a cache needs max_length="),
+        (lambda: attention()(inputs(features=9)), r"kernel must be \(in, out\)"),
+    ],
+)
+def test_errors(call, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_decode_checks_as_init_cache_does() -> None:
+    cache = attention(is_causal=True, max_length=9).init_cache(2, 9)
+    with pytest.raises(ValueError, match="a cache needs is_causal=True"):
+        attention().decode(inputs(), cache)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.gradients import jit
+from unitscale import nn
+
+# arguments of both constructors, options, spatial shape of the input
+CASES = {
+    "1d": ((4, 6, 3), {}, (9,)),
+    "sequence": ((4, 6, (3,)), {"strides": 2, "padding": "VALID"}, (9,)),
+    "causal": ((4, 6, (3,)), {"padding": "CAUSAL", "kernel_dilation": 2}, (9,)),
+    "pairs": ((4, 6, (3, 2)), {"padding": ((1, 0), (0, 2)), "kernel_dilation": (2, 1)}, (6, 5)),
+    "grouped": ((4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (6, 5)),
+    "depthwise": ((4, 4, (3,)), {"feature_group_count": 4}, (9,)),
+    "3d": ((4, 6, (2, 2, 2)), {}, (3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conv_is_the_layer_of_flax_over_the_root_of_its_fan_in(name) -> None:
+    args, options, spatial = CASES[name]
+    ours = nn.Conv(*args, **options, rngs=nnx.Rngs(0))
+    flax = nnx.Conv(*args, **options, rngs=nnx.Rngs(0))
+    assert flax.kernel.shape == ours.kernel.shape
+    flax.kernel.set_value(ours.kernel.get_value() / ours.kernel.fan_in**0.5)
+    if ours.bias is not None:
+        ours.bias.set_value(jnp.arange(float(args[1])))
+        flax.bias.set_value(ours.bias.get_value())
+    x = jax.random.normal(jax.random.key(0), (2, *spatial, 4))
+    found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_unit_scale(assert_rms) -> None:
+    """Without padding, whose zeros would leave fewer terms; the border has fewer taps back."""
+    length, kernel, features = 64, 3, 16
+    kept = (length - kernel + 1) / length
+    assert_rms(
+        lambda rngs: nn.Conv(features, features, (kernel,), padding="VALID", rngs=rngs),
+        (4, length, features),
+        grad=kept**0.5,
+    )
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"feature_group_count must divide .*; got 3, 4, 6"):
+        nn.Conv(4, 6, (3,), feature_group_count=3, rngs=nnx.Rngs(0))
+    layer = nn.Conv(4, 6, (3,), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x must be \(batch, \*spatial, in\)"):
+        layer(jnp.ones((2, 9, 5)))
+    with pytest.raises(ValueError, match=r"x must be \(batch, \*spatial, in\)"):
+        layer(jnp.ones((2, 9, 9, 4)))
+    with pytest.raises(ValueError, match=r"padding must be 'SAME', 'VALID', 'CAUSAL'.*got 'FULL'"):
+        nn.Conv(4, 6, (3,), padding="FULL", rngs=nnx.Rngs(0))(jnp.ones((2, 9, 4)))

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.nn.table import LAYERS, make, parameters
+from unitscale import nn
+from unitscale.core import ScaledArray
+from unitscale.nn._param import constant, read, set_depth, weight
+
+# Per layer: parameter -> (role, fan_in, fan_out, depth).
+METADATA = {
+    "dense": {"kernel": ("weight", 8, 6, 1), "bias": ("bias", 1, 6, 1)},
+    "readout": {"kernel": ("readout", 8, 6, 1), "bias": ("bias", 1, 6, 1)},
+    "conv": {"kernel": ("weight", 12, 18, 1), "bias": ("bias", 1, 6, 1)},
+    "layer_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},
+    "rms_norm": {"gain": ("norm", 1, 8, 1)},
+    "positions": {"embedding": ("embedding", 6, 8, 1)},
+    "residual": {"branch.kernel": ("weight", 8, 8, 6), "branch.bias": ("bias", 1, 8, 6)},
+    "mlp": {
+        "up.kernel": ("weight", 8, 12, 1),
+        "up.bias": ("bias", 1, 12, 1),
+        "down.kernel": ("weight", 12, 8, 1),
+        "down.bias": ("bias", 1, 8, 1),
+    },
+}
+
+
+def metadata(parameter: nnx.Param) -> tuple:
+    return (parameter.role, parameter.fan_in, parameter.fan_out, parameter.depth)
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata(name) -> None:
+    found = {path: metadata(p) for path, p in parameters(make(name)[0]).items()}
+    assert found == METADATA[name]
+
+
+def test_groups_divide_the_fans_of_a_convolution() -> None:
+    layer = nn.Conv(4, 8, (3, 2), feature_group_count=2, rngs=nnx.Rngs(0))
+    assert metadata(layer.kernel) == ("weight", 12, 24, 1)
+    assert layer.kernel.shape == (3, 2, 2, 8)
+
+
+def test_a_table_of_embeddings_has_its_role() -> None:
+    assert metadata(nn.Embed(10, 4, rngs=nnx.Rngs(0)).embedding) == ("embedding", 10, 4, 1)
+
+
+def test_depth_is_on_every_parameter_of_a_stack_and_on_none_outside() -> None:
+    for placement in ("pre", "post"):
+        stack = nn.TransformerStack(3, 8, 2, norm_placement=placement, rngs=nnx.Rngs(0))
+        roles = {(p.role, p.depth) for p in parameters(stack).values()}
+        assert roles == {("weight", 6), ("bias", 6), ("norm", 6)}
+    for name in set(LAYERS) - {"residual", "layer", "stack"}:
+        assert {p.depth for p in parameters(make(name)[0]).values()} == {1}
+
+
+def test_metadata_outlives_split_merge_and_update() -> None:
+    model, _ = make("residual")
+    graphdef, state = nnx.split(model)
+    again = nnx.merge(graphdef, state)
+    nnx.update(again, nnx.state(model))
+    assert {p: metadata(v) for p, v in parameters(again).items()} == METADATA["residual"]
+
+
+def test_weights_are_standard_normal_in_the_dtype_of_the_policy() -> None:
+    policy = nn.Policy(param_dtype="bfloat16")
+    p = weight(nnx.Rngs(0), (200, 300), policy, fan_in=200, fan_out=300)
+    values = np.asarray(p.get_value(), np.float64)
+    assert p.dtype == jnp.bfloat16
+    # Five standard errors of the mean, the variance and the fourth moment of 60,000 normals.
+    n = values.size
+    assert abs(values.mean()) < 5 / n**0.5
+    assert abs((values**2).mean() - 1) < 5 * (2 / n) ** 0.5 + 2**-8
+    assert abs((values**4).mean() - 3) < 5 * (96 / n) ** 0.5 + 3 * 2**-7
+    other = weight(nnx.Rngs(1), (200, 300), policy, fan_in=200, fan_out=300)
+    assert not np.array_equal(values, np.asarray(other.get_value(), np.float64))
+
+
+def test_constants_hold_their_value() -> None:
+    p = constant(0.5, (3,), nn.Policy(param_dtype="float16"), role="norm")
+    np.testing.assert_array_equal(p.get_value(), np.full(3, 0.5, np.float16))
+
+
+def test_unknown_roles_are_internal_errors() -> None:
+    with pytest.raises(AssertionError, match="unknown role gain"):
+        constant(1.0, (3,), nn.Policy(), role="gain")
+    with pytest.raises(AssertionError, match="unknown role kernel"):
+        weight(nnx.Rngs(0), (3, 3), nn.Policy(), role="kernel", fan_in=3, fan_out=3)
+
+
+def test_set_depth_reaches_nested_modules() -> None:
+    model = nnx.List([nn.MLP(4, 8, rngs=nnx.Rngs(0)), nn.RMSNorm(4)])
+    set_depth(model, 12)
+    assert {p.depth for p in parameters(model).values()} == {12}
+
+
+def test_read_makes_a_special_zero_real() -> None:
+    assert read(None) is None
+    p = nnx.Param(ScaledArray(jnp.zeros(3), 0), role="bias", fan_in=1, fan_out=3, depth=1)
+    value = read(p)
+    assert value.scale == 1
+    np.testing.assert_array_equal(value.data, np.zeros(3))
+    scaled = ScaledArray(jnp.ones(3), 2.0)
+    assert float(read(nnx.Param(scaled)).scale) == 2.0

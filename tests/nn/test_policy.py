@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.nn.table import make
+from unitscale import nn
+from unitscale.core import ScaledArray
+from unitscale.quant import MatmulConfig
+
+
+def test_presets() -> None:
+    expected = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+    for name, compute in expected.items():
+        policy = nn.as_policy(name)
+        assert (policy.param_dtype, policy.compute_dtype) == ("float32", compute)
+        assert policy.matmul is None
+    fp8 = nn.as_policy("fp8")
+    assert (fp8.param_dtype, fp8.compute_dtype) == ("float32", "bfloat16")
+    assert fp8.matmul == MatmulConfig()
+    assert fp8.exempt == {"readout"}
+    assert set(nn.PRESETS) == {*expected, "fp8"}
+
+
+def test_a_policy_is_returned_as_it_is() -> None:
+    policy = nn.Policy(compute_dtype="float16")
+    assert nn.as_policy(policy) is policy
+    assert hash(policy) == hash(nn.Policy(compute_dtype=jnp.float16))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.compute_dtype = "float32"
+
+
+@pytest.mark.parametrize(
+    ("make_policy", "error", "match"),
+    [
+        (lambda: nn.as_policy("fp16"), ValueError, "must be one of float32, .*; got 'fp16'"),
+        (lambda: nn.as_policy("bfloat"), ValueError, "Did you mean 'bfloat16'"),
+        (lambda: nn.as_policy(None), TypeError, "a Policy or a preset's name; got None"),
+        (lambda: nn.Policy(param_dtype="int32"), ValueError, "floating-point format; got int32"),
+        (
+            lambda: nn.Policy(compute_dtype="float8_e4m3fn"),
+            ValueError,
+            "compute_dtype must have 16 bits or more; got 'float8_e4m3fn'. FP8 belongs into matmul",
+        ),
+        (
+            lambda: nn.Policy(param_dtype="E5M7"),
+            ValueError,
+            "param_dtype must have 16 bits or more",
+        ),
+        (
+            lambda: nn.Policy(exempt=frozenset({"readout", "head"})),
+            ValueError,
+            "exempt must be among weight, bias, norm, readout, embedding; got head",
+        ),
+    ],
+)
+def test_errors(make_policy, error, match) -> None:
+    with pytest.raises(error, match=match):
+        make_policy()
+
+
+def test_activation_casts_floats_and_leaves_the_rest() -> None:
+    policy = nn.Policy(compute_dtype="float16")
+    assert policy.activation(jnp.ones(2)).dtype == jnp.float16
+    assert policy.activation(jnp.arange(2)).dtype == jnp.int32
+    scaled = policy.activation(ScaledArray(jnp.ones(2), 4.0))
+    assert (scaled.dtype, float(scaled.scale)) == (jnp.float16, 4.0)
+
+
+def residuals(model: nnx.Module, x: jax.Array) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what the backward pass keeps of one call."""
+    graphdef, params = nnx.split(model)
+    _, vjp = jax.vjp(lambda p, x: nnx.merge(graphdef, p)(x).data, params, x)
+    return [(a.shape, a.dtype.name) for a in jax.tree.leaves(vjp)]
+
+
+@pytest.mark.parametrize("cotangent", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_operands_are_saved_in_fp8_and_nothing_wider(cotangent) -> None:
+    policy = nn.Policy(compute_dtype="bfloat16", matmul=MatmulConfig(cotangent=cotangent))
+    layer = nn.Dense(16, 24, policy=policy, rngs=nnx.Rngs(0))
+    saved = residuals(layer, jnp.ones((32, 16), jnp.bfloat16))
+    large = sorted(entry for entry in saved if entry[0] != (0,) and len(entry[0]) == 2)
+    assert large == [((16, 24), "float8_e4m3fn"), ((32, 16), "float8_e4m3fn")]
+
+
+def test_in_16_bits_operands_are_saved_in_16_bits() -> None:
+    for name in ("float16", "bfloat16"):
+        layer = nn.Dense(16, 24, policy=name, rngs=nnx.Rngs(0))
+        saved = residuals(layer, jnp.ones((32, 16)))
+        assert {dtype for shape, dtype in saved if len(shape) == 2} == {name}
+
+
+@pytest.mark.parametrize("cotangent", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_cotangent_is_quantized_to_the_format_of_the_policy(cotangent) -> None:
+    policy = nn.Policy(compute_dtype="bfloat16", matmul=MatmulConfig(cotangent=cotangent))
+    layer = nn.Dense(16, 24, policy=policy, rngs=nnx.Rngs(0))
+    text = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x).data)))(jnp.ones((2, 16))))
+    assert ("f8_e5m2" in text) == (cotangent == "float8_e5m2")
+
+
+def products(layer: nnx.Module, x: jax.Array) -> str:
+    return str(jax.make_jaxpr(lambda x: layer(x).data)(x))
+
+
+def test_exempt_roles_compute_in_16_bits() -> None:
+    x = jnp.ones((2, 8), jnp.bfloat16)
+    dense, readout = make("dense", "fp8")[0], make("readout", "fp8")[0]
+    embed = nn.Embed(6, 8, policy="fp8", rngs=nnx.Rngs(0))
+    assert "f8_e4m3fn" in products(dense, x)
+    assert "f8_e4m3fn" not in products(readout, x)
+    assert "f8_e4m3fn" not in str(jax.make_jaxpr(lambda x: embed.attend(x).data)(x))
+    none_exempt = dataclasses.replace(nn.as_policy("fp8"), exempt=frozenset())
+    assert "f8_e4m3fn" in products(make("readout", none_exempt)[0], x)
+    all_exempt = dataclasses.replace(nn.as_policy("fp8"), exempt=frozenset({"weight"}))
+    assert "f8_e4m3fn" not in products(make("dense", all_exempt)[0], x)
+
+
+def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:
+    """Rounding float32 to bfloat16 first would round twice."""
+    layer = nn.Dense(1, 1, use_bias=False, policy="fp8", rngs=nnx.Rngs(0))
+    # Just above the midpoint of 1 and 1.125: bfloat16 would make it the midpoint, rounded to 1.
+    layer.kernel.set_value(jnp.full((1, 1), 1.0625 + 2**-12, jnp.float32))
+    assert float(layer(jnp.ones((1, 1))).data[0, 0]) == 1.125
+    layer.kernel.set_value(jnp.full((1, 1), 1.0625, jnp.float32))
+    assert float(layer(jnp.ones((1, 1))).data[0, 0]) == 1.0
