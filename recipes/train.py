@@ -30,7 +30,7 @@ from .gpt import build
 from .metrics import Metrics
 from .optimizer import make_schedule
 from .plots import plot_loss, plot_rms
-from .probe import Reading, probe
+from .probe import probe
 from .progress import Reporter
 from .rundir import open_run
 from .signals import StopRequest
@@ -143,7 +143,8 @@ class _Run:
                     if index == start and settings.log_every > 1:
                         jax.block_until_ready(values)  # keeps compilation out of the speed
                         clock, clock_step = time.perf_counter(), done
-                    ending = done == settings.steps or stop.signal is not None
+                    stopping = stop.signal is not None  # asked once, so that a stop is saved
+                    ending = done == settings.steps or stopping
                     if done % settings.log_every == 0 or ending:
                         loss = float(values["loss"])  # waits for the device
                         self._check_finite(done, recent, report)
@@ -159,7 +160,7 @@ class _Run:
                         report.report(done, loss, speed)
                         clock, clock_step, paused = time.perf_counter(), done, 0.0
                     pause = time.perf_counter()
-                    if done % settings.eval_every == 0 and stop.signal is None:
+                    if done % settings.eval_every == 0 and not stopping:
                         validation = self.validation_loss()
                         metrics.write(done, validation_loss=validation)
                         report.say(f"step {done}  validation loss {validation:.4f}")
@@ -167,11 +168,11 @@ class _Run:
                         self._check_finite(done, recent, report)
                         self.save(done)
                     paused += time.perf_counter() - pause
-                    if stop.signal is not None:
-                        return stop.signal
+                    if stopping:
+                        break
+                return stop.signal
         finally:
             metrics.close()
-        return None
 
     def save(self, step: int) -> None:
         facts = {"policy": self.config.policy, "text": self.corpus.digest}
@@ -241,8 +242,7 @@ def _finish(run: _Run, tokenizer: ByteTokenizer, say) -> Outcome:
     """Validation loss, plots and a sample of a run that has done all its steps."""
     config, step = run.config, int(run.state.step)
     validation = run.validation_loss()
-    plot_loss(run.folder)
-    plot_rms(run.folder, _readings(run))
+    plot_run(run)
     say(f"validation loss {validation:.4f} nats per token, {validation / np.log(2):.4f} bits")
     if config.train.sample_tokens:
         text = sample_text(
@@ -258,8 +258,13 @@ def _finish(run: _Run, tokenizer: ByteTokenizer, say) -> Outcome:
     return Outcome(run.folder, step, validation, None)
 
 
-def _readings(run: _Run) -> dict[str, Reading]:
-    batch = next(iter(run.corpus.validation(1)))
-    labelled = {"at initialisation": build(run.config)}
-    labelled[f"after {int(run.state.step)} steps"] = run.model()
-    return {label: probe(model, batch[:, :-1], batch[:, 1:]) for label, model in labelled.items()}
+def plot_run(run: _Run) -> None:
+    """Draws the losses, and the RMS of all layers before and after training."""
+    batch = next(run.corpus.validation(1))
+    models = {"at initialisation": build(run.config)}
+    models[f"after {int(run.state.step)} steps"] = run.model()
+    plot_loss(run.folder)
+    plot_rms(
+        run.folder,
+        {label: probe(model, batch[:, :-1], batch[:, 1:]) for label, model in models.items()},
+    )

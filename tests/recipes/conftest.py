@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
@@ -15,19 +16,28 @@ from recipes.configfile import load_config
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(200))
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of the same shape, of which there are many here, are compiled once."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
-@pytest.fixture
-def config_file(tmp_path: Path, text_file: Path) -> Path:
-    """A complete config, on disk."""
+def write_config(folder: Path) -> Path:
+    """Writes a text and a complete config into a folder; returns the path of the config."""
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     tree: dict[str, Any] = {
         "name": "tiny",
-        "data": {"path": str(text_file), "sequence_length": 16, "batch_size": 4},
+        "data": {"path": str(folder / "text.txt"), "sequence_length": 16, "batch_size": 4},
         "model": {"library": "plain", "width": 16, "layers": 1, "heads": 2, "dropout": 0.1},
         "optimizer": {"umup": False, "learning_rate": 1e-2},
         "train": {
@@ -37,12 +47,22 @@ def config_file(tmp_path: Path, text_file: Path) -> Path:
             "checkpoint_every": 3,
             "log_every": 1,
             "sample_tokens": 0,
-            "runs_dir": str(tmp_path / "runs"),
+            "runs_dir": str(folder / "runs"),
         },
     }
-    path = tmp_path / "tiny.yaml"
+    path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.fixture
+def text_file(config_file: Path) -> Path:
+    return config_file.with_name("text.txt")
 
 
 @pytest.fixture

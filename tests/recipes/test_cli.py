@@ -1,0 +1,121 @@
+"""The command line: its output, its exit codes, and no traceback that was not asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.bench import BENCHMARKS
+from recipes.cli import main
+from recipes.errors import RecipeError
+
+from .conftest import write_config
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = write_config(folder)
+    assert main(["train", str(path), "train.steps=2", "train.eval_every=9"]) == 0
+    return path
+
+
+def test_train_evaluate_generate(trained: Path, capsys: Captured) -> None:
+    assert main(["evaluate", str(trained)]) == 0
+    assert "step 2  validation loss" in capsys.readouterr().out
+    command = ["generate", str(trained), "--prompt", "line", "--tokens", "40"]
+    assert main([*command, "--seed", "1", "--temperature", "0.8", "--top-k", "5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("line")
+    assert main([*command, "--temperature", "0"]) == 0
+    greedy = capsys.readouterr().out
+    assert main([*command, "--top-k", "1", "--seed", "9"]) == 0
+    assert capsys.readouterr().out == greedy
+
+
+def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "other.txt").write_text("something else " * 100, encoding="utf-8")
+    assert main(["evaluate", str(trained), f"data.path={tmp_path / 'other.txt'}"]) == 0
+    other = capsys.readouterr().out
+    assert main(["evaluate", str(trained)]) == 0
+    assert capsys.readouterr().out != other
+
+
+# arguments after the config, and what standard error has to say
+WRONG = [
+    (["train", "train.stepz=3"], r"error: override 'train.stepz=3': train.stepz is not a key"),
+    (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
+    (["train", "data.batch_size=999"], "error: data.batch_size: expected at most the"),
+    (["train", "--nonsense"], "No such option"),
+    (["evaluate"], "error: name: no run at"),
+    (["generate", "name=other"], "error: name: no run at"),
+    (["generate", "--tokens", "0"], "Invalid value for '--tokens'"),
+    (["generate", "--temperature", "-1"], "Invalid value for '--temperature'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value)[:30])
+def test_wrong_input(
+    config_file: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
+    command, *rest = arguments
+    assert main([command, str(config_file), *rest]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert not output.out
+    assert not (config_file.parent / "runs").exists()
+
+
+def test_a_model_that_is_not_the_runs(trained: Path, capsys: Captured) -> None:
+    for command in ("evaluate", "generate"):
+        assert main([command, str(trained), "model.layers=2"]) == 2
+        assert "model.layers: 1 -> 2" in capsys.readouterr().err
+
+
+def test_an_empty_prompt(trained: Path, capsys: Captured) -> None:
+    assert main(["generate", str(trained), "--prompt", ""]) == 2
+    assert "error: --prompt: expected at least one character" in capsys.readouterr().err
+
+
+def test_traceback_when_asked_for(config_file: Path) -> None:
+    with pytest.raises(RecipeError, match="does not exist"):
+        main(["train", str(config_file), "data.path=/nowhere", "--traceback"])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["bench", "--help"]])
+def test_help(arguments: list[str], capsys: Captured) -> None:
+    assert main(arguments) == 0
+    assert "python -m recipes" in capsys.readouterr().out
+
+
+def test_benchmarks_are_listed(capsys: Captured) -> None:
+    assert main(["bench", "--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in BENCHMARKS)
+    assert main(["bench", "nonsense"]) == 2
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_explains_itself(name: str, capsys: Captured) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    assert f"python -m recipes bench {name}" in capsys.readouterr().out
+
+
+def test_module_entry_point_and_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes", "train", "nowhere.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: config file nowhere.yaml does not exist;")
+    assert done.stdout == ""

@@ -1,0 +1,319 @@
+"""Training resumes bit for bit, stops at the first value that is not finite, and reports."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+from rich.console import Console
+
+from recipes import train as train_module
+from recipes.checkpoint import Checkpoints
+from recipes.config import Config
+from recipes.configfile import load_config
+from recipes.data import Corpus
+from recipes.errors import RecipeError
+from recipes.metrics import Metrics, read_metrics
+from recipes.state import init_state, load_trained
+from recipes.train import Outcome, make_train_step, train
+
+MakeConfig = Callable[..., Config]
+PRECISIONS = [
+    [],
+    [
+        "model.library=unitscale",
+        "policy=fp8",
+        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
+    ],
+]
+
+
+@pytest.fixture(autouse=True)
+def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time of a tiny run; one test has them."""
+    if request.node.name != "test_what_a_run_leaves_behind":
+        monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+
+
+def run(config: Config, *, fresh: bool = False) -> tuple[Outcome, str]:
+    output = io.StringIO()
+    outcome = train(config, fresh=fresh, console=Console(file=output, width=200))
+    return outcome, output.getvalue()
+
+
+def final_arrays(config: Config) -> list[np.ndarray]:
+    _, state = load_trained(config, print)
+    leaves = jax.tree.leaves(state)
+    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [
+        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        for leaf, is_key in zip(leaves, keys, strict=True)
+    ]
+
+
+def timeless(folder: Path) -> list[dict]:
+    """The metrics without those that depend on the clock."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+class StopAfter(Metrics):
+    """Sends SIGTERM to this process when step 3 has been logged."""
+
+    def write(self, step: int, **values: float) -> None:
+        super().write(step, **values)
+        if step == 3 and "loss" in values:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("overrides", PRECISIONS, ids=["plain", "fp8"])
+def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
+    make_config: MakeConfig, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Checkpoints at 3 would hide whether the signal wrote one.
+    overrides = [*overrides, "train.checkpoint_every=100"]
+    whole = make_config(*overrides, "name=whole")
+    stopped = make_config(*overrides, "name=stopped")
+    expected, _ = run(whole)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "Metrics", StopAfter)
+        outcome, said = run(stopped)
+    assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
+    assert "stopped by SIGTERM after step 4; run the same command to resume" in said
+    assert signal.getsignal(signal.SIGTERM) == before
+
+    resumed, said = run(stopped)
+    assert "resuming after step 4 of 6" in said
+    assert resumed.validation_loss == expected.validation_loss
+    assert timeless(resumed.folder) == timeless(expected.folder)
+    for one, other in zip(final_arrays(whole), final_arrays(stopped), strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_run_that_lost_its_last_steps_repeats_them(make_config: MakeConfig) -> None:
+    """A crash after step 5: the newest checkpoint is of step 3, the metrics go on to 5."""
+    config = make_config()
+    outcome, _ = run(config)
+    rows = timeless(outcome.folder)
+    newest = outcome.folder / "checkpoints" / "6"
+    newest.rename(outcome.folder / "away")
+    again, said = run(config)
+    assert "resuming after step 3 of 6" in said
+    assert timeless(again.folder) == rows
+
+
+def test_what_a_run_leaves_behind(make_config: MakeConfig) -> None:
+    config = make_config("train.sample_tokens=5")
+    outcome, said = run(config)
+    assert outcome.folder == Path(config.train.runs_dir) / "tiny"
+    names = {path.name for path in outcome.folder.iterdir()}
+    assert names == {
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "loss.png",
+        "rms.png",
+        "checkpoints",
+    }
+    assert load_config(outcome.folder / "config.yaml") == config
+    assert sorted(p.name for p in (outcome.folder / "checkpoints").iterdir()) == ["3", "6"]
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
+    assert f"validation loss {outcome.validation_loss:.4f}" in said
+    assert "step 6/6  loss" in said
+    assert "sample:" in said
+
+
+def test_a_finished_run_is_not_trained_again(make_config: MakeConfig) -> None:
+    config = make_config()
+    first, _ = run(config)
+    metrics = (first.folder / "metrics.jsonl").read_bytes()
+    again, said = run(config)
+    assert "all 6 steps are done" in said
+    assert again.validation_loss == first.validation_loss
+    assert (first.folder / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_the_loss_falls(make_config: MakeConfig) -> None:
+    config = make_config("train.steps=60", "train.log_every=60", "train.checkpoint_every=60")
+    outcome, _ = run(config)
+    assert outcome.validation_loss is not None
+    assert outcome.validation_loss < 0.75 * np.log(256)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig) -> None:
+    """The learning rate explodes after a good checkpoint; looking only every 100 steps."""
+    config = make_config(
+        "policy=float16",
+        "optimizer={learning_rate: 1e5, schedule: constant, warmup_steps: 3}",
+        "train={steps: 100, log_every: 100, checkpoint_every: 1, eval_every: 100, keep: 100}",
+    )
+    with pytest.raises(RecipeError) as caught:
+        run(config)
+    said = str(caught.value)
+    assert caught.value.exit_code == 1
+    assert "the loss or its gradient is not finite; the first value that is not finite is" in said
+    checkpoints = Path(config.train.runs_dir) / "tiny" / "checkpoints"
+    saved = sorted(int(path.name) for path in checkpoints.iterdir())
+    assert said.startswith(f"step {saved[-1] + 1}:")
+    assert f"the checkpoint of step {saved[-1]} is untouched" in said
+    for array in final_arrays(config):
+        assert np.isfinite(array.astype(np.float32)).all()
+
+
+def test_the_layer_that_broke_is_named(make_config: MakeConfig) -> None:
+    """A weight that is infinite in a checkpoint shows in the layer that it belongs to."""
+    config = make_config("train.log_every=5")
+    folder = run(config)[0].folder
+    (folder / "checkpoints" / "6").rename(folder / "away-6")
+    _, _, like = init_state(config)
+    restored = Checkpoints(folder).restore(like)
+    assert restored is not None
+    kernel = restored.state.params["layers"][0]["mlp"]["up"]["kernel"]
+    kernel[...] = kernel[...].at[0, 0].set(jnp.inf)
+    (folder / "checkpoints" / "3").rename(folder / "away-3")
+    Checkpoints(folder).save(3, restored.state, restored.position, restored.facts)
+    with pytest.raises(RecipeError, match=r"step 4: .* is the output of layers\.0\.mlp\.up;"):
+        run(config)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(make_config: MakeConfig) -> None:
+    graphdef, optimizer, state = init_state(make_config())
+    step = make_train_step(graphdef, optimizer)
+    batch = np.zeros((4, 17), np.int32)
+    state, values = step(state, batch, np.int32(0))
+    assert np.isfinite(values["loss"])
+    assert state.step == 1
+    kernel = state.params["embed"]["embedding"]
+    kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
+    before = jax.tree.map(lambda leaf: np.asarray(leaf), (state.params, state.opt_state))
+    state, values = step(state, batch, np.int32(1))
+    assert not np.isfinite(values["loss"])
+    state, _ = step(state, batch, np.int32(2))
+    assert state.step == 1
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
+
+
+def test_a_skipped_step_is_seen_by_every_later_one(make_config: MakeConfig) -> None:
+    graphdef, optimizer, state = init_state(make_config())
+    before = jax.tree.map(np.asarray, state.params)
+    state, _ = make_train_step(graphdef, optimizer)(state, np.ones((4, 17), np.int32), np.int32(1))
+    assert state.step == 0
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
+
+
+def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
+    config = make_config("model.dropout=0.0", "optimizer={name: sgd, b1: 0.0, schedule: constant}")
+    graphdef, optimizer, state = init_state(config)
+    batch = np.arange(4 * 17, dtype=np.int32).reshape(4, 17)
+
+    def loss(params):
+        model = nnx.merge(graphdef, params, state.rest)
+        logits = model(batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(state.params)
+    expected = jax.tree.map(lambda p, g: np.asarray(p - 0.01 * g), state.params, grads)
+    new, values = make_train_step(graphdef, optimizer)(state, batch, np.int32(0))
+    assert float(values["loss"]) == pytest.approx(float(value), rel=1e-6)
+    # One rounding each for the product and the sum, in another order under jit.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), expected, new.params)
+
+
+def test_another_text_is_not_resumed(make_config: MakeConfig, text_file: Path) -> None:
+    run(make_config())
+    text_file.write_text(text_file.read_text("utf-8")[1:], encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"data: the text is not the one that .* was trained on"):
+        run(make_config())
+
+
+def test_another_config_is_not_resumed_and_fresh_moves_the_old_run(make_config: MakeConfig) -> None:
+    first, _ = run(make_config())
+    changed = make_config("seed=1")
+    with pytest.raises(RecipeError, match=r"run of another config:\n  seed: 0 -> 1\nchange name"):
+        run(changed)
+    outcome, said = run(changed, fresh=True)
+    assert "resuming" not in said
+    old = first.folder.with_name("tiny.old-1")
+    assert yaml.safe_load((old / "config.yaml").read_text("utf-8"))["seed"] == 0
+    assert outcome.step == 6
+
+
+def test_the_run_folder_cannot_be_made(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RecipeError, match=r"train\.runs_dir: cannot write the run folder .*Not a"):
+        run(make_config(f"train.runs_dir={tmp_path / 'file'}"))
+
+
+def test_a_disk_that_fills_up_between_checkpoints(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Metrics, step: int, **values: float) -> None:
+        if step == 5:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Metrics, "write", full)
+    message = (
+        r"cannot write to .*tiny: No space left on device; the checkpoint of step 3 is untouch"
+    )
+    with pytest.raises(RecipeError, match=message) as caught:
+        run(make_config())
+    assert caught.value.exit_code == 1
+
+
+def test_reads_no_device_value_between_log_lines(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between log lines the loop only hands batches to the device."""
+    config = make_config("train={steps: 6, log_every: 6, eval_every: 9, checkpoint_every: 9}")
+    reads: list[int] = []
+    batches: list[int] = []
+    original, finite = Corpus.training, train_module._Run._check_finite
+
+    class Counted:
+        def __init__(self, corpus, *args, **kwargs):
+            self._batches = original(corpus, *args, **kwargs)
+            self.get_state, self.set_state = self._batches.get_state, self._batches.set_state
+
+        def __next__(self):
+            batches.append(len(batches))
+            return next(self._batches)
+
+    def check(self, *args):
+        reads.append(len(batches))
+        return finite(self, *args)
+
+    monkeypatch.setattr(Corpus, "training", lambda self, *a, **k: Counted(self, *a, **k))
+    monkeypatch.setattr(train_module._Run, "_check_finite", check)
+    run(config)
+    assert set(reads) == {6}
+
+
+def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:
+    """Signals can be handled in the main thread alone; a notebook may train elsewhere."""
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run(make_config())[0]))
+    thread.start()
+    thread.join()
+    assert outcomes[0].step == 6
+
+
+def test_metrics_are_plain_json(make_config: MakeConfig) -> None:
+    outcome, _ = run(make_config())
+    for line in (outcome.folder / "metrics.jsonl").read_text("utf-8").splitlines():
+        assert isinstance(json.loads(line)["step"], int)
