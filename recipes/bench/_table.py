@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,12 +71,12 @@ def publish(
         "python": platform.python_version(),
         "jax": jax.__version__,
         "device": device,
-        "tables": [{"title": t.title, "rows": [dict(row) for row in t.rows]} for t in tables],
+        "tables": [{"title": t.title, "rows": [_plain(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise RecipeError(
             f"--json: cannot write {path}: {error.strerror}; give a path that can be written"
@@ -87,6 +88,14 @@ def within(value: float, bounds: tuple[float | None, float | None]) -> bool:
     """Whether a value lies in a closed range; None is no bound, and NaN lies in none."""
     low, high = bounds
     return (low is None or value >= low) and (high is None or value <= high) and value == value
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row that JSON can hold: infinity and NaN, which it has no numbers for, as text."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def _text(value: Any, form: str) -> str:

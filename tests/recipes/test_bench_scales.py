@@ -25,7 +25,7 @@ def measured():
 
 
 def test_every_tensor_has_one_category(measured):
-    model, _, found = measured
+    _, _, found = measured
     assert set(found[scales.STREAM]) == {"embed", "stack.layers.0", "stack.layers.1"}
     assert set(found[scales.STREAM_GRADIENT]) == set(found[scales.STREAM])
     assert len(found[scales.DENSE_OUTPUT]) == 2 * 6  # query, key, value, out, up, down
@@ -64,7 +64,7 @@ def test_what_is_out_of_range_is_named():
 
 def test_command_measures_every_shape(tmp_path: Path, text_file: Path):
     path = tmp_path / "out.json"
-    words = "--depths 1,2 --widths 32,64 --batch 1 --length 8".split()
+    words = ["--depths", "1,2", "--widths", "32,64", "--batch", "1", "--length", "8"]
     assert main(["bench", "scales", *words, "--data", str(text_file), "--json", str(path)]) == 0
     summary, by_shape, _ = json.loads(path.read_text())["tables"]
     assert [row["layers x width"] for row in by_shape["rows"]] == [

@@ -47,7 +47,7 @@ def test_publish_writes_unrounded_json(tmp_path: Path):
 
 def test_publish_names_an_unwritable_path(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match="--json: cannot write .*file/demo.json"):
+    with pytest.raises(RecipeError, match=r"--json: cannot write .*file/demo\.json"):
         publish("demo", [TABLE], tmp_path / "file" / "demo.json")
 
 
