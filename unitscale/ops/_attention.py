@@ -116,8 +116,7 @@ def dot_product_attention(
     if (
         rate
         or vd.dtype == jnp.float64
-        or half
-        and (jax.default_backend() == "cpu" or not is_static(multiply_scales(qs, ks)))
+        or (half and (jax.default_backend() == "cpu" or not is_static(multiply_scales(qs, ks))))
     ):
         logit_scale = multiply_scales(qs, ks)
         y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scale, rate, dropout_key)

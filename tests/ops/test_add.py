@@ -1,0 +1,206 @@
+"""Sums of activations: factors, broadcasting, and where scales meet."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops
+from unitscale.core import ScaledArray
+
+from .conformance import (
+    DTYPES,
+    assert_scales_are_constants,
+    assert_unit,
+    check as check_with,
+    normal,
+)
+
+# Central differences of a linear function are exact, whatever their step.
+check = functools.partial(check_with, step=1.0)
+HALF = 0.5**0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add(dtype: str) -> None:
+    args = normal("add", (3, 4), (3, 4))
+    check(ops.add, np.add, args, fwd=HALF, bwd=(HALF, HALF), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_add(dtype: str) -> None:
+    check(
+        functools.partial(ops.weighted_add, weights=(3, -4)),
+        lambda x, y: 3 * x - 4 * y,
+        normal("weighted", (3, 4), (3, 4)),
+        fwd=0.2,
+        bwd=(0.2, 0.2),
+        dtype=dtype,
+    )
+
+
+# The means of the factors 2^-1/2 (output), 1 and 1 (both gradients).
+CONSTRAINTS = {
+    "to_output_scale": HALF,
+    "to_left_grad_scale": 1.0,
+    "to_right_grad_scale": 1.0,
+    "gmean": 2 ** (-1 / 6),
+    "hmean": 3 / (2**0.5 + 2),
+    "amean": (HALF + 2) / 3,
+}
+
+
+@pytest.mark.parametrize("constraint", [*CONSTRAINTS, None])
+def test_constraint(constraint) -> None:
+    shared = CONSTRAINTS.get(constraint)
+    check(
+        functools.partial(ops.add, constraint=constraint),
+        np.add,
+        normal("add", (3, 4), (3, 4)),
+        fwd=shared or HALF,
+        bwd=(shared or 1.0, shared or 1.0),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 3, 4), (4,)), ((1, 3, 1), (2, 1, 4)), ((), (3, 4)), ((2, 1), (2, 1))], ids=str
+)
+def test_a_broadcast_operand_counts_as_a_cut_edge(shapes) -> None:
+    size = np.prod(np.broadcast_shapes(*shapes))
+    repeats = [size / max(np.prod(s), 1) for s in shapes]
+    args = [a + 0.0 for a in normal("add", *((*s, 1) if s == () else s for s in shapes))]
+    args = [a.reshape(s) if s else np.full((1,), a[0]) for a, s in zip(args, shapes, strict=True)]
+    check(
+        ops.add,
+        np.add,
+        args,
+        fwd=HALF,
+        bwd=[HALF * r**-0.5 for r in repeats],
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+SCALED = [
+    (2.0**12, 2.0**-12),
+    (2.0**-12, 2.0**-12),
+    (None, 8.0),
+    (0.25, None),
+    (0, 2.0**-12),
+    (2.0**12, 0),
+    (1, 0),
+    (0, 0),
+    (3.0, 0.7),
+    (np.array([1, 2, 4, 8], np.float32), np.array([[16], [1], [0.5]], np.float32)),
+]
+
+
+@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0)], ids=["add", "weighted_add"])
+def test_scales_meet(scales, weights) -> None:
+    op = ops.add if weights is None else functools.partial(ops.weighted_add, weights=weights)
+    a, b = weights or (1, 1)
+    fwd = (a * a + b * b) ** -0.5
+    check(
+        op,
+        lambda x, y: a * x + b * y,
+        normal("scales", (3, 4), (3, 4)),
+        fwd=fwd,
+        bwd=(fwd, fwd),
+        scales=scales,
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+def test_scale_of_the_sum() -> None:
+    x = jnp.ones(2)
+    assert ops.add(x, x).scale == 1
+    assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 8.0)).scale == 8  # sqrt(128) = 11.3, rounded
+    assert ops.add(ScaledArray(x, 8.0), x).scale == 8
+    assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 6.0)).scale == 8  # sqrt(100)
+    # A zero array takes the scale that it meets, so that a small operand is not lost.
+    small = ScaledArray(jnp.ones(2, jnp.float16), 2.0**-30)
+    for zero in (ScaledArray(x, 0), ScaledArray(jnp.ones(2, jnp.float16), 0)):
+        for y in (ops.add(zero, small), ops.add(small, zero), ops.weighted_add(zero, small)):
+            assert y.scale == 2.0**-30
+            np.testing.assert_allclose(y.value, HALF * 2.0**-30, rtol=1e-3)
+    assert_scales_are_constants(ops.add, ScaledArray(x, 8.0), ScaledArray(x, 2.0))
+    assert_scales_are_constants(ops.weighted_add, ScaledArray(x, 8.0), ScaledArray(x, 2.0))
+
+
+@pytest.mark.parametrize("scale", [None, 8.0, 2.0**-12, 0, np.float32([[1], [2], [4]])])
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_python_number_is_added_as_it_is(scale, swap: bool) -> None:
+    check(
+        (lambda x: ops.add(3, x)) if swap else (lambda x: ops.add(x, 3)),
+        lambda x: x + 3,
+        normal("number", (3, 4)),
+        fwd=1.0,
+        bwd=(1.0,),
+        scales=(scale,),
+        dtype="float32",
+        transforms=("jit",),
+    )
+    if isinstance(scale, float):
+        assert ops.add(ScaledArray(jnp.ones(2), scale), 3).scale == scale
+
+
+def test_dtypes() -> None:
+    half, wide = jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float32)
+    assert ops.add(half, 2.5).dtype == jnp.float16
+    assert ops.add(half, half).dtype == jnp.float16
+    y, vjp = jax.vjp(lambda x, y: ops.add(x, y).data, half, wide)
+    assert y.dtype == jnp.float32
+    assert [g.dtype for g in vjp(y)] == [jnp.float16, jnp.float32]
+    byte = jnp.ones(2, jnp.float8_e4m3fn)
+    y, vjp = jax.vjp(lambda x: ops.add(x, 1.0).data, byte)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(vjp(jnp.full_like(y, 1e4))[0]), 448)
+
+
+def test_float16_is_summed_wide() -> None:
+    x = jnp.full(2, 40000.0, jnp.float16)
+    np.testing.assert_array_equal(ops.add(x, x).data, np.float16(80000 * HALF))
+    # 100 cotangents of 1000 sum to more than 65504 before the factor 100^-1/2 * 2^-1/2.
+    _, vjp = jax.vjp(lambda b: ops.add(jnp.ones((100, 2), jnp.float16), b).data, x)
+    (grad,) = vjp(jnp.full((100, 2), 1000.0, jnp.float16))
+    np.testing.assert_array_equal(grad, np.float16(1e5 * 0.1 * HALF))
+
+
+def test_unit_variance() -> None:
+    assert_unit(functools.partial(ops.add, constraint=None), (32, 32), (32, 32))
+    assert_unit(functools.partial(ops.add, constraint=None), (16, 64), (64,))
+    # The gradients of a weighted sum are the true ones: its weights, whose squares sum to 1.
+    weighted = functools.partial(ops.weighted_add, weights=(1, 3))
+    assert_unit(weighted, (32, 32), (32, 32), unit=[True, False, False])
+
+
+x = jnp.ones((2, 3))
+ERRORS = [
+    (ValueError, lambda: ops.add(x, x.T), r"ops\.add: x and y must broadcast; got x \(2, 3\), y"),
+    (TypeError, lambda: ops.add(x, x > 0), r"ops\.add: y must be a floating array.*bool"),
+    (TypeError, lambda: ops.add("x", x), r"ops\.add: x must be a floating array.*got str"),
+    (ValueError, lambda: ops.add(x, x, constraint="outputs"), "constraint"),
+    (ValueError, lambda: ops.add(x, x, constraint="to_grad_input_scale"), "to_grad_input_scale"),
+    (
+        ValueError,
+        lambda: ops.weighted_add(x, x, weights=(1,)),
+        "weights must be two numbers; got 1",
+    ),
+    (ValueError, lambda: ops.weighted_add(x, x, weights=(0, 0)), "not all zero"),
+    (ValueError, lambda: ops.weighted_add(x, x.T), r"ops\.weighted_add: x and y must broadcast"),
+    (TypeError, lambda: ops.weighted_add(x, 1), r"ops\.weighted_add: y must be a floating.*int32"),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
+def test_errors(error, call, match) -> None:
+    with pytest.raises(error, match=match):
+        call()

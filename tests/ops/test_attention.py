@@ -1,0 +1,304 @@
+"""Dot-product attention."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops, rules
+from unitscale.core import ScaledArray
+
+from .conformance import (
+    DTYPES,
+    assert_scales_are_constants,
+    assert_unit,
+    check,
+    normal,
+)
+
+BATCH, TIME, HEADS, DIM = 1, 3, 2, 4
+SHAPE = (BATCH, TIME, HEADS, DIM)
+MASK = np.array([[True, False, True], [True, True, False], [False, True, True]])
+# Logits, weights and result are each rounded to 16 bits.
+SLACK = {"float32": 1, "float16": 4, "bfloat16": 4}
+
+
+def attention(q, k, v, mask=None, is_causal=False, mult=1.0):
+    groups = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, groups, 2), np.repeat(v, groups, 2)
+    logits = mult / q.shape[-1] * np.einsum("bthd,bshd->bhts", q, k)
+    allowed = np.ones(logits.shape, bool) if mask is None else np.broadcast_to(mask, logits.shape)
+    if is_causal:
+        allowed = allowed & np.tril(np.ones(logits.shape[-2:], bool))
+    weights = np.exp(logits - logits.max(-1, keepdims=True)) * allowed
+    return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+
+
+CASES = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "mask": {"mask": MASK, "mult": 4.0},
+    "causal mask": {"mask": MASK | np.eye(3, dtype=bool), "is_causal": True, "mult": 2.0},
+}
+
+
+def factors(source: int = TIME, **kwargs):
+    kwargs = {"is_causal": False, **kwargs}
+    kwargs.pop("mask", None)
+    return rules.dot_product_attention(DIM, source, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str, dtype: str) -> None:
+    kwargs = CASES[name]
+    fwd = factors(**kwargs).fwd
+    check(
+        functools.partial(ops.dot_product_attention, **kwargs),
+        functools.partial(attention, **kwargs),
+        normal(name, SHAPE, SHAPE, SHAPE),
+        fwd=fwd,
+        bwd=(fwd,) * 3,
+        dtype=dtype,
+        slack=SLACK[dtype],
+        transforms=("jit", "vmap", "scan", "checkpoint") if name == "causal mask" else ("jit",),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "source"), [(4, 2, 3), (2, 1, 5), (3, 3, 2)])
+def test_grouped_queries_and_cross_attention(heads, kv_heads, source, dtype) -> None:
+    fwd = factors(source).fwd
+    kv = (BATCH, source, kv_heads, DIM)
+    check(
+        ops.dot_product_attention,
+        attention,
+        normal("grouped", (BATCH, TIME, heads, DIM), kv, kv),
+        fwd=fwd,
+        bwd=(fwd,) * 3,
+        dtype=dtype,
+        slack=SLACK[dtype],
+        transforms=("jit",),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("constraint", ["to_output_scale", "gmean", "amean", None])
+def test_constraint(constraint, dtype) -> None:
+    found = factors(mult=2.0, constraint=constraint)
+    check(
+        functools.partial(ops.dot_product_attention, mult=2.0, constraint=constraint),
+        functools.partial(attention, mult=2.0),
+        normal("constraint", SHAPE, SHAPE, SHAPE),
+        fwd=found.fwd,
+        bwd=found.bwd,
+        dtype=dtype,
+        slack=SLACK[dtype],
+        transforms=("jit",),
+    )
+
+
+SCALED = [
+    (4.0, 0.5, 2.0**12),
+    (2.0**-12, 2.0**12, None),
+    (None, 2.0, 0),
+    (0, 8.0, 2.0),
+    (np.float32([0.5, 1, 2, 4]), np.float32([[1], [0.5]]), np.float32([1, 2, 4, 8])),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
+def test_scales(scales, dtype) -> None:
+    fwd = factors().fwd
+    check(
+        ops.dot_product_attention,
+        attention,
+        normal("scales", SHAPE, SHAPE, SHAPE),
+        fwd=fwd,
+        bwd=(fwd,) * 3,
+        scales=scales,
+        dtype=dtype,
+        slack=2 * SLACK[dtype],
+        transforms=("jit",),
+    )
+
+
+def test_scale_and_dtype_of_the_output() -> None:
+    q = jnp.ones((2, *SHAPE[1:]), jnp.float16)
+    per_item = jnp.array([2.0, 4.0]).reshape(2, 1, 1, 1)
+    y = ops.dot_product_attention(ScaledArray(q, per_item), q, ScaledArray(q, per_item))
+    np.testing.assert_array_equal(y.scale, per_item)
+    assert y.dtype == jnp.float16
+    per_head = ScaledArray(q, jnp.array([[1.0], [2.0]]))
+    assert ops.dot_product_attention(per_head, q, q).dtype == jnp.float16
+    wide = q.astype(jnp.float32)
+    assert ops.dot_product_attention(wide, wide, q).dtype == jnp.float16
+    byte = q.astype(jnp.float8_e4m3fn)
+    assert ops.dot_product_attention(byte, byte, byte).dtype == jnp.bfloat16
+    scaled = [ScaledArray(q.astype(jnp.float32), s) for s in (2.0, 4.0, 8.0)]
+    assert_scales_are_constants(ops.dot_product_attention, *scaled)
+
+
+def test_scales_beyond_float16() -> None:
+    """q.scale * q.data would be 2^24; the logits are one-hot, as those of float32."""
+    (q,) = normal("q", SHAPE)
+    scaled = [ScaledArray(jnp.asarray(q, jnp.float16), s) for s in (2.0**12, 2.0**12, 1)]
+    y = ops.dot_product_attention(*scaled)
+    values = [np.float64(np.float16(q)) * s for s in (2.0**12, 2.0**12, 1)]
+    np.testing.assert_allclose(y.data, factors().fwd * attention(*values), rtol=2**-9)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"is_causal": True}, {"mask": MASK}, {"mask": MASK, "is_causal": True}],
+    ids=str,
+)
+def test_float16_on_the_cpu_takes_the_plain_path_to_the_same_result(kwargs) -> None:
+    args = [np.float16(a) for a in normal("path", (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))]
+    (ct,) = normal("ct", args[0].shape)
+    results = []
+    for dtype in (jnp.float16, jnp.float32):
+        q, k, v = (jnp.asarray(a, dtype) for a in args)
+        f = functools.partial(ops.dot_product_attention, **kwargs)
+        y, vjp = jax.vjp(lambda *a, f=f: f(*a).data, q, k, v)
+        results.append([y, *vjp(jnp.asarray(ct, dtype))])
+    for half, single in zip(*results, strict=True):
+        assert half.dtype == jnp.float16
+        # Roundings of the weights, the result, its factor and the cotangent.
+        scale = np.abs(single).max()
+        np.testing.assert_allclose(np.float32(half), single, atol=4 * 2**-10 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fully_masked_rows_are_finite(dtype: str, is_causal: bool) -> None:
+    mask = np.ones((TIME, TIME), bool)
+    mask[0] = mask[1, :2] = False  # under a causal mask, row 1 sees nothing either
+    q, k, v = (jnp.asarray(a, dtype) for a in normal("masked", SHAPE, SHAPE, SHAPE))
+
+    def f(q, k, v):
+        return ops.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal).data
+
+    y, vjp = jax.vjp(f, q, k, v)
+    assert all(np.isfinite(np.float32(a)).all() for a in (y, *vjp(jnp.ones_like(y))))
+    empty = (0, 1) if is_causal else (0,)
+    mean = np.float32(v).mean(1) * factors(is_causal=is_causal).fwd
+    for row in empty:
+        np.testing.assert_allclose(np.float32(y[:, row]), mean, atol=2**-6)
+
+
+MASKS = [(3, 3), (1, 3), (2, 1, 3), (4, 3, 3), (2, 1, 1, 3), (2, 4, 3, 3), (1, 1, 3, 3)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_broadcast(shape, dtype) -> None:
+    q, k, v = normal("masks", (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    mask[..., 0] = True
+    if len(shape) == 3:  # (heads or 1, time, source)
+        mask = mask[:1] if shape[0] not in (1, 4) else mask
+    y = ops.dot_product_attention(*(jnp.asarray(a, dtype) for a in (q, k, v)), mask=mask)
+    expected = rules.dot_product_attention(8, 3, is_causal=False).fwd * attention(q, k, v, mask)
+    np.testing.assert_allclose(
+        np.float64(y.data), expected, atol=1e-5 if dtype == "float32" else 0.02
+    )
+
+
+def test_causality_seen_through_gradients() -> None:
+    for dtype in ("float32", "float16"):
+        q, k, v = (jnp.asarray(a, dtype) for a in normal("causal", SHAPE, SHAPE, SHAPE))
+
+        def f(k, v, q=q, t=1):
+            y = ops.dot_product_attention(q, k, v, is_causal=True)
+            return jnp.sum(y.data[:, t].astype(jnp.float32))
+
+        for grad in jax.grad(f, (0, 1))(k, v):
+            assert (np.asarray(grad[:, :2]) != 0).any()
+            np.testing.assert_array_equal(grad[:, 2:], 0)
+
+
+def test_scale_length_and_scale_causal() -> None:
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in normal("length", SHAPE, SHAPE, SHAPE))
+    plain = ops.dot_product_attention(q, k, v, is_causal=True).data
+    fixed = ops.dot_product_attention(q, k, v, is_causal=True, scale_length=64).data
+    ratio = factors(64, is_causal=True).fwd / factors(TIME, is_causal=True).fwd
+    np.testing.assert_allclose(fixed, ratio * plain, rtol=1e-5)
+    # Causality that comes in through the mask, as with a cache of keys.
+    mask = np.tril(np.ones((TIME, TIME), bool))
+    masked = ops.dot_product_attention(q, k, v, mask=mask, scale_causal=True).data
+    np.testing.assert_allclose(masked, plain, rtol=1e-5)
+
+
+def test_dropout() -> None:
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in normal("dropout", *[(4, 16, 4, 8)] * 3))
+    key, rate = jax.random.key(0), 0.36
+    f = functools.partial(ops.dot_product_attention, q, k, dropout_rate=rate)
+    plain = ops.dot_product_attention(q, k, v).data
+    # Evaluation gives the expected value, which training averages to.
+    np.testing.assert_allclose(f(v).data, 0.8 * plain, rtol=1e-5)
+    draws = jax.vmap(lambda key: f(v, dropout_key=key, deterministic=False).data)(
+        jax.random.split(key, 64)
+    )
+    error = draws.std(0, ddof=1) / 8
+    assert (np.abs(draws.mean(0) - 0.8 * plain) < 6 * error).all()
+    # Each weight is zero or raised by 1 / (1 - rate): with v = 1 the sum of what is left.
+    ones = f(jnp.ones_like(v), dropout_key=key, deterministic=False).data
+    assert ones.std() > 0.1
+    assert f(v, dropout_key=key, deterministic=False).shape == v.shape
+    no_rate = ops.dot_product_attention(q, k, v, deterministic=False)
+    np.testing.assert_array_equal(no_rate.data, plain)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_unit_variance(is_causal: bool) -> None:
+    f = functools.partial(ops.dot_product_attention, is_causal=is_causal, constraint=None)
+    # At this width the logits are normal up to terms of order 1 / d.
+    assert_unit(f, *[(1, 16, 2, 64)] * 3, bias=2 / 64)
+
+
+x = jnp.ones(SHAPE)
+three = jnp.ones((BATCH, TIME, 3, DIM))
+call = ops.dot_product_attention
+ERRORS = [
+    (
+        ValueError,
+        lambda: call(x[0], x, x),
+        r"q must be \(batch, time, heads, d\).*got q \(3, 2, 4\)",
+    ),
+    (ValueError, lambda: call(x, three, three), "kv_heads dividing heads"),
+    (ValueError, lambda: call(x, x, x[:, :2]), r"dot_product_attention: q must be"),
+    (ValueError, lambda: call(x, x[..., :2], x[..., :2]), "Split the features into heads first"),
+    (TypeError, lambda: call(x, x > 0, x), r"dot_product_attention: k must be a floating array"),
+    (
+        TypeError,
+        lambda: call(x, x, x, mask=jnp.ones((3, 3))),
+        "mask must be boolean; got dtype float",
+    ),
+    (
+        ValueError,
+        lambda: call(x, x, x, mask=jnp.ones((3, 4), bool)),
+        r"mask must broadcast to \(batch, heads, time, source\) \(1, 2, 3, 3\); got mask \(3, 4\)",
+    ),
+    (ValueError, lambda: call(x, x, x, mask=jnp.ones((1,) * 5, bool)), "mask must broadcast"),
+    (
+        ValueError,
+        lambda: call(x, x, x, dropout_rate=0.1, deterministic=False),
+        "dropout_key must be",
+    ),
+    (ValueError, lambda: call(x, x, x, dropout_rate=1.0), r"rate must be in \[0, 1\)"),
+    (ValueError, lambda: call(x, x, x, mult=-1.0), "mult must be positive"),
+    (ValueError, lambda: call(x, x, x, scale_length=0), "key_length must be at least 1"),
+    (ValueError, lambda: call(x, x, x, constraint="to_left_grad_scale"), "to_left_grad_scale"),
+]
+
+
+@pytest.mark.parametrize(("error", "f", "match"), ERRORS)
+def test_errors(error, f, match) -> None:
+    with pytest.raises(error, match=match):
+        f()

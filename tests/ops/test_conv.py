@@ -1,0 +1,237 @@
+"""Convolution, channels last."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops
+from unitscale.core import ScaledArray
+from unitscale.quant import MatmulConfig
+
+from .conformance import (
+    DTYPES,
+    assert_scales_are_constants,
+    assert_unit,
+    check as check_with,
+    normal,
+    rounded,
+)
+
+check = functools.partial(check_with, step=1.0)
+
+
+def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, groups=1):
+    """One product per tap of the kernel and per group."""
+    *window, fan, out = kernel.shape
+    rank = len(window)
+    strides, dilation = np.broadcast_to(strides, rank), np.broadcast_to(dilation, rank)
+    size = np.array(x.shape[1:-1])
+    reach = (np.array(window) - 1) * dilation
+    if padding == "SAME":
+        total = np.maximum((-(-size // strides) - 1) * strides + reach + 1 - size, 0)
+        pads = [(t // 2, t - t // 2) for t in total]
+    else:
+        pads = {"VALID": [(0, 0)] * rank, "CAUSAL": [(r, 0) for r in reach]}.get(padding, padding)
+    x = np.pad(x, [(0, 0), *pads, (0, 0)])
+    shape = (np.array(x.shape[1:-1]) - reach - 1) // strides + 1
+    y = np.zeros((x.shape[0], *shape, out))
+    for tap in np.ndindex(*window):
+        start = np.array(tap) * dilation
+        ranges = zip(start, start + (shape - 1) * strides + 1, strides, strict=True)
+        picked = x[(slice(None), *(slice(*r) for r in ranges))]
+        for g in range(groups):
+            i, o = slice(g * fan, (g + 1) * fan), slice(g * out // groups, (g + 1) * out // groups)
+            y[..., o] += picked[..., i] @ kernel[tap][..., o]
+    return y + bias
+
+
+CASES = {
+    # x, kernel, options
+    "1d": ((2, 5, 3), (3, 3, 4), {}),
+    "1d valid": ((2, 5, 3), (2, 3, 4), {"padding": "VALID"}),
+    "1d causal dilated": ((1, 6, 2), (3, 2, 3), {"padding": "CAUSAL", "dilation": 2}),
+    "1d strided pairs": ((1, 7, 2), (3, 2, 3), {"padding": ((2, 1),), "strides": 2}),
+    "1d depthwise": ((2, 5, 4), (3, 1, 4), {"groups": 4}),
+    "2d": ((1, 3, 4, 2), (2, 3, 2, 3), {}),
+    "2d all": (
+        (1, 4, 5, 4),
+        (2, 2, 2, 4),
+        {"strides": (2, 1), "dilation": (1, 2), "groups": 2, "padding": "VALID"},
+    ),
+    "3d": ((1, 2, 3, 2, 2), (2, 1, 2, 2, 2), {}),
+}
+
+
+def arguments(name: str):
+    x, kernel, options = CASES[name]
+    given = dict(options)
+    if "groups" in given:
+        given["feature_group_count"] = given.pop("groups")
+    return x, kernel, functools.partial(ops.conv, **given), functools.partial(conv, **options)
+
+
+def factors(name: str):
+    """Roots of the number of terms that each of the three products sums."""
+    x, kernel, options = CASES[name]
+    y = conv(np.zeros(x), np.zeros(kernel), **options)
+    window = np.prod(kernel[:-2])
+    strides = np.prod(np.broadcast_to(options.get("strides", 1), len(x) - 2))
+    dx = window * kernel[-1] / options.get("groups", 1) / strides
+    return (window * kernel[-2]) ** -0.5, dx**-0.5, np.prod(y.shape[:-1]) ** -0.5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conv(name: str) -> None:
+    x, kernel, op, reference = arguments(name)
+    fwd, dx, weight = factors(name)
+    check(
+        functools.partial(op, constraint=None),
+        reference,
+        normal(name, x, kernel),
+        fwd=fwd,
+        bwd=(dx, weight),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transforms(dtype: str) -> None:
+    x, kernel, op, reference = arguments("1d")
+    fwd, _, weight = factors("1d")
+    # By default the gradient of x is exactly the true one.
+    args = normal("1d", x, kernel)
+    check(op, reference, args, fwd=fwd, bwd=(fwd, weight), dtype=dtype)
+
+
+@pytest.mark.parametrize("constraint", ["to_grad_input_scale", "gmean"])
+def test_constraint(constraint) -> None:
+    x, kernel, op, reference = arguments("1d valid")
+    fwd, dx, weight = factors("1d valid")
+    shared = dx if constraint == "to_grad_input_scale" else (fwd * dx) ** 0.5
+    check(
+        functools.partial(op, constraint=constraint),
+        reference,
+        normal("1d", x, kernel),
+        fwd=shared,
+        bwd=(shared, weight),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+SCALED = [
+    (2.0**12, 2.0**-12, None),
+    (0.5, None, 4.0),
+    (np.float32([[[2]], [[8]]]), 2.0, 0),  # one per example
+    (np.float32([1, 4, 0.5]), None, None),  # one per input channel
+    (None, np.float32([1, 4, 0.5, 2]), 2.0),  # one per output channel
+    (0, 2.0, 1.0),
+]
+
+
+@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
+def test_scales_and_bias(scales) -> None:
+    x, kernel, op, _ = arguments("1d")
+    fwd, _, weight = factors("1d")
+    check(
+        op,
+        lambda x, kernel, bias: conv(x, kernel, bias / fwd),
+        normal("scales", x, kernel, (4,)),
+        fwd=fwd,
+        bwd=(fwd, weight, weight * fwd),
+        scales=scales,
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+def test_scale_and_dtype() -> None:
+    x, w = jnp.ones((2, 5, 3), jnp.float16), jnp.ones((3, 3, 4), jnp.float32)
+    y = ops.conv(ScaledArray(x, 4.0), ScaledArray(w, 0.5), ScaledArray(jnp.ones(4), 8.0))
+    assert y.scale == 2
+    assert y.dtype == jnp.float16
+    assert ops.conv(ScaledArray(x, jnp.arange(1.0, 4.0)), w).dtype == jnp.float16
+    assert ops.conv(x.astype(jnp.float8_e4m3fn), w).dtype == jnp.bfloat16
+    assert_scales_are_constants(ops.conv, ScaledArray(x, 4.0), ScaledArray(w, 2.0))
+
+
+def test_float16_is_summed_wide() -> None:
+    """48 products of 2000 sum to 96000 > 65504, times 48^-1/2 they do not."""
+    x, w = jnp.full((1, 8, 16), 50.0, jnp.float16), jnp.full((3, 16, 1), 40.0, jnp.float16)
+    y = ops.conv(x, w, padding="VALID")
+    np.testing.assert_array_equal(y.data, np.float16(96000 * 48**-0.5))
+
+
+def test_quantized() -> None:
+    x, w = normal("fp8", (1, 6, 4), (3, 4, 2))
+    x[0, 0, 0] = 500.0  # saturates
+    config = MatmulConfig()
+
+    def op(x, w):
+        return ops.conv(x, w, config=config).data
+
+    y, vjp = jax.vjp(op, jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
+    x[0, 0, 0] = 448.0
+    qx, qw = rounded(np.float32(x), "float8_e4m3fn"), rounded(np.float32(w), "float8_e4m3fn")
+    np.testing.assert_allclose(y, 12**-0.5 * conv(qx, qw), rtol=1e-5, atol=1e-4)
+    # Cotangents are not quantized: dkernel is the exact product with the quantized input.
+    (ct,) = normal("ct", y.shape)
+    _, dw = vjp(jnp.asarray(ct, jnp.float32))
+    padded = np.pad(qx, [(0, 0), (1, 1), (0, 0)])
+    expected = np.stack([padded[0, t : t + 6].T @ ct[0] for t in range(3)])
+    np.testing.assert_allclose(dw, 6**-0.5 * expected, rtol=1e-5, atol=1e-3)
+
+
+def test_unit_variance() -> None:
+    assert_unit(
+        lambda x, w: ops.conv(x, w, padding="VALID", constraint=None),
+        (2, 64, 8),
+        (3, 8, 16),
+        # Each of the two borders misses 2 of 3 taps at one pixel and 1 at the next.
+        bias=2 / 64,
+    )
+
+
+x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
+ERRORS = [
+    (
+        ValueError,
+        lambda: ops.conv(x, w[0]),
+        r"ops\.conv: x must be .* got x \(2, 6, 6, 4\), kernel",
+    ),
+    (ValueError, lambda: ops.conv(x, w[:, :, :2]), "feature_group_count is 1"),
+    (ValueError, lambda: ops.conv(x[0, 0], w[0]), r"ops\.conv: x must be \(batch, \*spatial, in\)"),
+    (
+        ValueError,
+        lambda: ops.conv(x, w[:, :, :1, :6], feature_group_count=4),
+        "divide the output channels; got 4 groups",
+    ),
+    (
+        ValueError,
+        lambda: ops.conv(x, w, strides=(1, 2, 3)),
+        "strides must be a positive integer or 2",
+    ),
+    (ValueError, lambda: ops.conv(x, w, dilation=0), "dilation must be a positive integer"),
+    (ValueError, lambda: ops.conv(x, w, padding="CAUSAL"), "padding must be 'SAME'.*got 'CAUSAL'"),
+    (ValueError, lambda: ops.conv(x, w, padding=((1, 1),)), "padding must be 'SAME'"),
+    (
+        ValueError,
+        lambda: ops.conv(x, w, jnp.ones(3)),
+        r"ops\.conv: bias must be \(out,\); got bias",
+    ),
+    (ValueError, lambda: ops.conv(x, w, constraint="to_output"), "to_output_scale"),
+    (TypeError, lambda: ops.conv(x > 0, w), r"ops\.conv: x must be a floating array"),
+    (TypeError, lambda: ops.conv(x, w.astype(int)), r"ops\.conv: kernel must be a floating array"),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
+def test_errors(error, call, match) -> None:
+    with pytest.raises(error, match=match):
+        call()

@@ -1,0 +1,104 @@
+"""Embedding look-up."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops
+from unitscale.core import ScaledArray
+
+from .conformance import DTYPES, assert_unit, check as check_with, normal
+
+check = functools.partial(check_with, step=1.0)
+IDS = np.array([[0, 3, 3], [4, 0, 3]])
+FACTOR = (5 / 6) ** 0.5
+
+
+def embed(table):
+    return ops.embed(IDS, table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed(dtype: str) -> None:
+    table = normal("embed", (5, 2))
+    check(embed, lambda t: t[IDS], table, fwd=1.0, bwd=(FACTOR,), dtype=dtype)
+
+
+SCALED = [
+    2.0**12,
+    2.0**-12,
+    0,
+    np.float32([[8]]),
+    np.float32([1, 4]),
+    np.float32([[1, 4]]),
+    np.float32([[1], [2], [4], [8], [0.5]]),
+    np.arange(1, 11, dtype=np.float32).reshape(5, 2),
+]
+
+
+@pytest.mark.parametrize("scale", SCALED, ids=range(len(SCALED)))
+def test_scales(scale) -> None:
+    check(
+        embed,
+        lambda t: t[IDS],
+        normal("embed", (5, 2)),
+        fwd=1.0,
+        bwd=(FACTOR,),
+        scales=(scale,),
+        dtype="float32",
+        transforms=("jit",),
+    )
+
+
+def test_rows_are_summed_wide() -> None:
+    """Half of the 100 cotangents of 2000 sum to 100000 > 65504, times (2 / 100)^1/2 is 14142."""
+    table = jnp.ones((2, 3), jnp.float16)
+    ids = jnp.arange(100) % 2
+    _, vjp = jax.vjp(lambda t: ops.embed(ids, t).data, table)
+    (grad,) = vjp(jnp.full((100, 3), 2000.0, jnp.float16))
+    np.testing.assert_array_equal(grad, np.float16(1e5 * 0.02**0.5))
+    # 2048 + 1 is 2048 in float16: forty-nine ones after it would all be lost.
+    cotangents = jnp.ones((100, 3), jnp.float16).at[0].set(2048)
+    np.testing.assert_array_equal(vjp(cotangents)[0][0], np.float16((2048 + 49) * 0.02**0.5))
+
+
+def test_unit_variance_of_the_table_gradient() -> None:
+    ids = np.random.default_rng(0).integers(0, 64, (8, 32))
+    assert_unit(lambda table: ops.embed(ids, table), (64, 16), unit=[False, True])
+
+
+def test_8_bit_table() -> None:
+    table = jnp.ones((4, 2), jnp.float8_e4m3fn)
+    y, vjp = jax.vjp(lambda t: ops.embed(jnp.array([1, 1]), t).data, table)
+    assert y.dtype == jnp.bfloat16
+    (grad,) = vjp(jnp.full_like(y, 1e3))
+    np.testing.assert_array_equal(np.float32(grad), [[0, 0], [448, 448], [0, 0], [0, 0]])
+
+
+def test_an_id_outside_is_visible() -> None:
+    assert np.isnan(np.asarray(ops.embed(jnp.array([7]), jnp.ones((4, 2))).data)).all()
+
+
+table = jnp.ones((4, 2))
+ERRORS = [
+    (TypeError, lambda: ops.embed(jnp.ones(2), table), "ids must be integers; got dtype float32"),
+    (TypeError, lambda: ops.embed(IDS, table > 0), r"ops\.embed: table must be a floating"),
+    (ValueError, lambda: ops.embed(IDS, table[0]), r"table must be \(vocab, features\); got table"),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
+def test_errors(error, call, match) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_one_scale_per_row_travels_with_the_row() -> None:
+    scaled = ScaledArray(table, jnp.array([[1.0], [2.0], [4.0], [8.0]]))
+    y = ops.embed(jnp.array([3, 0]), scaled)
+    np.testing.assert_array_equal(y.scale, [[8], [1]])

@@ -1,0 +1,161 @@
+"""Layer norm and RMS norm."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops
+from unitscale.core import ScaledArray
+
+from .conformance import (
+    DTYPES,
+    assert_scales_are_constants,
+    assert_unit,
+    check,
+    normal,
+)
+
+ROWS = 6
+WEIGHT = ROWS**-0.5
+
+
+def layer_norm(x, gain=1.0, bias=0.0, eps=1e-5):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain + bias
+
+
+def rms_norm(x, gain=1.0, eps=1e-6):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
+
+
+CASES = {
+    "layer_norm": (ops.layer_norm, layer_norm, 1),
+    "layer_norm gain": (ops.layer_norm, layer_norm, 2),
+    "layer_norm gain bias": (ops.layer_norm, layer_norm, 3),
+    "rms_norm": (ops.rms_norm, rms_norm, 1),
+    "rms_norm gain": (ops.rms_norm, rms_norm, 2),
+}
+SHAPES = ((2, 3, 4), (4,), (4,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_norm(name: str, dtype: str) -> None:
+    op, reference, operands = CASES[name]
+    full = operands == 1 or name.endswith("bias")
+    check(
+        op,
+        reference,
+        normal(name, *SHAPES[:operands]),
+        fwd=1.0,
+        bwd=(1.0, WEIGHT, WEIGHT)[:operands],
+        dtype=dtype,
+        transforms=("grad", "jit", "vmap", "scan", "checkpoint") if full else ("jit",),
+        slack=2,
+    )
+
+
+SCALED = [
+    (2.0**12, None, None),
+    (2.0**-12, 4.0, 8.0),
+    (np.float32([[[1], [2], [64]]]), 0.25, None),  # one per row
+    (np.float32([1, 2, 4, 2**-10]), np.float32([1, 2, 3, 4]), 2.0),  # one per feature
+    (0, None, None),
+    (1.0, 0, 2.0),
+]
+
+
+@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
+@pytest.mark.parametrize("name", ["layer_norm gain bias", "rms_norm gain"])
+def test_scales(name: str, scales) -> None:
+    op, reference, operands = CASES[name]
+    check(
+        functools.partial(op, eps=1e-3),
+        functools.partial(reference, eps=1e-3),
+        normal(name, *SHAPES[:operands]),
+        fwd=1.0,
+        bwd=(1.0, WEIGHT, WEIGHT)[:operands],
+        scales=scales[:operands],
+        dtype="float32",
+        transforms=("jit",),
+        slack=4,
+    )
+
+
+def test_the_scale_is_dropped() -> None:
+    x = ScaledArray(jnp.asarray(normal("x", (3, 4))[0]), 2.0**40)
+    assert ops.layer_norm(x).scale == 1
+    # Its square is beyond float32 where the value is normalized, and not where the data is.
+    np.testing.assert_allclose(ops.rms_norm(x).data, rms_norm(np.asarray(x.data)), rtol=1e-5)
+    assert_scales_are_constants(ops.layer_norm, x)
+    assert_scales_are_constants(ops.rms_norm, ScaledArray(x.data, 8.0), ScaledArray(x.data[0], 2.0))
+
+
+def test_an_array_of_zeros_has_finite_gradients() -> None:
+    for x in (jnp.zeros((2, 4)), ScaledArray(jnp.zeros((2, 4)), jnp.float32(0))):
+        for op in (ops.layer_norm, ops.rms_norm):
+            y, vjp = jax.vjp(lambda x, op=op: op(x).data, x)
+            np.testing.assert_array_equal(y, 0)
+            assert all(np.isfinite(g).all() for g in jax.tree.leaves(vjp(jnp.ones_like(y))))
+
+
+@pytest.mark.parametrize("scale", [None, jnp.float32([1, 2, 4, 8])])
+def test_dtype_is_that_of_x(scale) -> None:
+    x = jnp.ones((2, 4), jnp.float16)
+    x = x if scale is None else ScaledArray(x, scale)
+    assert ops.layer_norm(x, jnp.ones(4), jnp.ones(4)).dtype == jnp.float16
+    assert ops.rms_norm(jnp.ones((2, 4), jnp.float8_e4m3fn)).dtype == jnp.bfloat16
+
+
+def test_float16_is_computed_wide() -> None:
+    x = jnp.asarray([[60000.0, -60000.0], [6e-8, 0.0]], jnp.float16)
+    y = np.asarray(ops.rms_norm(x, eps=0.0).data, np.float64)
+    np.testing.assert_allclose(y, [[1, -1], [2**0.5, 0]], rtol=2**-11)
+    # The gradient of a gain sums 2000 cotangents of 100 > 65504 before the factor 2000^-1/2.
+    rows = jnp.ones((2000, 4), jnp.float16)
+    _, vjp = jax.vjp(lambda g: ops.rms_norm(rows, g).data, jnp.ones(4, jnp.float16))
+    (grad,) = vjp(jnp.full((2000, 4), 100.0, jnp.float16))
+    np.testing.assert_allclose(np.float64(grad), 2e5 * 2000**-0.5, rtol=2**-10)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_unit_variance(name: str) -> None:
+    op = CASES[name][0]
+    # A row of 64 loses up to two of its degrees of freedom in the gradient.
+    assert_unit(op, (16, 64), bias=2 / 64)
+    assert_unit(
+        lambda x, gain: op(x, 1 + gain - jax.lax.stop_gradient(gain)),
+        (16, 64),
+        (64,),
+        bias=3 / 64,
+    )
+
+
+x = jnp.ones((2, 4))
+ERRORS = [
+    (ValueError, lambda: ops.layer_norm(x, x), r"ops\.layer_norm: gain must be \(features,\)"),
+    (
+        ValueError,
+        lambda: ops.layer_norm(x, None, x[0, :2]),
+        r"bias must be .* got x \(2, 4\), bias",
+    ),
+    (ValueError, lambda: ops.rms_norm(x, eps=-1.0), r"ops\.rms_norm: eps must not be negative"),
+    (
+        ValueError,
+        lambda: ops.rms_norm(jnp.ones(())),
+        r"ops\.rms_norm: x must be \(\.\.\., features",
+    ),
+    (TypeError, lambda: ops.rms_norm(x > 0), r"ops\.rms_norm: x must be a floating array"),
+    (TypeError, lambda: ops.layer_norm(x, x[0] > 0), r"ops\.layer_norm: gain must be a floating"),
+]
+
+
+@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
+def test_errors(error, call, match) -> None:
+    with pytest.raises(error, match=match):
+        call()
