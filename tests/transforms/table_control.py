@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax, nn
+from jax.ad_checkpoint import checkpoint_name
 
 from .table import (
     ACTIVATIONS,
@@ -139,7 +140,7 @@ CONTROL = [
     Entry("checkpoint", jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m), (S, M)),
     Entry("checkpoint policy", jax.checkpoint(
         lambda x, m: jnp.sin(x @ m) @ m, policy=jax.checkpoint_policies.dots_saveable), (S, M)),
-    Entry("checkpoint_name", lambda x: jax.ad_checkpoint.checkpoint_name(x * 2, "h") ** 2, (A,)),
+    Entry("checkpoint_name", lambda x: checkpoint_name(x * 2, "h") ** 2, (A,)),
     Entry("custom_vjp", clipped_gradient, (A,)),
     Entry("custom_vjp static", lambda x: power_of(x, 3), (A,)),
     Entry("custom_jvp", steep, (A,)),

@@ -7,7 +7,6 @@ alignment. A `LazyScale` keeps the formula and becomes an array only where data 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 
 # The smallest normal float32: ratios stop there, so that an infinity times a ratio is no NaN.
 _SMALLEST = 2.0**-126
+_MANTISSA_BITS = 23
 
 
 class Atom:
@@ -70,6 +70,11 @@ class LazyScale:
         return not self.powers
 
     @property
+    def degree(self) -> int:
+        """How many arrays are multiplied or divided."""
+        return sum(abs(power) for power in self.powers.values())
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions of the array that it becomes."""
         return max((atom.ndim for atom in self.powers), default=0)
@@ -119,8 +124,7 @@ class LazyScale:
     def array(self) -> jax.Array:
         """Returns the scale as a float32 array, kept within the normal numbers of float32.
 
-        Multiplications and divisions alternate, so that only a product that is out of range as a
-        whole can leave it.
+        Only a scale that is out of range as a whole is changed by that.
         """
         # An array made inside a loop's body must not be found outside of it.
         level = get_opaque_trace_state(convention="flax")
@@ -129,19 +133,12 @@ class LazyScale:
         return self._made[1]
 
 
-def _halves(log2: float) -> Iterator[float]:
-    """Factors of 2**log2 that are normal float32 numbers."""
-    while abs(log2) > 120:
-        step = np.copysign(120, log2)
-        yield float(2.0**step)
-        log2 -= step
-    if log2:
-        yield float(2.0**log2)
-
-
 def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax.Array:
+    """Returns prod(above) / prod(below) * 2**log2 within the normal numbers of float32."""
     if not above and not below:
         return np.float32(2.0 ** min(max(log2, -126), 127))  # type: ignore[return-value]
+    if len(above) + len(below) > 2 or abs(log2) > 100:
+        return _long_product(above, below, log2)
     result = None
     for up, down in zip_longest(above, below):
         if up is not None:
@@ -149,13 +146,30 @@ def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax
         if down is not None:
             one = np.float32(1) if result is None else result
             result = lax.div(*_ranked(one, down))
-    for factor in _halves(log2):
-        result = lax.mul(result, np.float32(factor))
-    if below or log2 or len(above) > 1:
-        result = lax.max(result, np.float32(_SMALLEST))
-    if log2 > 0 or len(above) > 1 or len(below) > len(above):
-        result = lax.min(result, np.float32(2.0**127))
+    if log2:
+        result = lax.mul(result, np.float32(2.0**log2))
+    if log2 or len(above) + len(below) > 1:
+        result = lax.min(lax.max(result, np.float32(_SMALLEST)), np.float32(2.0**127))
     return result  # type: ignore[return-value]
+
+
+def _long_product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax.Array:
+    """The same with mantissas and exponents apart, so that no partial product leaves the range."""
+    whole = round(log2)
+    mantissa, exponent = np.float32(2.0 ** (log2 - whole)), np.int32(whole)
+    for array, sign in [*((a, 1) for a in above), *((b, -1) for b in below)]:
+        bits = lax.bitcast_convert_type(array, np.int32)
+        own = lax.sub(lax.shift_right_logical(bits, np.int32(_MANTISSA_BITS)), np.int32(127))
+        one = lax.bitcast_convert_type(
+            lax.sub(bits, lax.shift_left(own, np.int32(_MANTISSA_BITS))),
+            np.float32,
+        )
+        combine, total = (lax.mul, lax.add) if sign > 0 else (lax.div, lax.sub)
+        mantissa = combine(*_ranked(mantissa, one))
+        exponent = total(*_ranked(exponent, own))
+    exponent = lax.min(lax.max(exponent, np.int32(-126)), np.int32(126))
+    bits = lax.shift_left(lax.add(exponent, np.int32(127)), np.int32(_MANTISSA_BITS))
+    return lax.mul(mantissa, lax.bitcast_convert_type(bits, np.float32))
 
 
 def _ranked(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -165,11 +179,27 @@ def _ranked(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.broadcast_arrays(x, y))  # type: ignore[return-value]
 
 
-def largest(x: LazyScale, y: LazyScale) -> LazyScale:
+def clipped(scale: LazyScale, limit: int) -> LazyScale:
+    """Returns a scale of one atom within 2**-limit and 2**limit.
+
+    Example:
+        >>> print(clipped(LazyScale.of(jnp.float32(1024)), 8).array())
+        256.0
+    """
+    low, high = np.float32(2.0**-limit), np.float32(2.0**limit)
+    return LazyScale.of(lax.min(lax.max(scale.array(), low), high))
+
+
+def largest(x: LazyScale, y: LazyScale, limit: int = 126) -> LazyScale:
     """Returns the scale at which two operands of a sum meet: the larger one.
 
     For powers of two it is sqrt(x**2 + y**2) rounded to the nearest power of two, because that root
     is at most 1.42 times the larger.
+
+    Args:
+        x: one scale.
+        y: the other.
+        limit: the result is kept within 2**-limit and 2**limit.
 
     Example:
         >>> s = LazyScale.of(jnp.float32(8))
@@ -178,5 +208,4 @@ def largest(x: LazyScale, y: LazyScale) -> LazyScale:
     """
     if x.powers == y.powers:
         return x if x.log2 >= y.log2 else y
-    a, b = _ranked(x.array(), y.array())
-    return LazyScale.of(lax.max(lax.max(a, b), np.float32(_SMALLEST)))
+    return clipped(LazyScale.of(lax.max(*_ranked(x.array(), y.array()))), limit)

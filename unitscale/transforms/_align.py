@@ -12,7 +12,18 @@ import numpy as np
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale
 from ._interpreter import Interpreter
-from ._values import ONE, Value, data_dtype, is_float, narrow, saturate, times, uniform, widen
+from ._values import (
+    ONE,
+    Value,
+    data_dtype,
+    is_float,
+    narrow,
+    saturate,
+    scale_limit,
+    times,
+    uniform,
+    widen,
+)
 
 # A fill beyond this is taken for a mask: it stands for infinity, and need not be kept exactly.
 _MASK_LOG2 = 16
@@ -69,10 +80,10 @@ def at_scale(value: Value, scale: LazyScale, dtype: Any) -> Any:
 
 def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> LazyScale:
     """Returns the scale at which operands meet: the largest, to which constant fills give way."""
-    scale = None
+    scale, limit = None, scale_limit(dtype)
     for value in values:
         if value.scale is not None and not is_neutral(value):
-            scale = value.scale if scale is None else interpreter.largest(scale, value.scale)
+            scale = value.scale if scale is None else interpreter.largest(scale, value.scale, limit)
     known = scale is not None
     for value in values:
         if value.scale is not None or is_neutral(value):
@@ -81,7 +92,7 @@ def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> LazyS
             own = fill_scale(value.const, dtype) if known else LazyScale(split(value.const)[1])
         else:
             own = LazyScale(round(value.drift))
-        scale = own if scale is None else interpreter.largest(scale, own)
+        scale = own if scale is None else interpreter.largest(scale, own, limit)
     return ONE if scale is None else scale
 
 

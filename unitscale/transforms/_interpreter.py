@@ -65,7 +65,7 @@ class Interpreter:
     def __init__(self, settings: Settings):
         """Starts an empty environment."""
         self.settings = settings
-        self._largest: dict[tuple[LazyScale, LazyScale], LazyScale] = {}
+        self._largest: dict[tuple[frozenset[LazyScale], int], LazyScale] = {}
 
     # -- what rules are written with ---------------------------------------------------------
 
@@ -73,14 +73,14 @@ class Interpreter:
         """Returns log2 of the growth of data that the static strategy expects."""
         return self.settings.growth(primitive, terms)
 
-    def largest(self, x: LazyScale, y: LazyScale) -> LazyScale:
-        """Returns the larger scale; the same pair gives the same scale."""
+    def largest(self, x: LazyScale, y: LazyScale, limit: int) -> LazyScale:
+        """Returns the larger scale within a limit; the same pair gives the same scale."""
         if x == y:
             return x
-        found = self._largest.get((x, y)) or self._largest.get((y, x))
-        if found is None:
-            found = self._largest[x, y] = largest(x, y)
-        return found
+        key = (frozenset((x, y)), limit)
+        if key not in self._largest:
+            self._largest[key] = largest(x, y, limit)
+        return self._largest[key]
 
     def bind(self, eqn: JaxprEqn, arrays: Sequence[Any], **changes: Any) -> Any:
         """Applies the primitive of an equation to arrays."""

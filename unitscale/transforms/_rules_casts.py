@@ -7,6 +7,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core import cast
+from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
 from ._values import ONE, Value, finish, is_float, numeric, settle, uniform, widen
@@ -36,10 +37,10 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
         return narrowed(x, dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return Value(lax.convert_element_type(x.data, dtype), x.scale, x.drift, x.dtype)
-    settled = settle(x) if dtype.itemsize == 2 else x
-    return finish(
-        widen(settled.data), settled.scale, settled.drift, dtype, clamp=True
-    )
+    if jnp.issubdtype(jnp.result_type(x.data), jnp.complexfloating):
+        return finish(lax.real(x.data), x.scale, x.drift, dtype)
+    x = settle(x) if dtype.itemsize == 2 else x
+    return finish(widen(x.data), x.scale, x.drift, dtype, clamp=True)
 
 
 @register("cast", "bitcast_convert_type")
@@ -53,8 +54,6 @@ def bitcast(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 @register("cast", "complex")
 def make_complex(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Real and imaginary part at the scale at which they meet."""
-    from ._align import align
-
     arrays, scale, drift, dtype = align(interpreter, values)
     return Value(interpreter.bind(eqn, arrays), scale, drift, dtype)
 

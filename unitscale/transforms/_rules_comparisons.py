@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from ._align import align, is_neutral
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import _shaped, wide_operands
+from ._rules_products import shaped, wide_operands
 from ._values import Value, finish, is_float, numeric, uniform, widen
 
 
@@ -44,10 +44,10 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     """The larger or smaller at the scale at which they meet; 0 and infinities cost nothing."""
     x, y = values
     if x.const == 0.0 and y.const == 0.0:
-        return x.with_data(_shaped(x.data, x, y))
+        return x.with_data(shaped(x.data, x, y))
     arrays, scale, drift, dtype = align(interpreter, values)
     operation = lax.max if eqn.primitive.name == "max" else lax.min
-    return finish(_shaped(operation(*arrays), x, y), scale, drift, dtype)
+    return finish(shaped(operation(*arrays), x, y), scale, drift, dtype)
 
 
 @register("comparison", "clamp")

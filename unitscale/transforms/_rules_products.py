@@ -14,7 +14,17 @@ from ..core._lazy_scale import LazyScale
 from ._align import split
 from ._interpreter import Interpreter
 from ._registry import register
-from ._values import ONE, Value, data_dtype, finish, narrow, uniform, widen
+from ._rules_functions import unbounded
+from ._values import (
+    ONE,
+    Value,
+    data_dtype,
+    finish,
+    narrow,
+    shortened,
+    uniform,
+    widen,
+)
 
 
 def pair_of(value: Value) -> tuple[Any, LazyScale]:
@@ -36,15 +46,16 @@ def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def _shaped(data: Any, *values: Value) -> Any:
-    shape = max((v.shape for v in values), key=len)
+def shaped(data: Any, *values: Value) -> Any:
+    """Broadcasts data to the shape that element-wise operands have together."""
+    shape = np.broadcast_shapes(*(v.shape for v in values))
     return data if jnp.shape(data) == shape else jnp.broadcast_to(data, shape)
 
 
 @register("product", "mul")
 def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """x y: data times data, scale times scale; a power of two among constants costs nothing."""
-    x, y = values
+    x, y = shortened(*values)
     if x.is_plain and x.is_fill:
         x, y = y, x
     dtype = data_dtype(x, y)
@@ -53,9 +64,9 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         mantissa = float(np.asarray(other))
         if abs(mantissa) == 1:
             moved = x.data if mantissa > 0 else lax.neg(x.data)
-            return Value(_shaped(moved, x, y), scale * other_scale, x.drift, dtype)
+            return Value(shaped(moved, x, y), scale * other_scale, x.drift, dtype)
     product = lax.mul(*wide_operands(data, other))
-    return finish(_shaped(product, x, y), scale * other_scale, x.drift + y.drift, dtype)
+    return finish(shaped(product, x, y), scale * other_scale, x.drift + y.drift, dtype)
 
 
 @register("product", "square", "integer_pow")
@@ -63,6 +74,9 @@ def power(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
     """x**n: data and scale are raised alike."""
     (x,) = values
     exponent = eqn.params.get("y", 2)
+    if abs(exponent) > 4:
+        return unbounded(interpreter, eqn, values)
+    x, *_ = shortened(*[x] * abs(exponent), x)
     data = interpreter.bind(eqn, [widen(x.data)])
     return finish(data, x.scale**exponent, x.drift * exponent, x.dtype, clamp=exponent != 2)
 
@@ -91,7 +105,7 @@ def _contract(
     interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: int, **changes: Any
 ) -> Value:
     x, y, *rest = values
-    x, y = uniform(x), uniform(y)
+    x, y = shortened(uniform(x), uniform(y))
     dtype = data_dtype(x, y)
     left, right = contraction_operands(x, y, dtype)
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):

@@ -11,36 +11,36 @@ from ..core._lazy_scale import LazyScale
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import _shaped, pair_of, wide_operands
-from ._values import ONE, Value, data_dtype, finish, times, widen
+from ._rules_products import shaped, pair_of, wide_operands
+from ._values import ONE, Value, data_dtype, finish, shortened, times, widen
 
 
 @register("ratio", "div")
 def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """x / y: data over data, scale over scale; a power of two among constants costs nothing."""
-    x, y = values
+    x, y = shortened(*values)
     dtype = data_dtype(x, y)
     (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
     if y.is_plain and y.is_fill and y.const and abs(float(np.asarray(other))) == 1:
         moved = x.data if float(np.asarray(other)) > 0 else lax.neg(x.data)
-        return Value(_shaped(moved, x, y), scale / other_scale, x.drift, dtype)
+        return Value(shaped(moved, x, y), scale / other_scale, x.drift, dtype)
     quotient = lax.div(*wide_operands(data, other))
     drift = x.drift - y.drift
-    return finish(_shaped(quotient, x, y), scale / other_scale, drift, dtype, clamp=True)
+    return finish(shaped(quotient, x, y), scale / other_scale, drift, dtype, clamp=True)
 
 
 @register("ratio", "rem")
 def rem(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The remainder at the scale at which the operands meet: homogeneous of degree 1."""
     arrays, scale, _, dtype = align(interpreter, values)
-    return finish(_shaped(lax.rem(*arrays), *values), scale, 0.0, dtype)
+    return finish(shaped(lax.rem(*arrays), *values), scale, 0.0, dtype)
 
 
 @register("ratio", "atan2")
 def atan2(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The angle of the operands' data at one scale: homogeneous of degree 0."""
     arrays, _, _, dtype = align(interpreter, values)
-    return finish(_shaped(lax.atan2(*arrays), *values), ONE, 0.0, dtype)
+    return finish(shaped(lax.atan2(*arrays), *values), ONE, 0.0, dtype)
 
 
 @register("ratio", "sign")

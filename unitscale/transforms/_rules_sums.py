@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import _shaped
+from ._rules_products import shaped
 from ._values import Value, data_dtype, finish, uniform, widen
 
 
@@ -18,15 +18,15 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """x + y at the larger scale; a known zero costs nothing."""
     x, y = values
     if y.const == 0.0 and not x.is_plain:
-        return x.with_data(_shaped(x.data, x, y))
+        return x.with_data(shaped(x.data, x, y))
     if x.const == 0.0 and not y.is_plain:
         data = lax.neg(y.data) if eqn.primitive.name == "sub" else y.data
         const = y.const if y.const is None or eqn.primitive.name != "sub" else -y.const
-        return y.with_data(_shaped(data, x, y), const=const)
+        return y.with_data(shaped(data, x, y), const=const)
     arrays, scale, drift, dtype = align(interpreter, [x, y])
     operation = lax.sub if eqn.primitive.name == "sub" else lax.add
     clamp = x.is_plain or y.is_plain
-    return finish(_shaped(operation(*arrays), x, y), scale, drift, dtype, clamp=clamp)
+    return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, clamp=clamp)
 
 
 def _terms(before: tuple[int, ...], after: tuple[int, ...]) -> int:

@@ -17,12 +17,24 @@ from jax import lax
 
 from ..core import ScaledArray, format_of, is_zero, result_dtype, wide_dtype
 from ..core._arithmetic import reduce_scale
-from ..core._lazy_scale import Atom, LazyScale
+from ..core._lazy_scale import Atom, LazyScale, clipped
 
 ONE = LazyScale()
 
 # Data wider than 16 bits may drift this far (in powers of two) before it costs a multiplication.
 _SLACK = 24
+# A scale that is a longer product than this, or a larger power of two, becomes one array.
+_DEGREE = 3
+_LOG2 = 60
+
+
+def scale_limit(dtype: Any) -> int:
+    """Returns how far scales may go (in powers of two) where they are chosen at run time.
+
+    Data of a wide type can take what is beyond; data of 16 bits has no room for it.
+    """
+    return 100 if np.dtype(dtype) == np.float16 else 30
+
 
 
 class Value:
@@ -139,6 +151,10 @@ def finish(
     16-bit data is brought back at once, in the multiplication before its one rounding. Wider data
     waits until it leaves the program, or until the drift is large.
     """
+    if scale.degree > _DEGREE or abs(scale.log2) > _LOG2:
+        # Scales that multiply on and on leave the range of float32, data in the other direction.
+        near = clipped(scale, scale_limit(dtype))
+        data, scale = times(data, scale / near), near
     if jnp.issubdtype(jnp.result_type(data), jnp.complexfloating):
         return Value(data, scale, drift, dtype)
     steps = round(drift) if math.isfinite(drift) else 0
@@ -154,6 +170,24 @@ def correction(value: Value, *, exactly: bool = False) -> float:
     if exactly and abs(value.drift) > 1e-3:
         return value.drift
     return round(value.drift)
+
+
+def shortened(*values: Value) -> list[Value]:
+    """Turns long products among the scales of factors into single arrays, within their limit.
+
+    Before the factors are multiplied: data that is far from unit size would leave its range.
+    """
+    if sum(v.scale.degree for v in values if v.scale is not None) <= _DEGREE:
+        return list(values)
+    return [v if v.scale is None or v.scale.degree < 2 else _short(v) for v in values]
+
+
+def _short(value: Value) -> Value:
+    assert value.scale is not None, "only a scale can be a long product"
+    near = clipped(value.scale, scale_limit(value.dtype))
+    data = times(widen(value.data), value.scale / near)
+    dtype = jnp.result_type(value.data)
+    return Value(narrow(data, dtype), near, value.drift, value.dtype, value.const)
 
 
 def settle(value: Value, *, exactly: bool = False) -> Value:
@@ -233,9 +267,14 @@ def traced_aval(leaf: Any) -> Any:
 
 
 def to_output(value: Value) -> Any:
-    """Turns a value into a result: a ScaledArray, or a plain array if it met no scale."""
+    """Turns a value into a result: a ScaledArray, or a plain array if it met no scale.
+
+    Complex results are plain too: a ScaledArray is real.
+    """
     if value.scale is None:
         return jnp.asarray(value.data)
+    if jnp.issubdtype(jnp.result_type(value.data), jnp.complexfloating):
+        return times(value.data, value.scale)
     value = settle(value)
     assert value.scale is not None, "settling keeps the scale"
     if value.const == 0.0:
