@@ -17,7 +17,8 @@ class MLP(nnx.Module):
     """A feed-forward block: plain ``down(f(up(x)))``, or gated ``down(up(x) * f(gate(x)))``.
 
     Scaling:
-        Every product and activation is unit scaled, so input, hidden units and output are.
+        Every product and activation is unit scaled. Hidden units have unit variance; those of gelu,
+        silu and relu have a mean too, which brings the output's RMS to 1.11, 1.07 and 1.21.
 
     Args:
         in_features: size of the input's last axis.

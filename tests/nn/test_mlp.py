@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from unitscale import nn, ops, rules
+from unitscale.nn._mlp import Activation
+
+PLAIN = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "relu": jax.nn.relu, "tanh": jnp.tanh}
+
+
+def product(dense: nn.Dense, x):
+    return x @ dense.kernel.get_value() / dense.in_features**0.5 + dense.bias.get_value()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain(name) -> None:
+    layer = nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    factor = rules.elementwise(PLAIN[name], mult=1.5).fwd
+    expected = product(layer.down, factor * PLAIN[name](1.5 * product(layer.up, x)))
+    np.testing.assert_allclose(layer(x).value, expected, rtol=1e-4, atol=1e-4)
+    assert layer.gate is None
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_gated(name) -> None:
+    layer = nn.MLP(8, 12, activation=f"{name}_glu", mult=1.5, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    factor = rules.glu(PLAIN[name], mult=1.5).fwd
+    hidden = factor * product(layer.up, x) * PLAIN[name](1.5 * product(layer.gate, x))
+    np.testing.assert_allclose(layer(x).value, product(layer.down, hidden), rtol=1e-4, atol=1e-4)
+
+
+def test_every_activation_is_an_op() -> None:
+    for name in Activation.__args__:
+        assert callable(getattr(ops, name))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_scale(name, assert_rms) -> None:
+    """Hidden units have unit variance; the mean of gelu, silu and relu comes on top of it.
+
+    The constraint leaves the gradient the ratio of the activation's factors.
+    """
+    ideal = rules.elementwise(PLAIN[name], constraint=None)
+    z, weights = np.polynomial.hermite_e.hermegauss(200)
+    mean = np.average(ideal.fwd * np.asarray(PLAIN[name](z)), weights=weights)
+    assert_rms(
+        lambda rngs: nn.MLP(64, 256, activation=name, rngs=rngs),
+        (32, 64),
+        out=(1 + mean**2) ** 0.5,
+        grad=ideal.fwd / ideal.bwd[0],
+        bias=0.01,  # the quadrature of relu, which has a kink, and its float32
+    )
+
+
+def test_scale_of_the_gated(assert_rms) -> None:
+    """The gradients of the two halves add up."""
+    ideal = rules.glu(jax.nn.silu, constraint=None)
+    assert_rms(
+        lambda rngs: nn.MLP(64, 256, activation="silu_glu", rngs=rngs),
+        (32, 64),
+        grad=(1 + (ideal.fwd / ideal.bwd[1]) ** 2) ** 0.5,
+    )
+
+
+def test_dropout_is_on_the_output() -> None:
+    layer = nn.MLP(8, 12, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
+    x = jax.random.normal(jax.random.key(0), (30, 8))
+    noisy, quiet = layer(x).value, layer(x, deterministic=True).value
+    kept = noisy != 0
+    assert 0 < np.mean(kept) < 1
+    np.testing.assert_allclose(noisy[kept], 2 * quiet[kept], rtol=1e-5)
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"activation must be one of gelu, .*gelu_glu; got 'swish'"
+    ):
+        nn.MLP(8, 12, activation="swish", rngs=nnx.Rngs(0))

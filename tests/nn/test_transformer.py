@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.config import ModelConfig
+from recipes.gpt.model import GPT
+from tests.gradients import jit
+from unitscale import nn, ops, rules
+
+WIDTH, TIME = 16, 5
+
+
+def inputs(seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (2, TIME, WIDTH))
+
+
+def layer(**options) -> nn.TransformerLayer:
+    return nn.TransformerLayer(WIDTH, 2, 24, **options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "none"])
+def test_a_layer_is_two_residual_branches(placement) -> None:
+    block, x = layer(norm_placement=placement, taus=(0.3, 0.9), is_causal=True), inputs()
+
+    def branch(x, fn, norm, tau):
+        inner = norm(x) if placement == "pre" else x
+        w = rules.residual(tau)
+        y = w.branch * fn(inner).value + w.skip * x
+        return norm(y).value if placement == "post" else y
+
+    expected = branch(x, block.attention, block.attention_norm, 0.3)
+    expected = branch(expected, block.mlp, block.mlp_norm, 0.9)
+    np.testing.assert_allclose(block(x).value, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms() -> None:
+    assert isinstance(layer(norm="layer").mlp_norm, nn.LayerNorm)
+    assert isinstance(layer(norm="rms").attention_norm, nn.RMSNorm)
+    assert layer(norm_placement="none").attention_norm is None
+
+
+@pytest.mark.parametrize("scheme", rules.RESIDUAL_SCHEMES)
+def test_a_stack_follows_its_scheme(scheme) -> None:
+    stack = nn.TransformerStack(
+        3,
+        WIDTH,
+        2,
+        residual_scheme=scheme,
+        residual_tau=0.4,
+        residual_mult=0.7,
+        residual_attention_ratio=1.5,
+        rngs=nnx.Rngs(0),
+    )
+    taus = rules.residual_taus(scheme, 6, tau=0.4, mult=0.7, attn_ratio=1.5)
+    assert tuple(t for block in stack.layers for t in block.taus) == taus
+
+
+def test_remat_changes_no_number() -> None:
+    """Values, gradients and the masks of dropout."""
+    results = []
+    for remat in (False, True):
+        stack = nn.TransformerStack(
+            2,
+            WIDTH,
+            2,
+            24,
+            remat=remat,
+            is_causal=True,
+            dropout_rate=0.3,
+            rngs=nnx.Rngs(params=0, dropout=1),
+        )
+        graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+
+        def loss(params, graphdef=graphdef, rest=rest):
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest, copy=True)(inputs()).value))
+
+        assert ("remat" in str(jax.make_jaxpr(loss)(params))) == remat
+        results.append(jax.tree.leaves(jit(jax.value_and_grad(loss))(params)))
+    for plain, remat in zip(*results, strict=True):
+        np.testing.assert_allclose(plain, remat, rtol=1e-4, atol=1e-4)
+
+
+def test_scale(assert_rms) -> None:
+    """Every branch adds a unit vector in its share; only attention's rule is approximate."""
+    assert_rms(
+        lambda rngs: nn.TransformerLayer(32, 2, is_causal=True, taus=(0.5, 0.5), rngs=rngs),
+        (2, 32, 32),
+        # Beside the skip connection, what the branches give back: a norm, an activation and an
+        # attention whose own excess the other tests pin.
+        grad=_layer_gradient(32, 32, 2, 0.5),
+        bias=0.15,
+        trials=64,
+    )
+
+
+def _layer_gradient(width: int, time: int, heads: int, tau: float) -> float:
+    attention = rules.dot_product_attention(width // heads, time, is_causal=True, constraint=None)
+    gelu = rules.elementwise(jax.nn.gelu, constraint=None)
+    branch = {
+        "attention": 1 + 2 * (attention.fwd / attention.bwd[0]) ** 2,
+        "mlp": (gelu.fwd / gelu.bwd[0]) ** 2,
+    }
+    share = rules.residual(tau)
+    total = 1.0
+    for square in branch.values():
+        total *= share.branch**2 * square + share.skip**2
+    return total**0.5
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="norm must be one of layer, rms; got 'batch'"):
+        layer(norm="batch")
+    with pytest.raises(
+        ValueError, match="norm_placement must be one of pre, post, none; got 'mid'"
+    ):
+        layer(norm_placement="mid")
+    with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
+        nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"unknown scheme 'deep'.*Did you mean 'depth'"):
+        nn.TransformerStack(2, WIDTH, 2, residual_scheme="deep", rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="activatoin"):
+        nn.TransformerStack(2, WIDTH, 2, activatoin="gelu", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="a cache needs max_length="):
+        nn.TransformerStack(2, WIDTH, 2, is_causal=True, rngs=nnx.Rngs(0)).init_cache(1, 8)
+    stack = nn.TransformerStack(2, WIDTH, 2, is_causal=True, max_length=8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="zip"):
+        stack.decode(inputs(), stack.init_cache(2, 8)[:1])
+
+
+MODELS = {
+    "rope": {},
+    "learned": {"positions": "learned", "tied_readout": True},
+    "grouped": {"kv_heads": 2, "mlp": "gated", "norm": "layer"},
+}
+
+
+def gpt(name: str, policy: str = "float32") -> GPT:
+    config = ModelConfig(
+        vocab=11, width=WIDTH, layers=2, heads=4, mlp_ratio=2.0, context=8, **MODELS[name]
+    )
+    return GPT(config, policy=policy, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
+    model = gpt(name, policy)
+    ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+    uncached = np.asarray(jit(lambda ids: model(ids).value)(ids), np.float64)
+    step = jit(lambda ids, cache: model(ids, cache=cache))
+    # Rounding a few times per layer, relative to logits of RMS below 1.
+    tolerance = 32 * float(jnp.finfo(policy).eps)
+    for chunks in ((1,) * 7, (4, 3)):
+        cache, start, parts = model.init_cache(2, 8), 0, []
+        for size in chunks:
+            logits, cache = step(ids[:, start : start + size], cache)
+            parts.append(np.asarray(logits.value, np.float64))
+            start += size
+        found = np.concatenate(parts, axis=1)
+        np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
+
+
+def test_causality_of_the_stack_through_gradients() -> None:
+    stack = nn.TransformerStack(2, WIDTH, 2, 24, is_causal=True, rotary_base=30.0, rngs=nnx.Rngs(0))
+    jacobian = jit(jax.jacrev(lambda x: stack(x).value.sum(-1)))(inputs())
+    reach = np.abs(jacobian).sum(-1)[0, :, 0]
+    assert (reach[np.triu_indices(TIME, 1)] == 0).all()
+    assert (reach[np.tril_indices(TIME)] > 0).all()
+
+
+def test_float32_gradients_are_those_of_float64() -> None:
+    """The fused attention of `jax.nn`, which float64 leaves aside, has the same gradients."""
+    ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+
+    def grads(policy):
+        graphdef, params = nnx.split(gpt("grouped", policy))
+        single = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        cast = jax.tree.map(lambda p: p.astype(policy.param_dtype), single)
+        run = jit(jax.grad(lambda p: ops.softmax_cross_entropy(nnx.merge(graphdef, p)(ids), ids)))
+        return [np.asarray(g, np.float64) for g in jax.tree.leaves(run(cast))]
+
+    single = grads(nn.Policy())
+    with jax.enable_x64(True):
+        double = grads(nn.Policy(param_dtype="float64", compute_dtype="float64"))
+    eps = float(jnp.finfo(jnp.float32).eps)
+    for a, b in zip(single, double, strict=True):
+        assert np.linalg.norm(a - b) <= 64 * eps * np.linalg.norm(b)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from recipes.config import ModelConfig
+from recipes.gpt.model import GPT
+from unitscale import nn
+from unitscale.optim import umup
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nn.Embed(10, 16, rngs=rngs)
+        self.block = nn.TransformerLayer(16, 2, 64, depth=4, norm="layer", rngs=rngs)
+        self.norm = nn.RMSNorm(16)
+        self.readout = nn.Readout(16, 10, use_bias=True, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.readout(self.norm(self.block(self.embed(ids))))
+
+
+EXPECTED = {
+    "embed.embedding": 1 / 4,
+    "norm.gain": 1,
+    "readout.kernel": 1,
+    "readout.bias": 1,
+    **{f"block.attention.{p}.kernel": 1 / 8 for p in ("query", "key", "value", "out")},
+    **{f"block.attention.{p}.bias": 1 / 2 for p in ("query", "key", "value", "out")},
+    "block.mlp.up.kernel": 1 / 8,
+    "block.mlp.down.kernel": 1 / 16,
+    "block.mlp.up.bias": 1 / 2,
+    "block.mlp.down.bias": 1 / 2,
+    **{f"block.{n}_norm.{p}": 1 / 2 for n in ("attention", "mlp") for p in ("gain", "bias")},
+}
+
+
+def parameters(model=None):
+    return nnx.state(Model() if model is None else model, nnx.Param)
+
+
+def by_path(tree) -> dict[str, np.ndarray]:
+    return {
+        ".".join(map(str, path)): np.asarray(getattr(leaf, "get_value", lambda leaf=leaf: leaf)())
+        for path, leaf in nnx.to_flat_state(tree)
+    }
+
+
+def ones(params):
+    return jax.tree.map(jnp.ones_like, params)
+
+
+def test_factor_of_every_parameter() -> None:
+    params = parameters()
+    tx = umup(optax.identity(), params)
+    updates, _ = tx.update(ones(params), tx.init(params), params)
+    found = {path: u.ravel()[0] for path, u in by_path(updates).items()}
+    assert found == pytest.approx(EXPECTED, rel=1e-6)
+    assert all(np.ptp(u) == 0 for u in by_path(updates).values())
+
+
+def test_the_updates_of_the_inner_rule_are_multiplied_not_its_gradients() -> None:
+    params = parameters()
+    inner = optax.adam(0.1)
+    grads = jax.tree.map(lambda p: jnp.cos(p + 1), params)
+    plain, plain_state = inner.update(grads, inner.init(params), params)
+    tx = umup(inner, params)
+    scaled, state = tx.update(grads, tx.init(params), params)
+    for path, u in by_path(plain).items():
+        np.testing.assert_allclose(by_path(scaled)[path], EXPECTED[path] * u, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, state, plain_state)
+
+
+def test_under_jit_and_in_a_chain() -> None:
+    """Decay after it takes the same share of every parameter, whatever the schedule."""
+    params = parameters()
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        umup(optax.adam(optax.linear_schedule(0.0, 0.1, 10)), params),
+        optax.add_decayed_weights(-0.01),
+    )
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    grads = ones(params)
+    updates, state = update(grads, state, params)
+    for path, u in by_path(updates).items():  # the schedule starts at 0: decay alone
+        np.testing.assert_allclose(u, -0.01 * by_path(params)[path], rtol=1e-6)
+    updates, state = update(grads, state, params)
+    for path, u in by_path(updates).items():
+        step = u + 0.01 * by_path(params)[path]
+        np.testing.assert_allclose(step, -0.01 * EXPECTED[path], rtol=1e-4)
+    eager, _ = tx.update(grads, tx.init(params), params)
+    assert jax.tree.structure(eager) == jax.tree.structure(updates)
+
+
+def test_with_the_optimizer_of_flax_it_trains() -> None:
+    model = Model()
+    optimizer = nnx.Optimizer(model, umup(optax.adam(0.3), parameters(model)), wrt=nnx.Param)
+    ids = jax.random.randint(jax.random.key(0), (4, 6), 0, 10)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            logits = model(ids).value
+            return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    before = by_path(parameters(model))
+    first = float(step(model, optimizer))
+    moved = {p: np.abs(v - before[p]).max() for p, v in by_path(parameters(model)).items()}
+    # Adam's first update is the learning rate for every entry with a gradient.
+    for path, factor in EXPECTED.items():
+        if path != "block.attention.key.bias":  # softmax does not see it
+            assert moved[path] == pytest.approx(0.3 * factor, rel=1e-3), path
+    for _ in range(20):
+        last = float(step(model, optimizer))
+    assert last < first - 0.5
+
+
+def test_plain_arrays_as_updates_and_extra_arguments() -> None:
+    params = parameters()
+    arrays = nnx.as_pure(params)
+    tx = umup(optax.identity(), params)
+    updates, _ = tx.update(ones(arrays), tx.init(arrays), arrays)
+    found = {path: u.ravel()[0] for path, u in by_path(updates).items()}
+    assert found == pytest.approx(EXPECTED, rel=1e-6)
+
+    def update(updates, state, params=None, *, times, **_):
+        return jax.tree.map(lambda u: times * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = optax.chain(umup(inner, params), optax.identity())
+    updates, _ = tx.update(ones(params), tx.init(params), params, times=4.0)
+    assert by_path(updates)["embed.embedding"][0, 0] == 1.0
+
+
+def test_the_gpt_of_the_recipes_has_a_role_for_every_parameter() -> None:
+    config = ModelConfig(vocab=7, width=8, layers=2, heads=2, context=4, positions="learned")
+    params = parameters(GPT(config, policy="float32", rngs=nnx.Rngs(0)))
+    tx = umup(optax.identity(), params)
+    updates, _ = tx.update(ones(params), tx.init(params), params)
+    found = by_path(updates)
+    assert found["stack.layers.0.attention_norm.gain"][0] == pytest.approx(4**-0.5)
+    assert found["stack.layers.1.mlp.up.kernel"][0, 0] == pytest.approx((8 * 4) ** -0.5)
+    assert found["positions.embedding"][0, 0] == pytest.approx(8**-0.5)
+    assert found["norm.gain"][0] == 1
+
+
+def test_errors() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match=r"umup: params must be variables with role, .*without a"):
+        umup(optax.adam(1.0), nnx.as_pure(params))
+    with pytest.raises(ValueError, match="umup: params must be variables"):
+        umup(optax.adam(1.0), parameters(nnx.Linear(3, 4, rngs=nnx.Rngs(0))))
+    tx = umup(optax.identity(), params)
+    other = parameters(nn.Dense(3, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="updates must have the structure of the params given"):
+        tx.update(ones(other), tx.init(other), other)
+    wrong = parameters(nn.Dense(3, 4, rngs=nnx.Rngs(0)))
+    wrong["kernel"].set_metadata(role="wieght")
+    with pytest.raises(ValueError, match=r"role must be one of weight, .*Did you mean 'weight'"):
+        umup(optax.identity(), wrong)
