@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._cast import cast, widen
+from ._cast import cast, narrow, widen
 from ._formats import wide_dtype
 from ._pow2 import round_to_pow2
-from ._scale import as_scale, is_static, safe_scale, to_float
+from ._scale import Scale, as_scale, is_static, safe_scale, to_float
 from ._scaled_array import ScaledArray
 from ._statistics import rms
 
@@ -41,11 +41,21 @@ def _is_floating(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _fitting(scale: Scale, shape: tuple[int, ...]) -> Scale:
+    if not is_static(scale) and np.broadcast_shapes(scale.shape, shape) != shape:
+        raise ValueError(
+            f"unitscale.as_scaled: scale must broadcast against leaves; got leaf {shape}, scale "
+            f"{scale.shape}"
+        )
+    return scale
+
+
 def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     """Replaces every floating leaf of a tree by a ScaledArray of the same value.
 
     Scaling:
-        data = x / scale, computed in float32 and cast (saturating) to ``dtype``. By default the
+        data = x / scale, computed in float32 and cast to ``dtype`` (saturating; to the type of the
+        leaf itself only if that is an 8-bit one, so that infinity stays infinity). By default the
         scale is the power of two nearest the RMS of each leaf, and an all-zero leaf gets the
         special zero, which takes the scale of whatever it meets (while tracing, where values are
         unknown, a scale of 1).
@@ -81,13 +91,13 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         target = x.dtype if dtype is None else dtype
         x = x.value if is_scaled(x) else x
         if scale is not None:
-            s = as_scale(scale)
+            s = _fitting(as_scale(scale), x.shape)
         elif _is_concrete_zero(x):
             return ScaledArray(cast(x, target), 0)
         else:
             s = jax.lax.stop_gradient(safe_scale(round_to_pow2(rms(x))))
         data = x if is_static(s) else widen(x) / to_float(s)
-        return ScaledArray(cast(data, target), s)
+        return ScaledArray(narrow(data, target) if dtype is None else cast(data, dtype), s)
 
     return jax.tree.map(convert, tree, is_leaf=is_scaled)
 

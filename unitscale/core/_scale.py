@@ -59,13 +59,13 @@ def as_scale(scale: Any) -> Scale:
             )
         if scale in (0, 1):
             return int(scale)
-        single = np.float32(min(float(scale), 2.0**128))
-        if not np.finfo(np.float32).tiny <= single < np.inf:
+        single = np.finfo(np.float32)
+        if not float(single.tiny) <= float(scale) <= float(single.max):
             raise ValueError(
                 "unitscale.ScaledArray: scale must be a normal float32 number; got "
                 f"{scale!r}. Multiply data by a part of it."
             )
-        return jnp.float32(single)
+        return jnp.float32(scale)
     if not hasattr(scale, "dtype"):
         raise TypeError(
             "unitscale.ScaledArray: scale must be None, a number or a float array; got "

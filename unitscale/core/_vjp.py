@@ -17,7 +17,8 @@ class custom_vjp:
     """A function with its own reverse-mode rule, as `jax.custom_vjp`.
 
     Under forward-mode differentiation it raises a TypeError that names the function and the
-    reverse-mode way to the same number, where JAX's own message does not.
+    reverse-mode way to the same number, where JAX's own message does not. (A function that was
+    traced into a jaxpr first, as under jit, is out of reach: there JAX's message appears.)
 
     Example:
         >>> double = custom_vjp(lambda x: 2 * x)
