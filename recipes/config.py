@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8"]
 
+BYTES = 256
+"""Ids of the byte tokenizer."""
+
 # Strict: YAML has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
 Count = Annotated[int, Strict(), Field(gt=0)]
 Whole = Annotated[int, Strict(), Field(ge=0)]
@@ -79,7 +82,9 @@ class ModelConfig(_Section):
         default="unitscale",
         description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
     )
-    vocab: Count = Field(default=256, description="number of token ids; 256 for the byte tokenizer")
+    vocab: Count = Field(
+        default=BYTES, description="number of token ids; 256 for the byte tokenizer"
+    )
     width: Count = Field(default=128, description="size of the residual stream")
     layers: Count = Field(default=4, description="number of Transformer layers")
     heads: Count = Field(default=4, description="number of attention heads")
@@ -214,6 +219,11 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
+        if self.model.vocab < BYTES:
+            raise ValueError(
+                f"model.vocab must be at least the {BYTES} ids of the byte tokenizer; got "
+                f"{self.model.vocab}; set model.vocab {BYTES}"
+            )
         if self.model.library == "plain" and self.policy == "fp8":
             raise ValueError(
                 "policy fp8 needs model.library unitscale; got model.library plain; "

@@ -60,7 +60,7 @@ def make_optimizer(config: Config, params: Any) -> optax.GradientTransformation:
             weight_decay=settings.weight_decay,
             mask=decays,
         )
-    chain = [umup(rule, params) if settings.umup else rule]
+    chain: list[optax.GradientTransformation] = [umup(rule, params) if settings.umup else rule]
     if settings.clip_norm is not None:
         chain.insert(0, optax.clip_by_global_norm(settings.clip_norm))
     if settings.umup and settings.weight_decay:

@@ -60,7 +60,9 @@ def probe(model: Any, ids: Any, targets: Any) -> Reading:
     # The layers that run, and in which order, are known only from a run.
     paths: list[str] = []
     jax.eval_shape(
-        lambda *state: paths.extend(_loss(*state, None, graphdef, ids, targets)[1]), params, rest
+        lambda params, rest: paths.extend(_loss(params, rest, None, graphdef, ids, targets)[1]),
+        params,
+        rest,
     )
     results = _measure(params, rest, ids, targets, graphdef, tuple(paths))
     value, noted, at_outputs, weights = results

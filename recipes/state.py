@@ -49,7 +49,14 @@ def load_trained(config: Config, say: Callable[[str], None]) -> tuple[nnx.GraphD
       RecipeError: No such run, one of another model, or one without a whole checkpoint.
     """
     folder = existing_run(config)
-    graphdef, _, state = init_state(load_config(folder / "config.yaml"))
+    trained = load_config(folder / "config.yaml")
+    length = config.data.sequence_length
+    if trained.model.positions == "learned" and length > trained.context:
+        raise RecipeError(
+            f"data.sequence_length: the run in {folder} learned {trained.context} positions; got "
+            f"{length}; use at most {trained.context}"
+        )
+    graphdef, _, state = init_state(trained)
     checkpoints = Checkpoints(folder, read_only=True)
     try:
         restored = checkpoints.restore(state, say)

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ..config import BYTES
+
 
 class Tokenizer(Protocol):
     """What the pipeline and generation need of a tokenizer."""
@@ -26,7 +28,7 @@ class ByteTokenizer:
       'naïve'
     """
 
-    vocab = 256
+    vocab = BYTES
 
     def encode(self, text: str) -> np.ndarray:
         """The bytes of `text`, as a uint8 array (bytes,)."""

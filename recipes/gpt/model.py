@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale import ScaledArray, nn, ops
+from unitscale import nn, ops
 
 from ..config import ModelConfig
 
@@ -98,5 +98,6 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        logits: ScaledArray = self(ids, deterministic=deterministic)
+        logits = self(ids, deterministic=deterministic)
+        assert not isinstance(logits, tuple), "without a cache there are only logits"
         return ops.softmax_cross_entropy(logits, targets)

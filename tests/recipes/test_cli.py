@@ -79,6 +79,14 @@ def test_a_model_that_is_not_the_runs(trained: Path, capsys: Captured) -> None:
         assert "model.layers: 1 -> 2" in capsys.readouterr().err
 
 
+def test_sequences_longer_than_the_learned_positions(config_file: Path, capsys: Captured) -> None:
+    words = [str(config_file), "model.positions=learned"]
+    assert main(["train", *words, "train.steps=1", "train.eval_every=9"]) == 0
+    assert main(["evaluate", *words, "data.sequence_length=8"]) == 0
+    assert main(["evaluate", *words, "data.sequence_length=17"]) == 2
+    assert "learned 16 positions; got 17; use at most 16" in capsys.readouterr().err
+
+
 def test_an_empty_prompt(trained: Path, capsys: Captured) -> None:
     assert main(["generate", str(trained), "--prompt", ""]) == 2
     assert "error: --prompt: expected at least one character" in capsys.readouterr().err

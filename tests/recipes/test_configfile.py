@@ -41,6 +41,7 @@ WRONG = [
     (["policy=fp8"], r"policy fp8 needs model\.library unitscale; got model\.library plain"),
     (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
+    (["model.vocab=255"], r"model\.vocab must be at least the 256 ids of the byte .*; got 255"),
     (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),
     (["name=a/b"], r"name .*expected a name without spaces or slashes; got 'a/b'"),
