@@ -1,0 +1,112 @@
+"""The quantized products become FP8 kernels of an H200, with their factors inside.
+
+What is compared is the program that XLA would run there; see `tests/h200.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.h200 import FP8_GEMM, compile_h200, gemms, library_calls, spec
+from unitscale import ops
+from unitscale.quant import MatmulConfig
+
+pytestmark = pytest.mark.h200
+
+BATCH, TIME, IN, OUT = 4, 128, 256, 512
+SHORT = {"float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
+
+
+def direct(dense: Callable[..., Any]) -> Callable[..., Any]:
+    return dense
+
+
+def vmapped(dense: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w: jax.vmap(dense, (0, None))(x, w)
+
+
+def scanned(dense: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w: jax.lax.scan(lambda c, x: (c, dense(x, w)), 0, x)[1]
+
+
+def program(cotangent: str, transform: Callable[..., Any], in_features: int = IN) -> str:
+    config = MatmulConfig(cotangent=cotangent)
+    f = transform(lambda x, w: ops.dense(x, w, config=config).data)
+
+    def three_products(x, w, ct):
+        y, vjp = jax.vjp(f, x, w)
+        return y, *vjp(ct)
+
+    lead = () if transform is direct else (2,)
+    return compile_h200(
+        three_products,
+        spec((*lead, BATCH, TIME, in_features), jnp.bfloat16),
+        spec((in_features, OUT), jnp.float32),
+        spec((*lead, BATCH, TIME, OUT), jnp.bfloat16),
+    )
+
+
+@pytest.mark.parametrize("transform", [direct, vmapped, scanned])
+@pytest.mark.parametrize("cotangent", SHORT)
+def test_all_three_products_are_fp8(cotangent: str, transform) -> None:
+    text = program(cotangent, transform)
+    assert library_calls(text) == [FP8_GEMM] * 3
+    products = gemms(text)
+    operands = sorted(sorted(types) for _, types, _ in products)
+    forward, backward = ["f8e4m3fn"] * 2, sorted(["f8e4m3fn", SHORT[cotangent]])
+    assert operands == sorted([forward, backward, backward])
+
+
+@pytest.mark.parametrize("cotangent", SHORT)
+def test_factors_are_inside_the_products(cotangent: str) -> None:
+    text = program(cotangent, direct)
+    # Forward and dx share in^-1/2; dkernel, in float32 as the kernel, has batch^-1/2.
+    found = sorted((result, alpha) for result, _, alpha in gemms(text))
+    shared, weight = IN**-0.5, (BATCH * TIME) ** -0.5
+    assert [result for result, _ in found] == ["bf16", "bf16", "f32"]
+    assert [alpha for _, alpha in found] == pytest.approx([shared, shared, weight], rel=1e-6)
+    assert " multiply(" not in text
+
+
+def test_a_factor_that_bfloat16_rounds() -> None:
+    text = program("float8_e5m2", direct, in_features=320)
+    rounded = float(jnp.bfloat16(320**-0.5))
+    alphas = {result: alpha for result, _, alpha in gemms(text)}
+    assert alphas["bf16"] == rounded
+    assert alphas["f32"] == pytest.approx((BATCH * TIME) ** -0.5, rel=1e-6)
+
+
+def test_the_backward_reads_8_bit_residuals() -> None:
+    """The backward on its own: what it is given of the forward is 8 bits wide."""
+    config = MatmulConfig(cotangent="float8_e5m2")
+
+    def forward(x, w):
+        return ops.dense(x, w, config=config).data
+
+    args = spec((BATCH, TIME, IN), jnp.bfloat16), spec((IN, OUT), jnp.float32)
+    residuals = jax.eval_shape(lambda *a: jax.vjp(forward, *a)[1], *args)
+    kept = {leaf.dtype.name for leaf in jax.tree.leaves(residuals) if leaf.size}
+    assert kept == {"float8_e4m3fn"}
+    leaves, structure = jax.tree.flatten(residuals)
+    text = compile_h200(
+        lambda ct, *leaves: jax.tree.unflatten(structure, leaves)(ct),
+        spec((BATCH, TIME, OUT), jnp.bfloat16),
+        *(spec(leaf.shape, leaf.dtype) for leaf in leaves),
+    )
+    assert library_calls(text) == [FP8_GEMM] * 2
+
+
+def test_an_exempt_readout_stays_in_16_bits() -> None:
+    def readout(x, w):
+        return ops.readout(x, w).data
+
+    text = compile_h200(
+        readout, spec((BATCH, TIME, IN), jnp.bfloat16), spec((IN, OUT), jnp.bfloat16)
+    )
+    assert library_calls(text) == ["__cublas$lt$matmul"]
+    assert FP8_GEMM not in text
