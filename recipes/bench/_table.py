@@ -84,9 +84,9 @@ def publish(
     console.print(f"written to {path}", markup=False, highlight=False)
 
 
-def within(value: float, bounds: tuple[float | None, float | None]) -> bool:
-    """Whether a value lies in a closed range; None is no bound, and NaN lies in none."""
-    low, high = bounds
+def within(value: float, bounds: tuple[float | None, float | None] | None) -> bool:
+    """Whether a value lies in a closed range; None is no bound, and NaN lies in no range."""
+    low, high = bounds or (None, None)
     return (low is None or value >= low) and (high is None or value <= high) and value == value
 
 

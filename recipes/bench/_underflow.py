@@ -44,22 +44,21 @@ def underflow(
       rest: Other state of both.
       batches: (batch, time + 1) int32 each; dropout is left out.
     """
-    totals = np.zeros(4, np.int64)
-    for batch in batches:
-        totals += [int(count) for count in _counts(params, rest, batch, wide, narrow)]
-    return Underflow(*map(int, totals))
+    counts = [_counts(params, rest, batch, wide, narrow) for batch in batches]
+    entries, lost, subnormal, not_finite = (sum(column) for column in zip(*counts, strict=True))
+    return Underflow(entries, lost, subnormal, not_finite)
 
 
-def _counts(params, rest, batch, wide, narrow):
+def _counts(params, rest, batch, wide, narrow) -> tuple[int, int, int, int]:
     reference = jax.tree.leaves(_gradient(params, rest, batch, wide))
     rounded = jax.tree.leaves(_gradient(params, rest, batch, narrow))
     tiny = float(jnp.finfo(jnp.float16).tiny)
     lost = subnormal = not_finite = 0
     for exact, half in zip(reference, rounded, strict=True):
         exact, half = np.asarray(exact), np.asarray(half)
-        lost += np.count_nonzero((half == 0) & (exact != 0))
-        subnormal += np.count_nonzero((half != 0) & (np.abs(half) < tiny))
-        not_finite += np.count_nonzero(~np.isfinite(half))
+        lost += int(np.count_nonzero((half == 0) & (exact != 0)))
+        subnormal += int(np.count_nonzero((half != 0) & (np.abs(half) < tiny)))
+        not_finite += int(np.count_nonzero(~np.isfinite(half)))
     return sum(leaf.size for leaf in reference), lost, subnormal, not_finite
 
 

@@ -138,8 +138,10 @@ def lost_gradients(run: Run, batches: list) -> dict[str, Underflow]:
     full = build(run.config.model_copy(update={"policy": "float32"}))
     narrow, params, rest = nnx.split(half, nnx.Param, ...)
     wide = nnx.graphdef(full)
-    ends = {"at initialisation": (params, rest), "at the end": (run.params, run.rest)}
-    return {when: underflow(wide, narrow, *state, batches) for when, state in ends.items()}
+    return {
+        "at initialisation": underflow(wide, narrow, params, rest, batches),
+        "at the end": underflow(wide, narrow, run.params, run.rest, batches),
+    }
 
 
 def gradients(ours: dict[str, Underflow], plain: dict[str, Underflow]) -> Table:

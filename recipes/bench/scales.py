@@ -5,7 +5,8 @@
 One loss and gradient per shape, on tokens drawn independently and uniformly from a vocabulary much
 larger than their number, which is what the rules assume of data; the last row is real text, whose
 bytes repeat. Every other assumption (independence inside the model) is left as it is, and a tensor
-outside the range asked for is named.
+outside the range asked for is named. What attention averages over is nearly one vector per sequence, so that
+the sample behind its RMS is batch x width numbers, not one for each token: take no small batch.
 """
 
 from __future__ import annotations
@@ -69,11 +70,9 @@ class Found(NamedTuple):
 
 
 def main(
-    depths: Annotated[str, typer.Option(help="numbers of layers, at the least width but one")] = (
-        DEPTHS
-    ),
-    widths: Annotated[str, typer.Option(help="widths, at the least depth")] = WIDTHS,
-    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 4,
+    depths: Annotated[str, typer.Option(help="numbers of layers, at the second width")] = (DEPTHS),
+    widths: Annotated[str, typer.Option(help="widths, at the first depth")] = WIDTHS,
+    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 16,
     length: Annotated[int, typer.Option(min=2, help="tokens of each sequence")] = 128,
     data: Annotated[str | None, typer.Option(help="real text; by default Python's library")] = None,
     policy: Annotated[str, typer.Option(help="formats: float32, bfloat16, float16, fp8")] = (

@@ -18,9 +18,9 @@ from recipes.gpt import build
 @pytest.fixture(scope="module")
 def measured():
     """A model and what `measure` says of it."""
-    shape = ModelConfig(layers=2, width=32, heads=2, vocab=64)
+    shape = ModelConfig(layers=2, width=32, heads=2, vocab=256)
     config = Config.model_validate({"name": "x", "model": shape.model_dump()})
-    tokens = np.random.default_rng(1).integers(0, 64, (2, 9)).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 9)).astype(np.int32)
     return build(config), tokens, scales.measure(config, tokens)
 
 
