@@ -3,10 +3,11 @@
     python -m recipes bench scales
 
 One loss and gradient per shape, on tokens drawn independently and uniformly from a vocabulary much
-larger than their number, which is what the rules assume of data; the last row is real text, whose
+larger than a sequence, which is what the rules assume of data; the last row is real text, whose
 bytes repeat. Every other assumption (independence inside the model) is left as it is, and a tensor
-outside the range asked for is named. What attention averages over is nearly one vector per sequence, so that
-the sample behind its RMS is batch x width numbers, not one for each token: take no small batch.
+outside the range asked for is named. What attention gives is much the same at all positions, so
+that the sample behind its RMS is nearer to batch x width numbers than to tokens x width: take no
+small batch.
 """
 
 from __future__ import annotations
