@@ -43,7 +43,9 @@ def test_every_type(dtype: str, kind: str) -> None:
         # One rounding, and float32 sums of terms as large as the largest.
         largest = np.abs(exact(x)).max(axis=0)
         largest = {"sum": 4 * largest, "var": largest**2}.get(name, largest)
-        assert_close(got, expected, eps(dtype), np.abs(expected) + 8 * largest * 2.0**-16)
+        assert_close(
+            got, expected, eps(dtype), np.abs(expected) + 8 * largest * 2.0**-23 / eps(dtype)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
