@@ -15,17 +15,24 @@ class Underflow(NamedTuple):
     """Counts of gradient entries, over all parameters and batches.
 
     `entries` in all, `lost` that are zero in float16 but not in float32, `subnormal` that are not
-    zero but below float16's least normal number, `not_finite` in float16.
+    zero but below float16's least normal number, `not_finite` in float16. `lost_absent` of the lost
+    belong to the readout of tokens that the training text never has: their probability, and with it
+    their gradient, goes to zero as the model learns that they do not occur.
     """
 
     entries: int
     lost: int
     subnormal: int
     not_finite: int
+    lost_absent: int
 
     @property
     def lost_share(self) -> float:
         return self.lost / self.entries
+
+    @property
+    def lost_occurring_share(self) -> float:
+        return (self.lost - self.lost_absent) / self.entries
 
     @property
     def subnormal_share(self) -> float:
@@ -33,7 +40,12 @@ class Underflow(NamedTuple):
 
 
 def underflow(
-    wide: nnx.GraphDef, narrow: nnx.GraphDef, params: Any, rest: Any, batches: Iterable[np.ndarray]
+    wide: nnx.GraphDef,
+    narrow: nnx.GraphDef,
+    params: Any,
+    rest: Any,
+    batches: Iterable[np.ndarray],
+    absent: np.ndarray,
 ) -> Underflow:
     """Compares the gradients of one set of parameters, computed in float32 and in float16.
 
@@ -43,23 +55,28 @@ def underflow(
       params: The float32 parameters of both.
       rest: Other state of both.
       batches: (batch, time + 1) int32 each; dropout is left out.
+      absent: (vocab,) bool, the tokens that the training text never has.
     """
-    counts = [_counts(params, rest, batch, wide, narrow) for batch in batches]
-    entries, lost, subnormal, not_finite = (sum(column) for column in zip(*counts, strict=True))
-    return Underflow(entries, lost, subnormal, not_finite)
+    counts = [_counts(params, rest, batch, wide, narrow, absent) for batch in batches]
+    return Underflow(*(sum(column) for column in zip(*counts, strict=True)))
 
 
-def _counts(params, rest, batch, wide, narrow) -> tuple[int, int, int, int]:
-    reference = jax.tree.leaves(_gradient(params, rest, batch, wide))
+def _counts(params, rest, batch, wide, narrow, absent) -> tuple[int, ...]:
+    paths, reference = zip(
+        *jax.tree_util.tree_leaves_with_path(_gradient(params, rest, batch, wide)), strict=True
+    )
     rounded = jax.tree.leaves(_gradient(params, rest, batch, narrow))
     tiny = float(jnp.finfo(jnp.float16).tiny)
-    lost = subnormal = not_finite = 0
-    for exact, half in zip(reference, rounded, strict=True):
+    lost = subnormal = not_finite = lost_absent = 0
+    for path, exact, half in zip(paths, reference, rounded, strict=True):
         exact, half = np.asarray(exact), np.asarray(half)
-        lost += int(np.count_nonzero((half == 0) & (exact != 0)))
+        gone = (half == 0) & (exact != 0)
+        lost += int(np.count_nonzero(gone))
+        if "readout" in jax.tree_util.keystr(path):
+            lost_absent += int(np.count_nonzero(gone[..., absent]))
         subnormal += int(np.count_nonzero((half != 0) & (np.abs(half) < tiny)))
         not_finite += int(np.count_nonzero(~np.isfinite(half)))
-    return sum(leaf.size for leaf in reference), lost, subnormal, not_finite
+    return sum(leaf.size for leaf in reference), lost, subnormal, not_finite, lost_absent
 
 
 @jax.jit(static_argnums=3)

@@ -22,22 +22,31 @@ class Linear(nnx.Module):
     """A loss whose gradient is `SLOPES`, rounded to a dtype."""
 
     def __init__(self, dtype):
-        self.weight = nnx.Param(jnp.ones(len(SLOPES)))
+        self.readout = nnx.Param(jnp.ones(len(SLOPES)))
         self.dtype = dtype
 
     def loss(self, ids, targets, *, deterministic):
         slopes = jnp.asarray(np.array(SLOPES, np.float32)).astype(self.dtype)
-        return jnp.sum(self.weight.get_value().astype(self.dtype) * slopes)
+        return jnp.sum(self.readout.get_value().astype(self.dtype) * slopes)
 
 
 def test_underflow_counts_what_float16_loses():
     narrow, params, rest = nnx.split(Linear(jnp.float16), nnx.Param, ...)
     wide = nnx.graphdef(Linear(jnp.float32))
     batch = np.zeros((1, 3), np.int32)
-    counts = underflow(wide, narrow, params, rest, [batch, batch])
-    assert counts == Underflow(entries=10, lost=2, subnormal=2, not_finite=2)
-    assert counts.lost_share == 0.2
-    assert underflow(wide, wide, params, rest, [batch]).lost == 0
+    nothing = np.zeros(len(SLOPES), bool)
+    counts = underflow(wide, narrow, params, rest, [batch, batch], nothing)
+    assert counts == Underflow(entries=10, lost=2, subnormal=2, not_finite=2, lost_absent=0)
+    assert counts.lost_share == counts.lost_occurring_share == 0.2
+    assert underflow(wide, wide, params, rest, [batch], nothing).lost == 0
+
+
+def test_underflow_sets_the_readout_of_absent_tokens_apart():
+    narrow, params, rest = nnx.split(Linear(jnp.float16), nnx.Param, ...)
+    wide = nnx.graphdef(Linear(jnp.float32))
+    absent = np.arange(len(SLOPES)) == 1
+    counts = underflow(wide, narrow, params, rest, [np.zeros((1, 3), np.int32)], absent)
+    assert (counts.lost, counts.lost_absent, counts.lost_occurring_share) == (1, 1, 0.0)
 
 
 def test_losses_are_judged_against_float32(make_config):
@@ -60,7 +69,7 @@ def test_losses_are_judged_against_float32(make_config):
     ("own", "other", "within"), [(1, 10, True), (1, 9, False), (0, 5, True), (0, 0, False)]
 )
 def test_gain_is_the_ratio_of_shares(own, other, within):
-    ours, plain = ({"now": Underflow(100, lost, 0, 0)} for lost in (own, other))
+    ours, plain = ({"now": Underflow(100, lost, 0, 0, 0)} for lost in (own, other))
     row = parity.gradients(ours, plain).rows[0]
     assert row["within"] is within
     assert row["share lost"] == own / 100
