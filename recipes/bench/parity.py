@@ -84,8 +84,8 @@ def main(
         f"{steps} steps of {Path(config).name}, seed {wanted['float32'].seed}, no loss scale; loss "
         f"over all {sum(1 for _ in corpus.validation())} validation batches.",
         f"Gradients: all parameters, {len(batches)} batches; both formats from the same float32 "
-        "parameters. The end is that of each library's own float16 run. Without absent: less those in "
-        f"the readout of the {int(absent.sum())} tokens that the training text never has.",
+        "parameters. The end is that of each library's own float16 run. Without absent: less those "
+        f"in the readout of the {int(absent.sum())} tokens that the training text never has.",
     ]
     publish("parity", [losses(runs), gradients(ours, plain)], json, notes)
 
