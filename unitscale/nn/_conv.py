@@ -65,10 +65,13 @@ class Conv(nnx.Module):
                 "unitscale.nn.Conv: feature_group_count must divide in_features and out_features; "
                 f"got {feature_group_count}, {in_features}, {out_features}"
             )
-        self.policy, self.constraint = as_policy(policy), constraint
+        self.policy = as_policy(policy)
+        self.constraint: Constraint = constraint
         self.kernel_size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         self.strides = strides if isinstance(strides, int) else tuple(strides)
-        self.padding = padding if isinstance(padding, str) else tuple(map(tuple, padding))
+        self.padding: str | tuple[tuple[int, int], ...] = (
+            padding if isinstance(padding, str) else tuple((low, high) for low, high in padding)
+        )
         self.kernel_dilation = (
             kernel_dilation if isinstance(kernel_dilation, int) else tuple(kernel_dilation)
         )

@@ -32,9 +32,8 @@ def weight(
 def constant(value: float, shape: tuple[int, ...], policy: Policy, *, role: str) -> nnx.Param:
     """Returns a bias or gain, set to a constant."""
     assert role in ROLES, f"unknown role {role}"
-    size = shape[-1]
-    value = jnp.full(shape, value, policy.param_dtype)
-    return nnx.Param(value, role=role, fan_in=1, fan_out=size, depth=1)
+    filled = jnp.full(shape, value, policy.param_dtype)
+    return nnx.Param(filled, role=role, fan_in=1, fan_out=shape[-1], depth=1)
 
 
 def set_depth(module: nnx.Module, depth: int) -> None:

@@ -155,10 +155,11 @@ class TransformerLayer(nnx.Module):
 
     def _branch(self, x, index: int, fn) -> ScaledArray:
         norm = (self.attention_norm, self.mlp_norm)[index]
+        if norm is None:
+            return ops.residual(fn, x, self.taus[index])
         if self.norm_placement == "pre":
             return ops.residual(lambda h: fn(norm(h)), x, self.taus[index])
-        x = ops.residual(fn, x, self.taus[index])
-        return x if norm is None else norm(x)
+        return norm(ops.residual(fn, x, self.taus[index]))
 
 
 class TransformerStack(nnx.Module):
