@@ -72,6 +72,14 @@ class Checkpoints:
         """The step of the newest checkpoint, damaged or not."""
         return self._manager.latest_step()
 
+    @property
+    def what_is_safe(self) -> str:
+        """For a message about a failure: the checkpoint that it left alone."""
+        step = self.newest
+        return (
+            f"the checkpoint of step {step} is untouched" if step else "no checkpoint was written"
+        )
+
     def save(self, step: int, state: Any, position: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes a checkpoint; when this returns, it is complete.
 
@@ -101,7 +109,7 @@ class Checkpoints:
         except Exception as error:  # Orbax and TensorStore report a full disk in several ways
             raise RecipeError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: "
-                f"{_first_line(error)}; {self._what_is_safe()}; free space or change permissions, "
+                f"{_first_line(error)}; {self.what_is_safe}; free space or change permissions, "
                 "then run the same command again to resume",
                 exit_code=1,
             ) from error
@@ -182,10 +190,6 @@ class Checkpoints:
         self._manager.close()
         self._manager = self._open()
         return place
-
-    def _what_is_safe(self) -> str:
-        newest = self.newest
-        return f"the checkpoint of step {newest} is untouched" if newest else "none was written yet"
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:

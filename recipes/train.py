@@ -81,7 +81,8 @@ def train(config: Config, *, fresh: bool = False, console: Console | None = None
         return _finish(run, tokenizer, say)
     except OSError as error:
         raise RecipeError(
-            f"cannot write to {folder}: {error.strerror or error}; {run.what_is_safe()}; "
+            f"cannot write to {folder}: {error.strerror or error}; "
+            f"{run.checkpoints.what_is_safe}; "
             "free space or change permissions, then run the same command again",
             exit_code=1,
         ) from error
@@ -145,9 +146,9 @@ class _Run:
                         clock, clock_step = time.perf_counter(), done
                     stopping = stop.signal is not None  # asked once, so that a stop is saved
                     ending = done == settings.steps or stopping
-                    if done % settings.log_every == 0 or ending:
+                    if done % settings.log_every == 0 or done == settings.steps:
                         loss = float(values["loss"])  # waits for the device
-                        self._check_finite(done, recent, report)
+                        self._check_finite(done, recent)
                         seconds = time.perf_counter() - clock - paused
                         speed = (done - clock_step) * tokens / max(seconds, 1e-9)
                         metrics.write(
@@ -159,13 +160,17 @@ class _Run:
                         )
                         report.report(done, loss, speed)
                         clock, clock_step, paused = time.perf_counter(), done, 0.0
+                    validating = done % settings.eval_every == 0 and not stopping
+                    saving = done % settings.checkpoint_every == 0 or ending
+                    if validating or saving:
+                        jax.block_until_ready(values)  # these steps count, what follows does not
                     pause = time.perf_counter()
-                    if done % settings.eval_every == 0 and not stopping:
+                    if validating:
                         validation = self.validation_loss()
                         metrics.write(done, validation_loss=validation)
                         report.say(f"step {done}  validation loss {validation:.4f}")
-                    if done % settings.checkpoint_every == 0 or ending:
-                        self._check_finite(done, recent, report)
+                    if saving:
+                        self._check_finite(done, recent)
                         self.save(done)
                     paused += time.perf_counter() - pause
                     if stopping:
@@ -185,11 +190,7 @@ class _Run:
     def model(self) -> Any:
         return nnx.merge(self.graphdef, self.state.params, self.state.rest)
 
-    def what_is_safe(self) -> str:
-        step = self.checkpoints.newest
-        return f"the checkpoint of step {step} is untouched" if step else "no checkpoint yet"
-
-    def _check_finite(self, done: int, recent: deque[np.ndarray], report: Reporter) -> None:
+    def _check_finite(self, done: int, recent: deque[np.ndarray]) -> None:
         """Stops the run when some step since the last look was not finite."""
         good = int(self.state.step)
         if good == done:
@@ -199,8 +200,8 @@ class _Run:
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         raise RecipeError(
             f"step {good + 1}: the loss or its gradient is not finite; the first value that is not "
-            f"finite is {where}; {self.what_is_safe()}; lower optimizer.learning_rate, set "
-            "optimizer.clip_norm, or choose a policy of wider range",
+            f"finite is {where}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, "
+            "set optimizer.clip_norm, or choose a policy of wider range",
             exit_code=1,
         )
 

@@ -26,9 +26,7 @@ def test_the_first_signal_is_noted_and_the_second_acts() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
-def test_a_stopped_process_saves(
-    config_file: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_stopped_process_saves(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "recipes", "train", str(config_file)]
     command += ["train={steps: 1000000, log_every: 1, checkpoint_every: 1000000}"]
     process = subprocess.Popen(
