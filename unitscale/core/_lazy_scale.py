@@ -18,7 +18,8 @@ from jax.extend.core import get_opaque_trace_state
 
 # The smallest normal float32: ratios stop there, so that an infinity times a ratio is no NaN.
 _SMALLEST = 2.0**-126
-_MANTISSA_BITS = 23
+_ONE_BITS = np.int32(0x3F800000)
+_EXPONENT_BITS = np.int32(0x7F800000)
 
 
 class Atom:
@@ -137,8 +138,6 @@ def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax
     """Returns prod(above) / prod(below) * 2**log2 within the normal numbers of float32."""
     if not above and not below:
         return np.float32(2.0 ** min(max(log2, -126), 127))  # type: ignore[return-value]
-    if len(above) + len(below) > 2 or abs(log2) > 100:
-        return _long_product(above, below, log2)
     result = None
     for up, down in zip_longest(above, below):
         if up is not None:
@@ -146,6 +145,9 @@ def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax
         if down is not None:
             one = np.float32(1) if result is None else result
             result = lax.div(*_ranked(one, down))
+    while abs(log2) > 120:
+        step = np.copysign(120, log2)
+        result, log2 = lax.mul(result, np.float32(2.0**step)), log2 - step
     if log2:
         result = lax.mul(result, np.float32(2.0**log2))
     if log2 or len(above) + len(below) > 1:
@@ -153,23 +155,27 @@ def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax
     return result  # type: ignore[return-value]
 
 
-def _long_product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax.Array:
-    """The same with mantissas and exponents apart, so that no partial product leaves the range."""
-    whole = round(log2)
-    mantissa, exponent = np.float32(2.0 ** (log2 - whole)), np.int32(whole)
-    for array, sign in [*((a, 1) for a in above), *((b, -1) for b in below)]:
-        bits = lax.bitcast_convert_type(array, np.int32)
-        own = lax.sub(lax.shift_right_logical(bits, np.int32(_MANTISSA_BITS)), np.int32(127))
-        one = lax.bitcast_convert_type(
-            lax.sub(bits, lax.shift_left(own, np.int32(_MANTISSA_BITS))),
-            np.float32,
-        )
-        combine, total = (lax.mul, lax.add) if sign > 0 else (lax.div, lax.sub)
-        mantissa = combine(*_ranked(mantissa, one))
-        exponent = total(*_ranked(exponent, own))
-    exponent = lax.min(lax.max(exponent, np.int32(-126)), np.int32(126))
-    bits = lax.shift_left(lax.add(exponent, np.int32(127)), np.int32(_MANTISSA_BITS))
-    return lax.mul(mantissa, lax.bitcast_convert_type(bits, np.float32))
+def anchored(scale: jax.Array) -> jax.Array:
+    """Returns the scale, computed once by the compiled program.
+
+    XLA recomputes cheap scalar chains in every loop that reads their end, so that a program with n
+    scales that build on each other compiles in time n**2. A division is not recomputed; its divisor
+    is 1 in a way that only the code generator sees.
+    """
+    bits = lax.bitcast_convert_type(scale, np.int32)
+    one = lax.bitwise_and(lax.bitwise_or(bits, _ONE_BITS), _ONE_BITS)
+    return lax.div(scale, lax.bitcast_convert_type(one, np.float32))
+
+
+def pow2_root(scale: jax.Array) -> jax.Array:
+    """Returns the power of two below the square root, for positive normal numbers.
+
+    Example:
+        >>> print(pow2_root(jnp.float32(32)))
+        4.0
+    """
+    bits = lax.bitcast_convert_type(lax.sqrt(scale), np.int32)
+    return lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
 
 
 def _ranked(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -187,7 +193,7 @@ def clipped(scale: LazyScale, limit: int) -> LazyScale:
         256.0
     """
     low, high = np.float32(2.0**-limit), np.float32(2.0**limit)
-    return LazyScale.of(lax.min(lax.max(scale.array(), low), high))
+    return LazyScale.of(anchored(lax.min(lax.max(scale.array(), low), high)))
 
 
 def largest(x: LazyScale, y: LazyScale, limit: int = 126) -> LazyScale:

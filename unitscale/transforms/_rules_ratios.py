@@ -6,8 +6,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ..core import round_to_pow2
-from ..core._lazy_scale import LazyScale
+from ..core._lazy_scale import LazyScale, pow2_root
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
@@ -60,7 +59,7 @@ def _root_of(scale: LazyScale) -> tuple[LazyScale, LazyScale]:
     root = scale.shift(-odd).root()
     if root is not None:
         return root, LazyScale(odd)
-    root = LazyScale.of(round_to_pow2(lax.sqrt(scale.array()), "down"))
+    root = LazyScale.of(pow2_root(scale.array()))
     return root, scale / root / root
 
 
