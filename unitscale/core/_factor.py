@@ -69,7 +69,7 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
         3.0
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4 (scaled projections).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     for name, factor in (("fwd", fwd), ("bwd", bwd)):
         if not isinstance(factor, (int, float, np.integer, np.floating)):

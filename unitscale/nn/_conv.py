@@ -42,7 +42,7 @@ class Conv(nnx.Module):
         (1, 5, 5, 8)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (conv1d).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (conv1d).
     """
 
     def __init__(

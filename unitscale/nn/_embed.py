@@ -36,7 +36,7 @@ class Embed(nnx.Module):
         ((1, 3, 16), (1, 3, 100))
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (embedding).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PositionalEmbed(nnx.Module):
         (2, 5, 16)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (embedding).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
 
     def __init__(

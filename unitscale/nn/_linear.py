@@ -74,7 +74,7 @@ class Dense(_Affine):
         ScaledArray(float16[2,32], scale=1)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
 
     role = "weight"

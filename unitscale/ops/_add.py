@@ -145,7 +145,7 @@ def add(
         [1.4142135 1.4142135]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (add).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (add).
     """
     if isinstance(x, (int, float)) and not isinstance(y, (int, float)):
         x, y = y, x
@@ -195,7 +195,7 @@ def weighted_add(
         [0.6]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (weighted_add).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (weighted_add).
     """
     if len(weights) != 2:
         raise ValueError(

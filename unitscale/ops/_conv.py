@@ -91,7 +91,7 @@ def conv(
         (1, 3, 2) 3.464
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (conv1d).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (conv1d).
     """
     x_rank, w_rank = unpack("conv", "x", x)[0].ndim, unpack("conv", "kernel", kernel)[0].ndim
     data, x_scale = unpack_uniform("conv", "x", x, tuple(range(1, x_rank)))

@@ -37,7 +37,7 @@ def dropout(
 
     References:
         Srivastava et al., "Dropout", JMLR 2014;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (dropout).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (dropout).
     """
     data, x_scale = unpack("dropout", "x", x)
     data = data.astype(result_dtype(data))

@@ -79,7 +79,7 @@ def elementwise(
         True
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1, appendix G.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, factors of activations.
     """
     return _elementwise(getattr(f, "__name__", "elementwise"), f, x, mult, constraint)
 
@@ -124,7 +124,7 @@ def gelu(
         ScaledArray(float16[3], scale=1)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _elementwise("gelu", _gelu, x, mult, constraint)
 
@@ -155,7 +155,7 @@ def silu(
         ScaledArray(float16[3], scale=1)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _elementwise("silu", jax.nn.silu, x, mult, constraint)
 
@@ -186,7 +186,7 @@ def tanh(
         ScaledArray(float16[3], scale=1)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _elementwise("tanh", jnp.tanh, x, mult, constraint)
 
@@ -217,7 +217,7 @@ def sigmoid(
         ScaledArray(float16[3], scale=1)
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _elementwise("sigmoid", jax.nn.sigmoid, x, mult, constraint)
 
@@ -249,7 +249,7 @@ def relu(
         [0.    1.713]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     data, scale = unpack("relu", "x", x)
     y, _ = _elementwise("relu", jax.nn.relu, data, mult, constraint).pair

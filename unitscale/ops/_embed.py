@@ -54,7 +54,7 @@ def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
         [2. 2.]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (embedding).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
     data, scale = unpack("embed", "table", table)
     ids = jnp.asarray(ids)

@@ -53,7 +53,7 @@ def matmul(
         [4. 4. 4.]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (matmul).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (matmul).
     """
     (x, x_scale), (y, y_scale) = (
         unpack_uniform("matmul", "left", left, (-1,)),
@@ -145,7 +145,7 @@ def dense(
         [5. 5. 5.]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1 and table A.2.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _affine("dense", rules.dense, x, kernel, bias, constraint, config)
 

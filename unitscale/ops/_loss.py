@@ -97,7 +97,7 @@ def softmax_cross_entropy(
         1.3863
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops
         (softmax_cross_entropy).
     """
     if reduction not in get_args(Reduction):
@@ -189,7 +189,7 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
         2.0
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.1.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     (p, p_scale), (t, t_scale) = (
         unpack("mse_loss", "pred", pred),

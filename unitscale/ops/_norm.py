@@ -110,7 +110,7 @@ def layer_norm(
 
     References:
         Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (layer_norm).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
     """
     return _normalize("layer_norm", x, gain, bias, eps, True)
 

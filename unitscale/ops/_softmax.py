@@ -54,7 +54,7 @@ def softmax(
         True
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, table A.2 (softmax).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (softmax).
     """
     data, scale = unpack_uniform("softmax", "x", x, ())
     if not -data.ndim <= axis < data.ndim:

@@ -38,7 +38,7 @@ class MatmulConfig:
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 5 (unit FP8).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, FP8 training.
     """
 
     lhs: str = "float8_e4m3fn"

@@ -167,7 +167,7 @@ def contract(
         [8. 8. 8.]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3 (scaled matmul).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (matmul).
     """
     dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
