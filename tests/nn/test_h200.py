@@ -1,0 +1,75 @@
+"""Every Dense product of a whole training step becomes an FP8 kernel of an H200."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from tests.h200 import FP8_GEMM, compile_h200, library_calls, spec
+from unitscale import nn, ops
+
+pytestmark = pytest.mark.h200
+
+LAYERS, WIDTH, VOCAB, BATCH, TIME = 2, 256, 1024, 4, 128
+# XLA merges the three projections of attention, which share their input, into one forward product
+# and leaves two backward products each: a layer has 4 forward, 6 dx and 4 dkernel products.
+FP8_PRODUCTS_PER_LAYER = 14
+
+
+class _GPT(nnx.Module):
+    def __init__(self, policy: str, rngs: nnx.Rngs) -> None:
+        self.embed = nn.Embed(VOCAB, WIDTH, policy=policy, rngs=rngs)
+        self.stack = nn.TransformerStack(
+            LAYERS, WIDTH, 4, is_causal=True, use_bias=False, policy=policy, rngs=rngs
+        )
+        self.norm = nn.RMSNorm(WIDTH, policy=policy)
+        self.readout = nn.Readout(WIDTH, VOCAB, policy=policy, rngs=rngs)
+
+    def __call__(self, ids: jax.Array):
+        return self.readout(self.norm(self.stack(self.embed(ids))))
+
+
+def train_step(policy: str) -> str:
+    graphdef, params, rest = nnx.split(
+        nnx.eval_shape(lambda: _GPT(policy, nnx.Rngs(0))), nnx.Param, ...
+    )
+    optimizer = optax.adam(1e-3)
+
+    def step(params, rest, state, ids):
+        def loss(params):
+            logits = nnx.merge(graphdef, params, rest)(ids[:, :-1])
+            return ops.softmax_cross_entropy(logits, ids[:, 1:])
+
+        grads = jax.grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(optimizer.init, params)
+    place = lambda tree: jax.tree.map(lambda x: spec(x.shape, x.dtype), tree)  # noqa: E731
+    return compile_h200(
+        step, place(params), place(rest), place(state), spec((BATCH, TIME + 1), jnp.int32)
+    )
+
+
+def test_every_dense_product_of_a_train_step_is_fp8() -> None:
+    program = train_step("fp8")
+    counts = Counter(library_calls(program))
+    assert counts[FP8_GEMM] == FP8_PRODUCTS_PER_LAYER * LAYERS
+    # What is left in 16 bits: attention's own products (batched) and the readout.
+    for line in program.splitlines():
+        if '"__cublas$lt$matmul"' in line:
+            (shape,) = re.findall(r"= \(?\w+\[([\d,]+)\]", line)
+            sizes = [int(n) for n in shape.split(",")]
+            batched = len(sizes) == 3 and sizes[0] == BATCH * 4
+            readout = VOCAB in sizes or sizes == [BATCH * TIME, WIDTH]
+            assert batched or readout, line
+
+
+def test_no_product_is_fp8_in_bfloat16() -> None:
+    assert FP8_GEMM not in library_calls(train_step("bfloat16"))
