@@ -255,11 +255,17 @@ class TestConversions:
             assert float((x + 1.0).value[0]) == 8 * (1 + 2.0**-40) + 1
 
 
+@jax.jit
+def some_results(x):
+    arithmetic = (x + x, x - x, x * x, x * 0.0, x + 0.0, -x, x**2)
+    return *arithmetic, x.sum(), x.mean(0), x @ x.T, x[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("special", [0.0, np.inf, -np.inf, np.nan, 1e-45])
 def test_special_values_do_not_reach_the_scale(kind: str, special: float) -> None:
-    x = make(kind, "float32").map_data(lambda d: d.at[0, 0].set(special))
-    for y in (x + x, x - x, x * x, x * 0.0, x + 0.0, x.sum(), x.mean(0), x @ x.T, x[0], -x, x**2):
+    x = make(kind, "float32").map_data(lambda d: jnp.asarray(np.where(d > 1, d, special)))
+    for y in some_results(x):
         if not (y.scale is None or isinstance(y.scale, int)):
             assert np.isfinite(np.asarray(y.scale).astype(np.float32)).all()
             assert (np.asarray(y.scale).astype(np.float32) > 0).all()
