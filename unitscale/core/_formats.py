@@ -48,6 +48,11 @@ class Format:
         has_inf: whether infinity is encoded.
         has_nan: whether NaN is encoded.
         signed: whether negative values are encoded.
+
+    Example:
+        >>> fmt = format_of("float16")
+        >>> fmt.max, fmt.eps, fmt.min_exponent
+        (65504.0, 0.0009765625, -14)
     """
 
     name: str
