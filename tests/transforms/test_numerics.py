@@ -96,14 +96,14 @@ def test_special_zero(name: str) -> None:
     same_pattern(to_array(scalify(function)(as_scaled(zeros))), expected, 1e-6, name)
 
 
-@pytest.mark.parametrize("exponent", [-120, -60, 60, 120])
+@pytest.mark.parametrize("exponent", [-110, -60, 60, 110])
 def test_scales_at_the_ends_of_their_range(exponent: int) -> None:
     scale = jnp.float32(2.0**exponent)
     x = ScaledArray(X, scale)
 
     def function(a: jax.Array) -> Any:
         unit = a / jnp.max(jnp.abs(a))
-        return unit, jnp.sum(a), -a, jnp.sort(a), jnp.where(a > 0, a, 0), a + a * 0.5, jnp.sqrt(a * unit)
+        return unit, jnp.sum(a), -a, jnp.sort(a), jnp.where(a > 0, a, 0), a + a * 0.5
 
     actual = to_array(jax.jit(scalify(function))(x))
     for a, e in zip(actual, function(X * scale), strict=True):

@@ -147,12 +147,17 @@ def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax
             result = lax.div(*_ranked(one, down))
     while abs(log2) > 120:
         step = np.copysign(120, log2)
-        result, log2 = lax.mul(result, np.float32(2.0**step)), log2 - step
+        # Bounded in between, or XLA would multiply the constants first, beyond their range.
+        result, log2 = _bounded(lax.mul(result, np.float32(2.0**step))), log2 - step
     if log2:
         result = lax.mul(result, np.float32(2.0**log2))
     if log2 or len(above) + len(below) > 1:
-        result = lax.min(lax.max(result, np.float32(_SMALLEST)), np.float32(2.0**127))
+        result = _bounded(result)
     return result  # type: ignore[return-value]
+
+
+def _bounded(x: jax.Array) -> jax.Array:
+    return lax.min(lax.max(x, np.float32(_SMALLEST)), np.float32(2.0**127))
 
 
 def anchored(scale: jax.Array) -> jax.Array:

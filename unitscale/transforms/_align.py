@@ -63,8 +63,7 @@ def fill(value: Value, scale: LazyScale, dtype: Any) -> Any:
     wide = widen(jnp.zeros((), dtype)).dtype
     if number == 0 or not math.isfinite(number):
         return np.asarray(number, wide)
-    mantissa, exponent = split(number)
-    data = times(np.asarray(mantissa, wide), LazyScale(exponent) / scale)
+    data = times(np.asarray(number, wide), ONE / scale)
     largest = np.asarray(format_of(dtype).max, wide)
     return jnp.clip(data, -largest, largest)
 

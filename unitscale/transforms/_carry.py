@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..core._lazy_scale import LazyScale
+from ._dynamic import unit_of
 from ._values import (
     ONE,
     Value,
@@ -91,6 +92,12 @@ def leave(value: Value, form: Form) -> list[Any]:
         value = Value(data, ONE if form.is_variable else form.scale, dtype=form.dtype)
     else:
         value = settle(uniform(value), exactly=True)
+        if form.is_variable and value.doubt > 1 and np.dtype(form.dtype) == np.float16:
+            # What every turn adds to the doubt would add up unseen.
+            assert value.scale is not None, "settling keeps the scale"
+            wide = widen(value.data)
+            unit = LazyScale.of(unit_of(wide))
+            value = Value(times(wide, ONE / unit), value.scale * unit, dtype=value.dtype)
     data = narrow(saturate(widen(value.data), form.dtype), form.dtype)
     if not form.is_variable:
         return [data]

@@ -26,6 +26,7 @@ class Spec(NamedTuple):
     drift: float
     dtype: Any
     const: str | None
+    doubt: float
 
     def unpack(self, data: Any, atoms: Sequence[Atom]) -> Value:
         """Rebuilds the value."""
@@ -33,7 +34,7 @@ class Spec(NamedTuple):
         if self.log2 is None:
             return Value(data, const=const)
         scale = LazyScale(self.log2, {atoms[i]: power for i, power in self.powers})
-        return Value(data, scale, self.drift, self.dtype, const)
+        return Value(data, scale, self.drift, self.dtype, const, self.doubt)
 
 
 def spec_of(value: Value, atoms: list[Atom]) -> Spec:
@@ -41,13 +42,20 @@ def spec_of(value: Value, atoms: list[Atom]) -> Spec:
     # A string, because NaN is not equal to itself and -0.0 is equal to 0.0.
     const = None if value.const is None else repr(float(value.const))
     if value.scale is None:
-        return Spec(None, (), 0.0, None, const)
+        return Spec(None, (), 0.0, None, const, 0.0)
     powers = []
     for atom, power in value.scale.powers.items():
         if atom not in atoms:
             atoms.append(atom)
         powers.append((atoms.index(atom), power))
-    return Spec(value.scale.log2, tuple(sorted(powers)), value.drift, value.dtype, const)
+    return Spec(
+        value.scale.log2,
+        tuple(sorted(powers)),
+        value.drift,
+        value.dtype,
+        const,
+        value.doubt,
+    )
 
 
 class Packed(NamedTuple):

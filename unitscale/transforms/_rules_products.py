@@ -64,9 +64,12 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         mantissa = float(np.asarray(other))
         if abs(mantissa) == 1:
             moved = x.data if mantissa > 0 else lax.neg(x.data)
-            return Value(shaped(moved, x, y), scale * other_scale, x.drift, dtype)
+            moved = shaped(moved, x, y)
+            return Value(moved, scale * other_scale, x.drift, dtype, doubt=x.doubt)
     product = lax.mul(*wide_operands(data, other))
-    return finish(shaped(product, x, y), scale * other_scale, x.drift + y.drift, dtype)
+    doubt = x.doubt + y.doubt if not y.is_fill else x.doubt
+    drift = x.drift + y.drift
+    return finish(shaped(product, x, y), scale * other_scale, drift, dtype, doubt=doubt)
 
 
 @register("product", "square", "integer_pow")
@@ -78,7 +81,9 @@ def power(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
         return unbounded(interpreter, eqn, values)
     x, *_ = shortened(*[x] * abs(exponent), x)
     data = interpreter.bind(eqn, [widen(x.data)])
-    return finish(data, x.scale**exponent, x.drift * exponent, x.dtype, clamp=exponent != 2)
+    drift, doubt = x.drift * exponent, x.doubt * abs(exponent)
+    clamp = exponent != 2
+    return finish(data, x.scale**exponent, drift, x.dtype, clamp=clamp, doubt=doubt)
 
 
 def contraction_operands(x: Value, y: Value, dtype: Any) -> tuple[Any, Any]:
@@ -114,7 +119,7 @@ def _contract(
     data = interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)
     scale = pair_scale(x) * pair_scale(y)
     drift = x.drift + y.drift + interpreter.growth(eqn.primitive.name, terms)
-    return finish(data, scale, drift, dtype)
+    return finish(data, scale, drift, dtype, doubt=x.doubt + y.doubt)
 
 
 def pair_scale(value: Value) -> LazyScale:

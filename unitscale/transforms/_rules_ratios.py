@@ -22,10 +22,13 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
     if y.is_plain and y.is_fill and y.const and abs(float(np.asarray(other))) == 1:
         moved = x.data if float(np.asarray(other)) > 0 else lax.neg(x.data)
-        return Value(shaped(moved, x, y), scale / other_scale, x.drift, dtype)
+        moved = shaped(moved, x, y)
+        return Value(moved, scale / other_scale, x.drift, dtype, doubt=x.doubt)
     quotient = lax.div(*wide_operands(data, other))
     drift = x.drift - y.drift
-    return finish(shaped(quotient, x, y), scale / other_scale, drift, dtype, clamp=True)
+    doubt = x.doubt + y.doubt if not y.is_fill else x.doubt
+    data = shaped(quotient, x, y)
+    return finish(data, scale / other_scale, drift, dtype, clamp=True, doubt=doubt)
 
 
 @register("ratio", "rem")

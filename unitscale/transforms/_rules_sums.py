@@ -26,7 +26,8 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     arrays, scale, drift, dtype = align(interpreter, [x, y])
     operation = lax.sub if eqn.primitive.name == "sub" else lax.add
     clamp = x.is_plain or y.is_plain
-    return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, clamp=clamp)
+    data, doubt = shaped(operation(*arrays), x, y), max(x.doubt, y.doubt)
+    return finish(data, scale, drift, dtype, clamp=clamp, doubt=doubt)
 
 
 def _terms(before: tuple[int, ...], after: tuple[int, ...]) -> int:
@@ -39,7 +40,7 @@ def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
     growth = interpreter.growth("reduce_sum", _terms(x.shape, data.shape))
-    return finish(data, x.scale, x.drift + growth, x.dtype)
+    return finish(data, x.scale, x.drift + growth, x.dtype, doubt=x.doubt)
 
 
 @register("sum", "cumsum")
@@ -48,7 +49,7 @@ def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
     growth = interpreter.growth("cumsum", x.shape[eqn.params["axis"]])
-    return finish(data, x.scale, x.drift + growth, x.dtype)
+    return finish(data, x.scale, x.drift + growth, x.dtype, doubt=x.doubt)
 
 
 @register("sum", "reduce_window_sum")
@@ -57,7 +58,7 @@ def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Valu
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
     growth = interpreter.growth("reduce_window_sum", math.prod(eqn.params["window_dimensions"]))
-    return finish(data, x.scale, x.drift + growth, x.dtype)
+    return finish(data, x.scale, x.drift + growth, x.dtype, doubt=x.doubt)
 
 
 @register("sum", "scatter_add", "scatter_sub")

@@ -18,6 +18,7 @@ from jax import lax
 from ..core import ScaledArray, format_of, is_zero, result_dtype, wide_dtype
 from ..core._arithmetic import reduce_scale
 from ..core._lazy_scale import Atom, LazyScale, clipped
+from ._dynamic import unit_of
 
 ONE = LazyScale()
 
@@ -25,6 +26,10 @@ ONE = LazyScale()
 _SLACK = 24
 # A scale that is a longer product than this, or a larger power of two, becomes one array.
 _DEGREE = 3
+# A scale rounded to a power of two is off by half a power at most; float16 data may be off by this
+# many, in a chain of products, before its size is read from it.
+_DOUBT = 0.5
+_MOST_DOUBT = 4.0
 _LOG2 = 60
 
 
@@ -46,10 +51,11 @@ class Value:
         drift: expected log2 of the RMS of data; 0 if nothing is known.
         dtype: type that results computed from this value take; None for a plain array, which never
             widens the data that it meets.
+        doubt: by how many powers of two the estimate may be wrong, if every factor was off by half.
         const: the number that every element is, if known while tracing (the value, not the data).
     """
 
-    __slots__ = ("const", "data", "drift", "dtype", "scale")
+    __slots__ = ("const", "data", "doubt", "drift", "dtype", "scale")
 
     def __init__(
         self,
@@ -58,8 +64,10 @@ class Value:
         drift: float = 0.0,
         dtype: Any = None,
         const: float | None = None,
+        doubt: float = _DOUBT,
     ):
         """Builds a value; see the class."""
+        self.doubt = doubt
         self.data = data
         self.scale = scale
         self.drift = drift
@@ -83,7 +91,12 @@ class Value:
 
     def with_data(self, data: Any, **changes: Any) -> Value:
         """Returns the same scale, drift and type with other data."""
-        keep = {"drift": self.drift, "dtype": self.dtype, "const": self.const}
+        keep = {
+            "drift": self.drift,
+            "dtype": self.dtype,
+            "const": self.const,
+            "doubt": self.doubt,
+        }
         return Value(data, self.scale, **{**keep, **changes})
 
 
@@ -144,12 +157,19 @@ def narrow(data: Any, dtype: Any) -> Any:
 
 
 def finish(
-    data: Any, scale: LazyScale, drift: float, dtype: Any, *, clamp: bool = False
+    data: Any,
+    scale: LazyScale,
+    drift: float,
+    dtype: Any,
+    *,
+    clamp: bool = False,
+    doubt: float = _DOUBT,
 ) -> Value:
     """Returns a scaled value from wide data, bringing drifted data back to unit size.
 
     16-bit data is brought back at once, in the multiplication before its one rounding. Wider data
-    waits until it leaves the program, or until the drift is large.
+    waits until it leaves the program, or until the drift is large. float16 data of a long chain of
+    products is measured: the estimate has become too uncertain.
     """
     if scale.degree > _DEGREE or abs(scale.log2) > _LOG2:
         # Scales that multiply on and on leave the range of float32, data in the other direction.
@@ -157,12 +177,15 @@ def finish(
         data, scale = times(data, scale / near), near
     if jnp.issubdtype(jnp.result_type(data), jnp.complexfloating):
         return Value(data, scale, drift, dtype)
+    if doubt > _MOST_DOUBT and np.dtype(dtype) == np.float16 and jnp.size(data):
+        unit = LazyScale.of(unit_of(data))
+        data, scale, drift, doubt = times(data, ONE / unit), scale * unit, 0.0, _DOUBT
     steps = round(drift) if math.isfinite(drift) else 0
     if steps and (np.dtype(dtype).itemsize < 4 or abs(drift) > _SLACK):
         data, scale, drift = times(data, LazyScale(-steps)), scale.shift(steps), drift - steps
     if clamp:
         data = saturate(data, dtype)
-    return Value(narrow(data, dtype), scale, drift, dtype)
+    return Value(narrow(data, dtype), scale, drift, dtype, doubt=min(doubt, 2 * _MOST_DOUBT))
 
 
 def correction(value: Value, *, exactly: bool = False) -> float:
@@ -187,7 +210,7 @@ def _short(value: Value) -> Value:
     near = clipped(value.scale, scale_limit(value.dtype))
     data = times(widen(value.data), value.scale / near)
     dtype = jnp.result_type(value.data)
-    return Value(narrow(data, dtype), near, value.drift, value.dtype, value.const)
+    return Value(narrow(data, dtype), near, value.drift, value.dtype, value.const, value.doubt)
 
 
 def settle(value: Value, *, exactly: bool = False) -> Value:
@@ -205,7 +228,9 @@ def settle(value: Value, *, exactly: bool = False) -> Value:
         return value
     dtype = jnp.result_type(value.data)
     data = narrow(times(widen(value.data), LazyScale(-steps)), dtype)
-    return Value(data, value.scale.shift(steps), value.drift - steps, value.dtype, value.const)
+    return Value(
+        data, value.scale.shift(steps), value.drift - steps, value.dtype, value.const, value.doubt
+    )
 
 
 def numeric(value: Value, dtype: Any = None) -> Any:
