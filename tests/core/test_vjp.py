@@ -70,3 +70,27 @@ def test_other_errors_pass_through() -> None:
     fails.defvjp(lambda x: (x, None), lambda _, dy: (dy,))
     with pytest.raises(TypeError, match="my own message"):
         fails(1.0)
+
+
+def test_arguments_that_vary_over_different_devices() -> None:
+    """Inside shard_map the gradient of what is replicated is summed, as JAX does by itself."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @custom_vjp
+    def product(x, y):
+        return x * y
+
+    product.defvjp(lambda x, y: (x * y, (x, y)), lambda xy, dy: (dy * xy[1], dy * xy[0]))
+
+    def gradients(f):
+        def local(x, y):
+            return jax.grad(lambda *a: jnp.sum(f(*a)), argnums=(0, 1))(x, y)
+
+        spec = jax.sharding.PartitionSpec
+        split = jax.shard_map(
+            local, mesh=mesh, in_specs=(spec("data"), spec()), out_specs=(spec("data"), spec())
+        )
+        return jax.jit(split)(jnp.arange(8.0), jnp.full(1, 3.0))
+
+    for ours, theirs in zip(gradients(product), gradients(jnp.multiply), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -19,7 +19,9 @@ def _expand_blocks(scale: jax.Array, shape: tuple[int, ...], block: tuple[int, .
     for axis, size in enumerate(block):
         if size == 1:
             continue
-        scale = jnp.repeat(scale, size, axis=axis, total_repeat_length=shape[axis])
+        # Without total_repeat_length a broadcast, with it a gather.
+        repeated = jnp.repeat(scale, size, axis=axis)
+        scale = jax.lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
     return scale
 
 

@@ -13,6 +13,28 @@ _ADVICE = (
 )
 
 
+def _varying(x: Any) -> frozenset[str]:
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return getattr(manual, "varying", frozenset())
+
+
+def _vary_alike(args: Any) -> Any:
+    """Inside shard_map, lets all arrays vary over the mesh axes that any of them varies over.
+
+    A gradient varies as the arguments together do, and must have the type of its own; the
+    transpose of varying is a sum over the devices, as for JAX's own operations.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(args)))
+    if not axes:
+        return args
+
+    def vary(x: Any) -> Any:
+        missing = tuple(axes - _varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, args)
+
+
 class custom_vjp:
     """A function with its own reverse-mode rule, as `jax.custom_vjp`.
 
@@ -32,6 +54,7 @@ class custom_vjp:
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):
         """Wraps ``fun``; the arguments at ``nondiff_argnums`` are static."""
         self._fun = jax.custom_vjp(fun, nondiff_argnums=nondiff_argnums)
+        self._static = frozenset(nondiff_argnums)
         update_wrapper(self, fun)
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
@@ -40,6 +63,8 @@ class custom_vjp:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function on positional arguments."""
+        arrays = iter(_vary_alike([a for i, a in enumerate(args) if i not in self._static]))
+        args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:
             return self._fun(*args)
         except TypeError as error:

@@ -34,6 +34,7 @@ def dot_product_attention(
     deterministic: bool = True,
     scale_length: int | None = None,
     scale_causal: bool | None = None,
+    mean_square: float | None = None,
     constraint: Constraint = "to_output_scale",
     implementation: Any = None,
 ) -> ScaledArray:
@@ -60,6 +61,9 @@ def dot_product_attention(
             keys. Fix it where one function must serve many lengths, as with a KV cache.
         scale_causal: whether fwd counts the keys of a causal mask; by default ``is_causal``. Set
             it where causality comes in through ``mask``.
+        mean_square: static mean square of the average of the values over the attention weights,
+            for values that share a component between positions, as above the first layer of a
+            stack (`rules.AttentionContext`); by default that of independent values.
         constraint: how output and gradients come to share a factor.
         implementation: as for `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
 
@@ -100,6 +104,7 @@ def dot_product_attention(
         is_causal=is_causal if scale_causal is None else scale_causal,
         mult=mult,
         dropout_rate=dropout_rate,
+        mean_square=mean_square,
         constraint=constraint,
     )
     # The cotangent is multiplied by v's factor before the softmax shrinks it; q and k differ from

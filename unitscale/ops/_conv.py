@@ -9,7 +9,7 @@ from jax import lax
 
 from .. import rules
 from ..core import ScaledArray, multiply_scales
-from ..quant import MatmulConfig, fake_quantize
+from ..quant import MatmulConfig, QuantState, fake_quantize_operands
 from ..rules import Constraint
 from ._linear import add_bias
 from ._operands import ArrayLike, output_dtype, shape_error, unpack, unpack_uniform
@@ -24,12 +24,8 @@ class _Conv:
     padding: str | tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
     groups: int
-    config: MatmulConfig | None
 
     def __call__(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        if self.config is not None:
-            x = fake_quantize(x, self.config.lhs)
-            kernel = fake_quantize(kernel, self.config.rhs)
         axes = tuple(range(1, x.ndim - 1))
         return lax.conv_general_dilated(
             x,
@@ -57,6 +53,7 @@ def conv(
     feature_group_count: int = 1,
     constraint: Constraint = "to_output_scale",
     config: MatmulConfig | None = None,
+    state: QuantState | None = None,
 ) -> ScaledArray:
     """Convolves over the spatial dimensions.
 
@@ -77,13 +74,15 @@ def conv(
         constraint: how the output and the input gradient come to share a factor.
         config: formats that operands are quantized to before the product, which itself runs in
             float32: XLA has no FP8 convolution kernel. Cotangents are not quantized.
+        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
     Returns:
         ScaledArray (batch, *output spatial, out) in the dtype of ``x`` (bfloat16 for 8-bit data).
 
     Raises:
         TypeError: if an operand is not floating.
-        ValueError: if the shapes, strides, padding or groups do not fit.
+        ValueError: if the shapes, strides, padding or groups do not fit, or a strategy lacks its
+            state.
 
     Example:
         >>> y = conv(jnp.ones((1, 5, 4)), jnp.ones((3, 4, 2)), padding="VALID")
@@ -111,7 +110,7 @@ def conv(
             f"{feature_group_count} groups, kernel {w.shape}"
         )
     strides, dilation = _per_axis("strides", strides, rank), _per_axis("dilation", dilation, rank)
-    op = _Conv(strides, _padding(padding, w.shape, dilation), dilation, feature_group_count, config)
+    op = _Conv(strides, _padding(padding, w.shape, dilation), dilation, feature_group_count)
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
     factors = rules.conv(
         w.shape,
@@ -121,6 +120,9 @@ def conv(
         feature_group_count=feature_group_count,
         constraint=constraint,
     )
+    if config is not None:
+        axes = tuple(range(1, rank + 2)), tuple(range(rank + 1))
+        data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
     y = wide_op(op, data, w, fwd=factors.fwd, bwd=factors.bwd[:2], out_dtype=output_dtype(x))
     scale = multiply_scales(x_scale, w_scale)
     return (

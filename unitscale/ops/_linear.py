@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..core import Scale, ScaledArray, is_static, multiply_scales
-from ..quant import Contraction, MatmulConfig, contract
+from ..quant import Contraction, MatmulConfig, QuantState, contract
 from ..rules import Constraint
 from ._add import combine
 from ._operands import ArrayLike, output_dtype, shape_error, unpack_term, unpack_uniform
@@ -25,6 +25,7 @@ def matmul(
     *,
     constraint: Constraint = "to_output_scale",
     config: MatmulConfig | None = None,
+    state: QuantState | None = None,
 ) -> ScaledArray:
     """Multiplies two activations: ``left @ right``.
 
@@ -39,13 +40,15 @@ def matmul(
         right: (..., k, n), floating; leading dimensions broadcast.
         constraint: how output and gradients come to share a factor.
         config: formats of a quantized product; None multiplies the operands as they are.
+        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
     Returns:
         ScaledArray (..., m, n) in the promoted dtype.
 
     Raises:
         TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit or the constraint is unknown.
+        ValueError: if the shapes do not fit, the constraint is unknown, or a strategy lacks its
+            state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,7 +99,13 @@ def matmul(
     spec = Contraction(x_labels + "xz", y_labels + "zy", both + "xy")
     dtype = output_dtype(left, right)
     data = contract(
-        x_core, y_core, spec, factors=(factors.fwd, *factors.bwd), config=config, out_dtype=dtype
+        x_core,
+        y_core,
+        spec,
+        factors=(factors.fwd, *factors.bwd),
+        config=config,
+        out_dtype=dtype,
+        state=state,
     )
     return ScaledArray(data.reshape(*batch, m, n), multiply_scales(x_scale, y_scale))
 
@@ -116,6 +125,7 @@ def dense(
     *,
     constraint: Constraint = "to_output_scale",
     config: MatmulConfig | None = None,
+    state: QuantState | None = None,
 ) -> ScaledArray:
     """Applies a dense layer: ``x @ kernel + bias``.
 
@@ -131,13 +141,15 @@ def dense(
         bias: (out,), or None.
         constraint: how the output and the input gradient come to share a factor.
         config: formats of a quantized product; None multiplies the operands as they are.
+        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
     Returns:
         ScaledArray (..., out): in the promoted dtype, or in that of ``x`` under ``config``.
 
     Raises:
         TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit or the constraint is unknown.
+        ValueError: if the shapes do not fit, the constraint is unknown, or a strategy lacks its
+            state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,7 +159,7 @@ def dense(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
-    return _affine("dense", rules.dense, x, kernel, bias, constraint, config)
+    return _affine("dense", rules.dense, x, kernel, bias, constraint, config, state)
 
 
 def readout(
@@ -157,6 +169,7 @@ def readout(
     *,
     constraint: Constraint = None,
     config: MatmulConfig | None = None,
+    state: QuantState | None = None,
 ) -> ScaledArray:
     """Applies the layer that produces the logits: ``x @ kernel + bias``.
 
@@ -172,13 +185,15 @@ def readout(
         bias: (out,), or None.
         constraint: None, or how the output and the input gradient come to share a factor.
         config: formats of a quantized product; None multiplies the operands as they are.
+        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
     Returns:
         ScaledArray (..., out).
 
     Raises:
         TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit or the constraint is unknown.
+        ValueError: if the shapes do not fit, the constraint is unknown, or a strategy lacks its
+            state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -188,10 +203,10 @@ def readout(
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights).
     """
-    return _affine("readout", rules.readout, x, kernel, bias, constraint, config)
+    return _affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
 
-def _affine(op, rule, inputs, kernel, bias, constraint, config) -> ScaledArray:
+def _affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledArray:
     (x, x_scale), (w, w_scale) = (
         unpack_uniform(op, "x", inputs, (-1,)),
         unpack_uniform(op, "kernel", kernel, (0,)),
@@ -210,7 +225,13 @@ def _affine(op, rule, inputs, kernel, bias, constraint, config) -> ScaledArray:
     spec = Contraction(rows + "y", "yz", rows + "z")
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
     data = contract(
-        x, w, spec, factors=(factors.fwd, *factors.bwd[:2]), config=config, out_dtype=dtype
+        x,
+        w,
+        spec,
+        factors=(factors.fwd, *factors.bwd[:2]),
+        config=config,
+        out_dtype=dtype,
+        state=state,
     )
     if not is_static(w_scale) and jnp.ndim(w_scale):
         w_scale = jnp.reshape(w_scale, w.shape[1:])  # per output channel

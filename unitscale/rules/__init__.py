@@ -12,6 +12,10 @@ Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
 
 from ._add import add as add, normalized_weights as normalized_weights, weighted_add as weighted_add
 from ._attention import dot_product_attention as dot_product_attention, logit_factor as logit_factor
+from ._attention_context import (
+    AttentionContext as AttentionContext,
+    NormPlacement as NormPlacement,
+)
 from ._constraints import (
     CONSTRAINTS as CONSTRAINTS,
     Constraint as Constraint,

@@ -52,6 +52,7 @@ def dot_product_attention(
     is_causal: bool,
     mult: float = 1.0,
     dropout_rate: float = 0.0,
+    mean_square: float | None = None,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
     """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`.
@@ -71,6 +72,8 @@ def dot_product_attention(
         is_causal: Whether query t sees only keys 1..t.
         mult: Multiplier of the logits.
         dropout_rate: Rate of (inverse-scaled) dropout on the attention weights.
+        mean_square: Mean square of the output before factor and dropout, where the values at
+            different positions are not independent: see `AttentionContext`.
         constraint: How output, q, k and v come to share a factor: an operand-specific one does not
             fit.
 
@@ -94,7 +97,9 @@ def dot_product_attention(
     spread = positive_number("dot_product_attention", "mult", mult) / math.sqrt(head_dim)
     keep = dropout(dropout_rate).fwd
     moments = (causal_softmax_moments if is_causal else softmax_moments)(int(key_length), spread)
-    values = keep / math.sqrt(moments.square)
+    if mean_square is None:
+        mean_square = moments.square
+    values = keep / math.sqrt(positive_number("dot_product_attention", "mean_square", mean_square))
     slope = spread * math.sqrt(moments.gradient)
     logits = keep / slope if slope else values
     output, q, k, v = constrain(constraint, values, logits, logits, values)

@@ -123,7 +123,7 @@ def _statistics(f: Callable[..., Any], mult: float) -> tuple[float, float, float
 
 
 def _integrate(f: Callable[..., Any], mult: float) -> tuple[float, float, float]:
-    nodes, weights = _quadrature()
+    nodes, weights = quadrature()
     # Inside a trace of jit the constants are still needed as Python floats, now.
     with jax.ensure_compile_time_eval():
         x = np.asarray(mult * nodes, np.float32)
@@ -162,7 +162,7 @@ _cached = functools.lru_cache(maxsize=_CACHE_SIZE)(_integrate)
 
 
 @functools.cache
-def _quadrature() -> tuple[np.ndarray, np.ndarray]:
+def quadrature() -> tuple[np.ndarray, np.ndarray]:
     """Return nodes and normal weights: uniform panels, refined geometrically towards 0."""
     uniform = np.arange(1, 32 * int(_LIMIT) + 1) / 32
     graded = 2.0 ** -np.arange(6, 25)

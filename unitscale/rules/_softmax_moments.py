@@ -49,7 +49,7 @@ def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
         The moments. Above a spread of 24 they follow their first-order asymptote in `1 / m`, which
         is within a few percent.
     """
-    square, gradient = _moments(np.asarray([size]), spread)
+    square, gradient = moments_by_size(np.asarray([size]), spread)
     return SoftmaxMoments(float(square[0]), float(gradient[0]))
 
 
@@ -70,7 +70,7 @@ def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
     sizes = np.unique(np.concatenate([exact, sampled]))
     every = np.arange(len(exact) + 1, length + 1)
     means = []
-    for moment in _moments(sizes, spread):
+    for moment in moments_by_size(sizes, spread):
         total = moment[: len(exact)].sum()
         if every.size:
             # The first row has no gradient; the logarithm is taken beyond it.
@@ -80,7 +80,8 @@ def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
     return SoftmaxMoments(*means)
 
 
-def _moments(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray]:
+def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the moments of many sizes, as two arrays; a size need not be an integer."""
     m = min(spread, _LARGEST)
     u, log_h0, h2, h3, h4 = _one_logit(m, math.log(sizes.max()))
     n = sizes[:, None].astype(np.float64)
