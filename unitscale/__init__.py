@@ -7,7 +7,9 @@ The parts, from the bottom up, each a package to import by name:
 - `unitscale.quant`: quantized matrix products.
 - `unitscale.ops`: unit-scaled operations on arrays, for any layer library.
 - `unitscale.nn`: layers for Flax NNX.
-- `unitscale.optim`: u-muP learning rates for optax.
+- `unitscale.transforms`: `scalify`, scale propagation through any JAX program.
+- `unitscale.optim`: weights and moments of optax in 16 and 8 bits, u-muP learning rates.
+- `unitscale.parallel`: gradients and weights exchanged in FP8 between devices.
 
 Example:
     >>> import jax.numpy as jnp
@@ -25,5 +27,6 @@ from .core import (
     rescale as rescale,
     to_array as to_array,
 )
+from .transforms import scalify as scalify
 
 __version__ = "0.1.0"

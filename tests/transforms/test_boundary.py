@@ -1,0 +1,50 @@
+"""Arguments become values, and values results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms import scalify
+from unitscale.transforms._boundary import from_input, to_output, traced_aval
+from unitscale.transforms._values import Value
+
+DATA = np.asarray([[1.0, -2.0], [0.5, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize("scale", [None, 1, 0, jnp.float32(3.0), jnp.ones((2, 1)), jnp.ones((1,))])
+def test_identity(scale: Any) -> None:
+    x = ScaledArray(DATA, scale)
+    np.testing.assert_array_equal(to_array(scalify(lambda a: a)(x)), x.value)
+
+
+def test_special_scales_stay_special() -> None:
+    assert scalify(lambda a: a)(ScaledArray(DATA, 1)).scale == 1
+    assert scalify(lambda a: a * 2)(ScaledArray(DATA, 0)).scale == 0
+    assert not isinstance(scalify(lambda a: a)(ScaledArray(DATA, None)), ScaledArray)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_programs_are_traced_on_values(dtype: Any) -> None:
+    assert traced_aval(as_scaled(DATA, dtype=dtype)).dtype == jnp.float32
+    assert traced_aval(DATA) is DATA
+
+
+def test_a_scale_that_does_not_broadcast() -> None:
+    good = ScaledArray(DATA, jnp.float32(2.0))
+    bad = jax.tree.unflatten(jax.tree.structure(good), [DATA, jnp.ones(3)])
+    with pytest.raises(ValueError, match=r"must broadcast against its data; got data \(2, 2\)"):
+        from_input(bad)
+
+
+def test_certain_results_keep_the_static_scale_and_others_are_measured() -> None:
+    value = Value(jnp.full(4, 64.0), LazyScale(1), doubt=1.0)
+    assert float(to_output(value).scale) == 2.0
+    value = Value(jnp.full(4, 64.0), LazyScale(1), doubt=1.5)
+    assert float(to_output(value).scale) == 128.0

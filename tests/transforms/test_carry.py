@@ -1,0 +1,49 @@
+"""The forms in which values cross from one turn of a loop to the next."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms._carry import SMALLEST, Form, crossing, enter, first_form, joined
+from unitscale.transforms._values import Value
+
+SCALED = Value(jnp.ones(2, jnp.float16), LazyScale(3))
+
+
+def test_forms_only_move_up() -> None:
+    plain, fixed = Form(None, jnp.dtype("float32")), Form(LazyScale(3), jnp.dtype("float16"))
+    assert first_form(Value(jnp.ones(2))) == plain
+    assert first_form(SCALED) == fixed
+    assert joined(fixed, SCALED) == fixed
+    assert joined(plain, SCALED).is_variable
+    assert joined(fixed, Value(jnp.ones(2, jnp.float16), LazyScale(4))).is_variable
+    assert joined(fixed, Value(jnp.ones(2))).is_variable
+    uncertain = Value(SCALED.data, SCALED.scale, doubt=2.0)
+    assert joined(fixed, uncertain).is_variable, "its doubt would add up"
+
+
+def test_zeros_wait_for_a_scale() -> None:
+    zeros = Value(jnp.zeros(2), LazyScale(), const=0.0)
+    form = first_form(zeros)
+    assert form.is_variable
+    _, scale = crossing([zeros], [form])
+    assert float(scale) == float(SMALLEST.array())
+
+
+def test_crossing_and_back() -> None:
+    values = [SCALED, Value(jnp.arange(3)), Value(jnp.full(2, 3.0), LazyScale(1), doubt=4.0)]
+    forms = [first_form(v) for v in values]
+    arrays = crossing(values, forms)
+    assert len(arrays) == 4
+    for before, after in zip(values, enter(arrays, forms), strict=True):
+        one = 1.0 if before.scale is None else float(before.scale.array())
+        other = 1.0 if after.scale is None else float(after.scale.array())
+        np.testing.assert_array_equal(np.asarray(before.data) * one, np.asarray(after.data) * other)
+
+
+def test_a_fixed_form_is_kept_whatever_arrives() -> None:
+    value = Value(jnp.full(2, 4.0), LazyScale(5), doubt=4.0)
+    (data,) = crossing([value], [Form(LazyScale(3), jnp.dtype("float32"))])
+    np.testing.assert_array_equal(data, 16.0)

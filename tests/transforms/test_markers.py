@@ -1,0 +1,103 @@
+"""Markers: identities outside scalify, and what each asks for inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import (
+    cast,
+    dynamic_rescale,
+    get_data_scale,
+    scalify,
+    set_scaling,
+    stop_scaling,
+)
+
+X = jnp.asarray([3.0, -300.0, 0.5])
+MARKERS: dict[str, Callable[[Any], Any]] = {
+    "set_scaling": lambda x: set_scaling(x, 4.0),
+    "set_scaling both": lambda x: set_scaling(x, 4.0, on="both"),
+    "stop_scaling": stop_scaling,
+    "get_data_scale": lambda x: get_data_scale(x)[0],
+    "dynamic_rescale": lambda x: dynamic_rescale(x, on="both"),
+    "cast": lambda x: cast(x, jnp.float8_e4m3fn, on="both"),
+}
+
+
+@pytest.mark.parametrize("name", MARKERS)
+def test_identity_outside(name: str) -> None:
+    marker = MARKERS[name]
+    np.testing.assert_array_equal(marker(X), X)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(marker))(X), X)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(marker(x) ** 2))(X), 2 * X)
+    np.testing.assert_array_equal(jax.jvp(marker, (X,), (X,))[1], X)
+
+
+@pytest.mark.parametrize("name", sorted({*MARKERS} - {"cast", "get_data_scale"}))
+def test_the_value_stays_the_same_inside(name: str) -> None:
+    x = ScaledArray(X, jnp.float32(2.0))
+    marked = scalify(lambda a: jax.value_and_grad(lambda b: jnp.sum(MARKERS[name](b) ** 2))(a))
+    value, gradient = to_array(marked(x))
+    np.testing.assert_allclose(value, np.sum(x.value**2), rtol=1e-6)
+    np.testing.assert_allclose(gradient, 2 * x.value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("on", ["forward", "backward"])
+def test_each_direction_alone(on: Any) -> None:
+    """The scale asked for is seen on the marked side only."""
+    x = ScaledArray(X, jnp.float32(2.0))
+
+    def scales(a: Any) -> Any:
+        marked, pull = jax.vjp(lambda b: set_scaling(b, 64.0, on=on), a)
+        return get_data_scale(marked)[1], get_data_scale(pull(a)[0])[1]
+
+    assert [float(s) for s in scalify(scales)(x)] == ([64, 2] if on == "forward" else [2, 64])
+
+
+def test_rescaled_and_cast_data() -> None:
+    x = ScaledArray(X.astype(jnp.float16), jnp.float32(2.0))
+    by_amax = scalify(lambda a: dynamic_rescale(a, "amax"))(x)
+    assert float(by_amax.scale) == 512.0
+    assert scalify(lambda a: cast(a, jnp.float8_e5m2))(x).dtype == jnp.float8_e5m2
+    back = scalify(lambda a: cast(a, jnp.float8_e5m2) + 0.5)(x)
+    assert back.dtype == jnp.float16, "results have the type from before the cast"
+    traced = scalify(lambda a, s: set_scaling(a, s))(x, jnp.float32(8.0))
+    assert float(traced.scale) == 8.0
+
+
+def test_a_backward_cast_rounds_the_cotangent() -> None:
+    x = as_scaled(jnp.asarray([1.3, 0.7]), dtype=jnp.float16)
+
+    def loss(a: Any) -> Any:
+        return jnp.sum(cast(a, jnp.float8_e5m2, on="backward") ** 2)
+
+    gradient = to_array(scalify(jax.grad(loss))(x))
+    exact = 2 * np.asarray(x.value)
+    assert np.any(gradient != exact)
+    np.testing.assert_allclose(gradient, exact, rtol=2.0**-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_must_be_positive_and_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match="scale must be positive and finite"):
+        set_scaling(X, scale)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"scale must be a scalar; got shape \(3,\)"):
+        set_scaling(X, X)
+    with pytest.raises(ValueError, match="on must be one of forward, backward, both; got 'up'"):
+        set_scaling(X, 2.0, on="up")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="statistic must be one of rms, amax; got 'mean'"):
+        dynamic_rescale(X, "mean")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="expected a floating array; got dtype int32"):
+        stop_scaling(jnp.arange(3))
+    with pytest.raises(ValueError, match="float99"):
+        cast(X, "float99")

@@ -1,0 +1,40 @@
+"""Functions of the value, and random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import scalify
+
+from .law import check, law
+from .table import ACTIVATIONS, FUNCTIONS, RANDOM, SPECIAL, Entry
+
+
+@law([*FUNCTIONS, *ACTIVATIONS, *SPECIAL, *RANDOM])
+def test_value_and_gradient(entry: Entry) -> None:
+    check(entry)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_results_beyond_16_bits_are_kept(dtype: Any) -> None:
+    x = as_scaled(jnp.asarray([20.0, 30.0, -30.0]), dtype=dtype)
+    result = scalify(jnp.exp)(x)
+    assert result.dtype == dtype
+    exact = np.exp(np.asarray(x.value, np.float64))
+    step = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(result.value, exact, rtol=8 * step, atol=step * exact.max())
+
+
+def test_random_numbers_are_those_of_the_plain_program() -> None:
+    def draw(x: jax.Array, key: jax.Array) -> jax.Array:
+        return x + jax.random.normal(key, x.shape)
+
+    x, key = jnp.zeros(5), jax.random.key(1)
+    actual = to_array(scalify(draw)(ScaledArray(x, jnp.float32(0.5)), key))
+    np.testing.assert_allclose(actual, draw(x, key), rtol=1e-6)

@@ -1,0 +1,47 @@
+"""Loops: carried scales reach a fixed point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import scalify
+
+from .law import check, law
+from .table import Entry
+from .table_control import LOOPS
+
+
+@law(LOOPS)
+def test_value_and_gradient(entry: Entry) -> None:
+    check(entry)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.75, 0.99, 3.0])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_what_a_loop_carries_stays_at_unit_size(factor: float, dtype: Any) -> None:
+    x = as_scaled(jnp.asarray([1.0, -2.0, 0.5]), dtype=dtype)
+    result = scalify(lambda a: lax.fori_loop(0, 50, lambda i, c: c * factor, a))(x)
+    assert 0.25 <= np.sqrt(np.mean(np.square(np.asarray(result.data, np.float64)))) <= 4
+    exact = np.asarray(x.value, np.float64) * factor**50
+    tolerance = 50 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(result.value, exact, rtol=tolerance)
+
+
+def test_an_accumulator_that_starts_at_zero_takes_the_scale_of_its_terms() -> None:
+    x = as_scaled(jnp.full((8, 3), 3e-7), dtype=jnp.float16)
+    total = scalify(lambda a: lax.scan(lambda c, v: (c + v, None), jnp.zeros(3), a)[0])(x)
+    assert total.dtype == jnp.float16
+    np.testing.assert_allclose(total.value, 8 * 3e-7, rtol=4e-3)
+
+
+def test_scanned_items_have_a_scale_each() -> None:
+    x = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[2.0], [16.0]]))
+    sums = scalify(lambda a: lax.map(lambda v: v * 2, a))(x)
+    np.testing.assert_array_equal(to_array(sums), 2 * x.value)
+    assert sums.scale.size == 2

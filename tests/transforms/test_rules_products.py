@@ -1,0 +1,86 @@
+"""Products and contractions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import cast, get_data_scale, scalify
+
+from .law import check, law
+from .table import PRODUCTS, Entry
+
+
+@law(PRODUCTS)
+def test_value_and_gradient(entry: Entry) -> None:
+    check(entry)
+
+
+def scale_of(function: Callable[..., Any], *args: Any) -> float:
+    return float(scalify(lambda *a: get_data_scale(function(*a))[1])(*args))
+
+
+@pytest.mark.parametrize("width", [1, 16, 48, 64, 1024])
+def test_dot_grows_by_the_root_of_the_contraction(width: int) -> None:
+    x = ScaledArray(jnp.ones((2, width)), jnp.float32(4.0))
+    w = ScaledArray(jnp.ones((width, 3)), jnp.float32(0.5))
+    expected = 2.0 * 2.0 ** round(np.log2(np.sqrt(width)))
+    assert scale_of(lambda a, b: a @ b, x, w) == expected
+    assert scale_of(lambda a, b: a[0] * b[:, 0], x, w) == 2.0
+
+
+def test_plain_numbers_carry_their_own_magnitude() -> None:
+    """Known or not, a number is split into mantissa and scale; data stays at unit size."""
+    x = ScaledArray(jnp.ones(3), jnp.float32(1.0))
+    rate = jnp.float32(1e-3)
+    assert scale_of(lambda a: a * 1e-3, x) == 2.0**-10
+    assert scale_of(lambda a, r: a * r, x, rate) == 2.0**-10
+    assert scale_of(lambda a, r: a / r, x, rate) == 2.0**10
+    assert scale_of(lambda a: a * 0.25, x) == 0.25
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_dot_sees_fp8_operands_after_a_cast(name: str) -> None:
+    dtype = jnp.dtype(name)
+    x = as_scaled(jnp.ones((4, 8)), dtype=jnp.float16)
+    w = as_scaled(jnp.ones((8, 2)), dtype=jnp.float16)
+    jaxpr = jax.make_jaxpr(scalify(lambda a, b: cast(a, dtype) @ cast(b, dtype)))(x, w)
+    (dot,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert [v.aval.dtype for v in dot.invars] == [dtype, dtype]
+    result = scalify(lambda a, b: cast(a, dtype) @ cast(b, dtype))(x, w)
+    assert result.dtype == jnp.float16
+    np.testing.assert_array_equal(result.value, 8.0)
+
+
+def test_the_gradient_of_an_fp8_product_is_one_too() -> None:
+    """E4M3 forward, E5M2 for the cotangent: three products, each with two 8-bit operands."""
+    e4m3, e5m2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = cast(x, e4m3) @ cast(w, e4m3)
+        return jnp.sum(jnp.tanh(cast(y, e5m2, on="backward")))
+
+    args = as_scaled((jnp.ones((8, 2)), jnp.ones((4, 8))), dtype=jnp.float16)
+    jaxpr = jax.make_jaxpr(scalify(jax.grad(loss, argnums=(0, 1))))(*args)
+    dots = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    found = sorted([sorted(v.aval.dtype.name for v in e.invars) for e in dots])
+    mixed = [e4m3.name, e5m2.name]
+    assert found == [[e4m3.name] * 2, mixed, mixed]
+
+
+def test_a_convolution_of_two_8_bit_formats_meets_in_the_type_of_the_data() -> None:
+    def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        x, kernel = cast(x, jnp.float8_e4m3fn), cast(kernel, jnp.float8_e4m3fn)
+        y = jax.lax.conv(x, kernel, (1, 1), "SAME")
+        return cast(y, jnp.float8_e5m2, on="backward").sum()
+
+    kernel, x = jnp.ones((2, 1, 3, 3)), jnp.arange(64.0).reshape(1, 1, 8, 8) / 64
+    found = scalify(jax.grad(loss))(*as_scaled((kernel, x), dtype=jnp.float16))
+    # E4M3 keeps 3 bits behind the leading one.
+    np.testing.assert_allclose(to_array(found), jax.grad(loss)(kernel, x), rtol=2**-4)

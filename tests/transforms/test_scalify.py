@@ -1,0 +1,75 @@
+"""The function itself: its arguments, its results and its errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import scalify
+
+from .law import check, law
+from .table import Entry
+from .table_control import PROGRAMS
+
+
+@law(PROGRAMS)
+def test_value_and_gradient(entry: Entry) -> None:
+    check(entry)
+
+
+def test_static_arguments() -> None:
+    def power(x: jax.Array, n: int, *, times: int = 1) -> jax.Array:
+        return x**n * times
+
+    x = as_scaled(jnp.full(2, 3.0))
+    for scaled in (
+        scalify(power, static_argnums=1, static_argnames="times"),
+        scalify(power, static_argnums=(-1,), static_argnames=["times"]),
+        scalify(power, static_argnames=("n", "times")),
+    ):
+        np.testing.assert_array_equal(to_array(scaled(x, 2, times=5)), 45.0)
+
+
+def test_report_names_the_line_of_every_default_rule() -> None:
+    def program(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x) @ jnp.linalg.cholesky(x)
+
+    x = as_scaled(jnp.eye(3) * 2)
+    report = scalify(program).report(x)
+    assert [d.primitive for d in report] == ["cholesky"]
+    line = program.__code__.co_firstlineno + 1
+    assert str(report[0]).startswith(f"cholesky at {__file__}:{line} (")
+    assert scalify(jnp.tanh).report(x) == []
+
+
+def test_scalify_of_scalify_is_itself() -> None:
+    scaled = scalify(jnp.sin)
+    assert scalify(scaled) is scaled
+    x = as_scaled(jnp.ones(2))
+    nested = scalify(lambda a: scalify(jnp.sin)(a) * 2)(x)
+    np.testing.assert_allclose(to_array(nested), 2 * jnp.sin(x.value), rtol=1e-6)
+
+
+def test_plain_arguments_stay_plain() -> None:
+    result = scalify(lambda x, n: (x + 1, n, x * n))(jnp.ones(2), as_scaled(jnp.ones(2)))
+    assert [isinstance(r, ScaledArray) for r in result] == [False, True, True]
+
+
+def test_keyword_arguments_and_methods() -> None:
+    class Model:
+        @scalify
+        def apply(self, x: jax.Array, *, bias: jax.Array) -> jax.Array:
+            return x + bias
+
+    result = Model().apply(as_scaled(jnp.ones(2)), bias=jnp.ones(2))
+    np.testing.assert_array_equal(to_array(result), 2.0)
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"unitscale.scalify: expected a function; got int"):
+        scalify(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"static_scaling must be one of unit, identity"):
+        scalify(jnp.sin, static_scaling="rms")

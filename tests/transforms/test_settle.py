@@ -1,0 +1,67 @@
+"""When data is brought back to unit size, and by what."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms._settle import finish, keeps_wide, leaving, measured, ready, settle
+from unitscale.transforms._values import Value
+
+DATA = jnp.full(4, 64.0)
+
+
+def worth(value: Value) -> np.ndarray:
+    assert value.scale is not None
+    return np.asarray(value.data, np.float64) * float(value.scale.array())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_narrow_data_is_brought_back_at_once_and_wide_data_later(dtype: type) -> None:
+    value = finish(DATA, LazyScale(2), 6.0, dtype)
+    assert value.data.dtype == dtype
+    expected = 64.0 if dtype == jnp.float32 else 1.0
+    np.testing.assert_array_equal(np.asarray(value.data, np.float32), expected)
+    np.testing.assert_array_equal(worth(value), 256.0)
+
+
+def test_wide_data_of_a_narrow_type_waits_for_ready() -> None:
+    value = finish(DATA, LazyScale(), 6.0, jnp.float16, wide=True)
+    assert value.data.dtype == jnp.float32
+    assert keeps_wide((4,), value)
+    assert not keeps_wide((2, 4), value), "a larger result is rounded"
+    value = ready(value)
+    assert value.data.dtype == jnp.float16
+    np.testing.assert_array_equal(np.asarray(value.data, np.float32), 1.0)
+
+
+def test_float16_of_great_doubt_is_measured() -> None:
+    value = finish(jnp.full(4, 1e9), LazyScale(), 0.0, jnp.float16, doubt=5.0)
+    assert float(np.max(np.asarray(value.data, np.float32))) < 1.5
+    np.testing.assert_allclose(worth(value), 1e9, rtol=1e-3)
+
+
+def test_what_has_no_doubt_saturates_and_keeps_infinities() -> None:
+    value = finish(jnp.asarray([1e9, -jnp.inf]), LazyScale(), 0.0, jnp.float16)
+    np.testing.assert_array_equal(np.asarray(value.data, np.float64), [65504.0, -np.inf])
+
+
+@pytest.mark.parametrize("exponent", [-60, -8, 0, 9, 60])
+def test_measured_settled_and_leaving_keep_the_value(exponent: int) -> None:
+    value = Value(jnp.full(4, 2.0**exponent), LazyScale(3), drift=exponent, doubt=3.0)
+    for result in (measured(value), settle(value), leaving(value)):
+        np.testing.assert_array_equal(result.data, 1.0)
+        np.testing.assert_array_equal(worth(result), 2.0 ** (exponent + 3))
+
+
+def test_long_products_become_one_array_within_the_limit() -> None:
+    scale = LazyScale()
+    for _ in range(8):
+        scale = scale * LazyScale.of(jnp.float32(2.0**8))
+    value = finish(jnp.full(2, 2.0**-60), scale, 0.0, jnp.float32)
+    assert value.scale is not None
+    assert value.scale.degree == 1
+    assert float(value.scale.array()) == 2.0**24
+    np.testing.assert_array_equal(worth(value), 16.0)

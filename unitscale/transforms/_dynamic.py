@@ -1,0 +1,59 @@
+"""Scales read from the data at run time."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..core import wide_dtype
+
+Statistic = Literal["rms", "amax"]
+"""What the size of data is taken for."""
+
+_EXPONENT_BITS = np.int32(0x7F800000)
+# Beyond these the mean of squares has lost what it was to measure.
+_SMALLEST_MEAN, _LARGEST_MEAN = np.float32(2.0**-90), np.float32(2.0**120)
+
+
+def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
+    """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
+
+    1 for data without finite elements other than zero. Not differentiated. A program measures
+    often, so this is written in few operations, in two reductions that do not wait for each other.
+
+    Example:
+        >>> print(unit_of(jnp.array([3e5, jnp.inf])))
+        262144.0
+    """
+    data = lax.stop_gradient(jnp.asarray(data))
+    if not data.size:
+        return jnp.ones((), jnp.float32)
+    size = lax.abs(lax.convert_element_type(data, wide_dtype(data.dtype)))
+    size = lax.select(lax.is_finite(size), size, lax.full_like(size, 0))
+    if size.ndim:
+        axes = tuple(range(size.ndim))
+        largest = lax.reduce_max(size, axes)
+        if statistic == "rms":
+            number = np.asarray(1 / size.size, size.dtype)
+            mean = lax.mul(lax.reduce_sum(lax.mul(size, size), axes), number)
+            kept = lax.clamp(_as(_SMALLEST_MEAN, mean), mean, _as(_LARGEST_MEAN, mean))
+            size = lax.select(lax.eq(kept, mean), lax.sqrt(mean), largest)
+        else:
+            size = largest
+    return _nearest_pow2(lax.convert_element_type(size, np.float32))
+
+
+def _as(number: Any, like: Any) -> Any:
+    return np.asarray(number, like.dtype)
+
+
+def _nearest_pow2(size: Any) -> Any:
+    """Rounds to a power of two, 1.5 upwards; 1 for zero and subnormal numbers."""
+    # Times 4/3 the numbers from 1.5 on reach the next exponent, which the mask keeps.
+    size = lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))
+    bits = lax.bitcast_convert_type(size, np.int32)
+    power = lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
+    return lax.select(lax.gt(power, np.float32(0)), power, lax.full_like(power, 1))

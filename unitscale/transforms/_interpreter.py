@@ -1,0 +1,211 @@
+"""Evaluates a jaxpr on plain and scaled values, one rule per primitive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from ..core._lazy_scale import LazyScale, largest
+from ._registry import rule_of
+from ._settle import measured, ready
+from ._strategies import Growth
+from ._values import Value, aval_of, constant_of, data_dtype, is_float, numeric, plain, uniform
+
+
+@dataclass(frozen=True)
+class Default:
+    """One place in which the program left scale propagation for the default rule.
+
+    Attributes:
+        primitive: name of the primitive.
+        source: ``file:line (function)`` of the user's code, where known.
+    """
+
+    primitive: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.primitive} at {self.source}"
+
+
+@dataclass
+class Settings:
+    """What every level of one interpretation shares.
+
+    Attributes:
+        growth: static strategy: the growth of data that a primitive is expected to cause.
+        defaults: default rules taken so far.
+        traces: scaled programs of inner jaxprs, by jaxpr and by what is known of its operands; the
+            jaxpr is kept alive with them.
+        calls: the equations being applied, the outermost first.
+    """
+
+    growth: Growth
+    defaults: list[Default] = field(default_factory=list)
+    traces: dict[Any, Any] = field(default_factory=dict)
+    calls: list[JaxprEqn] = field(default_factory=list)
+
+    def source(self) -> str:
+        """Returns where the user's code made the equation being applied.
+
+        Within a function of JAX that is where the function was called.
+        """
+        found = (source_of(eqn) for eqn in reversed(self.calls))
+        return next((source for source in found if source), "unknown")
+
+
+class Interpreter:
+    """Evaluates the equations of one jaxpr; inner jaxprs get interpreters of their own."""
+
+    def __init__(self, settings: Settings):
+        """Starts an empty environment."""
+        self.settings = settings
+        self._largest: dict[tuple[frozenset[LazyScale], int], LazyScale] = {}
+
+    # -- what rules are written with ---------------------------------------------------------
+
+    def growth(self, primitive: str, terms: int) -> float:
+        """Returns log2 of the growth of data that the static strategy expects."""
+        return self.settings.growth(primitive, terms)
+
+    def largest(self, x: LazyScale, y: LazyScale, limit: int) -> LazyScale:
+        """Returns the larger scale within a limit; the same pair gives the same scale."""
+        if x == y:
+            return x
+        key = (frozenset((x, y)), limit)
+        if key not in self._largest:
+            self._largest[key] = largest(x, y, limit)
+        return self._largest[key]
+
+    def bind(self, eqn: JaxprEqn, arrays: Sequence[Any], **changes: Any) -> Any:
+        """Applies the primitive of an equation to arrays."""
+        params = eqn.primitive.get_bind_params({**eqn.params, **changes})
+        return eqn.primitive.bind(*arrays, **params)
+
+    def default(
+        self, eqn: JaxprEqn, values: Sequence[Value], clean: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Takes the values out of their scales, applies the primitive, and rescales the results.
+
+        Args:
+            eqn: the equation.
+            values: its operands.
+            clean: applied to each result first, where a primitive leaves elements undefined.
+        """
+        self.settings.defaults.append(Default(eqn.primitive.name, self.settings.source()))
+        dtype = data_dtype(*(v for v in values if v.dtype is not None))
+        arrays = [
+            numeric(uniform(v), aval_of(var).dtype if v.scale is not None else None)
+            for v, var in zip(values, eqn.invars, strict=True)
+        ]
+        results = self.bind(eqn, arrays)
+        if clean is not None:
+            results = clean(results)
+        if not eqn.primitive.multiple_results:
+            return rescaled(results, dtype)
+        return [rescaled(r, dtype) for r in results]
+
+    # -- evaluation --------------------------------------------------------------------------
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+        """Evaluates a jaxpr.
+
+        Args:
+            jaxpr: the program.
+            consts: values of its constants.
+            values: one per input.
+
+        Returns:
+            One value per output.
+        """
+        env: dict[Any, Value] = {}
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, Literal):
+                return Value(atom.val, const=constant_of(atom.val))
+            return env[atom]
+
+        env.update(zip(jaxpr.constvars, map(plain, consts), strict=True))
+        env.update(zip(jaxpr.invars, values, strict=True))
+        last_use = _last_uses(jaxpr)
+        for index, eqn in enumerate(jaxpr.eqns):
+            operands = [read(atom) for atom in eqn.invars]
+            self.settings.calls.append(eqn)
+            with eqn.ctx.manager:
+                results = self._apply(eqn, operands)
+            self.settings.calls.pop()
+            env.update(zip(eqn.outvars, results, strict=True))
+            for var in last_use.get(index, ()):
+                del env[var]
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        rule = rule_of(eqn.primitive)
+        if all(v.scale is None for v in operands) and not (
+            rule is not None and rule.category in ("call", "marker")
+        ):
+            results = self.bind(eqn, [v.data for v in operands])
+            if eqn.primitive.multiple_results:
+                return [Value(r) for r in results]
+            const = operands[0].const if eqn.primitive.name in _SPREADING and operands else None
+            return [Value(results, const=const)]
+        apply = Interpreter.default if rule is None else rule.function
+        results = apply(self, eqn, operands)
+        return list(results) if eqn.primitive.multiple_results else [results]
+
+
+# Primitives that spread a constant over a shape: the result is the same constant.
+_SPREADING = {
+    "broadcast_in_dim",
+    "reshape",
+    "squeeze",
+    "copy",
+    "convert_element_type",
+    "expand_dims",
+}
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
+    """For every equation, the variables that nothing after it reads."""
+    last: dict[Any, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        for atom in [*eqn.invars, *eqn.outvars]:
+            if not isinstance(atom, Literal):
+                last[atom] = index
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal):
+            last.pop(atom, None)
+    groups: dict[int, list[Any]] = {}
+    for var, index in last.items():
+        groups.setdefault(index, []).append(var)
+    return groups
+
+
+def rescaled(data: Any, dtype: Any) -> Value:
+    """Wraps the result of a default rule: real data is brought near RMS 1, by a power of two."""
+    from_jax = hasattr(data, "dtype")
+    if not from_jax or not is_float(data):
+        return Value(data)
+    if jnp.issubdtype(data.dtype, jnp.complexfloating) or not data.size:
+        return Value(data, LazyScale(), dtype=dtype)
+    return dynamic(data, dtype)
+
+
+def dynamic(data: Any, dtype: Any) -> Value:
+    """Scales wide data by the power of two nearest its RMS, read from the data at run time."""
+    return ready(measured(Value(data, LazyScale(), 0.0, dtype)))
+
+
+def source_of(eqn: JaxprEqn) -> str | None:
+    """Returns where the user's code made an equation, as ``file:line (function)``, if known."""
+    traceback = eqn.source_info.traceback
+    own = (sys.modules["jax"].__path__[0], __file__.rsplit("/", 1)[0])
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(own):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return None

@@ -1,0 +1,277 @@
+"""Markers: identities in an ordinary program that say something about scales to `scalify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..core import format_of
+from ..core._lazy_scale import LazyScale
+from ._dynamic import Statistic, unit_of
+from ._interpreter import Interpreter
+from ._registry import register
+from ._rules_casts import narrowed
+from ._settle import settle
+from ._values import ONE, Value, aval_of, narrow, numeric, times, uniform, widen
+
+Direction = Literal["forward", "backward", "both"]
+"""Which side of a marker acts: that of the value, that of its cotangent, or both."""
+_DIRECTIONS = get_args(Direction)
+
+# An action is what a marker does to a value: its name and its static argument.
+Action = tuple[str, Any]
+
+marker_p = Primitive("unitscale_marker")
+data_scale_p = Primitive("unitscale_data_scale")
+data_scale_p.multiple_results = True
+
+marker_p.def_impl(lambda x, *rest, **_: x)
+marker_p.def_abstract_eval(lambda x, *rest, **_: x)
+mlir.register_lowering(marker_p, lambda context, x, *rest, **_: [x])
+
+
+def _bind(x: Any, rest: Sequence[Any], forward: Action | None, backward: Action | None) -> Any:
+    if forward is None and backward is None:
+        return x
+    return marker_p.bind(x, *rest, forward=forward, backward=backward)
+
+
+def _marker_jvp(primals: Any, tangents: Any, forward: Any, backward: Any) -> Any:
+    x, *rest = primals
+    tangent = tangents[0]
+    out = _bind(x, rest, forward, backward)
+    if not isinstance(tangent, ad.Zero):
+        # The tangent is not marked on its way forward; its transpose is the cotangent's marker.
+        tangent = _bind(tangent, rest if backward and backward[0] == "set" else (), None, backward)
+    return out, tangent
+
+
+def _marker_transpose(cotangent: Any, x: Any, *rest: Any, forward: Any, backward: Any) -> Any:
+    if not isinstance(cotangent, ad.Zero):
+        cotangent = _bind(cotangent, rest, backward, None)
+    return [cotangent, *(None for _ in rest)]
+
+
+def _marker_batch(args: Any, dims: Any, forward: Any, backward: Any) -> Any:
+    x, *rest = args
+    rest = [
+        r if d is None else lax.index_in_dim(r, 0, d, False)
+        for r, d in zip(rest, dims[1:], strict=True)
+    ]
+    return _bind(x, rest, forward, backward), dims[0]
+
+
+ad.primitive_jvps[marker_p] = _marker_jvp
+ad.primitive_transposes[marker_p] = _marker_transpose
+batching.primitive_batchers[marker_p] = _marker_batch
+
+data_scale_p.def_impl(lambda x: [x, jnp.ones((), jnp.float32)])
+data_scale_p.def_abstract_eval(
+    lambda x: [x, jax.typeof(jax.ShapeDtypeStruct((), jnp.dtype(np.float32)))]
+)
+mlir.register_lowering(
+    data_scale_p, mlir.lower_fun(lambda x: [x, jnp.ones((), jnp.float32)], multiple_results=True)
+)
+
+
+def _data_scale_jvp(primals: Any, tangents: Any) -> Any:
+    data, scale = data_scale_p.bind(*primals)
+    (tangent,) = tangents
+    if not isinstance(tangent, ad.Zero):
+        tangent = tangent / lax.stop_gradient(scale).astype(tangent.dtype)
+    return [data, scale], [tangent, ad.Zero(jax.typeof(scale).to_tangent_aval())]
+
+
+def _data_scale_batch(args: Any, dims: Any) -> Any:
+    data, scale = data_scale_p.bind(*args)
+    return [data, scale], [dims[0], None]
+
+
+ad.primitive_jvps[data_scale_p] = _data_scale_jvp
+batching.primitive_batchers[data_scale_p] = _data_scale_batch
+
+
+def _each(name: str, x: Any, function: Callable[[Any], Any]) -> Any:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"unitscale.{name}: expected a floating array; got dtype {x.dtype}")
+    return function(x)
+
+
+def _sides(name: str, on: str, action: Action) -> tuple[Action | None, Action | None]:
+    if on not in _DIRECTIONS:
+        raise ValueError(
+            f"unitscale.{name}: on must be one of {', '.join(_DIRECTIONS)}; got {on!r}"
+        )
+    return (action if on != "backward" else None), (action if on != "forward" else None)
+
+
+def set_scaling(x: Any, scale: Any, *, on: Direction = "forward") -> Any:
+    """Gives a value the scale asked for; the value stays the same.
+
+    Args:
+        x: floating array.
+        scale: positive scalar, a number or an array.
+        on: "forward" for ``x``, "backward" for its cotangent, or "both".
+
+    Returns:
+        ``x``. Under `scalify` its data is ``value / scale``.
+
+    Raises:
+        ValueError: if the scale is not a positive finite scalar, or ``on`` is unknown.
+        TypeError: if ``x`` is not floating.
+
+    Example:
+        >>> from unitscale import scalify, as_scaled
+        >>> scalify(lambda x: set_scaling(x, 4.0))(as_scaled(jnp.ones(2)))
+        ScaledArray(float32[2], scale=4)
+    """
+    if jnp.ndim(scale):
+        raise ValueError(
+            f"unitscale.set_scaling: scale must be a scalar; got shape {jnp.shape(scale)}"
+        )
+    concrete = not isinstance(scale, Tracer)
+    if concrete and not (isinstance(scale, bool) is False and 0 < float(scale) < float("inf")):
+        raise ValueError(f"unitscale.set_scaling: scale must be positive and finite; got {scale!r}")
+    forward, backward = _sides("set_scaling", on, ("set", None))
+    scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
+    return _each("set_scaling", x, lambda y: _bind(y, [scale], forward, backward))
+
+
+def stop_scaling(x: Any) -> Any:
+    """Leaves the scaled world: the result is a plain array of the value.
+
+    Example:
+        >>> from unitscale import scalify, as_scaled
+        >>> print(scalify(stop_scaling)(as_scaled(jnp.full(2, 8.0))))
+        [8. 8.]
+    """
+    return _each("stop_scaling", x, lambda y: _bind(y, (), ("stop", None), None))
+
+
+def get_data_scale(x: Any) -> tuple[Any, Any]:
+    """Returns data and scale as two plain arrays; outside `scalify`, ``x`` and 1.
+
+    Example:
+        >>> from unitscale import scalify, as_scaled
+        >>> data, scale = scalify(get_data_scale)(as_scaled(jnp.full(2, 8.0)))
+        >>> print(data, scale)
+        [1. 1.] 8.0
+    """
+    data, scale = _each("get_data_scale", x, data_scale_p.bind)
+    return data, scale
+
+
+def dynamic_rescale(x: Any, statistic: Statistic = "rms", *, on: Direction = "forward") -> Any:
+    """Chooses the scale from the data at run time, as the power of two nearest its size.
+
+    Args:
+        x: floating array.
+        statistic: "rms" (data gets RMS 1) or "amax" (its largest magnitude becomes 1).
+        on: "forward" for ``x``, "backward" for its cotangent, or "both".
+
+    Returns:
+        ``x``; the value stays the same.
+
+    Raises:
+        ValueError: if ``statistic`` or ``on`` is unknown.
+        TypeError: if ``x`` is not floating.
+
+    Example:
+        >>> from unitscale import scalify, as_scaled
+        >>> f = scalify(lambda x: dynamic_rescale(x * x))
+        >>> print(f(as_scaled(jnp.full(2, 3.0))).data)
+        [1.125 1.125]
+    """
+    if statistic not in get_args(Statistic):
+        raise ValueError(
+            "unitscale.dynamic_rescale: statistic must be one of "
+            f"{', '.join(get_args(Statistic))}; got {statistic!r}"
+        )
+    forward, backward = _sides("dynamic_rescale", on, ("rescale", statistic))
+    return _each("dynamic_rescale", x, lambda y: _bind(y, (), forward, backward))
+
+
+def cast(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
+    """Casts the data to a narrow format, saturating, while the program goes on as before.
+
+    An 8-bit operand pair makes an 8-bit product: a cast before a dot is all that FP8 takes. Results
+    have the type that the data had before the cast.
+
+    Args:
+        x: floating array.
+        dtype: a format that `unitscale.core.format_of` knows, such as ``jnp.float8_e4m3fn``.
+        on: "forward" for ``x``, "backward" for its cotangent, or "both".
+
+    Returns:
+        ``x``; outside `scalify` exactly, under it rounded to the format.
+
+    Raises:
+        ValueError: if the format or ``on`` is unknown.
+        TypeError: if ``x`` is not floating.
+
+    Example:
+        >>> from unitscale import scalify, as_scaled
+        >>> scalify(lambda x: cast(x, jnp.float8_e4m3fn))(as_scaled(jnp.ones(2)))
+        ScaledArray(float8_e4m3fn[2], scale=1)
+
+    References:
+        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433.
+    """
+    forward, backward = _sides("cast", on, ("cast", format_of(dtype)))
+    return _each("cast", x, lambda y: _bind(y, (), forward, backward))
+
+
+def _scaled(value: Value) -> Value:
+    """Gives a plain value scale 1."""
+    if value.scale is not None:
+        return value
+    return Value(value.data, ONE, 0.0, jnp.result_type(value.data), value.const)
+
+
+@register("marker", marker_p)
+def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """What `set_scaling`, `stop_scaling`, `dynamic_rescale` and `cast` say."""
+    x, *rest = values
+    action = eqn.params["forward"]
+    if action is None:
+        return x
+    kind, argument = action
+    if kind == "stop":
+        return Value(numeric(x, aval_of(eqn.invars[0]).dtype), const=x.const)
+    x = uniform(_scaled(x))
+    assert x.scale is not None, "a marked value is scaled"
+    if kind == "cast":
+        return narrowed(x, argument)
+    wide, dtype = widen(x.data), jnp.result_type(x.data)
+    if kind == "set":
+        (scale,) = rest
+        target = LazyScale.of(lax.stop_gradient(numeric(scale)))
+        if scale.const is not None or not isinstance(scale.data, Tracer):
+            target = _static(float(scale.data)) or target
+        return Value(narrow(times(wide, x.scale / target), dtype), target, 0.0, x.dtype)
+    unit = LazyScale.of(unit_of(wide, argument))
+    return Value(narrow(times(wide, ONE / unit), dtype), x.scale * unit, 0.0, x.dtype)
+
+
+def _static(number: float) -> LazyScale | None:
+    exponent = np.log2(number)
+    return LazyScale(int(exponent)) if exponent == int(exponent) else None
+
+
+@register("marker", data_scale_p)
+def _data_and_scale(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Data and scale, as plain arrays."""
+    x = settle(uniform(values[0]))
+    if x.scale is None:
+        return [x, Value(np.float32(1), const=1.0)]
+    data = narrow(widen(x.data), aval_of(eqn.invars[0]).dtype)
+    return [Value(data), Value(jnp.asarray(x.scale.array()))]

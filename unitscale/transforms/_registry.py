@@ -1,0 +1,132 @@
+"""Which rule each primitive has: registration, look-up, and the table of all of them.
+
+Rules are registered by primitive object. A primitive that JAX exports under no public name is
+registered by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive, primitives as exported
+from jax.interpreters import ad
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one primitive acts on scaled values.
+
+    Attributes:
+        name: name of the primitive.
+        category: group of primitives that share the reasoning, such as "carrier" or "sum".
+        function: called with the interpreter, the equation and the operands; returns one value, or
+            a list of them for a primitive with several results.
+    """
+
+    name: str
+    category: str
+    function: Function
+
+
+_RULES: dict[Primitive | str, Rule] = {}
+
+
+def _resolve(name: str) -> Primitive | str:
+    for module in (exported, lax):
+        found = getattr(module, f"{name}_p", None)
+        if isinstance(found, Primitive):
+            return found
+    return name
+
+
+def register(category: str, *targets: Primitive | str) -> Callable[[Function], Function]:
+    """Registers a rule for primitives, or for the names of primitives that JAX does not export.
+
+    Args:
+        category: see `Rule`.
+        *targets: primitives, or names (``"add"``).
+
+    Returns:
+        A decorator that returns the function as it is.
+
+    Raises:
+        ValueError: if a primitive has a rule already.
+
+    Example:
+        >>> register("sum", "add")
+        Traceback (most recent call last):
+        ...
+        ValueError: unitscale.transforms.register: 'add' has a rule already, in category 'sum'...
+    """
+    resolved = [_resolve(t) if isinstance(t, str) else t for t in targets]
+    for target in resolved:
+        if target in _RULES:
+            rule = _RULES[target]
+            raise ValueError(
+                f"unitscale.transforms.register: {rule.name!r} has a rule already, in category "
+                f"{rule.category!r}; a primitive has one rule"
+            )
+
+    def add(function: Function) -> Function:
+        for target in resolved:
+            name = target if isinstance(target, str) else target.name
+            _RULES[target] = Rule(name, category, function)
+        return function
+
+    return add
+
+
+def rule_of(primitive: Primitive) -> Rule | None:
+    """Returns the rule of a primitive, or None if it is not listed."""
+    return _RULES.get(primitive) or _RULES.get(primitive.name)
+
+
+def rules() -> list[Rule]:
+    """Returns every registered rule."""
+    return list(_RULES.values())
+
+
+def differentiable() -> list[Primitive]:
+    """Returns the primitives that the running JAX can differentiate, sorted by name.
+
+    Those with a forward-mode or a transposition rule of JAX's own, and the calls that
+    differentiation goes through. Primitives that other libraries define are not among them.
+    """
+    calls = (exported.custom_jvp_call_p, exported.custom_vjp_call_p)
+    rules = [*ad.primitive_jvps.items(), *ad.primitive_transposes.items()]
+    found = {p for p, rule in rules if all(map(_is_of_jax, _parts(rule)))}
+    return sorted({*found, *calls}, key=lambda p: p.name)
+
+
+def _parts(rule: Any) -> Iterator[Any]:
+    """The functions that a rule is made of: itself, or those that a partial one was given."""
+    if isinstance(rule, functools.partial):
+        for part in (rule.func, *rule.args, *rule.keywords.values()):
+            yield from _parts(part)
+    elif isinstance(rule, (tuple, list)):
+        for part in rule:
+            yield from _parts(part)
+    elif callable(rule):
+        yield rule
+
+
+def _is_of_jax(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "jax").split(".")[0] in ("jax", "jaxlib")
+
+
+def unlisted() -> list[str]:
+    """Returns the names of differentiable primitives of the running JAX that have no entry.
+
+    They still work, through the default rule; a release of the library has none.
+
+    Example:
+        >>> unlisted()
+        []
+    """
+    return [p.name for p in differentiable() if rule_of(p) is None]

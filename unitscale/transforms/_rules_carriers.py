@@ -1,0 +1,116 @@
+"""Carriers: primitives that move or pick elements, or change their sign, and keep the scale.
+
+Their data is not touched. A scale with one entry per item is reduced to one per tensor first where
+elements change places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ._align import align_uniform, doubt_among
+from ._interpreter import Interpreter
+from ._registry import register
+from ._values import Value, is_float, uniform
+
+_SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj", "real", "imag")
+
+
+@register("carrier", *_SAME_PLACE, "reduce_precision", "sharding_constraint", "layout_constraint")
+def same_place(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; every element keeps its scale."""
+    (x,) = values
+    const = x.const if eqn.primitive.name in ("copy", "stop_gradient", "name") else None
+    const = 0.0 if x.const == 0.0 else const
+    return x.with_data(interpreter.bind(eqn, [x.data]), const=const)
+
+
+_MOVES = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "rev",
+    "slice",
+    "dynamic_slice",
+    "reduce_max",
+    "reduce_min",
+    "cummax",
+    "cummin",
+    "reduce_window_max",
+    "reduce_window_min",
+    "tile",
+    "reshard",
+    "relayout",
+    "with_memory_space_constraint",
+)
+
+
+@register("carrier", *_MOVES)
+def move(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; the result has the operand's scale."""
+    x, *rest = values
+    x = uniform(x)
+    # A dynamic slice may come with float indices only by mistake; they are integers, so plain.
+    return x.with_data(interpreter.bind(eqn, [x.data, *(r.data for r in rest)]))
+
+
+@register("carrier", "split", "unstack")
+def split_up(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Applied to data; every part has the operand's scale."""
+    x = uniform(values[0])
+    return [x.with_data(part) for part in interpreter.bind(eqn, [x.data])]
+
+
+@register("carrier", "sort", "optimization_barrier", "device_put", "tie", "dce_sink")
+def each(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Applied to the data of all operands together; each result has the scale of its operand."""
+    values = [uniform(v) for v in values]
+    results = interpreter.bind(eqn, [v.data for v in values])
+    return [v.with_data(r) for v, r in zip(values, results, strict=True)]
+
+
+@register("carrier", "top_k", "approx_top_k")
+def pick(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Applied to data; picked elements have the operand's scale, their indices have none."""
+    x = uniform(values[0])
+    results = interpreter.bind(eqn, [x.data, *(v.data for v in values[1:])])
+    return [x.with_data(r, const=None) if is_float(r) else Value(r) for r in results]
+
+
+@register("carrier", "gather")
+def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; a fill value other than 0 and NaN is divided by the scale."""
+    x, indices = uniform(values[0]), values[1]
+    number = eqn.params.get("fill_value")
+    if number is None or number == 0 or not np.isfinite(number):
+        return x.with_data(interpreter.bind(eqn, [x.data, indices.data]), const=None)
+    return interpreter.default(eqn, values)
+
+
+_CHOICES = (
+    "concatenate",
+    "stack",
+    "pad",
+    "dynamic_update_slice",
+    "scatter",
+    "scatter_max",
+    "scatter_min",
+    "select_and_scatter",
+)
+
+
+@register("carrier", *_CHOICES)
+def put_together(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Float operands are brought to one scale, constants giving way; then applied to data."""
+    floats = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
+    parts = [values[i] for i in floats]
+    arrays, scale, drift, dtype = align_uniform(interpreter, parts)
+    operands: list[Any] = [v.data for v in values]
+    for index, array in zip(floats, arrays, strict=True):
+        operands[index] = array
+    data = interpreter.bind(eqn, operands)
+    return Value(data, scale, drift, dtype, doubt=doubt_among(parts))

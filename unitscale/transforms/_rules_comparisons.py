@@ -1,0 +1,86 @@
+"""Comparisons, choices and extremes of values at different scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from ._align import align, doubt_among, is_neutral
+from ._interpreter import Interpreter
+from ._registry import register
+from ._rules_products import shaped, wide_operands
+from ._settle import finish, keeps_wide
+from ._values import Value, aval_of, is_float, numeric, uniform, widen
+
+
+def _comparable(values: list[Value]) -> list[Any]:
+    x, y = values
+    if x.scale == y.scale:
+        return [x.data, y.data]
+    for i, v in enumerate(values):
+        if is_neutral(v):
+            data = [widen(v.data), widen(v.data)]
+            data[1 - i] = widen(values[1 - i].data)
+            return data
+    return [widen(numeric(v)) for v in values]
+
+
+@register("comparison", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to")
+def compare(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Compares data where the scales are the same or one side is 0 or infinite, else values."""
+    return Value(interpreter.bind(eqn, wide_operands(*_comparable(values))))
+
+
+@register("comparison", "is_finite", "argmax", "argmin")
+def of_data(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Answered by data: a scale is positive and finite."""
+    return Value(interpreter.bind(eqn, [uniform(values[0]).data]))
+
+
+@register("comparison", "max", "min")
+def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The larger or smaller at the scale at which they meet; 0 and infinities cost nothing."""
+    x, y = values
+    if x.const == 0.0 and y.const == 0.0:
+        return x.with_data(shaped(x.data, x, y))
+    arrays, scale, drift, dtype = align(interpreter, values)
+    doubt = doubt_among(values)
+    operation = lax.max if eqn.primitive.name == "max" else lax.min
+    # Not rounded: the gradient asks which operand the result is equal to.
+    return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, doubt=doubt, wide=True)
+
+
+@register("comparison", "clamp")
+def clamp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Clamps at the scale at which the operands meet."""
+    arrays, scale, drift, dtype = align(interpreter, values)
+    doubt = doubt_among(values)
+    return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=doubt, wide=True)
+
+
+@register("comparison", "select_n")
+def select_n(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Chooses at the scale at which the cases meet; constant fills take that of the others."""
+    which, *cases = values
+    if which.scale is not None:
+        return interpreter.default(eqn, values)
+    if not any(is_float(c.data) for c in cases):
+        return Value(interpreter.bind(eqn, [v.data for v in values]))
+    scaled = [c for c in cases if c.scale is not None and not is_neutral(c)]
+    if not scaled:
+        zeros = [c for c in cases if c.scale is not None]
+        if all(c.const == 0.0 for c in cases):
+            return zeros[0].with_data(zeros[0].data)
+    arrays, scale, drift, dtype = align(interpreter, cases)
+    shape = aval_of(eqn.outvars[0]).shape
+    arrays = [lax.broadcast(a, shape) if a.shape != shape else a for a in arrays]
+    wide, doubt = keeps_wide(shape, *cases), doubt_among(cases)
+    return finish(lax.select_n(which.data, *arrays), scale, drift, dtype, doubt=doubt, wide=wide)
+
+
+def is_infinite(value: Value) -> bool:
+    """Whether a value is known to be infinite everywhere."""
+    return value.const is not None and math.isinf(value.const)

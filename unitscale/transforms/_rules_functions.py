@@ -1,0 +1,86 @@
+"""Functions of the value: they see ``data * scale`` in float32, and their result has scale 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from ._interpreter import Interpreter
+from ._registry import register
+from ._settle import MOST_DOUBT, finish
+from ._values import ONE, Value, data_dtype, is_float, numeric, widen
+
+_BOUNDED = (
+    "tanh",
+    "logistic",
+    "erf",
+    "erfc",
+    "sin",
+    "cos",
+    "asin",
+    "acos",
+    "atan",
+    "log",
+    "log2",
+    "log1p",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erf_inv",
+    "bessel_i0e",
+    "bessel_i1e",
+    "igamma",
+    "igammac",
+    "igamma_grad_a",
+    "random_gamma_grad",
+    "regularized_incomplete_beta",
+    "cumlogsumexp",
+    "cbrt",
+)
+_UNBOUNDED = (
+    "exp",
+    "exp2",
+    "expm1",
+    "sinh",
+    "cosh",
+    "tan",
+    "pow",
+    "lgamma",
+    "digamma",
+    "polygamma",
+    "zeta",
+    "floor",
+    "ceil",
+    "round",
+    "log_softmax",
+    "one_minus_square",
+    "polynomial",
+    "reduce_prod",
+    "cumprod",
+    "nextafter",
+)
+
+
+def wide_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Any]:
+    """Returns what the operands stand for, in the wide types of the program."""
+    return [
+        widen(numeric(v)) if is_float(v.data) else v.data
+        for v, _ in zip(values, eqn.invars, strict=True)
+    ]
+
+
+@register("function", *_BOUNDED)
+def bounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """f(data * scale) in float32, at scale 1."""
+    data = interpreter.bind(eqn, wide_values(eqn, values))
+    return finish(data, ONE, 0.0, data_dtype(*values))
+
+
+@register("function", *_UNBOUNDED)
+def unbounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """f(data * scale) in float32, at scale 1 until it is rounded or leaves: then at its own."""
+    data = interpreter.bind(eqn, wide_values(eqn, values))
+    dtype = data_dtype(*values)
+    return finish(data, ONE, 0.0, dtype, doubt=2 * MOST_DOUBT, wide=True)

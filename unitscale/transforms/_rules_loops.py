@@ -1,0 +1,147 @@
+"""Loops: scan and while, on data and those scales that change from one turn to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from ..core._lazy_scale import LazyScale
+from ._carry import Form, crossing, enter, first_form, joined
+from ._interpreter import Interpreter
+from ._registry import register
+from ._settle import leaving
+from ._values import Value, known_atoms, uniform
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried leaves of a scan."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    return consts, carry
+
+
+def _sliced(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda x: lax.index_in_dim(x, 0, keepdims=False), array)
+
+
+def _per_item(value: Value, length: int) -> tuple[Value, Any]:
+    """Splits a scanned value into what a turn sees and the scales that are scanned with it."""
+    if value.scale is None or not value.scale.ndim:
+        return value, None
+    scale = value.scale.array()
+    if scale.shape[0] != length or scale.size != length:
+        return uniform(value), None
+    return value, jnp.reshape(scale, (length,))
+
+
+def _fixed_point(
+    forms: list[Form], turn: Callable[[list[Form]], tuple[Any, list[Value]]]
+) -> tuple[Any, list[Form]]:
+    """Traces turns until what comes out has the forms of what went in."""
+    while True:
+        traced, results = turn(forms)
+        found = [joined(f, r) for f, r in zip(forms, results, strict=True)]
+        if found == forms:
+            return traced, forms
+        forms = found
+
+
+@register("control flow", "scan")
+def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same scan; carried scales reach a fixed point, scanned ones have one entry per item."""
+    params = eqn.params
+    inner, length = params["jaxpr"], params["length"]
+    consts, carried = _scan_counts(params)
+    constants, start = values[:consts], values[consts : consts + carried]
+    pairs = [_per_item(v, length) for v in values[consts + carried :]]
+    items = [v.data for v, _ in pairs], [s for _, s in pairs if s is not None]
+    outside = known_atoms(values)
+    found: dict[str, Any] = {}
+
+    def turn(forms: list[Form]) -> tuple[Any, list[Value]]:
+        def body(carry: list[Any], xs: list[Any], scales: list[Any]) -> tuple[Any, Any, Any]:
+            rest = iter(scales)
+            seen = [
+                Value(x, v.scale if s is None else LazyScale.of(next(rest)), v.drift, v.dtype)
+                for x, (v, s) in zip(xs, pairs, strict=True)
+            ]
+            inputs = [*constants, *enter(carry, forms), *seen]
+            results = Interpreter(interpreter.settings).run(inner.jaxpr, inner.consts, inputs)
+            after, ys = results[:carried], [leaving(uniform(v)) for v in results[carried:]]
+            stacked = [not known_atoms([v]) <= outside for v in ys]
+            found.update(carry=after, ys=ys, stacked=stacked)
+            settled = [joined(f, r) for f, r in zip(forms, after, strict=True)] == forms
+            made = [_array(v) for v, s in zip(ys, stacked, strict=True) if s]
+            return crossing(after, forms) if settled else [], [v.data for v in ys], made
+
+        examples = crossing(start, forms), *([_sliced(x) for x in part] for part in items)
+        return jax.make_jaxpr(body)(*examples), found["carry"]
+
+    closed, forms = _fixed_point([first_form(v) for v in start], turn)
+    initial = crossing(start, forms)
+    run = jaxpr_as_fun(closed)
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        results = run(*carry, *xs[0], *xs[1])
+        return results[: len(initial)], results[len(initial) :]
+
+    final, results = lax.scan(
+        step, initial, items, length=length, reverse=params["reverse"], unroll=params["unroll"]
+    )
+    ys = found["ys"]
+    scales = iter(results[len(ys) :])
+    outputs = [
+        _stacked(data, y, next(scales) if s else None)
+        for data, y, s in zip(results[: len(ys)], ys, found["stacked"], strict=True)
+    ]
+    return [*enter(final, forms), *outputs]
+
+
+def _array(value: Value) -> Any:
+    assert value.scale is not None, "only scaled results have a scale of their own"
+    return lax.stop_gradient(jnp.asarray(value.scale.array()))
+
+
+def _stacked(data: Any, item: Value, scales: Any) -> Value:
+    if scales is None:
+        return Value(data, item.scale, item.drift, item.dtype, item.const)
+    scale = LazyScale.of(jnp.reshape(scales, scales.shape + (1,) * (data.ndim - 1)))
+    return Value(data, scale, item.drift, item.dtype)
+
+
+@register("control flow", "while")
+def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same loop; carried scales reach a fixed point."""
+    settings, params = interpreter.settings, eqn.params
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    tests, known = values[:first], values[first : first + second]
+    start = values[first + second :]
+    found: dict[str, Any] = {}
+
+    def turn(forms: list[Form]) -> tuple[Any, list[Value]]:
+        def once(*arrays: Any) -> list[Any]:
+            inputs = [*known, *enter(list(arrays), forms)]
+            results = Interpreter(settings).run(body.jaxpr, body.consts, inputs)
+            found["carry"] = results
+            own = [joined(f, r) for f, r in zip(forms, results, strict=True)] == forms
+            return crossing(results, forms) if own else []
+
+        return jax.make_jaxpr(once)(*crossing(start, forms)), found["carry"]
+
+    closed, forms = _fixed_point([first_form(v) for v in start], turn)
+    run = jaxpr_as_fun(closed)
+
+    def test(arrays: Any) -> Any:
+        inputs = [*tests, *enter(list(arrays), forms)]
+        (result,) = Interpreter(settings).run(condition.jaxpr, condition.consts, inputs)
+        return result.data
+
+    final = lax.while_loop(test, lambda arrays: run(*arrays), crossing(start, forms))
+    return enter(list(final), forms)

@@ -1,0 +1,171 @@
+"""Products: data is multiplied, and so are the scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from ..core._lazy_scale import LazyScale
+from ._align import split
+from ._interpreter import Interpreter
+from ._registry import register
+from ._rules_functions import unbounded
+from ._settle import MOST_DOUBT, finish, keeps_wide, ready, shortened
+from ._values import (
+    DOUBT,
+    ONE,
+    Value,
+    aval_of,
+    data_dtype,
+    is_complex,
+    narrow,
+    scale_of,
+    uniform,
+    widen,
+)
+
+
+def pair_of(value: Value) -> tuple[Any, LazyScale]:
+    """Returns wide data and scale; a number is split into both, exactly, known or not."""
+    if value.scale is not None:
+        return widen(value.data), value.scale
+    number = value.const
+    if number is None and not value.shape and not is_complex(value.data):
+        return value.split()
+    if number is None or number == 0 or not math.isfinite(number):
+        return widen(value.data), ONE
+    mantissa, exponent = split(number)
+    data = np.asarray(mantissa, widen(jnp.zeros((), jnp.result_type(value.data))).dtype)
+    return data, LazyScale(exponent)
+
+
+def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
+    """Gives two wide operands one type."""
+    wide = jnp.promote_types(jnp.result_type(x), jnp.result_type(y))
+    x, y = (d if jnp.result_type(d) == wide else lax.convert_element_type(d, wide) for d in (x, y))
+    return x, y
+
+
+def shaped(data: Any, *values: Value) -> Any:
+    """Broadcasts data to the shape that element-wise operands have together."""
+    shape = np.broadcast_shapes(*(v.shape for v in values))
+    return data if jnp.shape(data) == shape else jnp.broadcast_to(data, shape)
+
+
+def doubt_of(value: Value, data: Any) -> float:
+    """Returns how uncertain the estimate of an operand is: nothing is known of a plain array."""
+    if value.scale is not None:
+        return value.doubt
+    if value.is_fill:
+        return abs(math.log2(abs(float(np.asarray(data))) or 1.0))
+    return MOST_DOUBT if value.shape else DOUBT
+
+
+@register("product", "mul")
+def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """X y: data times data, scale times scale; a power of two among constants costs nothing."""
+    x, y = shortened(*values)
+    if x.is_plain and x.is_fill:
+        x, y = y, x
+    if x.const == 0.0 and y.is_plain and y.is_fill and math.isfinite(y.const or 0.0):
+        return x.with_data(shaped(x.data, x, y))
+    dtype = data_dtype(x, y)
+    (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
+    if y.is_plain and y.is_fill and y.const:
+        mantissa = float(np.asarray(other))
+        if abs(mantissa) == 1:
+            moved = x.data if mantissa > 0 else lax.neg(x.data)
+            moved = shaped(moved, x, y)
+            return Value(moved, scale * other_scale, x.drift, dtype, doubt=x.doubt)
+    product = lax.mul(*wide_operands(data, other))
+    doubt = doubt_of(x, other) + doubt_of(y, other)
+    drift = x.drift + y.drift
+    product = shaped(product, x, y)
+    wide = keeps_wide(product.shape, *values)
+    return finish(product, scale * other_scale, drift, dtype, doubt=doubt, wide=wide)
+
+
+@register("product", "square", "integer_pow")
+def power(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """x**n: data and scale are raised alike."""
+    (x,) = values
+    exponent = eqn.params.get("y", 2)
+    if abs(exponent) > 4:
+        return unbounded(interpreter, eqn, values)
+    x, *_ = shortened(*[x] * abs(exponent), x)
+    data = interpreter.bind(eqn, [widen(x.data)])
+    drift, doubt = x.drift * exponent, x.doubt * abs(exponent)
+    return finish(data, scale_of(x) ** exponent, drift, x.dtype, doubt=doubt, wide=True)
+
+
+def contraction_operands(x: Value, y: Value, primitive: str) -> tuple[Any, Any]:
+    """Returns the data of two operands as a matrix unit takes it: 8-bit only if both are.
+
+    Of the contractions only dot_general takes two different 8-bit types.
+    """
+    types = [jnp.result_type(v.data) for v in (x, y)]
+    narrowest = all(t.itemsize == 1 for t in types) and primitive == "dot_general"
+    if types[0] == types[1] or narrowest:
+        return x.data, y.data
+    wide = jnp.result_type(
+        *(v.dtype if t.itemsize == 1 else t for v, t in zip((x, y), types, strict=True))
+    )
+    return narrow(x.data, wide), narrow(y.data, wide)
+
+
+def _product_type(dtype: Any, preferred: Any) -> Any:
+    """The type that a contraction accumulates into: bfloat16 has the range of float32."""
+    if dtype == jnp.bfloat16:
+        return dtype
+    return (
+        widen(jnp.zeros((), dtype)).dtype
+        if preferred is None
+        else np.dtype(widen(jnp.zeros((), preferred)).dtype)
+    )
+
+
+def _contract(
+    interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: int, **changes: Any
+) -> Value:
+    x, y, *rest = values
+    x, y = shortened(ready(uniform(x)), ready(uniform(y)))
+    dtype = data_dtype(x, y)
+    left, right = contraction_operands(x, y, eqn.primitive.name)
+    if not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.complexfloating):
+        preferred = _product_type(dtype, eqn.params["preferred_element_type"])
+        changes["preferred_element_type"] = preferred
+    data = interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)
+    scale = scale_of(x) * scale_of(y)
+    drift = x.drift + y.drift + interpreter.growth(eqn.primitive.name, terms)
+    return finish(data, scale, drift, dtype, doubt=x.doubt + y.doubt)
+
+
+@register("product", "dot_general")
+def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """X @ y: data is multiplied, the root of the contracted size is kept for the scale."""
+    contracted = eqn.params["dimension_numbers"][0][0]
+    terms = math.prod(values[0].shape[axis] for axis in contracted)
+    return _contract(interpreter, eqn, values, terms)
+
+
+@register("product", "ragged_dot_general")
+def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """As dot_general, for rows in groups."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contracted = numbers.dot_dimension_numbers[0][0]
+    terms = math.prod(values[0].shape[axis] for axis in contracted)
+    return _contract(interpreter, eqn, values, terms)
+
+
+@register("product", "conv_general_dilated")
+def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """As dot_general; the terms of an output are the kernel's elements per output feature."""
+    spec = eqn.params["dimension_numbers"].rhs_spec
+    kernel = values[1].shape
+    terms = math.prod(kernel) // max(kernel[spec[0]], 1)
+    return _contract(interpreter, eqn, values, terms)

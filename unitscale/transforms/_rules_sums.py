@@ -1,0 +1,96 @@
+"""Sums: operands meet at the larger scale; sums over n terms grow by the root of n."""
+
+from __future__ import annotations
+
+import math
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from ._align import align, doubt_among
+from ._interpreter import Interpreter
+from ._registry import register
+from ._rules_products import shaped
+from ._settle import finish, keeps_wide
+from ._values import Value, data_dtype, scale_of, uniform, widen
+
+# A sum may be smaller than its operands, or larger by one power of two.
+_CANCELLED = 0.5
+
+
+@register("sum", "add", "sub", "add_any")
+def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """X + y at the larger scale; a known zero costs nothing."""
+    x, y = values
+    if y.const == 0.0 and not x.is_plain:
+        return x.with_data(shaped(x.data, x, y))
+    if x.const == 0.0 and not y.is_plain:
+        data = lax.neg(y.data) if eqn.primitive.name == "sub" else y.data
+        const = y.const if y.const is None or eqn.primitive.name != "sub" else -y.const
+        return y.with_data(shaped(data, x, y), const=const)
+    arrays, scale, drift, dtype = align(interpreter, [x, y])
+    operation = lax.sub if eqn.primitive.name == "sub" else lax.add
+    data, doubt = shaped(operation(*arrays), x, y), max(x.doubt, y.doubt) + _CANCELLED
+    wide = keeps_wide(data.shape, x, y)
+    return finish(data, scale, drift, dtype, doubt=doubt, wide=wide)
+
+
+def _terms(before: tuple[int, ...], after: tuple[int, ...]) -> int:
+    return max(math.prod(before) // max(math.prod(after), 1), 1)
+
+
+def _doubt_of_sum(x: Value, terms: int) -> float:
+    # Terms of one sign grow by their number, not by its root.
+    return x.doubt + math.log2(max(terms, 1)) / 4
+
+
+@register("sum", "reduce_sum")
+def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; the scale grows by the root of the number of terms."""
+    x = uniform(values[0])
+    data = interpreter.bind(eqn, [widen(x.data)])
+    terms = _terms(x.shape, data.shape)
+    growth = interpreter.growth("reduce_sum", terms)
+    doubt = _doubt_of_sum(x, terms)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+
+
+@register("sum", "cumsum")
+def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; the scale grows by the root of the length."""
+    x = uniform(values[0])
+    data = interpreter.bind(eqn, [widen(x.data)])
+    terms = x.shape[eqn.params["axis"]]
+    growth, doubt = interpreter.growth("cumsum", terms), _doubt_of_sum(x, terms)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+
+
+@register("sum", "reduce_window_sum")
+def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; the scale grows by the root of the window."""
+    x = uniform(values[0])
+    data = interpreter.bind(eqn, [widen(x.data)])
+    terms = math.prod(eqn.params["window_dimensions"])
+    growth, doubt = interpreter.growth("reduce_window_sum", terms), _doubt_of_sum(x, terms)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+
+
+@register("sum", "scatter_add", "scatter_sub")
+def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Operand and updates meet at the larger scale; the indices are plain."""
+    operand, indices, updates = values
+    pair = [uniform(operand), uniform(updates)]
+    (x, y), scale, drift, dtype = align(interpreter, pair)
+    data = interpreter.bind(eqn, [x, indices.data, y])
+    return finish(data, scale, drift, dtype, doubt=doubt_among(pair) + _CANCELLED)
+
+
+@register("sum", "select_and_scatter_add", "select_and_gather_add")
+def chosen_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The gradient of a pooled maximum: the first operand's scale, chosen by the second's data."""
+    source, operand = (uniform(v) for v in values)
+    if source.is_plain:
+        return Value(interpreter.bind(eqn, [source.data, operand.data]))
+    dtype = data_dtype(source)
+    data, other = widen(source.data), widen(operand.data)
+    return finish(interpreter.bind(eqn, [data, other]), scale_of(source), source.drift, dtype)

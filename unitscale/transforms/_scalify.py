@@ -1,0 +1,189 @@
+"""`scalify`: the same function with a scale for every array."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from ..core import is_scaled
+from ._boundary import from_input, to_output, traced_aval
+from ._interpreter import Default, Interpreter, Settings
+from ._strategies import ScaleRounding, Strategy, growth_of
+from ._values import Value
+
+
+class Scalified:
+    """A function whose float arrays carry scales; see `scalify`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        static_argnums: Sequence[int],
+        static_argnames: Sequence[str],
+        strategy: Strategy,
+        rounding: ScaleRounding,
+    ):
+        """Wraps a function; see `scalify`."""
+        self._function = function
+        self._static_argnums = frozenset(static_argnums)
+        self._static_argnames = frozenset(static_argnames)
+        self._scaling = strategy, rounding
+        self._growth = growth_of(strategy, rounding)
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the scaled function."""
+        return self._run(args, kwargs)[0]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        bound = functools.partial(self._function, instance)
+        argnums = [n - (n > 0) for n in self._static_argnums]
+        return Scalified(bound, argnums, tuple(self._static_argnames), *self._scaling)
+
+    def report(self, *args: Any, **kwargs: Any) -> list[Default]:
+        """Lists every default rule that a call takes, with the line of the user's code.
+
+        Args:
+            *args: as for a call; nothing is computed.
+            **kwargs: as for a call.
+
+        Returns:
+            One entry per primitive that left scale propagation, in program order; empty if all was
+            propagated. An inner function that is called repeatedly on the same types counts once.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from unitscale import as_scaled
+            >>> scalify(jnp.linalg.cholesky).report(as_scaled(jnp.eye(2)))[0].primitive
+            'cholesky'
+        """
+        found: list[Default] = []
+
+        def function(leaves: list[Any]) -> None:
+            replaced = iter(leaves)
+            inner_args, inner_kwargs = jax.tree.map(
+                lambda x: next(replaced) if _is_leaf_array(x) else x,
+                (args, kwargs),
+                is_leaf=is_scaled,
+            )
+            found.extend(self._run(inner_args, inner_kwargs)[1].defaults)
+
+        leaves = [
+            x for x in jax.tree.leaves((args, kwargs), is_leaf=is_scaled) if _is_leaf_array(x)
+        ]
+        jax.eval_shape(function, leaves)
+        return found
+
+    def _static_positions(self, count: int) -> set[int]:
+        positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
+        if self._static_argnames:
+            try:
+                names = list(inspect.signature(self._function).parameters)
+            except (TypeError, ValueError):
+                names = []
+            positions |= {names.index(n) for n in self._static_argnames if n in names}
+        return {i for i in positions if i < count}
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Settings]:
+        static = self._static_positions(len(args))
+        fixed = {k: v for k, v in kwargs.items() if k in self._static_argnames}
+        moving = [a for i, a in enumerate(args) if i not in static]
+        named = {k: v for k, v in kwargs.items() if k not in fixed}
+        leaves, tree = jax.tree.flatten((moving, named), is_leaf=is_scaled)
+        structure: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            inner, inner_named = jax.tree.unflatten(tree, arrays)
+            rest = iter(inner)
+            full = [args[i] if i in static else next(rest) for i in range(len(args))]
+            result = self._function(*full, **inner_named, **fixed)
+            flattened, out_tree = jax.tree.flatten(result)
+            structure.append(out_tree)
+            return flattened
+
+        functools.update_wrapper(flat, self._function, updated=())
+        closed = jax.make_jaxpr(flat)(*map(traced_aval, leaves))
+        settings = Settings(self._growth)
+        results = Interpreter(settings).run(
+            closed.jaxpr, closed.consts, [_as_value(x) for x in leaves]
+        )
+        return jax.tree.unflatten(structure[-1], map(to_output, results)), settings
+
+
+def _is_leaf_array(x: Any) -> bool:
+    return is_scaled(x) or hasattr(x, "dtype")
+
+
+def _as_value(leaf: Any) -> Value:
+    if is_scaled(leaf) or hasattr(leaf, "dtype"):
+        return from_input(leaf)
+    return Value(jax.numpy.asarray(leaf))
+
+
+def scalify(
+    fn: Callable[..., Any],
+    *,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    static_scaling: Strategy = "unit",
+    scale_rounding: ScaleRounding = "carried",
+) -> Any:
+    """Returns the same mathematical function with every float array a ScaledArray, end to end.
+
+    Scaling:
+        Every primitive that the function traces to, those of its gradients and of its optimizer
+        included, acts on data and on scale: carriers keep the scale, products multiply data and
+        scales, sums meet at the larger scale, reductions and dots over n terms grow by sqrt(n),
+        functions of the value see ``data * scale`` in float32. What has no such rule is computed on
+        values and rescaled (`Scalified.report`). The law is, up to rounding,
+        ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``. The program is traced on values:
+        float32 where data has 16 bits or fewer, so that a constant such as 1e-8 is exact; data
+        keeps its own type, and chains of element-wise functions are rounded to it at their end.
+        Static knowledge chooses the scales inside. A result that is made of more than one product
+        or sum, or carried by a loop, is brought to RMS 1 by the power of two that its data asks
+        for: the scales of parameters and of optimizer state stay where their values are, however
+        often a step is repeated. Differentiating the scaled function gives derivatives with respect
+        to data, scales being constant.
+
+    Args:
+        fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
+            optimizer. Leaves of its arguments that are ScaledArrays are scaled, plain arrays stay
+            plain until they meet one.
+        static_argnums: positions of arguments that are not traced.
+        static_argnames: names of arguments that are not traced.
+        static_scaling: "unit", "identity" or a function; see `growth_of`.
+        scale_rounding: how expected growth becomes a power of two: "carried" along chains, or
+            rounded in every primitive to "nearest", "down" or "up".
+
+    Returns:
+        The scaled function. It is traced at every call, so call it under `jax.jit`. scalify of it
+        is itself.
+
+    Raises:
+        ValueError: if the strategy or the rounding is not registered.
+        TypeError: if ``fn`` is not callable.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from unitscale import as_scaled
+        >>> f = scalify(lambda w, x: x @ w)
+        >>> f(as_scaled(jnp.full((64, 2), 1e-6)), as_scaled(jnp.full((3, 64), 1e6))).scale
+        Array(8., dtype=float32)
+
+    References:
+        Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
+        2024, arXiv 2407.17353.
+    """
+    if isinstance(fn, Scalified):
+        return fn
+    if not callable(fn):
+        raise TypeError(f"unitscale.scalify: expected a function; got {type(fn).__name__}")
+    argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    return Scalified(fn, argnums, argnames, static_scaling, scale_rounding)

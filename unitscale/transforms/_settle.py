@@ -1,0 +1,150 @@
+"""Keeps data at unit size: by the static estimate where that is enough, else by its statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core._lazy_scale import LazyScale, clipped
+from ._dynamic import unit_of
+from ._values import DOUBT, ONE, Value, is_complex, narrow, saturate, scale_limit, times, widen
+
+# Data wider than 16 bits may drift this far (in powers of two) before it costs a multiplication.
+_SLACK = 24
+# A scale that is a longer product than this, or a larger power of two, becomes one array.
+_DEGREE = 4
+_LOG2 = 60
+# 16-bit data may be off by this many powers of two before its size is read from it.
+MOST_DOUBT = 4.0
+# What leaves a program is the input of the next step: its scale is read from the data unless one
+# product, or less, made it.
+_CERTAIN = 1.0
+# A sum with a scale that was read from data is not certain: it may be the update of an input that
+# grows, step by step, under a scale that stays.
+_MEASURED = DOUBT + 0.1
+
+
+def finish(
+    data: Any,
+    scale: LazyScale,
+    drift: float,
+    dtype: Any,
+    *,
+    doubt: float = DOUBT,
+    wide: bool = False,
+) -> Value:
+    """Returns a scaled value from wide data, bringing drifted data back to unit size.
+
+    16-bit data is brought back at once, in the multiplication before its one rounding. Wider data
+    waits until it leaves the program, or until the drift is large. 16-bit data of which the
+    estimate has become too uncertain is measured.
+
+    Args:
+        data: the result of an operation on wide data.
+        scale: its scale.
+        drift: the expected log2 of the RMS of data.
+        dtype: the type of the result.
+        doubt: by how many powers of two the estimate may be wrong.
+        wide: whether rounding to ``dtype`` waits for `ready`.
+    """
+    if scale.degree > _DEGREE or abs(scale.log2) > _LOG2:
+        # Scales that multiply on and on leave the range of float32, data in the other direction.
+        scale, rest = clipped(scale, scale_limit(dtype))
+        data = times(data, rest)
+    value = Value(data, scale, drift, dtype, doubt=min(doubt, 2 * MOST_DOUBT))
+    if is_complex(data):
+        return value
+    return value if wide and abs(drift) <= _SLACK else ready(value)
+
+
+def keeps_wide(shape: tuple[int, ...], *values: Value) -> bool:
+    """Whether an element-wise result stays wide: one of its operands, as large as it, is."""
+    return any(
+        v.scale is not None
+        and v.shape == shape
+        and np.dtype(v.dtype).itemsize < 4 <= jnp.result_type(v.data).itemsize
+        for v in values
+    )
+
+
+def ready(value: Value) -> Value:
+    """Returns the value with data of its own type, at unit size if that has 16 bits or fewer."""
+    if value.scale is None or is_complex(value.data):
+        return value
+    kept = np.dtype(value.dtype)
+    if jnp.result_type(value.data).itemsize < kept.itemsize:
+        return value
+    if value.doubt > MOST_DOUBT and kept.itemsize == 2:
+        value = measured(value)
+    if kept.itemsize < 4 or abs(value.drift) > _SLACK:
+        value = _shifted(value, round(value.drift))
+    return _with_type(value, kept)
+
+
+def _with_type(value: Value, dtype: Any) -> Value:
+    if jnp.result_type(value.data) == dtype:
+        return value
+    return value.with_data(narrow(saturate(value.data, dtype), dtype))
+
+
+def _shifted(value: Value, steps: int) -> Value:
+    """Moves a power of two from the data to the scale."""
+    if not steps or value.scale is None:
+        return value
+    data = times(widen(value.data), LazyScale(-steps))
+    dtype = jnp.result_type(value.data)
+    return Value(
+        narrow(data, dtype),
+        value.scale.shift(steps),
+        value.drift - steps,
+        value.dtype,
+        value.const,
+        value.doubt,
+    )
+
+
+def measured(value: Value) -> Value:
+    """Brings data to unit size by the power of two nearest its RMS, read at run time."""
+    if value.scale is None or not jnp.size(value.data) or value.is_fill:
+        return value
+    unit = LazyScale.of(unit_of(value.data))
+    data = narrow(times(widen(value.data), ONE / unit), jnp.result_type(value.data))
+    return Value(data, value.scale * unit, 0.0, value.dtype, doubt=_MEASURED)
+
+
+def shortened(*values: Value) -> list[Value]:
+    """Turns long products among the scales of factors into single arrays, within their limit.
+
+    Before the factors are multiplied: data that is far from unit size would leave its range.
+    """
+    if sum(v.scale.degree for v in values if v.scale is not None) <= _DEGREE:
+        return list(values)
+    return [_short(v, v.scale) if v.scale is not None and v.scale.degree > 1 else v for v in values]
+
+
+def _short(value: Value, scale: LazyScale) -> Value:
+    near, rest = clipped(scale, scale_limit(value.dtype))
+    data = times(widen(value.data), rest)
+    dtype = jnp.result_type(value.data)
+    return Value(narrow(data, dtype), near, value.drift, value.dtype, value.const, value.doubt)
+
+
+def settle(value: Value) -> Value:
+    """Brings the data of a scaled value to unit size, as far as the static estimate knows it."""
+    if value.scale is None or is_complex(value.data):
+        return value
+    return _shifted(value, round(value.drift))
+
+
+def leaving(value: Value) -> Value:
+    """Returns the value as it leaves a program or a turn of a loop, to be the input of the next.
+
+    Its scale is near its size: read from the data where the static estimate is not certain. The
+    scale of an input that is updated again and again then has a fixed point.
+    """
+    if value.scale is None or is_complex(value.data):
+        return value
+    value = measured(value) if value.doubt > _CERTAIN else settle(value)
+    return ready(value)

@@ -1,0 +1,208 @@
+"""What an interpreted program computes with: plain and scaled arrays, and what is known of them.
+
+A `Value` knows while tracing whether it is one constant everywhere, which formula its scale has,
+and how far its data may have drifted from unit size. So nothing is rescaled for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+
+from ..core import format_of, result_dtype, wide_dtype
+from ..core._arithmetic import reduce_scale
+from ..core._lazy_scale import Atom, LazyScale
+from ._dynamic import unit_of
+
+ONE = LazyScale()
+
+# A scale rounded to a power of two is off by half a power at most.
+DOUBT = 0.5
+
+
+def scale_limit(dtype: Any) -> int:
+    """Returns how far scales may go (in powers of two) where they are chosen at run time.
+
+    Data of a wide type can take what is beyond; data of 16 bits has no room for it.
+    """
+    return 100 if np.dtype(dtype) == np.float16 else 24
+
+
+class Value:
+    """An array of the interpreted program: ``data * scale``, or ``data`` itself if scale is None.
+
+    Args:
+        data: the array.
+        scale: formula of the scale; None for a plain array.
+        drift: expected log2 of the RMS of data; 0 if nothing is known.
+        dtype: type that results computed from this value take; None for a plain array, which never
+            widens the data that it meets.
+        doubt: by how many powers of two the estimate may be wrong, if every factor was off by half.
+        const: the number that every element is, if known while tracing (the value, not the data).
+    """
+
+    __slots__ = ("_split", "const", "data", "doubt", "drift", "dtype", "scale")
+
+    def __init__(
+        self,
+        data: Any,
+        scale: LazyScale | None = None,
+        drift: float = 0.0,
+        dtype: Any = None,
+        const: float | None = None,
+        doubt: float = DOUBT,
+    ):
+        """Builds a value; see the class."""
+        self._split: tuple[Any, Any, LazyScale] | None = None
+        self.doubt = doubt
+        self.data = data
+        self.scale = scale
+        self.drift = drift
+        self.dtype = dtype if scale is None or dtype is not None else result_dtype(data)
+        self.const = const
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the value has no scale."""
+        return self.scale is None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of data."""
+        return jnp.shape(self.data)
+
+    @property
+    def is_fill(self) -> bool:
+        """Whether every element is one known number."""
+        return self.const is not None
+
+    def split(self) -> tuple[Any, LazyScale]:
+        """Splits a plain scalar into wide data of unit size and a power of two, read at run time.
+
+        Once, however many operands the scalar meets.
+        """
+        # An array made inside a loop's body must not be found outside of it.
+        level = get_opaque_trace_state(convention="flax")
+        if self._split is None or self._split[0] != level:
+            wide = widen(self.data)
+            unit = LazyScale.of(unit_of(wide))
+            self._split = level, times(wide, ONE / unit), unit
+        return self._split[1:]
+
+    def with_data(self, data: Any, **changes: Any) -> Value:
+        """Returns the same scale, drift and type with other data."""
+        keep = {
+            "drift": self.drift,
+            "dtype": self.dtype,
+            "const": self.const,
+            "doubt": self.doubt,
+        }
+        return Value(data, self.scale, **{**keep, **changes})
+
+
+def scale_of(value: Value) -> LazyScale:
+    """Returns the scale of a value; 1 for a plain one."""
+    return ONE if value.scale is None else value.scale
+
+
+def aval_of(var: Any) -> Any:
+    """Returns shape and dtype of a variable of a jaxpr."""
+    return var.aval
+
+
+def constant_of(data: Any) -> float | None:
+    """Returns the number that a concrete scalar is, else None."""
+    if isinstance(data, Tracer) or np.ndim(data) or not hasattr(data, "dtype"):
+        return None
+    if not jnp.issubdtype(data.dtype, jnp.floating):
+        return None
+    return float(np.asarray(data).astype(np.float64))
+
+
+def plain(data: Any) -> Value:
+    """Wraps an array that has no scale."""
+    return Value(data, const=constant_of(data))
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array, or the type of one, holds real or complex floating numbers."""
+    return jnp.issubdtype(getattr(x, "dtype", x), jnp.inexact)
+
+
+def is_complex(data: Any) -> bool:
+    """Whether an array holds complex numbers."""
+    return jnp.issubdtype(jnp.result_type(data), jnp.complexfloating)
+
+
+def widen(data: Any) -> Any:
+    """Converts real data below 32 bits to float32; everything else is kept."""
+    dtype = jnp.result_type(data)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+        return data
+    return lax.convert_element_type(data, wide_dtype(dtype))
+
+
+def times(data: Any, scale: LazyScale) -> Any:
+    """Returns ``data * scale`` in the type of data, which must be wide."""
+    if scale.is_static and scale.log2 == 0:
+        return data
+    factor = scale.array()
+    if scale.is_static and abs(scale.log2) > 120:
+        half = scale.log2 // 2
+        return times(times(data, LazyScale(half)), LazyScale(scale.log2 - half))
+    factor = lax.convert_element_type(factor, jnp.result_type(data))
+    if jnp.ndim(factor) and jnp.shape(factor) != jnp.shape(data):
+        factor = jnp.broadcast_to(factor, jnp.shape(data))
+    return lax.mul(data, factor)
+
+
+def saturate(data: Any, dtype: Any) -> Any:
+    """Clamps wide finite data to the largest number of a narrow type; infinities are kept."""
+    if np.dtype(dtype) != np.float16 or jnp.result_type(data).itemsize <= 2:
+        return data
+    largest = np.asarray(format_of(dtype).max, jnp.result_type(data))
+    return lax.select(lax.is_finite(data), lax.clamp(-largest, data, largest), data)
+
+
+def narrow(data: Any, dtype: Any) -> Any:
+    """Rounds data to a type; complex data keeps its own."""
+    if jnp.result_type(data) == dtype or is_complex(data):
+        return data
+    return lax.convert_element_type(data, dtype)
+
+
+def numeric(value: Value, dtype: Any = None) -> Any:
+    """Returns the plain array that a value stands for, in ``dtype``."""
+    if value.scale is None:
+        data = value.data
+        return data if dtype is None or not is_float(data) else narrow(data, dtype)
+    data = times(widen(value.data), value.scale)
+    return data if dtype is None else narrow(data, dtype)
+
+
+def uniform(value: Value) -> Value:
+    """Returns the value with one scale for all of its elements."""
+    if value.scale is None or not value.scale.ndim:
+        return value
+    scales = value.scale.array()
+    one = LazyScale.of(jnp.asarray(reduce_scale(scales, scales, None, False)))
+    dtype = jnp.result_type(value.data)
+    data = narrow(times(widen(value.data), value.scale / one), dtype)
+    return Value(data, one, value.drift, value.dtype, value.const)
+
+
+def data_dtype(*values: Value) -> Any:
+    """Returns the type of a result: that of the scaled operands; plain ones never widen it."""
+    types = [v.dtype for v in values if v.dtype is not None]
+    return np.dtype(jnp.result_type(*types)) if len(types) > 1 else np.dtype(types[0])
+
+
+def known_atoms(values: Iterable[Value]) -> set[Atom]:
+    """Returns the atoms that the scales of values are made of."""
+    return {atom for v in values if v.scale is not None for atom in v.scale.powers}
