@@ -59,6 +59,15 @@ def test_unknown_format(wrong) -> None:
         MatmulConfig(rhs=wrong)
 
 
+@pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz"])
+def test_fnuz_formats_have_no_products(name) -> None:
+    match = rf"MatmulConfig: rhs is float8_{name}, .*supported pairs are E4M3 x E4M3.*float8_e5m2"
+    with pytest.raises(ValueError, match=match):
+        MatmulConfig(rhs=name)
+
+
 def test_unknown_strategy() -> None:
-    with pytest.raises(TypeError, match=r"MatmulConfig: strategy must be Unit\(\); got 'unit'"):
+    with pytest.raises(
+        TypeError, match=r"MatmulConfig: strategy must be Unit.*Block.*; got 'unit'"
+    ):
         MatmulConfig(strategy="unit")

@@ -5,6 +5,7 @@ What is compared is the program that XLA would run there; see `tests/h200.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,18 @@ import pytest
 
 from tests.h200 import FP8_GEMM, compile_h200, gemms, library_calls, spec
 from unitscale import ops
-from unitscale.quant import MatmulConfig
+from unitscale.quant import (
+    Contraction,
+    Delayed,
+    Dynamic,
+    MatmulConfig,
+    QuantState,
+    Static,
+    Unit,
+    contract,
+    dot_general,
+    is_stateful,
+)
 
 pytestmark = pytest.mark.h200
 
@@ -110,3 +122,93 @@ def test_an_exempt_readout_stays_in_16_bits() -> None:
     )
     assert library_calls(text) == ["__cublas$lt$matmul"]
     assert FP8_GEMM not in text
+
+
+STRATEGIES = [
+    Unit(),
+    Static((2.0, 4.0, 2.0**-10)),
+    Static(),
+    Delayed(),
+    Dynamic(),
+    Dynamic("channel"),
+]
+
+
+def train_program(strategy: Any, cotangent: str = "float8_e5m2") -> str:
+    """The three products of a layer, and what its state sees of them."""
+    config = MatmulConfig(cotangent=cotangent, strategy=strategy)
+    layer = Contraction("btk", "kn", "btn")
+    state = QuantState.create(strategy) if is_stateful(strategy) else None
+
+    def three_products(x, w, ct, state):
+        y, vjp = jax.vjp(lambda *a: contract(*a[:2], layer, config=config, state=a[2]), x, w, state)
+        return y, *vjp(ct)
+
+    return compile_h200(
+        three_products,
+        spec((BATCH, TIME, IN), jnp.bfloat16),
+        spec((IN, OUT), jnp.float32),
+        spec((BATCH, TIME, OUT), jnp.bfloat16),
+        jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), state),
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_scales_of_every_strategy_leave_fp8_kernels(strategy: Any) -> None:
+    text = train_program(strategy)
+    assert library_calls(text) == [FP8_GEMM] * 3
+    operands = sorted(sorted(types) for _, types, _ in gemms(text))
+    mixed = ["f8e4m3fn", "f8e5m2"]
+    assert operands == [["f8e4m3fn"] * 2, mixed, mixed]
+
+
+def results_of_gemms(text: str) -> list[str]:
+    """Names of the arrays that the products write."""
+    calls = re.findall(r"%(\S+) = [^\n]*" + re.escape(FP8_GEMM), text)
+    return [
+        element
+        for call in calls
+        for element in re.findall(
+            rf"%(\S+) = \S+ get-tuple-element\(%{re.escape(call)}\), index=0", text
+        )
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:-1], ids=str)
+def test_scales_per_tensor_are_inside_the_products(strategy: Any) -> None:
+    """Nothing but the program's result takes what a product has written."""
+    text = train_program(strategy)
+    results = results_of_gemms(text)
+    assert len(results) == 3
+    for result in results:
+        users = [
+            line
+            for line in text.splitlines()
+            if re.search(rf"%{re.escape(result)}\b(?![.\d])(?! =)", line) and " = " in line
+        ]
+        assert all(re.search(r"= \S+ bitcast\(|ROOT .* tuple\(", line) for line in users), users
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduces"),
+    [(Unit(), False), (Static(1.0), False), (Dynamic(), True), (Delayed(), True)],
+    ids=str,
+)
+def test_only_strategies_of_amax_read_tensors_for_statistics(strategy: Any, reduces: bool) -> None:
+    assert (" reduce(" in train_program(strategy)) == reduces
+
+
+def test_a_hook_of_flax_becomes_fp8_kernels() -> None:
+    dot = dot_general(MatmulConfig(cotangent="e5m2", strategy=Dynamic()))
+
+    def three_products(x, w, ct):
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, (((2,), (0,)), ((), ()))), x, w)
+        return y, *vjp(ct)
+
+    text = compile_h200(
+        three_products,
+        spec((BATCH, TIME, IN), jnp.bfloat16),
+        spec((IN, OUT), jnp.bfloat16),
+        spec((BATCH, TIME, OUT), jnp.bfloat16),
+    )
+    assert library_calls(text) == [FP8_GEMM] * 3

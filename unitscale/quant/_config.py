@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ..core import Format, format_of
-from ._strategies import Unit
+from ._strategies import Strategy, Unit, check_strategy
 
 _FP8_PAIRS = "E4M3 x E4M3, E4M3 x E5M2 and E5M2 x E4M3"
 
@@ -29,7 +29,7 @@ class MatmulConfig:
 
     Raises:
         ValueError: if a format is unknown, or the formats would need a product that no hardware
-            has (E5M2 x E5M2).
+            has (E5M2 x E5M2, or fnuz formats).
         TypeError: if the strategy is not one of this package.
 
     Example:
@@ -44,19 +44,23 @@ class MatmulConfig:
     lhs: str = "float8_e4m3fn"
     rhs: str = "float8_e4m3fn"
     cotangent: str = "float8_e4m3fn"
-    strategy: Unit = dataclasses.field(default_factory=Unit)
+    strategy: Strategy = dataclasses.field(default_factory=Unit)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strategy, Unit):
-            raise TypeError(
-                f"unitscale.quant.MatmulConfig: strategy must be Unit(); got {self.strategy!r}"
-            )
+        check_strategy("MatmulConfig", self.strategy)
         formats = {name: self._format(name) for name in ("lhs", "rhs", "cotangent")}
         for left, right in (("lhs", "rhs"), ("cotangent", "rhs"), ("lhs", "cotangent")):
             if _is_e5m2(formats[left]) and _is_e5m2(formats[right]):
                 raise ValueError(
                     f"unitscale.quant.MatmulConfig: {left} and {right} are both E5M2, which no "
                     f"matrix unit multiplies; supported pairs are {_FP8_PAIRS}"
+                )
+        for name, fmt in formats.items():
+            if fmt.name.endswith("fnuz"):
+                raise ValueError(
+                    f"unitscale.quant.MatmulConfig: {name} is {fmt.name}, which XLA multiplies in "
+                    f"no FP8 kernel of an NVIDIA GPU; supported pairs are {_FP8_PAIRS}, of "
+                    "float8_e4m3fn and float8_e5m2"
                 )
 
     def _format(self, name: str) -> Format:

@@ -1,130 +1,114 @@
 """The one differentiable contraction: quantized operands, wide accumulator, static factors.
 
-Every matrix product of the library is a `contract`. Its three products (forward, and the two of
-the backward) are emitted in the direct form that XLA turns into a single GEMM kernel: a
-dot_general of the stored operands, then one multiplication by a static factor.
+Every matrix product of the library is a `contract`.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ..core import cast, custom_vjp, narrow, result_dtype, wide_dtype
+from ..core import custom_vjp, format_of, result_dtype, to_float, widen
+from ._amax import needs_scale, tensor_scale
 from ._config import MatmulConfig
+from ._contraction import Contraction, in_result, product
+from ._quantize import quantize, quantize_at
+from ._state import QuantState, Seen, check_state, measure, state_gradient
+from ._strategies import Block, Dynamic, Static
+
+LHS, RHS, COTANGENT = 0, 1, 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Contraction:
-    """A two-operand einsum in which every label stands in at least two of the three terms.
+def _axes(labels: str, summed: str) -> tuple[int, ...]:
+    return tuple(axis for axis, c in enumerate(labels) if c in summed)
 
-    Attributes:
-        lhs: labels of the left operand's dimensions.
-        rhs: labels of the right operand's dimensions.
-        out: labels of the result's dimensions.
 
-    Example:
-        >>> Contraction("btk", "kn", "btn").grad_rhs
-        Contraction(lhs='btk', rhs='btn', out='kn')
+def quantize_tensor(
+    x: jax.Array,
+    which: int,
+    axes: tuple[int, ...],
+    config: MatmulConfig | None,
+    state: QuantState | None,
+) -> tuple[Any, Seen | None]:
+    """One of a product's tensors as it is multiplied; ``axes`` are those that are summed over.
+
+    Args:
+        x: the tensor.
+        which: its place among `TENSORS`.
+        axes: the dimensions that the product sums over.
+        config: formats and strategy; None leaves the tensor as it is.
+        state: the scales of a strategy that keeps them.
+
+    Returns:
+        The ScaledArray (or the array itself), and what a state is to see of it.
     """
-
-    lhs: str
-    rhs: str
-    out: str
-
-    @property
-    def grad_lhs(self) -> "Contraction":
-        """Cotangent of the result with the right operand, giving the left gradient."""
-        return Contraction(self.out, self.rhs, self.lhs)
-
-    @property
-    def grad_rhs(self) -> "Contraction":
-        """Left operand with the cotangent of the result, giving the right gradient."""
-        return Contraction(self.lhs, self.out, self.rhs)
-
-
-def _accumulator(operand_dtype: Any, out_dtype: Any) -> Any:
-    """The type that the product is asked for before the factor.
-
-    bfloat16 has the range of float32, so the factor can follow the rounding, and XLA folds it into
-    the GEMM. float16 has not: there the factor must be applied to the wide sum.
-    """
-    if out_dtype == jnp.bfloat16 and operand_dtype.itemsize <= 2:
-        return out_dtype
-    return wide_dtype(jnp.promote_types(operand_dtype, wide_dtype(out_dtype)))
+    if config is None:
+        return x, None
+    dtype = (config.lhs, config.rhs, config.cotangent)[which]
+    strategy = config.strategy
+    if state is not None:
+        if not needs_scale(dtype):
+            return quantize_at(x, dtype, 1), None
+        fmt = format_of(dtype)
+        scale = state.scale[which]
+        if state.calibrating:
+            scale = tensor_scale(x, fmt, state.strategy.margin)
+        return quantize_at(x, dtype, scale), measure(x, fmt, scale)
+    if isinstance(strategy, Static):
+        return quantize_at(x, dtype, strategy.scales[which]), None
+    return quantize(x, dtype, strategy, axis=axes), None
 
 
-def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Widens unequal operands to their promoted type; two 8-bit types multiply as they are."""
-    if lhs.dtype == rhs.dtype or lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
-        return lhs, rhs
-    dtype = result_dtype(lhs, rhs)
-    return lhs.astype(dtype), rhs.astype(dtype)
+def _per_slice(config: MatmulConfig | None) -> bool:
+    """Whether scales differ along dimensions, so that each product needs its own cotangent."""
+    strategy = None if config is None else config.strategy
+    return isinstance(strategy, Block) or (
+        isinstance(strategy, Dynamic) and strategy.granularity == "channel"
+    )
 
 
-def product(
-    lhs: jax.Array, rhs: jax.Array, spec: Contraction, factor: float, out_dtype: Any
-) -> jax.Array:
-    """Returns ``factor * einsum(lhs, rhs)`` in ``out_dtype``, accumulated in float32.
-
-    For float16 and float32 results the factor multiplies the float32 sum, which is rounded once;
-    for bfloat16 results it multiplies the rounded sum (see `contract`).
-
-    Example:
-        >>> x = jnp.ones((2, 4), jnp.float8_e4m3fn)
-        >>> print(product(x, x.T, Contraction("ik", "kj", "ij"), 0.5, jnp.float16))
-        [[2. 2.]
-         [2. 2.]]
-    """
-    batch = [c for c in spec.lhs if c in spec.rhs and c in spec.out]
-    summed = [c for c in spec.lhs if c in spec.rhs and c not in spec.out]
-    positions = [
-        tuple(map(labels.index, group))
-        for group in (summed, batch)
-        for labels in (spec.lhs, spec.rhs)
-    ]
-    dimension_numbers = ((positions[0], positions[1]), (positions[2], positions[3]))
-    lhs, rhs = _alike(lhs, rhs)
-    accumulator = _accumulator(result_dtype(lhs, rhs), out_dtype)
-    y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=accumulator)
-    free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in batch + summed]
-    order = [(batch + free).index(c) for c in spec.out]
-    y = y if order == sorted(order) else lax.transpose(y, order)
-    return narrow(y if factor == 1 else y * factor, out_dtype)
+@partial(custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _contract(lhs, rhs, state, spec, factors, config, out_dtype):
+    return _contract_fwd(lhs, rhs, state, spec, factors, config, out_dtype)[0]
 
 
-def _quantized(x: jax.Array, dtype: str | None) -> jax.Array:
-    return x if dtype is None else cast(x, dtype)
-
-
-def _formats(config: MatmulConfig | None) -> tuple[str | None, str | None, str | None]:
-    return (None, None, None) if config is None else (config.lhs, config.rhs, config.cotangent)
-
-
-@partial(custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _contract(lhs, rhs, spec, factors, config, out_dtype):
-    return _contract_fwd(lhs, rhs, spec, factors, config, out_dtype)[0]
-
-
-def _contract_fwd(lhs, rhs, spec, factors, config, out_dtype):
+def _contract_fwd(lhs, rhs, state, spec, factors, config, out_dtype):
     like = tuple(jnp.zeros((0,), x.dtype) for x in (lhs, rhs))
-    lhs_format, rhs_format, _ = _formats(config)
-    lhs, rhs = _quantized(lhs, lhs_format), _quantized(rhs, rhs_format)
-    return product(lhs, rhs, spec, factors[0], out_dtype), (lhs, rhs, like)
+    lhs, saw_lhs = quantize_tensor(lhs, LHS, _axes(spec.lhs, spec.summed), config, state)
+    rhs, saw_rhs = quantize_tensor(rhs, RHS, _axes(spec.rhs, spec.summed), config, state)
+    y = product(lhs, rhs, spec, factors[0], out_dtype)
+    return y, (lhs, rhs, like, state, (saw_lhs, saw_rhs))
+
+
+def _without_scale(cotangent, labels, operand, operand_labels):
+    """Moves the scale that an operand has along the cotangent's dimensions into the cotangent.
+
+    The backward products sum over those dimensions, so that the scale cannot follow the product.
+    """
+    if operand.block_shape:
+        return cotangent, operand
+    scale = to_float(in_result(operand.scale, operand_labels, labels))
+    return widen(cotangent) * scale, operand.data
 
 
 def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
-    lhs, rhs, (like_lhs, like_rhs) = residuals
-    # Quantized once, for both of its products.
-    cotangent = _quantized(cotangent, _formats(config)[2])
-    _, grad_lhs, grad_rhs = factors
-    return (
-        product(cotangent, rhs, spec.grad_lhs, grad_lhs, like_lhs.dtype),
-        product(lhs, cotangent, spec.grad_rhs, grad_rhs, like_rhs.dtype),
-    )
+    lhs, rhs, (like_lhs, like_rhs), state, seen = residuals
+    _, factor_lhs, factor_rhs = factors
+    if _per_slice(config):
+        for_lhs, rhs = _without_scale(cotangent, spec.out, rhs, spec.rhs)
+        for_rhs, lhs = _without_scale(cotangent, spec.out, lhs, spec.lhs)
+        axes = _axes(spec.out, spec.grad_lhs.summed), _axes(spec.out, spec.grad_rhs.summed)
+        for_lhs, _ = quantize_tensor(for_lhs, COTANGENT, axes[0], config, state)
+        for_rhs, _ = quantize_tensor(for_rhs, COTANGENT, axes[1], config, state)
+    else:
+        # Quantized once, for both of its products.
+        for_lhs, saw = quantize_tensor(cotangent, COTANGENT, (), config, state)
+        for_rhs, seen = for_lhs, (*seen, saw)
+    grad_lhs = product(for_lhs, rhs, spec.grad_lhs, factor_lhs, like_lhs.dtype)
+    grad_rhs = product(lhs, for_rhs, spec.grad_rhs, factor_rhs, like_rhs.dtype)
+    sizes = lhs.size, rhs.size, cotangent.size
+    return grad_lhs, grad_rhs, None if state is None else state_gradient(state, seen, sizes)
 
 
 _contract.defvjp(_contract_fwd, _contract_bwd)
@@ -138,15 +122,22 @@ def contract(
     factors: tuple[float, ...] = (1.0, 1.0, 1.0),
     config: MatmulConfig | None = None,
     out_dtype: Any = None,
+    state: QuantState | None = None,
 ) -> jax.Array:
     """Contracts two arrays with static forward and backward factors.
 
     Scaling:
         out = fwd * einsum(q(lhs), q(rhs)), dlhs = bwd_lhs * einsum(q(dout), q(rhs)),
-        drhs = bwd_rhs * einsum(q(lhs), q(dout)), where q is the saturating cast of ``config``, or
-        nothing. All three accumulate in float32. float16 and float32 results are multiplied by
-        their factor in the accumulator and rounded once; bfloat16 results, whose range is that of
+        drhs = bwd_rhs * einsum(q(lhs), q(dout)), where q divides by the scale of the strategy of
+        ``config``, casts saturating, and the scales multiply the product; or nothing. All three
+        accumulate in float32. float16 and float32 results are multiplied by their factor and
+        scales in the accumulator and rounded once; bfloat16 results, whose range is that of
         float32, are rounded and multiplied in bfloat16, which a GPU does in the GEMM's epilogue.
+
+        Each tensor is quantized once, and operands are saved for the backward as they were
+        multiplied. The exceptions are channel and block scales, which lie along other dimensions
+        in each product: the cotangent is quantized for each of its two, times the channel scales
+        of the saved operand, and saved blocks are multiplied as the values that they hold.
 
     Args:
         lhs: left operand, floating, dimensions as labelled by ``spec.lhs``.
@@ -156,9 +147,14 @@ def contract(
         config: operand formats; None multiplies the operands in their promoted dtype.
         out_dtype: dtype of the result; by default that of lhs when quantized, else the promoted
             one, 8-bit types counting as bfloat16. Each gradient has the dtype of its operand.
+        state: the scales of `Delayed`, or of `Static` without scales. Its gradient is what was
+            seen of the three tensors, for `QuantState.advance`.
 
     Returns:
         Array with dimensions ``spec.out``.
+
+    Raises:
+        ValueError: if the strategy needs a state and has none, or the state of another strategy.
 
     Example:
         >>> x, w = jnp.ones((2, 8)), jnp.ones((8, 3))
@@ -169,6 +165,7 @@ def contract(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (matmul).
     """
+    check_state("contract", config, state)
     dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
-    return _contract(lhs, rhs, spec, tuple(map(float, factors)), config, out_dtype)
+    return _contract(lhs, rhs, state, spec, tuple(map(float, factors)), config, out_dtype)

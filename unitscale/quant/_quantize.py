@@ -4,45 +4,177 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from ..core import ScaledArray, cast, custom_vjp
-from ._strategies import Unit
+from ..core import (
+    ScaledArray,
+    cast,
+    custom_vjp,
+    format_of,
+    is_static,
+    multiply_scales,
+    to_float,
+    widen,
+)
+from ._amax import needs_scale, scale_from, tensor_scale
+from ._strategies import Block, Dynamic, Static, Strategy, Unit, check_strategy
 
 
-def quantize(x: Any, dtype: Any, strategy: Unit | None = None) -> ScaledArray:
+def quantize_at(x: jax.Array, dtype: Any, scale: Any) -> ScaledArray:
+    """Returns ``x`` in a narrow format at a given scale (a Python number or an array).
+
+    Example:
+        >>> print(quantize_at(jnp.array([1.0, 500.0]), "e4m3fn", 2.0).data)
+        [0.5 256]
+    """
+    if isinstance(scale, float | int) and scale == 1:
+        return ScaledArray(cast(x, dtype), 1)
+    # The inverse of a power of two is exact, and finite for each scale that is chosen here.
+    return ScaledArray(cast(widen(x) * (1 / scale), dtype), scale)
+
+
+def _block_shape(shape: tuple[int, ...], block: Block, summed: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = [1] * len(shape)
+    if summed:
+        sizes[summed[-1]] = block.size
+    kept = [axis for axis in range(len(shape)) if axis not in summed]
+    if block.dims == 2 and kept:
+        sizes[kept[-1]] = block.size
+    return tuple(min(size, max(n, 1)) for size, n in zip(sizes, shape, strict=True))
+
+
+def _block_amax(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """The largest magnitude of each block; ragged ends are blocks of their own."""
+    pads = [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)]
+    x = jnp.pad(jnp.abs(widen(x)), pads)
+    split = [part for n, size in zip(x.shape, sizes, strict=True) for part in (n // size, size)]
+    return jnp.max(x.reshape(split), axis=tuple(range(1, len(split), 2)), initial=0.0)
+
+
+def _quantize_blocks(
+    x: jax.Array, dtype: Any, block: Block, summed: tuple[int, ...]
+) -> ScaledArray:
+    sizes = _block_shape(x.shape, block, summed)
+    scale = lax.stop_gradient(scale_from(_block_amax(x, sizes), format_of(dtype), 0))
+    at = ScaledArray(x, scale, block_shape=sizes)
+    data = cast(widen(x) * (1 / to_float(at.full_scale)), dtype)
+    return ScaledArray(data, cast(scale, block.scale_format), block_shape=sizes)
+
+
+def _single(strategy: Static) -> float:
+    if strategy.scales is None or len(set(strategy.scales)) > 1:
+        raise ValueError(
+            "unitscale.quant.quantize: one tensor needs one scale; got "
+            f"{strategy!r}. Use Static(scale)."
+        )
+    return strategy.scales[0]
+
+
+def quantize(
+    x: Any, dtype: Any, strategy: Strategy | None = None, *, axis: int | tuple[int, ...] = -1
+) -> ScaledArray:
     """Returns ``x`` stored in a narrow format.
 
     Scaling:
         Under `Unit` no statistics are taken: the data is cast (saturating) at the scale that it
-        has; a plain array gets the static scale 1.
+        has; a plain array gets the static scale 1. The other strategies divide the data by a scale
+        first, which multiplies the one that it has. Formats with the range of float32 need no
+        scale.
 
     Args:
         x: floating array or ScaledArray of any shape.
         dtype: target format, as for `unitscale.cast`.
         strategy: how the scale is chosen; `Unit()` by default.
+        axis: the dimensions that a product will sum over: those that share a scale under
+            ``Dynamic("channel")``, and along which the blocks of `Block` lie.
 
     Returns:
         ScaledArray with data in ``dtype``.
 
     Raises:
-        ValueError: if the format is unknown.
+        ValueError: if the format is unknown, an axis is out of range, the scales of the strategy
+            are held elsewhere (`Delayed`, and `Static` without a single scale), or `Block` meets a
+            ScaledArray with a scale.
         TypeError: if the strategy is not one of this package.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn")
         ScaledArray(float8_e4m3fn[2], scale=1)
+        >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
+        ScaledArray(float8_e4m3fn[2], scale=2)
     """
     strategy = Unit() if strategy is None else strategy
-    if not isinstance(strategy, Unit):
-        raise TypeError(f"unitscale.quant.quantize: strategy must be Unit(); got {strategy!r}")
+    check_strategy("quantize", strategy)
     x = x if isinstance(x, ScaledArray) else ScaledArray(x, 1)
-    return cast(x, dtype)
+    if isinstance(strategy, Unit):
+        return cast(x, dtype)
+    data, scale = x.data, x.full_scale
+    summed = _axes(axis, data.ndim)
+    if isinstance(strategy, Static):
+        quantized = quantize_at(data, dtype, _single(strategy))
+    elif not isinstance(strategy, Dynamic | Block):
+        raise ValueError(
+            f"unitscale.quant.quantize: the scales of {strategy!r} are held in a QuantState; use "
+            "contract(..., state=), or Dynamic() for one tensor"
+        )
+    elif not needs_scale(dtype):
+        quantized = ScaledArray(cast(data, dtype), 1)
+    elif isinstance(strategy, Block):
+        if not is_static(scale) or scale == 0:
+            raise ValueError(
+                "unitscale.quant.quantize: Block() takes an array, or a ScaledArray of scale 1; "
+                f"got {x!r}. Give it x.value."
+            )
+        return _quantize_blocks(data, dtype, strategy, summed)
+    else:
+        axes = summed if strategy.granularity == "channel" else None
+        quantized = quantize_at(
+            data, dtype, tensor_scale(data, format_of(dtype), strategy.margin, axes)
+        )
+    return ScaledArray(quantized.data, multiply_scales(scale, quantized.scale))
+
+
+def _axes(axis: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    if rank == 0:
+        return ()
+    if any(not -rank <= a < rank for a in axes):
+        raise ValueError(
+            f"unitscale.quant.quantize: axis must be among the {rank} dimensions; got {axis}"
+        )
+    return tuple(sorted({a % rank for a in axes}))
+
+
+def rounded(x: ScaledArray) -> ScaledArray:
+    """Returns quantized data that XLA cannot take for the data it was made from.
+
+    On a GPU XLA drops a conversion to a narrow format and back, and the rounding with it.
+
+    Example:
+        >>> print(rounded(quantize(jnp.array([0.3, 9.3]), "e4m3fn")).data)
+        [0.3125 9]
+    """
+    return x.map_data(lax.optimization_barrier)
+
+
+def dequantize(x: ScaledArray) -> jax.Array:
+    """Returns the value of quantized data in the narrowest type that holds it exactly.
+
+    That is bfloat16 for formats of at most 7 mantissa bits, whose values times a power of two it
+    holds; float32 for others.
+
+    Example:
+        >>> dequantize(quantize(jnp.array([0.3, 500.0]), "e4m3fn", Block(2)))
+        Array([0.3125, 512], dtype=bfloat16)
+    """
+    narrow = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
+    return rounded(x).value.astype(jnp.bfloat16 if narrow else jnp.float32)
 
 
 @partial(custom_vjp, nondiff_argnums=(1,))
 def _fake_quantize(x, dtype):
-    return cast(x, dtype).astype(x.dtype)
+    return lax.optimization_barrier(cast(x, dtype)).astype(x.dtype)
 
 
 _fake_quantize.defvjp(lambda x, dtype: (_fake_quantize(x, dtype), None), lambda dtype, _, dy: (dy,))
@@ -61,7 +193,6 @@ def fake_quantize(x: jax.Array, dtype: Any) -> jax.Array:
         Array of the shape and dtype of ``x``.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> print(fake_quantize(jnp.array([0.3, 9.3]), "e4m3fn"))
         [0.3125 9.    ]
     """

@@ -1,0 +1,88 @@
+"""One rule for the product of two ScaledArrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale.core import ScaledArray
+from unitscale.quant import Block, Contraction, product, quantize
+
+SPEC = Contraction("bk", "kn", "nb")
+RNG = np.random.default_rng(0)
+LHS, RHS = (RNG.integers(-8, 9, shape).astype(np.float32) for shape in ((3, 8), (8, 4)))
+
+
+def whole(x: np.ndarray, scale) -> ScaledArray:
+    return ScaledArray(jnp.asarray(x, jnp.float8_e4m3fn), scale)
+
+
+SCALES = {
+    "none": (None, None),
+    "one": (1, 1),
+    "numbers": (4.0, 0.5),
+    "per row": (2.0 ** np.arange(3)[:, None], 1),
+    "per column": (1, 2.0 ** np.arange(4)[None]),
+    "both": (2.0 ** np.arange(3)[:, None], 2.0 ** -np.arange(4)[None]),
+    "along the sum": (2.0 ** np.arange(8)[None], 2.0),
+    "zero": (0, 2.0),
+}
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_multiply(name: str, out: str) -> None:
+    scales = (None if s is None else jnp.asarray(s) if np.ndim(s) else s for s in SCALES[name])
+    lhs, rhs = (whole(x, s) for x, s in zip((LHS, RHS), scales, strict=True))
+    values = np.float64(lhs.value), np.float64(rhs.value)
+    expected = 0.25 * np.einsum("bk,kn->nb", *values)
+    y = product(lhs, rhs, SPEC, 0.25, out)
+    assert y.dtype == out
+    np.testing.assert_allclose(np.float64(y), expected, rtol=float(jnp.finfo(out).eps))
+
+
+def test_a_plain_array_with_a_scaled_one() -> None:
+    y = product(whole(LHS, 4.0), jnp.asarray(RHS), SPEC, 1.0, "float32")
+    np.testing.assert_array_equal(y, 4 * (LHS @ RHS).T)
+
+
+def test_blocks_go_into_the_data() -> None:
+    lhs, rhs = (
+        quantize(jnp.asarray(x * 1e-3), "e4m3fn", Block(3), axis=axis)
+        for x, axis in ((LHS, 1), (RHS, 0))
+    )
+    expected = np.einsum("bk,kn->nb", np.float64(lhs.value), np.float64(rhs.value))
+    np.testing.assert_allclose(
+        product(lhs, rhs, SPEC, 1.0, "float32"), expected, rtol=1e-5, atol=1e-9
+    )
+
+
+def test_scales_whose_product_overflows() -> None:
+    """Beside a value that overflows, a zero stays a zero."""
+    lhs, rhs = whole(np.float32([[1.0], [0.0]]), 2.0**100), whole(np.float32([[1.0]]), 2.0**100)
+    y = product(lhs, rhs, Contraction("bk", "kn", "bn"), 1.0, "float32")
+    assert y[0, 0] > 2.0**127
+    assert y[1, 0] == 0
+
+
+def test_products_are_emitted_in_the_direct_form() -> None:
+    """The dot of what is stored, then one multiplication: a bfloat16 by all scales and factors."""
+    lhs, rhs = whole(LHS, jnp.float32(4)), whole(RHS, jnp.float32(8))
+    jaxpr = jax.make_jaxpr(lambda a, b: product(a, b, SPEC, 0.25, "bfloat16"))(lhs, rhs)
+    names = [e.primitive.name for e in jaxpr.eqns]
+    dot, mul = names.index("dot_general"), len(names) - 1
+    assert names[mul] == "mul"
+    assert [v.aval.dtype.name for v in jaxpr.eqns[dot].invars] == ["float8_e4m3fn"] * 2
+    # Before the last, scales of no dimension only.
+    others = [
+        e for e, n in zip(jaxpr.eqns, names, strict=True) if n not in ("dot_general", "transpose")
+    ]
+    assert all(v.aval.shape == () for e in others[:-1] for v in e.outvars)
+    assert [v.aval.dtype.name for v in jaxpr.eqns[mul].invars] == ["bfloat16"] * 2
+
+
+def test_contraction_names_its_sum() -> None:
+    assert Contraction("abk", "kan", "bn").summed == "ak"
+    assert SPEC.grad_lhs.summed == "n"

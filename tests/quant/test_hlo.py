@@ -1,0 +1,86 @@
+"""Reading optimized programs: instructions, operands through fusions, loops, source lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.quant import programs
+from unitscale.quant._hlo import parse
+
+
+def only(text: str, opcode: str):
+    program = parse(text)
+    (found,) = [i for i in program.instructions if i.opcode == opcode]
+    return program, found
+
+
+def test_an_instruction_is_read() -> None:
+    program, gemm = only(programs.direct(), "custom-call")
+    assert (gemm.name, gemm.computation) == ("gemm.1", "main.1")
+    assert (gemm.dtype, gemm.shape, gemm.operands) == ("bf16", (32, 16), ("a", "b"))
+    assert gemm.quoted("custom_call_target") == "__cublas$lt$matmul$f8"
+    assert gemm.quoted("op_name") == "jit(step)/dot_general"
+    assert gemm.quoted("absent") == ""
+    assert program.roots == {"main.1": "out"}
+    # A parenthesis in a string closes nothing.
+    assert program.computations["main.1"]["a"].attributes == ', metadata={op_name="a (the left)"}'
+
+
+def test_scalars_constants_and_tuples() -> None:
+    program = parse(programs.LOOP)
+    body = program.computations["body"]
+    assert body["state"].dtype == "s32"
+    assert body["state"].shape == ()
+    assert body["state"].literal == "0"
+    assert body["next"].operands == ("i", "a", "b")
+    assert program.computations["condition"]["n"].literal == "12"
+    assert set(program.callers) == {"body", "condition"}
+
+
+@pytest.mark.parametrize("wide", ["w", "first"])
+def test_an_operand_is_followed_through_fusions(wide: str) -> None:
+    program, dot = only(programs.fused("f8e4m3fn", "bf16", operand="l", wide=wide), "dot")
+    assert dot.dimensions("lhs_contracting_dims") == (1,)
+    source = program.operand(dot, 0)
+    assert source is not None
+    assert (source.opcode, source.dtype) == ("convert", "bf16")
+    below = program.operand(source, 0)
+    assert below is not None
+    assert (below.computation, below.name, below.opcode) == ("main.1", "a", "parameter")
+    assert program.operand(below, 0) is None
+
+
+def test_a_loop_counts_its_body() -> None:
+    program, gemm = only(programs.LOOP, "custom-call")
+    assert program.trips(gemm) == 12
+    other, gemm = only(programs.direct(), "custom-call")
+    assert other.trips(gemm) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_stack_is_read_from_the_tables(offset: int) -> None:
+    """The number of the caller, or that number plus one, as jaxlib 0.10 prints it."""
+    text = programs.direct()
+    for own, caller in ((1, 0), (2, 1)):
+        row = f"file_location_id={own} parent_frame_id="
+        text = text.replace(f"{row}{caller + 1}", f"{row}{caller + offset}")
+    program, gemm = only(text, "custom-call")
+    assert program.stack(gemm) == (
+        "/venv/lib/python3.11/site-packages/flax/nnx/nn/linear.py:400",
+        "/home/user/train.py:17",
+    )
+
+
+def test_the_stack_is_read_from_the_instruction() -> None:
+    own = programs.direct().replace(
+        "stack_frame_id=2", 'source_file="/home/user/a.py" source_line=5'
+    )
+    program, gemm = only(own, "custom-call")
+    assert program.stack(gemm) == ("/home/user/a.py:5",)
+    program, gemm = only(programs.direct().replace(" stack_frame_id=2", ""), "custom-call")
+    assert program.stack(gemm) == ()
+
+
+def test_text_that_is_no_program_is_empty() -> None:
+    assert parse("").instructions == []
+    assert parse("nothing\n  %a = f32[] parameter(0)\n").instructions == []

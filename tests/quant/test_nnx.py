@@ -1,0 +1,355 @@
+"""Scales in NNX models: recorded by gradients, invisible to everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from recipes.checkpoint import Checkpoints
+from unitscale import nn, quant
+from unitscale.quant import (
+    AmaxState,
+    Block,
+    Delayed,
+    DotGeneral,
+    Dynamic,
+    MatmulConfig,
+    Static,
+    Unit,
+)
+
+CONFIG = MatmulConfig(cotangent="e5m2", strategy=Delayed(history=4))
+X = jax.random.normal(jax.random.key(0), (16, 8)) * 1000
+
+
+class Net(nnx.Module):
+    """A plain Flax model."""
+
+    def __init__(self, config: MatmulConfig | None = CONFIG, seed: int = 0) -> None:
+        rngs = nnx.Rngs(seed)
+        dot = jax.lax.dot_general
+        a, b = (dot if config is None else DotGeneral(config) for _ in range(2))
+        self.first = nnx.Linear(8, 8, dot_general=a, rngs=rngs)
+        self.second = nnx.Linear(8, 4, dot_general=b, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.dropout(jnp.tanh(self.first(x))))
+
+
+def loss(model, x):
+    return jnp.mean(jnp.square(model(x)))
+
+
+def states(model) -> dict[str, quant.QuantState]:
+    return {path: v.get_value() for path, v in quant.amax_states(model)}
+
+
+def scales(model) -> dict[str, list[float]]:
+    return {path: np.ravel(s.scale).tolist() for path, s in states(model).items()}
+
+
+def same(a, b) -> bool:
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(
+        np.array_equal(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+            jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y,
+        )
+        for x, y in leaves
+    )
+
+
+def scale_of(x, dtype: str = "e4m3fn") -> float:
+    return float(quant.quantize(x, dtype, Dynamic()).scale)
+
+
+def test_is_a_drop_in_for_nnx_value_and_grad() -> None:
+    """The same value and gradients, dropout and the state of random keys included."""
+    ours, theirs = Net(), Net()
+    for x in (X, X * 64):
+        before = scales(ours)
+        value, grads = nnx.jit(quant.value_and_grad(loss))(ours, x)
+        expected, wanted = nnx.jit(nnx.value_and_grad(loss))(theirs, x)
+        assert value == expected
+        assert jax.tree.structure(grads) == jax.tree.structure(wanted)
+        assert same(grads, wanted)
+        assert same(nnx.state(ours, nnx.RngState), nnx.state(theirs, nnx.RngState))
+        # Theirs does not move the scales.
+        assert scales(theirs) == before != scales(ours)
+        nnx.update(theirs, nnx.state(ours, AmaxState))
+
+
+def test_scales_follow_amax() -> None:
+    model = Net()
+    nnx.jit(quant.value_and_grad(lambda model: loss(model, X) + loss(model, X / 64)))(model)
+    found = states(model)
+    # The layer is used twice; its larger input is the first.
+    assert float(found["first.dot_general.state"].scale[0]) == scale_of(X)
+    assert float(found["first.dot_general.state"].scale[1]) == scale_of(model.first.kernel[...])
+    for state in found.values():
+        assert np.all(np.asarray(state.scale) != 1)
+        assert np.all(np.asarray(state.counts)[:, 1] > 0)
+    second_use = found["first.dot_general.state"].counts[0, 1]
+    assert second_use == 2 * X.size
+
+
+def test_has_aux_argnums_and_several_models() -> None:
+    def both(x, left, right, offset):
+        return loss(left, x) + 3 * loss(right, x) + offset, x.shape
+
+    left, right = Net(seed=1), Net(seed=2)
+    gradient = quant.value_and_grad(both, argnums=(1, nnx.DiffState(2, nnx.Param)), has_aux=True)
+    (value, aux), (one, two) = nnx.jit(gradient)(X, left, right, offset=5.0)
+    assert (float(value) > 5, aux) == (True, X.shape)
+    for grads, model in ((one, left), (two, right)):
+        assert jax.tree.structure(grads) == jax.tree.structure(nnx.state(model, nnx.Param))
+        assert all(s != [1, 1, 1] for s in scales(model).values())
+    only = nnx.eval_shape(quant.value_and_grad(both, argnums=2, has_aux=True), X, left, right, 5.0)
+    assert jax.tree.structure(only[1]) == jax.tree.structure(two)
+    plain = quant.value_and_grad(lambda x: jnp.sum(x**2))(X)
+    np.testing.assert_array_equal(plain[1], 2 * X)
+
+
+def test_some_parameters_only() -> None:
+    model = Net()
+    kernels = nnx.All(nnx.Param, nnx.PathContains("kernel"))
+    gradient = quant.value_and_grad(loss, argnums=nnx.DiffState(0, kernels))
+    _, grads = nnx.jit(gradient)(model, X)
+    assert sorted(map(str, nnx.to_flat_state(grads).paths)) == [
+        "('first', 'kernel')",
+        "('second', 'kernel')",
+    ]
+    assert all(s != [1, 1, 1] for s in scales(model).values())
+
+
+def test_models_in_a_container_are_refused() -> None:
+    with pytest.raises(TypeError, match="argument 0 holds models in a list"):
+        nnx.eval_shape(quant.value_and_grad(lambda models: loss(models[0], X)), [Net()])
+
+
+def test_a_model_without_states() -> None:
+    model = Net(None)
+    value, grads = nnx.jit(quant.value_and_grad(loss))(model, X)
+    expected, wanted = nnx.jit(nnx.value_and_grad(loss))(Net(None), X)
+    assert value == expected
+    assert same(grads, wanted)
+    quant.advance(model)
+
+
+def test_clipping_and_decay_never_see_the_state() -> None:
+    """Half an update of clipping and decay too large to overlook."""
+    model = Net()
+    chain = optax.chain(
+        optax.clip_by_global_norm(1e-3), optax.add_decayed_weights(0.5), optax.sgd(1.0)
+    )
+    optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        _, grads = quant.value_and_grad(loss)(model, X)
+        before = nnx.state(model, AmaxState)
+        before = jax.tree.map(lambda x: x + 0, before)
+        optimizer.update(model, grads)
+        return before, optax.tree.norm(grads)
+
+    kernel = model.first.kernel[...]
+    before, norm = step(model, optimizer)
+    assert same(before, nnx.state(model, AmaxState))
+    wanted = optax.tree.norm(nnx.jit(nnx.value_and_grad(loss))(Net(), X)[1])
+    np.testing.assert_allclose(norm, wanted, rtol=1e-5)
+    # Decay took half of the weight; the clipped gradient moved it by a thousandth at most.
+    assert float(jnp.max(jnp.abs(model.first.kernel[...] - kernel / 2))) <= 1.1e-3
+    assert not any("amax" in str(p).lower() for p in nnx.to_flat_state(nnx.state(optimizer)).paths)
+
+
+def test_accumulation_is_one_step_of_the_history() -> None:
+    microbatches = [X, X * 64, X / 64]
+    model, whole = Net(), Net()
+    accumulate = nnx.jit(quant.value_and_grad(loss, advance=False))
+    for x in microbatches:
+        accumulate(model, x)
+    assert scales(model) == {path: [1, 1, 1] for path in scales(model)}
+    quant.advance(model)
+    state = states(model)["first.dot_general.state"]
+    assert float(state.scale[0]) == scale_of(X * 64)
+    assert np.sum(np.asarray(state.history) > -127, axis=-1).tolist() == [1, 1, 1]
+    assert not np.any(state.tally)
+    nnx.jit(quant.value_and_grad(lambda m: sum(loss(m, x) for x in microbatches)))(whole)
+    assert (
+        scales(whole)["first.dot_general.state"][:2] == scales(model)["first.dot_general.state"][:2]
+    )
+
+
+def test_resume_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """A checkpoint in the middle of an accumulation holds scales, history and tally."""
+
+    @nnx.jit
+    def step(model, x):
+        _, grads = quant.value_and_grad(loss)(model, x)
+        return grads
+
+    model = Net()
+    step(model, X)
+    nnx.jit(quant.value_and_grad(loss, advance=False))(model, X * 8)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, nnx.state(model), {}, {})
+    fresh = Net(seed=9)
+    restored = checkpoints.restore(nnx.state(fresh))
+    checkpoints.close()
+    assert restored is not None
+    nnx.update(fresh, restored.state)
+    assert same(nnx.state(fresh), nnx.state(model))
+    for m in (fresh, model):
+        quant.advance(m)
+    assert same(step(fresh, X), step(model, X))
+    assert scales(fresh) == scales(model)
+    assert scales(fresh)["first.dot_general.state"][0] == scale_of(X * 8)
+
+
+def test_scan_over_layers_and_remat() -> None:
+    sizes = jnp.asarray([1.0, 64.0, 2.0**-10])
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Linear(8, 8, dot_general=DotGeneral(CONFIG), rngs=rngs)
+
+    layers = make(nnx.Rngs(0))
+
+    def run(layers, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+        def body(x, layer, size):
+            y = nnx.remat(lambda layer, x: layer(x))(layer, x * size)
+            return x + 0 * y
+
+        return jnp.sum(body(x, layers, sizes) ** 2) + 0 * jnp.sum(x)
+
+    nnx.jit(quant.value_and_grad(run))(layers, X)
+    (state,) = states(layers).values()
+    assert state.scale.shape == (3, 3)
+    np.testing.assert_array_equal(state.scale[:, 0], [scale_of(X * size) for size in sizes])
+
+
+@pytest.mark.parametrize("policy", ["fp8_dynamic", "fp8_delayed", "fp8_static", "mxfp8"])
+def test_layers_of_this_library(policy: str) -> None:
+    layer = nn.MLP(8, 16, policy=policy, rngs=nnx.Rngs(0))
+    conv = nn.Conv(8, 8, 3, policy=policy, rngs=nnx.Rngs(0))
+    model = nnx.Dict(mlp=layer, conv=conv)
+    held = states(model)
+    assert all(path.endswith(".amax") for path in held)
+    stateful = policy in ("fp8_delayed", "fp8_static")
+    assert len(held) == (3 if stateful else 0)
+
+    def total(model, x):
+        return jnp.sum(model["conv"](model["mlp"](x))) ** 2
+
+    x = jnp.ones((2, 4, 8)).at[0, 0, 0].set(1000.0)
+    value, grads = nnx.jit(quant.value_and_grad(total))(model, x)
+    assert np.all([np.all(np.isfinite(g)) for g in [value, *jax.tree.leaves(grads)]])
+    moved = [s != [1, 1, 1] for s in scales(model).values()]
+    assert all(moved) == (policy == "fp8_delayed") or not moved
+    if stateful:
+        assert all(float(s.counts[0, 1]) > 0 for s in states(model).values())
+    # An exempt readout holds no state.
+    readout = nn.Readout(8, 4, policy=policy, rngs=nnx.Rngs(0))
+    assert not states(readout)
+
+
+def test_einsum_takes_the_scales_of_each_step() -> None:
+    """jnp.einsum caches what it traced: the second step must not see the first one's state."""
+    op = quant.Einsum(CONFIG)
+    layer = nnx.Einsum("btk,kn->nbt", (8, 4), einsum_op=op, rngs=nnx.Rngs(0))
+    x = X.reshape(2, 8, 8)
+    first = layer(x)
+    nnx.jit(quant.value_and_grad(loss))(layer, x)
+    found = scales(layer)["einsum_op.state"]
+    assert sorted(found[:2]) == [scale_of(layer.kernel[...]), scale_of(X)]
+    wanted = np.einsum("btk,kn->nbt", x, layer.kernel[...])
+    # At scale 1 what is above 448 saturates; then both operands round by 2**-4 at most.
+    assert np.max(np.abs(first - wanted)) > 100
+    bound = 2 * 2**-4 * np.einsum("btk,kn->nbt", abs(x), abs(layer.kernel[...]))
+    assert np.all(np.abs(layer(x) - wanted) <= bound)
+
+
+def test_a_tied_readout_holds_a_state_where_it_is_quantized() -> None:
+    policy = dataclasses.replace(nn.as_policy("fp8_delayed"), exempt=frozenset())
+    table = nn.Embed(6, 8, policy=policy, rngs=nnx.Rngs(0))
+    nnx.jit(quant.value_and_grad(lambda table: jnp.sum(table.attend(X).data)))(table)
+    assert states(table).keys() == {"amax"}
+    assert scales(table)["amax"][0] == scale_of(X.astype(jnp.bfloat16))
+    assert not states(nn.Embed(6, 8, policy="fp8_delayed", rngs=nnx.Rngs(0)))
+
+
+def test_calibration_sets_static_scales() -> None:
+    model = Net(dataclasses.replace(CONFIG, strategy=Static(margin=1)))
+    before = nnx.state(model, nnx.Not(AmaxState))
+    before = jax.tree.map(lambda x: x.copy(), before)
+    quant.calibrate(model, [X, X * 32, X / 32], loss)
+    assert same(before, nnx.state(model, nnx.Not(AmaxState)))
+    found = scales(model)["first.dot_general.state"]
+    assert found[0] == 2 * scale_of(X * 32)
+    assert found[1] == 2 * scale_of(model.first.kernel[...])
+    assert found[2] != 1
+    # Another step does not move them.
+    nnx.jit(quant.value_and_grad(loss))(model, X * 1000)
+    assert scales(model)["first.dot_general.state"] == found
+    assert not any(state.calibrating for state in states(model).values())
+
+
+def test_calibration_reaches_tiny_cotangents_at_once() -> None:
+    """At scale 1 they would all be zero, layer after layer: nothing to measure."""
+
+    def tiny(model, x):
+        return loss(model, x) * 1e-12
+
+    model, cold = Net(), Net()
+    quant.calibrate(model, [X], tiny)
+    nnx.jit(quant.value_and_grad(tiny))(cold, X)
+    assert 0 < scales(model)["first.dot_general.state"][2] < 2.0**-40
+    assert scales(cold)["first.dot_general.state"][2] == 1
+    _, grads = nnx.jit(quant.value_and_grad(tiny))(model, X)
+    assert np.any(grads["first"]["kernel"][...])
+
+
+def test_calibration_without_a_loss_is_forward_only() -> None:
+    model = Net()
+    quant.calibrate(model, iter([X]))
+    for path, found in scales(model).items():
+        assert found[0] != 1, path
+        assert found[2] == 1, path
+
+
+def test_calibration_errors() -> None:
+    with pytest.raises(ValueError, match="calibrate: batches is empty"):
+        quant.calibrate(Net(), [])
+    with pytest.raises(ValueError, match="calibrate: the model holds no scales; give its layers"):
+        quant.calibrate(Net(None), [X])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Unit(), Dynamic(), Delayed(), Block()], ids=str)
+def test_strategies_of_amax_train_on_gradients_that_unit_loses(strategy) -> None:
+    """A plain network, whose cotangents a loss in small units makes smaller than E5M2 holds."""
+    model = Net(MatmulConfig(cotangent="e5m2", strategy=strategy))
+    model.eval()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2, eps=1e-30), wrt=nnx.Param)
+    x = X / 1000
+    y = jnp.tanh(x @ jax.random.normal(jax.random.key(1), (8, 4)))
+
+    @nnx.jit
+    def step(model, optimizer):
+        error = lambda model: 1e-9 * jnp.mean(jnp.square(model(x) - y))  # noqa: E731
+        value, grads = quant.value_and_grad(error)(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(100)]
+    assert (losses[-1] < 0.2 * losses[0]) == (strategy != Unit())

@@ -1,0 +1,176 @@
+"""The one rule of every matrix product: data with data, and then the scales.
+
+A product is emitted in the direct form that XLA turns into a single GEMM kernel: a dot_general of
+the stored operands, then one multiplication by a factor and the operands' scales.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..core import (
+    Scale,
+    ScaledArray,
+    is_static,
+    multiply_scales,
+    narrow,
+    result_dtype,
+    to_float,
+    wide_dtype,
+    widen,
+)
+from ._quantize import dequantize
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """A two-operand einsum in which every label stands in at least two of the three terms.
+
+    Attributes:
+        lhs: labels of the left operand's dimensions.
+        rhs: labels of the right operand's dimensions.
+        out: labels of the result's dimensions.
+
+    Example:
+        >>> Contraction("btk", "kn", "btn").grad_rhs
+        Contraction(lhs='btk', rhs='btn', out='kn')
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+
+    @property
+    def summed(self) -> str:
+        """Labels that the product sums over, in the order of the left operand."""
+        return "".join(c for c in self.lhs if c in self.rhs and c not in self.out)
+
+    @property
+    def grad_lhs(self) -> "Contraction":
+        """Cotangent of the result with the right operand, giving the left gradient."""
+        return Contraction(self.out, self.rhs, self.lhs)
+
+    @property
+    def grad_rhs(self) -> "Contraction":
+        """Left operand with the cotangent of the result, giving the right gradient."""
+        return Contraction(self.lhs, self.out, self.rhs)
+
+
+def _accumulator(operand_dtype: Any, out_dtype: Any) -> Any:
+    """The type that the product is asked for before the factor.
+
+    bfloat16 has the range of float32, so the factor can follow the rounding, and XLA folds it into
+    the GEMM. float16 has not: there the factor must be applied to the wide sum.
+    """
+    if out_dtype == jnp.bfloat16 and operand_dtype.itemsize <= 2:
+        return out_dtype
+    return wide_dtype(jnp.promote_types(operand_dtype, wide_dtype(out_dtype)))
+
+
+def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Widens unequal operands to their promoted type; two 8-bit types multiply as they are."""
+    if lhs.dtype == rhs.dtype or lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+        return lhs, rhs
+    dtype = result_dtype(lhs, rhs)
+    return lhs.astype(dtype), rhs.astype(dtype)
+
+
+def _multiply(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, accumulator: Any
+) -> jax.Array:
+    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=accumulator)
+
+    if lhs.dtype == jnp.bfloat16 and accumulator == jnp.float32:
+        # On the CPU, XLA has no kernel of bfloat16 into float32 for some layouts.
+        return lax.platform_dependent(
+            lhs, rhs, cpu=lambda lhs, rhs: multiply(widen(lhs), widen(rhs)), default=multiply
+        )
+    return multiply(lhs, rhs)
+
+
+def _dot(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out_dtype: Any) -> jax.Array:
+    """The bare sum of products, with dimensions in the order of ``spec.out``."""
+    batch = [c for c in spec.lhs if c in spec.rhs and c in spec.out]
+    positions = [
+        tuple(map(labels.index, group))
+        for group in (spec.summed, batch)
+        for labels in (spec.lhs, spec.rhs)
+    ]
+    dimension_numbers = ((positions[0], positions[1]), (positions[2], positions[3]))
+    lhs, rhs = _alike(lhs, rhs)
+    accumulator = _accumulator(result_dtype(lhs, rhs), out_dtype)
+    y = _multiply(lhs, rhs, dimension_numbers, accumulator)
+    known = (*batch, *spec.summed)
+    free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in known]
+    order = [(batch + free).index(c) for c in spec.out]
+    return y if order == sorted(order) else lax.transpose(y, order)
+
+
+def in_result(scale: Scale, labels: str, out: str) -> Scale:
+    """Returns the scale of an operand in a shape that broadcasts against dimensions ``out``.
+
+    Example:
+        >>> in_result(jnp.ones((3, 1)), "bk", "nb").shape
+        (1, 3)
+    """
+    if is_static(scale) or scale.ndim == 0:
+        return scale
+    kept = [axis for axis, c in enumerate(labels) if c in out]
+    squeezed = lax.squeeze(scale, [axis for axis in range(scale.ndim) if axis not in kept])
+    own = "".join(labels[axis] for axis in kept)
+    ordered = sorted(own, key=out.index)
+    scale = lax.transpose(squeezed, [own.index(c) for c in ordered])
+    return lax.expand_dims(scale, [axis for axis, c in enumerate(out) if c not in own])
+
+
+def _separate(x: jax.Array | ScaledArray, labels: str, spec: Contraction) -> tuple[Any, Scale]:
+    """Data and the scale that can be applied to the result; scales that cannot go into the data."""
+    if not isinstance(x, ScaledArray):
+        return x, None
+    scale = x.scale
+    if is_static(scale):
+        return x.data, scale
+    summed = [axis for axis, c in enumerate(labels) if c in spec.summed]
+    if x.block_shape or (scale.ndim and any(scale.shape[axis] > 1 for axis in summed)):
+        return dequantize(x), None
+    return x.data, in_result(to_float(scale), labels, spec.out)
+
+
+def product(
+    lhs: jax.Array | ScaledArray,
+    rhs: jax.Array | ScaledArray,
+    spec: Contraction,
+    factor: float,
+    out_dtype: Any,
+) -> jax.Array:
+    """Returns ``factor * einsum(lhs, rhs)`` in ``out_dtype``, accumulated in float32.
+
+    Scaling:
+        dot(lhs.data, rhs.data) * (factor * lhs.scale * rhs.scale). Scales that vary along a
+        dimension that is summed over, as those of blocks do, go into the data before the product.
+        For float16 and float32 results the multiplication is that of the float32 sum, which is
+        rounded once; for bfloat16 results that of the rounded sum (see `contract`).
+
+    Example:
+        >>> x = jnp.ones((2, 4), jnp.float8_e4m3fn)
+        >>> print(product(x, x.T, Contraction("ik", "kj", "ij"), 0.5, jnp.float16))
+        [[2. 2.]
+         [2. 2.]]
+        >>> print(product(ScaledArray(x, 8.0), x.T, Contraction("ik", "kj", "ij"), 0.5, "float32"))
+        [[16. 16.]
+         [16. 16.]]
+    """
+    lhs_data, lhs_scale = _separate(lhs, spec.lhs, spec)
+    rhs_data, rhs_scale = _separate(rhs, spec.rhs, spec)
+    y = _dot(lhs_data, rhs_data, spec, jnp.dtype(out_dtype))
+    scale = multiply_scales(lhs_scale, rhs_scale)
+    if scale is None or is_static(scale):
+        factor *= 1 if scale is None else scale
+        return narrow(y if factor == 1 else y * factor, out_dtype)
+    # Infinity would make NaN of a zero; beyond it only products that overflow anyway.
+    scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max) * factor
+    return narrow(y * scale.astype(y.dtype), out_dtype)

@@ -1,0 +1,123 @@
+"""`lax.dot_general` with quantized operands, for the `dot_general=` hooks of layer libraries."""
+
+from collections.abc import Callable
+from functools import partial
+from string import ascii_lowercase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..core import result_dtype
+from ._config import MatmulConfig
+from ._contraction import Contraction
+from ._product import contract
+from ._state import QuantState, check_state
+from ._strategies import Static
+
+
+def contraction_of(dimension_numbers: Any, lhs_rank: int, rhs_rank: int) -> Contraction:
+    """Returns the `Contraction` of `lax.dot_general`'s dimension numbers.
+
+    Example:
+        >>> contraction_of((((1,), (0,)), ((), ())), 2, 2)
+        Contraction(lhs='ab', rhs='bc', out='ac')
+    """
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs = ascii_lowercase[:lhs_rank]
+    pairs = zip((*rhs_batch, *rhs_summed), (*lhs_batch, *lhs_summed), strict=True)
+    shared = {right: lhs[left] for right, left in pairs}
+    fresh = iter(ascii_lowercase[lhs_rank:])
+    rhs = "".join(shared.get(axis) or next(fresh) for axis in range(rhs_rank))
+    batch = "".join(lhs[axis] for axis in lhs_batch)
+    free = [c for c in lhs if c not in rhs] + [c for c in rhs if c not in lhs]
+    return Contraction(lhs, rhs, batch + "".join(free))
+
+
+def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
+    """Returns a `lax.dot_general` with quantized operands and cotangents.
+
+    Fits the ``dot_general=`` hook of `flax.nnx.Linear`, `flax.nnx.Einsum`, `flax.linen.Dense` and
+    other layers. Strategies that keep their scales need a ``state`` here, or `DotGeneral`.
+
+    Scaling:
+        As `contract` with all factors 1. ``precision`` is ignored: operands have the formats of
+        ``config``, and sums are float32. Operands that are not floating are multiplied as they are.
+
+    Args:
+        config: formats and strategy.
+        state: the scales of a strategy that keeps them.
+
+    Returns:
+        A function with the signature of `lax.dot_general`. The result's dtype is the preferred
+        one, or that to which the operands promote.
+
+    Raises:
+        ValueError: if the strategy needs a state and has none.
+
+    Example:
+        >>> dot = dot_general(MatmulConfig(cotangent="e5m2"))
+        >>> print(dot(jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())))[0])
+        [8. 8. 8.]
+    """
+    check_state("dot_general", config, state)
+
+    def dot(
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)):
+            return lax.dot_general(
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                out_sharding=out_sharding,
+            )
+        out_dtype = preferred_element_type or result_dtype(lhs, rhs)
+        spec = contraction_of(dimension_numbers, lhs.ndim, rhs.ndim)
+        y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
+        return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+
+    return dot
+
+
+def check_symmetric(config: MatmulConfig) -> None:
+    """Raises if it matters which operand of a product is the left one."""
+    strategy = config.strategy
+    scales = strategy.scales if isinstance(strategy, Static) else None
+    if config.lhs != config.rhs or (scales is not None and scales[0] != scales[1]):
+        raise ValueError(
+            "unitscale.quant.einsum: both operands must have one format and static scale, because "
+            f"jnp.einsum may exchange them; got {config}. Use dot_general."
+        )
+
+
+def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
+    """Returns a `jnp.einsum` whose products are quantized, for `flax.nnx.Einsum(einsum_op=)`.
+
+    Args:
+        config: formats and strategy; the same for both operands, which `jnp.einsum` may exchange.
+        state: the scales of a strategy that keeps them.
+
+    Returns:
+        A function with the signature of `jnp.einsum`.
+
+    Raises:
+        ValueError: if the operands differ in format or static scale, or the strategy needs a state
+            and has none.
+
+    Example:
+        >>> print(einsum(MatmulConfig())("ij,jk->ki", jnp.ones((2, 8)), jnp.ones((8, 3)))[0])
+        [8. 8.]
+    """
+    check_symmetric(config)
+    return partial(jnp.einsum, _dot_general=dot_general(config, state))
