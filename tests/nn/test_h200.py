@@ -12,14 +12,17 @@ import pytest
 from flax import nnx
 
 from tests.h200 import FP8_GEMM, compile_h200, library_calls, spec
-from unitscale import nn, ops
+from unitscale import nn, ops, quant
 
 pytestmark = pytest.mark.h200
 
 LAYERS, WIDTH, VOCAB, BATCH, TIME = 2, 256, 1024, 4, 128
 # XLA merges the three projections of attention, which share their input, into one forward product
 # and leaves two backward products each: a layer has 4 forward, 6 dx and 4 dkernel products.
-FP8_PRODUCTS_PER_LAYER = 14
+MERGED = 14
+# A layer that holds its own scales quantizes their common input by itself: nothing is merged, and
+# each of 6 weights has its 3 products.
+SEPARATE = 18
 
 
 class _GPT(nnx.Module):
@@ -42,13 +45,13 @@ def train_step(policy: str) -> str:
     optimizer = optax.adam(1e-3)
 
     def step(params, rest, state, ids):
-        def loss(params):
-            logits = nnx.merge(graphdef, params, rest)(ids[:, :-1])
-            return ops.softmax_cross_entropy(logits, ids[:, 1:])
+        def loss(model):
+            return ops.softmax_cross_entropy(model(ids[:, :-1]), ids[:, 1:])
 
-        grads = jax.grad(loss)(params)
+        model = nnx.merge(graphdef, params, rest)
+        _, grads = quant.value_and_grad(loss)(model)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), nnx.state(model, nnx.Not(nnx.Param)), state
 
     state = jax.eval_shape(optimizer.init, params)
     place = lambda tree: jax.tree.map(lambda x: spec(x.shape, x.dtype), tree)  # noqa: E731
@@ -57,10 +60,19 @@ def train_step(policy: str) -> str:
     )
 
 
-def test_every_dense_product_of_a_train_step_is_fp8() -> None:
-    program = train_step("fp8")
+@pytest.mark.parametrize(
+    ("policy", "products"),
+    [
+        ("fp8", MERGED),
+        ("fp8_dynamic", MERGED),
+        ("fp8_delayed", SEPARATE),
+        ("fp8_static", SEPARATE),
+    ],
+)
+def test_every_dense_product_of_a_train_step_is_fp8(policy: str, products: int) -> None:
+    program = train_step(policy)
     counts = Counter(library_calls(program))
-    assert counts[FP8_GEMM] == FP8_PRODUCTS_PER_LAYER * LAYERS
+    assert counts[FP8_GEMM] == products * LAYERS
     # What is left in 16 bits: attention's own products (batched) and the readout.
     for line in program.splitlines():
         if '"__cublas$lt$matmul"' in line:

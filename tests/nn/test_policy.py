@@ -10,7 +10,7 @@ from flax import nnx
 from tests.nn.table import make
 from unitscale import nn
 from unitscale.core import ScaledArray
-from unitscale.quant import MatmulConfig
+from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, Static
 
 
 def test_presets() -> None:
@@ -23,7 +23,16 @@ def test_presets() -> None:
     assert (fp8.param_dtype, fp8.compute_dtype) == ("float32", "bfloat16")
     assert fp8.matmul == MatmulConfig()
     assert fp8.exempt == {"readout"}
-    assert set(nn.PRESETS) == {*expected, "fp8"}
+    scaled = {
+        "fp8_dynamic": (Dynamic(), "float8_e5m2"),
+        "fp8_delayed": (Delayed(), "float8_e5m2"),
+        "fp8_static": (Static(), "float8_e5m2"),
+        "mxfp8": (Block(32, 1, "float8_e8m0fnu"), "float8_e4m3fn"),
+    }
+    for name, (strategy, cotangent) in scaled.items():
+        config = MatmulConfig(cotangent=cotangent, strategy=strategy)
+        assert nn.as_policy(name) == dataclasses.replace(fp8, matmul=config)
+    assert set(nn.PRESETS) == {*expected, "fp8", *scaled}
 
 
 def test_a_policy_is_returned_as_it_is() -> None:

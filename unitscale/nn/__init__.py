@@ -12,6 +12,7 @@ from ._embed import Embed as Embed, PositionalEmbed as PositionalEmbed
 from ._linear import Dense as Dense, Readout as Readout
 from ._mlp import MLP as MLP
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from ._optimizer import Optimizer as Optimizer
 from ._policy import (
     PRESETS as PRESETS,
     ROLES as ROLES,

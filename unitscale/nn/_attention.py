@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .. import ops
+from .. import ops, rules
 from ..core import ScaledArray
 from ._dropout import Dropout
 from ._linear import Dense
@@ -90,6 +90,8 @@ class MultiHeadAttention(nnx.Module):
         mult: multiplier of the logits.
         use_bias: whether the projections add biases.
         dropout_rate: rate of dropout on the attention weights.
+        context: what lies below the layer, for a factor that counts what tokens share by then; by
+            default values at different positions are taken as independent.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys ("params", and "dropout" if there is any).
 
@@ -122,6 +124,7 @@ class MultiHeadAttention(nnx.Module):
         mult: float = 1.0,
         use_bias: bool = True,
         dropout_rate: float = 0.0,
+        context: rules.AttentionContext | None = None,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
@@ -147,7 +150,7 @@ class MultiHeadAttention(nnx.Module):
                 f"{self.head_dim} ({qkv_features} features in {num_heads} heads)"
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
-        self.rotary_base, self.policy = rotary_base, as_policy(policy)
+        self.rotary_base, self.context, self.policy = rotary_base, context, as_policy(policy)
         kv_features = num_kv_heads * self.head_dim
 
         def dense(inputs: int, outputs: int) -> Dense:
@@ -247,6 +250,10 @@ class MultiHeadAttention(nnx.Module):
 
     def _attend(self, q, k, v, *, mask, is_causal, deterministic: bool | None = True):
         key = self.dropout.key(deterministic)
+        length = k.shape[1] if self.max_length is None else self.max_length
+        mean_square = self.context and self.context.mean_square(
+            self.head_dim, length, is_causal=self.is_causal, mult=self.mult
+        )
         return ops.dot_product_attention(
             q,
             k,
@@ -257,8 +264,9 @@ class MultiHeadAttention(nnx.Module):
             dropout_rate=self.dropout.rate,
             dropout_key=key,
             deterministic=key is None,
-            scale_length=self.max_length,
+            scale_length=length,
             scale_causal=self.is_causal,
+            mean_square=mean_square,
         )
 
     def _merge(self, y: ScaledArray) -> ScaledArray:

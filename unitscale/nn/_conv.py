@@ -7,6 +7,7 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
+from ..quant import amax_state, read_state
 from ..rules import Constraint
 from ._param import constant, read, weight
 from ._policy import PolicyLike, as_policy
@@ -87,6 +88,7 @@ class Conv(nnx.Module):
         self.bias = nnx.data(
             constant(0.0, (out_features,), self.policy, role="bias") if use_bias else None
         )
+        self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
         """Maps (batch, *spatial, in_features) to (batch, *spatial, out_features)."""
@@ -100,4 +102,5 @@ class Conv(nnx.Module):
             feature_group_count=self.feature_group_count,
             constraint=self.constraint,
             config=self.policy.matmul_for("weight"),
+            state=read_state(self.amax),
         )

@@ -6,6 +6,7 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
+from ..quant import amax_state, read_state
 from ._param import read, weight
 from ._policy import PolicyLike, as_policy
 
@@ -57,6 +58,7 @@ class Embed(nnx.Module):
             fan_in=num_embeddings,
             fan_out=features,
         )
+        self.amax = nnx.data(amax_state(self.policy.matmul_for("readout")))
 
     def __call__(self, ids: jax.Array) -> ScaledArray:
         """Maps integer ids (...) to embeddings (..., features)."""
@@ -67,7 +69,10 @@ class Embed(nnx.Module):
         """Maps (..., features) to logits (..., num_embeddings) with the transposed table."""
         table = self.policy.weight(read(self.embedding), "readout")
         return ops.readout(
-            self.policy.activation(x), table.T, config=self.policy.matmul_for("readout")
+            self.policy.activation(x),
+            table.T,
+            config=self.policy.matmul_for("readout"),
+            state=read_state(self.amax),
         )
 
 

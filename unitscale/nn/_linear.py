@@ -4,6 +4,7 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
+from ..quant import amax_state, read_state
 from ..rules import Constraint
 from ._param import constant, read, weight
 from ._policy import PolicyLike, as_policy
@@ -39,6 +40,7 @@ class _Affine(nnx.Module):
             if use_bias
             else nnx.data(None)
         )
+        self.amax = nnx.data(amax_state(self.policy.matmul_for(self.role)))
 
     def _apply(self, op, x: ops.ArrayLike) -> ScaledArray:
         return op(
@@ -47,6 +49,7 @@ class _Affine(nnx.Module):
             read(self.bias),
             constraint=self.constraint,
             config=self.policy.matmul_for(self.role),
+            state=read_state(self.amax),
         )
 
 

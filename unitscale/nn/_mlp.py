@@ -11,6 +11,7 @@ from ._linear import Dense
 from ._policy import PolicyLike
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
+GATED = "_glu"
 
 
 class MLP(nnx.Module):
@@ -68,7 +69,7 @@ class MLP(nnx.Module):
             return Dense(inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs)
 
         self.up = dense(in_features, hidden_features)
-        gated = activation.endswith("_glu")
+        gated = activation.endswith(GATED)
         self.gate = nnx.data(dense(in_features, hidden_features) if gated else None)
         self.down = dense(hidden_features, out_features)
         self.dropout = Dropout(dropout_rate, rngs=rngs)

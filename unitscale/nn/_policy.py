@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..core import ScaledArray, format_of
 from ..ops import ArrayLike
-from ..quant import MatmulConfig
+from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy
 
 ROLES = ("weight", "bias", "norm", "readout", "embedding")
 """What a parameter is for: the `role` in its metadata, which policies and optimizers go by."""
@@ -81,11 +81,22 @@ class Policy:
 
 PolicyLike: TypeAlias = Policy | str
 
+
+def _fp8(strategy: Strategy) -> Policy:
+    # Scales that follow amax leave small cotangents the range that E5M2 has.
+    config = MatmulConfig(cotangent="float8_e5m2", strategy=strategy)
+    return Policy(compute_dtype="bfloat16", matmul=config)
+
+
 PRESETS = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
     "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
+    "fp8_dynamic": _fp8(Dynamic()),
+    "fp8_delayed": _fp8(Delayed()),
+    "fp8_static": _fp8(Static()),
+    "mxfp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig(strategy=Block())),
 }
 """The policies that a layer accepts by name."""
 
@@ -95,7 +106,9 @@ def as_policy(policy: PolicyLike) -> Policy:
 
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
     the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
-    bfloat16).
+    bfloat16). As "fp8" with scales from amax and E5M2 cotangents: "fp8_dynamic" (of this step),
+    "fp8_delayed" (of earlier steps; train with `quant.value_and_grad`), "fp8_static" (set once by
+    `quant.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
 
     Raises:
         ValueError: if the preset is unknown.

@@ -2,18 +2,19 @@
 
 from typing import Any, Literal, get_args
 
+import jax
 from flax import nnx
 
 from .. import ops, rules
 from ..core import ScaledArray
 from ._attention import KVCache, MultiHeadAttention
-from ._mlp import MLP, Activation
+from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
 from ._param import set_depth
 from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
-NormPlacement = Literal["pre", "post", "none"]
+NormPlacement = rules.NormPlacement
 
 
 def _choice(name: str, value: str, choices: Any) -> None:
@@ -27,7 +28,9 @@ class TransformerLayer(nnx.Module):
     """Attention and MLP, each a residual branch.
 
     Scaling:
-        Each branch is `ops.residual` with its own tau; everything inside is unit scaled.
+        Each branch is `ops.residual` with its own tau; everything inside is unit scaled. The
+        attention's factor counts what tokens share after the branches below
+        (`rules.AttentionContext`), which are taken to be like this layer's own.
 
     Args:
         features: width of the residual stream.
@@ -35,6 +38,7 @@ class TransformerLayer(nnx.Module):
         hidden_features: hidden size of the MLP; four times features by default.
         num_kv_heads: number of key and value heads; num_heads by default.
         taus: residual weights of the attention and of the MLP branch.
+        taus_below: residual weights of the branches of all layers below, the lowest first.
         depth: number of residual branches of the whole stack, recorded on every parameter of the
             layer (norms too) for u-muP learning rates.
         norm: "rms" or "layer".
@@ -71,6 +75,7 @@ class TransformerLayer(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         taus: tuple[float, float] = (0.5, 0.5),
+        taus_below: tuple[float, ...] = (),
         depth: int = 2,
         norm: NormKind = "rms",
         norm_placement: NormPlacement = "pre",
@@ -107,6 +112,13 @@ class TransformerLayer(nnx.Module):
             mult=attention_mult,
             use_bias=use_bias,
             dropout_rate=dropout_rate,
+            context=rules.AttentionContext(
+                taus_below=taus_below,
+                activation=getattr(jax.nn, activation.removesuffix(GATED)),
+                gated=activation.endswith(GATED),
+                mlp_mult=mlp_mult,
+                norm_placement=norm_placement,
+            ),
             policy=policy,
             rngs=rngs,
         )
@@ -227,6 +239,7 @@ class TransformerStack(nnx.Module):
                     num_heads,
                     hidden_features,
                     taus=(taus[2 * i], taus[2 * i + 1]),
+                    taus_below=taus[: 2 * i],
                     depth=depth,
                     policy=policy,
                     rngs=rngs,

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.nn.table import LAYERS, make, parameters
+from unitscale import nn
+from unitscale.core import ScaledArray, rebalance, to_array
+from unitscale.optim import scaled, skip_nonfinite, umup
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+
+
+def loss(model) -> jax.Array:
+    return jnp.mean((model(X).value - 1) ** 2)
+
+
+def train(tx, steps: int = 5, jit=nnx.jit) -> tuple[nn.MLP, nn.Optimizer, list[float]]:
+    model = nn.MLP(8, 16, rngs=nnx.Rngs(0))
+    optimizer = nn.Optimizer(model, tx, wrt=nnx.Param)
+
+    @jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    return model, optimizer, [float(step(model, optimizer)) for _ in range(steps)]
+
+
+def values(model) -> dict[str, np.ndarray]:
+    return {path: np.asarray(to_array(p.get_value())) for path, p in parameters(model).items()}
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
+def test_near_the_optimizer_of_flax_in_float32(jit) -> None:
+    rate, steps = 0.01, 5
+    model, optimizer, found = train(scaled(optax.adam(rate)), steps, jit)
+    plain, reference, expected = train(optax.adam(rate), steps)
+    assert int(optimizer.step[...]) == int(reference.step[...]) == steps
+    # float16 weights; Adam's updates are rate-sized, and off by the rounding of e4m3 moments.
+    np.testing.assert_allclose(found, expected, rtol=steps * 2**-10)
+    for path, value in values(plain).items():
+        near = steps * (2**-11 * np.maximum(np.abs(value), 1e-2) + 2 * rate * 2**-3)
+        assert (np.abs(values(model)[path] - value) <= near).all(), path
+    assert all(isinstance(p.get_value(), ScaledArray) for p in parameters(model).values())
+    assert model.up.kernel.role == "weight"
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        scaled(optax.adam(0.05), moments=("e4m3fn", "e4m3fn"), rounding="stochastic"),
+        skip_nonfinite(scaled(optax.lion(0.02))),
+        optax.adam(0.05),
+    ],
+    ids=["stochastic", "skip", "optax"],
+)
+def test_the_loss_falls(tx) -> None:
+    losses = train(tx, 12)[2]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_umup_inside() -> None:
+    model = nn.MLP(8, 16, rngs=nnx.Rngs(0))
+    before = values(model)
+    tx = scaled(umup(optax.adam(0.25), nnx.state(model, nnx.Param)), weights="float32")
+    optimizer = nn.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(loss)(model))
+    moved = np.abs(values(model)["up.kernel"] - before["up.kernel"]).max()
+    assert moved == pytest.approx(0.25 * 8**-0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_takes_scaled_parameters(name: str) -> None:
+    """Forward and backward, at whatever scale: cotangents of data are data's own."""
+    layer, spec = make(name)
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    scaled_params = scaled(optax.sgd(0.1), weights="float32").scale_params(params)
+    powers = jax.tree.map(
+        lambda w: rebalance(w, 2.0**-3), scaled_params, is_leaf=lambda x: isinstance(x, ScaledArray)
+    )
+
+    def run(params):
+        def scalar(params):
+            out = nnx.merge(graphdef, params, rest)(spec.input())
+            return jnp.sum(jnp.sin(jax.tree.leaves(to_array(out))[0].astype(jnp.float32)))
+
+        return jax.value_and_grad(scalar)(params)
+
+    value, grads = jax.jit(run)(params)
+    for other in (scaled_params, powers):
+        found, cotangents = jax.jit(run)(other)
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-4)
+        leaves = jax.tree.leaves(other, is_leaf=lambda x: isinstance(x, ScaledArray))
+        theirs = jax.tree.leaves(cotangents, is_leaf=lambda x: isinstance(x, ScaledArray))
+        for w, g, expected in zip(leaves, theirs, jax.tree.leaves(grads), strict=True):
+            np.testing.assert_allclose(
+                g.data / w.scale, expected, rtol=1e-3, atol=1e-4 * float(np.abs(expected).max())
+            )
+
+
+def test_gradients_are_accumulated() -> None:
+    tx = scaled(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
+    model = nn.Dense(8, 2, rngs=nnx.Rngs(0))
+    optimizer = nn.Optimizer(model, tx, wrt=nnx.Param)
+    before = values(model)
+    grads = nnx.grad(loss)(model)
+    optimizer.update(model, grads)
+    np.testing.assert_array_equal(values(model)["kernel"], before["kernel"])
+    optimizer.update(model, grads)
+    assert (values(model)["kernel"] != before["kernel"]).any()
+
+
+def test_a_split_and_merged_optimizer_goes_on() -> None:
+    model, optimizer, _ = train(scaled(optax.adam(0.01)), 2)
+    graphdef, state = nnx.split((model, optimizer))
+    again_model, again = nnx.merge(graphdef, state)
+    grads = nnx.grad(loss)(model)
+    optimizer.update(model, grads)
+    again.update(again_model, grads)
+    for path, value in values(model).items():
+        np.testing.assert_array_equal(value, values(again_model)[path])
+    with pytest.raises(TypeError, match="wrt"):
+        nn.Optimizer(model, scaled(optax.adam(0.01)))  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,70 @@
+"""An optimizer beside its model, whose parameters may be ScaledArrays."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Optimizer(nnx.Optimizer):
+    """`flax.nnx.Optimizer` for the transformations of `unitscale.optim.scaled` too.
+
+    Scaling:
+        The model's parameters become ScaledArrays in the format of ``tx``; layers of `unitscale.nn`
+        take them as they are. Gradients come from `nnx.grad` in data space, and `update` is
+        ``tx.step``: each weight is rounded once, at random where ``tx`` says so. Any other optax
+        transformation works as in `flax.nnx.Optimizer`.
+
+    Args:
+        model: module whose parameters are trained; with a scaled ``tx`` they are replaced.
+        tx: optax transformation.
+        wrt: filter of the variables that are trained, as for `nnx.grad`.
+
+    Raises:
+        TypeError: if wrt is missing.
+
+    Example:
+        >>> import optax
+        >>> from unitscale import nn, optim
+        >>> model = nn.Dense(4, 2, rngs=nnx.Rngs(0))
+        >>> optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(0.1)), wrt=nnx.Param)
+        >>> model.kernel.get_value()
+        ScaledArray(float16[4,2], scale=1)
+        >>> grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 4))).value))(model)
+        >>> _ = optimizer.update(model, grads)
+        >>> int(optimizer.step[...])
+        1
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any) -> None:
+        if not hasattr(tx, "step"):
+            super().__init__(model, tx, wrt=wrt)
+            return
+        self.graph, self.tx, self.wrt = None, tx, wrt
+        self.step = nnx.OptState(jnp.array(0, jnp.uint32))
+        params = tx.scale_params(nnx.state(model, wrt))
+        nnx.update(model, params)
+        # One variable holds all of the state: with one per array, as in flax, a ScaledArray would
+        # be a node of the graph and no ScaledArray any more.
+        self.opt_state = nnx.OptState(tx.init(nnx.as_pure(params)))
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Moves the parameters of the model by one step; returns them.
+
+        Args:
+            model: the module.
+            grads: gradients of ``wrt``, as `nnx.grad` returns them.
+            **kwargs: passed to ``tx``.
+
+        Returns:
+            The new parameters, or for a plain optax transformation the updates.
+        """
+        step = getattr(self.tx, "step", None)
+        if step is None:
+            return super().update(model, grads, **kwargs)
+        params, gradients = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
+        params, state = step(params, self.opt_state.get_value(), gradients, **nnx.as_pure(kwargs))
+        nnx.update(model, params)
+        self.opt_state.set_value(state)
+        self.step[...] += 1
+        return params
