@@ -1,3 +1,14 @@
 """Optimizer wrappers for unit-scaled models, over any optax transformation."""
 
+from ._decay import independent_weight_decay as independent_weight_decay
+from ._gradients import value_gradients as value_gradients
+from ._moments import Moment as Moment, SquareRoot as SquareRoot
+from ._nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
+from ._roles import Moments as Moments, Role as Role
+from ._scaled import (
+    ScaledState as ScaledState,
+    ScaledTransformation as ScaledTransformation,
+    scaled as scaled,
+)
 from ._umup import umup as umup
+from ._weights import apply_updates as apply_updates

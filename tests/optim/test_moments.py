@@ -1,0 +1,157 @@
+"""State in 16 and 8 bits: error, range and special values of one array."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale.core import ScaledArray, format_of
+from unitscale.optim import Moment, SquareRoot
+from unitscale.optim._moments import is_stored, load, moment_of, store
+
+NARROW = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float16"]
+WIDE = ["bfloat16", "float32"]
+
+
+def sample(seed: int = 0, spread: float = 2.0, shape=(24, 40)) -> np.ndarray:
+    """Magnitudes over `spread` powers of two below 1, both signs."""
+    rng = np.random.default_rng(seed)
+    return (2.0 ** -rng.uniform(0, spread, shape) * rng.choice([-1, 1], shape)).astype(np.float32)
+
+
+def stored(x, dtype, root=False, block=None, key=None):
+    rounding = "nearest" if key is None else "stochastic"
+    return store(jnp.asarray(x), Moment(dtype, root, block), rounding, key)
+
+
+@pytest.mark.parametrize("size", [1.0, 3e-7, 2e9])
+@pytest.mark.parametrize("dtype", NARROW + WIDE)
+def test_error_is_half_the_distance_of_neighbours(dtype: str, size: float) -> None:
+    x = sample() * np.float32(size)
+    out = stored(x, dtype)
+    assert isinstance(out, ScaledArray)
+    assert out.dtype == format_of(dtype).dtype
+    np.testing.assert_allclose(load(out), x, rtol=format_of(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("size", [1.0, 3e-7, 2e9])
+@pytest.mark.parametrize("dtype", NARROW + WIDE)
+def test_the_square_of_a_rounded_root_has_twice_its_error(dtype: str, size: float) -> None:
+    x = np.abs(sample()) * np.float32(size)
+    out = stored(x, dtype, root=True)
+    assert isinstance(out, SquareRoot)
+    half = format_of(dtype).eps / 2
+    np.testing.assert_allclose(load(out), x, rtol=(1 + half) ** 2 - 1 + 1e-6)
+    np.testing.assert_allclose(np.sqrt(load(out)), np.sqrt(x), rtol=half + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_largest_entry_never_saturates_and_uses_the_top_of_the_range(dtype: str) -> None:
+    for exponent in np.linspace(-30, 30, 41):
+        for root in (False, True):
+            x = np.float32(2.0**exponent) * np.ones(3, np.float32)
+            out = stored(x, dtype, root=root)
+            data = np.asarray((out.root if root else out).data).astype(np.float64)
+            top = 2.0 ** np.floor(np.log2(format_of(dtype).max))
+            assert (data <= top).all()
+            assert (data >= top / 2).all()
+
+
+def test_the_root_covers_2_to_the_34_in_8_bits() -> None:
+    x = np.float32(2.0) ** np.arange(0, -34, -1, dtype=np.float32)
+    plain, root = stored(x, "float8_e5m2"), stored(x, "float8_e4m3fn", root=True)
+    np.testing.assert_allclose(np.log2(load(root)), np.log2(x), atol=1.2)  # subnormal at the end
+    np.testing.assert_allclose(load(root)[:28], x[:28], rtol=0.13)
+    assert not np.asarray(load(plain)[-1])
+
+
+@pytest.mark.parametrize("key", [None, 0])
+def test_a_second_moment_never_rounds_to_zero(key) -> None:
+    key = None if key is None else jax.random.key(key)
+    x = np.array([1.0, 1e-12, 1e-25, 0.0], np.float32)
+    value = np.asarray(load(stored(x, "float8_e4m3fn", root=True, key=key)))
+    assert (value[:3] >= x[:3] * (1 - 2**-3)).all()
+    assert value[3] == 0
+
+
+@pytest.mark.parametrize("dtype", NARROW + WIDE)
+@pytest.mark.parametrize("root", [False, True])
+def test_zeros_stay_zeros_and_signs_stay(dtype: str, root: bool) -> None:
+    np.testing.assert_array_equal(load(stored(np.zeros((3, 2)), dtype, root)), np.zeros((3, 2)))
+    assert float(load(stored(np.float32(0), dtype, root))) == 0
+    x = sample()
+    np.testing.assert_array_equal(np.sign(load(stored(x, dtype, root))), np.sign(x))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen(dtype: str, root: bool, bad: float) -> None:
+    x = sample()
+    x[3, 5] = bad
+    assert np.isnan(load(stored(x, dtype, root))).all()
+    blocks = np.isnan(load(stored(x, dtype, root, block=8)))
+    assert blocks[3, :8].all()
+    assert blocks.sum() == 8
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("root", [False, True])
+def test_storing_what_was_stored_changes_nothing(dtype: str, root: bool) -> None:
+    for seed in range(20):  # among them largest entries that round up to a power of two
+        once = load(stored(sample(seed, 30, (8, 8)), dtype, root))
+        twice = load(stored(once, dtype, root))
+        np.testing.assert_array_equal(twice, once)
+
+
+@pytest.mark.parametrize("columns", [8, 13, 16])
+def test_blocks_have_scales_of_their_own(columns: int) -> None:
+    x = sample(shape=(4, columns)) * np.repeat([1.0, 1e-20], [8, columns - 8]).astype(np.float32)
+    out = stored(x, "float8_e4m3fn", block=8)
+    assert out.block_shape == (1, 8)
+    assert out.scale.shape == (4, -(-columns // 8))
+    np.testing.assert_allclose(load(out), x, rtol=2**-4)
+    if columns > 8:
+        assert not np.asarray(load(stored(x, "float8_e4m3fn")))[:, 8:].any()
+    assert moment_of(out) == Moment("float8_e4m3fn", False, 8)
+    assert moment_of(stored(x, "float16", root=True, block=8)) == Moment("float16", True, 8)
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_stochastic_rounding_is_unbiased(root: bool) -> None:
+    """The root in its own space: the mean of many roundings is the root itself."""
+    n = 4096
+    x = np.full(n, 0.3, np.float32)
+    x[0] = 1.0
+    out = stored(x, "float8_e4m3fn", root=root, key=jax.random.key(0))
+    y = np.asarray((out.root if root else out).value)[1:]
+    true = 0.3**0.5 if root else 0.3
+    assert len(np.unique(y)) == 2
+    step = np.ptp(y)
+    assert abs(y.mean() - true) < 5 * step / 2 / n**0.5
+
+
+def test_a_square_root_is_a_tree() -> None:
+    root = SquareRoot(ScaledArray(jnp.array([3.0, -0.5]), 2.0))
+    np.testing.assert_array_equal(root.value, [36.0, -1.0])
+    again = jax.tree.map(lambda x: x, root)
+    assert is_stored(again)
+    np.testing.assert_array_equal(again.value, root.value)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(root)]
+    assert paths == [".root.data", ".root.scale"]
+    assert root.shape == (2,)
+    assert root.nbytes == 12
+    assert repr(root) == "SquareRoot(ScaledArray(float32[2], scale=2))"
+
+
+def test_errors() -> None:
+    for bad in ("E4M3", "float4_e2m1fn", "float6_e2m3fn", "float8_e8m0fnu", "float64"):
+        with pytest.raises(ValueError, match=r"Moment: dtype must be a float8, float16, bfloat16"):
+            Moment(bad)
+    with pytest.raises(ValueError, match="expected a floating-point format"):
+        Moment("int8")
+    for bad in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="block must be a positive number of entries"):
+            Moment("float16", block=bad)

@@ -1,0 +1,147 @@
+"""Parameters as ScaledArrays: how they are made, and how an update is added to them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import (
+    CastRounding,
+    ScaledArray,
+    cast,
+    is_scaled,
+    is_static,
+    is_zero,
+    rms,
+    round_to_pow2,
+    safe_scale,
+    to_float,
+    widen,
+)
+
+# The scale of a parameter that is zero and so does not tell how large it will be: float16 then
+# takes a first update between 2^-22 and 2^7 with all its bits, float8_e4m3fn one from 2^-17 to 1.
+_SCALE_OF_ZEROS = 2.0**-8
+
+# A scale is chosen from at most about this many entries of an array, in evenly spaced rows.
+_SAMPLE = 2**16
+
+
+def scale_weight(x: Any, dtype: Any) -> Any:
+    """A parameter as a ScaledArray of RMS near 1; what is not floating is returned as it is."""
+    if not is_scaled(x):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            return x
+        x = ScaledArray(x, None)
+    value = widen(x.value)
+    size = rms(value)
+    scale = jnp.where(size > 0, safe_scale(round_to_pow2(size)), _SCALE_OF_ZEROS)
+    return ScaledArray(cast(value / scale, dtype), scale)
+
+
+def _sample(data: jax.Array) -> jax.Array:
+    strides, size = [], data.size
+    for length in data.shape:
+        stride = max(1, min(length, size // _SAMPLE))
+        strides.append(stride)
+        size //= stride
+    return data[tuple(slice(None, None, stride) for stride in strides)]
+
+
+def _fresh_scale(weight: ScaledArray) -> Any:
+    """The scale that new data takes: another one where the RMS of data has left [1/2, 2]."""
+    scale = to_float(weight.scale)
+    if weight.block_shape is not None or weight.size == 0:
+        return scale
+    if scale.ndim and scale.size > 1:
+        axes = tuple(a for a, n in enumerate(scale.shape) if n == 1)
+        size = rms(weight.data, axes)
+    else:
+        size = rms(_sample(weight.data)).reshape(scale.shape)
+    return jnp.where((size < 0.5) | (size > 2), scale * safe_scale(round_to_pow2(size)), scale)
+
+
+def apply_update(
+    weight: Any, update: Any, rounding: CastRounding = "nearest", key: jax.Array | None = None
+) -> Any:
+    """One weight plus its update, rounded once into the format of the weight."""
+    if update is None or weight is None:
+        return weight
+    update = update.value if is_scaled(update) else update
+    if not is_scaled(weight):
+        total = widen(weight) + update if _is_floating(weight) else weight + update
+        return _round(total, weight.dtype, rounding, key) if _is_floating(weight) else total
+    if is_zero(weight.scale):
+        raise ValueError(
+            "unitscale.optim.apply_updates: params must have scales that are not the special zero; "
+            "got one that as_scaled made of zeros. Make them with scale_params of the optimizer."
+        )
+    total = widen(weight.value) + update
+    if is_static(weight.scale):
+        return weight.map_data(lambda data: _round(total, data.dtype, rounding, key))
+    scale = _fresh_scale(weight)
+    full = ScaledArray(weight.data, scale, block_shape=weight.block_shape).full_scale
+    data = _round(total / to_float(full), weight.dtype, rounding, key)
+    return ScaledArray(data, scale, block_shape=weight.block_shape)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _round(x: jax.Array, dtype: Any, rounding: CastRounding, key: jax.Array | None) -> jax.Array:
+    # A cast saturates; an infinite weight is to be seen.
+    return cast(jnp.where(jnp.isinf(x), jnp.nan, x), dtype, rounding, key)
+
+
+def _is_leaf(x: Any) -> bool:
+    return x is None or is_scaled(x)
+
+
+def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:
+    """Adds updates to parameters: the twin of `optax.apply_updates` for ScaledArrays.
+
+    Scaling:
+        The value plus the update in float32, rounded once into the format of the parameter. Where
+        the RMS of a ScaledArray's data has left [1/2, 2], the new data takes the scale that brings
+        it near 1. That is seen in the data that comes in (in evenly spaced rows of a large array),
+        so the scale follows one step behind, which a format with binades to spare does not feel.
+
+        Rounded to nearest, an update below half the distance of neighbours is lost: in float16,
+        one of less than 2^-12 to 2^-11 of the entry. With a ``key`` the rounding is stochastic, and
+        the expected value of the new parameter is exact.
+
+    Args:
+        params: tree of ScaledArrays and arrays.
+        updates: tree of plain arrays as ``params``, differences of values, as optimizers return
+            them; None leaves a parameter alone.
+        key: `jax.random` key for stochastic rounding; None rounds to nearest.
+
+    Returns:
+        The same tree as ``params``, in the same formats. An infinite sum becomes NaN.
+
+    Raises:
+        ValueError: if the trees differ, or a parameter has the special zero as its scale.
+
+    Example:
+        >>> w = ScaledArray(jnp.ones(2, jnp.float16), 4.0)
+        >>> apply_updates(w, jnp.array([0.5, -0.25])).value
+        Array([4.5 , 3.75], dtype=float32)
+
+    References:
+        Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4 (float16 master weights);
+        Croci et al., "Stochastic rounding", 2022, arXiv 2103.13445.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
+    changes, other = jax.tree.flatten(updates, is_leaf=_is_leaf)
+    if structure != other:
+        raise ValueError(
+            "unitscale.optim.apply_updates: updates must have the structure of params; got "
+            f"{other}, expected {structure}"
+        )
+    rounding = "nearest" if key is None else "stochastic"
+    keys = [None] * len(leaves)
+    if key is not None and leaves:
+        keys = list(jax.random.split(key, len(leaves)))
+    total = [apply_update(w, u, rounding, k) for w, u, k in zip(leaves, changes, keys, strict=True)]
+    return jax.tree.unflatten(structure, total)
