@@ -1,0 +1,42 @@
+"""Programs over the host devices that tests/conftest.py asks for, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from unitscale.parallel import make_mesh
+
+
+def mesh_of(**axes: int) -> Mesh:
+    """A mesh over the first devices."""
+    return make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+
+
+def on_each(f: Callable[..., Any], devices: int, out: Any = None, **kwargs: Any) -> Callable:
+    """`f` of this device's row of (devices, ...) arrays; by default all devices' results."""
+    mesh = mesh_of(data=devices)
+    each = P("data") if out is None else out
+
+    def local(*rows):
+        result = f(*jax.tree.map(lambda x: x[0], rows))
+        return jax.tree.map(lambda x: x[None], result) if out is None else result
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=each, **kwargs))
+
+
+def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Magnitudes spread evenly over the binades from 2^-20 to 2^10, with random signs."""
+    random = np.random.default_rng(seed)
+    exponents = random.uniform(-20, 10, shape)
+    return (random.choice([-1.0, 1.0], shape) * 2.0**exponents).astype(np.float32)
+
+
+def relative_error(got: Any, wanted: Any) -> float:
+    """||got - wanted|| / ||wanted||, in float64."""
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))

@@ -1,0 +1,40 @@
+"""What eight H200s would send, by the programs that XLA compiles for them; see `tests/h200.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from tests.h200 import topology
+from unitscale.parallel import all_reduce, bytes_on_wire, collectives
+
+pytestmark = pytest.mark.h200
+
+DEVICES, SIZE = 8, 65536
+PART = (DEVICES - 1) / DEVICES
+
+
+def compiled(f: Callable[[jax.Array], jax.Array], dtype: str):
+    mesh = Mesh(np.array(topology(DEVICES).devices), ("data",))
+    each = NamedSharding(mesh, P("data"))
+    argument = jax.ShapeDtypeStruct((DEVICES * SIZE,), jnp.dtype(dtype), sharding=each)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
+    return jax.jit(mapped).lower(argument).compile()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_all_reduce_of_jax(dtype: str, size: int) -> None:
+    program = compiled(lambda g: jax.lax.psum(g, "data"), dtype)
+    assert bytes_on_wire(program) == 2 * size * SIZE * PART
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_is_half_of_bfloat16(dtype: str) -> None:
+    program = compiled(lambda g: all_reduce(g, "data"), dtype)
+    assert bytes_on_wire(program) == 2 * SIZE * PART + 2 * 4 * PART  # and one scale
+    assert [c.dtype for c in collectives(program)] == ["s32", "u8", "u8"]

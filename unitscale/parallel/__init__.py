@@ -1,0 +1,20 @@
+"""Training on many devices: gradients and weights exchanged in FP8, on JAX's own runtime."""
+
+from ._all_gather import all_gather as all_gather
+from ._all_reduce import all_reduce as all_reduce
+from ._auto_scale import AutoScale as AutoScale
+from ._mesh import (
+    batch_axes as batch_axes,
+    make_mesh as make_mesh,
+    param_shardings as param_shardings,
+    shard_batch as shard_batch,
+)
+from ._multihost import initialize as initialize
+from ._quantize import AxisName as AxisName
+from ._reduce_scatter import reduce_scatter as reduce_scatter
+from ._train_step import ParallelState as ParallelState, train_step as train_step
+from ._wire import (
+    Collective as Collective,
+    bytes_on_wire as bytes_on_wire,
+    collectives as collectives,
+)

@@ -1,0 +1,134 @@
+"""FP8-LM's automatic scaling: a factor that follows how many entries overflow."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import CastRounding
+from ._all_reduce import exchange
+from ._quantize import AxisName
+
+# Below it mu gives no headroom that a sum of finite entries needs.
+_SMALLEST = 2.0**-8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoScale:
+    """The factor mu of `all_reduce` for each tensor, which halves on overflow and recovers slowly.
+
+    Scaling:
+        mu <- mu / 2 after a step in which more than ``threshold`` of a tensor's entries, over all
+        devices, lie beyond the range of the format; else mu <- min(mu 2^(1/recovery), largest).
+        An infinite entry is one beyond the range, and mu stays at 2^-8 or above. In use mu is
+        rounded down to a power of two.
+
+        FP8-LM sums in FP8 and so starts below 1. Here sums are wide and mu = 1 never overflows:
+        mu grows above it as long as few enough entries saturate, so that a tensor with rare
+        outliers gains the binades they would cost.
+
+    Attributes:
+        mu: tree of float32 scalars, as the gradients.
+        threshold: share of entries that may saturate.
+        recovery: steps without overflow in which mu doubles.
+        largest: the most that mu may become.
+
+    Example:
+        >>> auto = AutoScale.create({"w": jnp.zeros((64, 64))})
+        >>> print(auto.updated({"w": 0.5}).mu["w"], auto.updated({"w": 0.0}, steps=1000).mu["w"])
+        0.5 2.0
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.1 (threshold 0.001%, doubling over
+        1000 steps).
+    """
+
+    mu: Any
+    threshold: float = dataclasses.field(default=1e-5, metadata={"static": True})
+    recovery: int = dataclasses.field(default=1000, metadata={"static": True})
+    largest: float = dataclasses.field(default=2.0**8, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, grads: Any, *, threshold: float = 1e-5, recovery: int = 1000, largest: float = 2.0**8
+    ) -> "AutoScale":
+        """The state before the first step, mu = 1.
+
+        Args:
+            grads: tree as the gradients; the parameters will do.
+            threshold: share of entries that may saturate, in [0, 1).
+            recovery: steps without overflow in which mu doubles.
+            largest: the most that mu may become; 1 for a mu that only ever gives headroom.
+
+        Raises:
+            ValueError: if a number is out of range.
+        """
+        if not (0 <= threshold < 1 and recovery > 0 and 1 <= largest < float("inf")):
+            raise ValueError(
+                "unitscale.parallel.AutoScale.create: expected 0 <= threshold < 1, recovery > 0 "
+                f"and 1 <= largest < inf; got threshold {threshold}, recovery {recovery}, largest "
+                f"{largest}"
+            )
+        mu = jax.tree.map(lambda _: jnp.float32(1), grads)
+        return cls(mu=mu, threshold=threshold, recovery=recovery, largest=largest)
+
+    def updated(self, saturated: Any, steps: int = 1) -> "AutoScale":
+        """The state after steps in which these shares of entries saturated.
+
+        Args:
+            saturated: tree of shares, as ``mu``.
+            steps: number of such steps.
+        """
+
+        def follow(mu: jax.Array, share: Any) -> jax.Array:
+            grown = jnp.minimum(mu * 2.0 ** (steps / self.recovery), self.largest)
+            halved = jnp.maximum(mu * 0.5**steps, _SMALLEST)
+            return jnp.where(share > self.threshold, halved, grown)
+
+        return dataclasses.replace(self, mu=jax.tree.map(follow, self.mu, saturated))
+
+    def all_reduce(
+        self,
+        grads: Any,
+        axis_name: AxisName,
+        dtype: Any = jnp.float8_e4m3fn,
+        *,
+        rounding: CastRounding = "nearest",
+        key: jax.Array | None = None,
+        small: int = 1024,
+        small_dtype: Any = jnp.float32,
+    ) -> tuple[Any, "AutoScale"]:
+        """`all_reduce` with this state's mu: the means, and the state for the next step.
+
+        One more float32 per tensor is exchanged, the share of its entries that saturated.
+
+        Example:
+            >>> from jax.sharding import PartitionSpec as P
+            >>> from unitscale.parallel import make_mesh
+            >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+            >>> auto = AutoScale.create(jnp.zeros(4))
+            >>> step = jax.shard_map(
+            ...     lambda auto, g: auto.all_reduce(g, "data", small=0),
+            ...     mesh=mesh,
+            ...     in_specs=(P(), P("data")),
+            ...     out_specs=P(),
+            ... )
+            >>> mean, auto = step(auto, jnp.array([1.0, 0.5, 0.25, 0.0]))
+            >>> print(mean, auto.mu.round(4))
+            [1.   0.5  0.25 0.  ] 1.0007
+        """
+        means, saturated = exchange(
+            "AutoScale.all_reduce",
+            grads,
+            self.mu,
+            axis_name,
+            dtype,
+            rounding,
+            key,
+            small,
+            small_dtype,
+            count=True,
+        )
+        return means, self.updated(jax.tree.unflatten(jax.tree.structure(self.mu), saturated))

@@ -1,0 +1,138 @@
+"""Meshes of devices, and which part of a batch or a parameter lies on which device."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of named axes over all devices of all processes, by `jax.make_mesh`.
+
+    Args:
+        axes: name to number of devices, as a config gives it: ``{"data": 4, "fsdp": 2}``. The last
+            axis has the nearest neighbours.
+        devices: what to use; by default `jax.devices()`.
+
+    Returns:
+        A Mesh whose axes are left to the compiler (`jax.sharding.AxisType.Auto`), as jit with
+        shardings wants them; `jax.shard_map` takes it too.
+
+    Raises:
+        ValueError: if a number is not positive, or they do not multiply to the number of devices.
+
+    Example:
+        >>> dict(make_mesh({"data": 1, "tensor": 1}, devices=jax.devices()[:1]).shape)
+        {'data': 1, 'tensor': 1}
+    """
+    available = jax.devices() if devices is None else list(devices)
+    sizes = tuple(axes.values())
+    if not axes or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(
+            "unitscale.parallel.make_mesh: axes must give each axis a positive number of devices; "
+            f"got {dict(axes)}"
+        )
+    if math.prod(sizes) != len(available):
+        product = " x ".join(f"{name} {n}" for name, n in axes.items())
+        raise ValueError(
+            "unitscale.parallel.make_mesh: the axes must multiply to the number of devices; got "
+            f"{product} = {math.prod(sizes)} and {len(available)} devices. Change an axis, pass "
+            "devices=, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count="
+            f"{math.prod(sizes)} before jax is imported."
+        )
+    return jax.make_mesh(sizes, tuple(axes), (AxisType.Auto,) * len(sizes), devices=available)
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh that a batch is divided over: fsdp and data, where it has them.
+
+    In this order: on a mesh of data 2, fsdp 2, tensor 2, with the batch over ``("data", "fsdp")``
+    and matrices over ``("fsdp", "tensor")``, XLA's partitioner gives wrong gradients of two
+    products in a row (on CPUs, jax 0.10.2 and 0.12.0.1).
+
+    Example:
+        >>> batch_axes(make_mesh({"fsdp": 1, "tensor": 1}, devices=jax.devices()[:1]))
+        ('fsdp',)
+    """
+    return tuple(name for name in ("fsdp", "data") if name in mesh.shape)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """Divides the first dimension of a batch over the axes of `batch_axes`.
+
+    Args:
+        batch: tree of arrays of one leading size. With several processes each passes its own share
+            of the global batch.
+        mesh: of `make_mesh`.
+
+    Returns:
+        The same tree of global arrays.
+
+    Raises:
+        ValueError: if a leaf has no dimension, or its devices do not divide it.
+
+    Example:
+        >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+        >>> shard_batch(np.zeros((4, 8)), mesh).sharding.spec
+        P('data',)
+    """
+    names = batch_axes(mesh)
+    ways = math.prod(mesh.shape[name] for name in names)
+    sharding = NamedSharding(mesh, PartitionSpec(names) if names else PartitionSpec())
+    processes = len({device.process_index for device in mesh.devices.flat})
+
+    def place(x: Any) -> jax.Array:
+        rows = jnp.shape(x)[0] * processes if jnp.ndim(x) else 0
+        if not rows or rows % ways:
+            raise ValueError(
+                f"unitscale.parallel.shard_batch: the batch must be divisible by the {ways} "
+                f"devices of {' and '.join(names)}; got a leaf of shape {jnp.shape(x)} on each of "
+                f"{processes} processes. Change the batch size or the mesh."
+            )
+        if processes == 1:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(place, batch)
+
+
+def param_shardings(params: Any, mesh: Mesh, *, small: int = 1024) -> Any:
+    """A sharding for every parameter, from its shape.
+
+    A matrix is cut along its last dimension (the outputs of a `dense` kernel) over ``tensor``, and
+    along the largest of the others that can be cut over ``fsdp``; dimensions before the last two
+    (stacked layers) are never cut. Vectors, small arrays, scales, and what the devices do not
+    divide are whole on every device.
+
+    Args:
+        params: tree of arrays or ScaledArrays; optimizer state too, whose arrays have the shapes of
+            parameters.
+        mesh: of `make_mesh`.
+        small: arrays of fewer entries stay whole.
+
+    Returns:
+        The same tree of NamedSharding, for `jax.device_put` and `jax.jit`.
+
+    Example:
+        >>> mesh = make_mesh({"fsdp": 1, "tensor": 1}, devices=jax.devices()[:1])
+        >>> param_shardings({"kernel": jnp.zeros((64, 32))}, mesh)["kernel"].spec
+        P('fsdp', 'tensor')
+    """
+
+    def choose(x: Any) -> NamedSharding:
+        shape = jnp.shape(x)
+        spec: list[str | None] = [None] * len(shape)
+        if len(shape) >= 2 and math.prod(shape) >= small:
+            free = [len(shape) - 2, len(shape) - 1]
+            if "tensor" in mesh.shape and shape[-1] % mesh.shape["tensor"] == 0:
+                spec[free.pop()] = "tensor"
+            free = [d for d in free if "fsdp" in mesh.shape and not shape[d] % mesh.shape["fsdp"]]
+            if free:
+                spec[max(free, key=lambda d: shape[d])] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(choose, params)

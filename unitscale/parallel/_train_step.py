@@ -1,0 +1,133 @@
+"""A data-parallel training step whose gradients are exchanged in few bits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from ..core import CastRounding
+from ._all_reduce import all_reduce
+from ._auto_scale import AutoScale
+from ._quantize import AxisName, wire_format
+
+
+class ParallelState(NamedTuple):
+    """What `train_step` changes: parameters, optimizer state, and automatic scaling or None."""
+
+    params: Any
+    opt_state: Any
+    auto: AutoScale | None = None
+
+
+def train_step(
+    loss: Callable[[Any, Any], jax.Array],
+    optimizer: Any,
+    mesh: Mesh,
+    *,
+    axis_name: AxisName = "data",
+    dtype: Any = jnp.float8_e4m3fn,
+    rounding: CastRounding = "nearest",
+    small: int = 1024,
+    donate: bool = True,
+) -> Callable[..., tuple[ParallelState, jax.Array]]:
+    """Builds a compiled data-parallel step.
+
+    Scaling:
+        Each device differentiates the loss of its part of the batch. Gradients are averaged by
+        `all_reduce` in ``dtype`` (float32: by `jax.lax.pmean`), and every device takes the same
+        optimizer step.
+
+    Args:
+        loss: function of parameters and a batch, the mean over the batch; no collectives in it.
+        optimizer: optax transformation, or what `unitscale.optim.scaled` returns.
+        mesh: of `make_mesh`; its other axes repeat the work.
+        axis_name: axis, or axes, that the batch is divided over.
+        dtype: format of the exchange, as for `all_reduce`.
+        rounding: of the exchange; "stochastic" makes the step need a key.
+        small: leaves of fewer entries are exchanged in float32.
+        donate: reuse the memory of the state that is passed in.
+
+    Returns:
+        ``step(state, batch, key=None) -> (state, loss)`` of a `ParallelState` and a batch whose
+        leaves begin with the batch dimension. The loss is the mean over devices, float32. With an
+        AutoScale in the state, gradients are exchanged by it, and it follows.
+
+    Raises:
+        TypeError: if the optimizer is none.
+        ValueError: if the mesh lacks the axis, or ``dtype`` cannot be exchanged. The step raises
+            it for a batch that cannot be divided.
+
+    Example:
+        >>> import optax
+        >>> from unitscale.parallel import make_mesh
+        >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+        >>> step = train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.25), mesh)
+        >>> state, loss = step(
+        ...     ParallelState(jnp.float32(0), optax.sgd(0.25).init(0.0)), jnp.ones(4)
+        ... )
+        >>> print(state.params, loss)
+        0.5 1.0
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.1.
+    """
+    where = "unitscale.parallel.train_step"
+    if not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"{where}: optimizer must be an optax transformation; got {type(optimizer).__name__}"
+        )
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not names or set(names) - set(mesh.shape):
+        raise ValueError(
+            f"{where}: axis_name must name axes of the mesh; got {axis_name!r} for the axes "
+            f"{', '.join(mesh.shape)}"
+        )
+    wire_format("train_step", dtype)
+    devices = 1
+    for name in names:
+        devices *= mesh.shape[name]
+
+    def local(state: ParallelState, batch: Any, key: jax.Array | None) -> Any:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        settings: dict[str, Any] = {"rounding": rounding, "key": key, "small": small}
+        auto = state.auto
+        if auto is None:
+            grads = all_reduce(grads, axis_name, dtype, **settings)
+        else:
+            grads, auto = auto.all_reduce(grads, axis_name, dtype, **settings)
+        params, opt_state = _advance(optimizer, grads, state)
+        return ParallelState(params, opt_state, auto), lax.pmean(value, axis_name)
+
+    def step(state: ParallelState, batch: Any, key: jax.Array | None = None) -> Any:
+        for x in jax.tree.leaves(batch):
+            if not jnp.ndim(x) or jnp.shape(x)[0] % devices:
+                raise ValueError(
+                    f"{where}: the batch must be divisible by the {devices} devices of "
+                    f"{axis_name!r}; got a leaf of shape {jnp.shape(x)}"
+                )
+        whole = PartitionSpec()
+        # Unchecked, so that gradients of replicated parameters stay those of this device.
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(whole, PartitionSpec(names), whole),
+            out_specs=whole,
+            check_vma=False,
+        )
+        return mapped(state, batch, key)
+
+    return jax.jit(step, donate_argnums=0 if donate else ())
+
+
+def _advance(optimizer: Any, grads: Any, state: ParallelState) -> tuple[Any, Any]:
+    """One optimizer step: that of `unitscale.optim`, or optax's update and its application."""
+    if callable(getattr(optimizer, "step", None)):
+        return optimizer.step(state.params, state.opt_state, grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = jax.tree.map(
+        lambda p, u: jnp.asarray(p + u).astype(jnp.result_type(p)), state.params, updates
+    )
+    return params, opt_state
