@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 
 from .bench import BENCHMARKS
-from .configfile import load_config
+from .configfile import load_any_config, load_config
 from .errors import RecipeError
+from .mnist.config import MnistConfig
 
 app = typer.Typer(
     help="Train and use the models of unitscale.",
@@ -40,11 +41,17 @@ def train(
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
 ) -> None:
-    """Train a model, or resume the run of that name from its newest checkpoint."""
-    settings = load_config(config, overrides or ())
-    from .train import train as run  # after the config is known to be right: this imports JAX
+    """Train a model; a GPT's run resumes from its newest checkpoint."""
+    settings = load_any_config(config, overrides or ())
+    # Imported after the config is known to be right: this imports JAX.
+    if isinstance(settings, MnistConfig):
+        from .mnist.train import train as train_classifier
 
-    outcome = run(settings, fresh=fresh, console=Console())
+        outcome = train_classifier(settings, fresh=fresh, console=Console())
+    else:
+        from .train import train as train_gpt
+
+        outcome = train_gpt(settings, fresh=fresh, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -59,7 +66,8 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
 
     graphdef, state = load_trained(settings, _warn)
     corpus = load_corpus(settings.data, ByteTokenizer())
-    loss = mean_loss(make_evaluation(graphdef), state.params, state.rest, list(corpus.validation()))
+    evaluation = make_evaluation(graphdef, settings.scalify)
+    loss = mean_loss(evaluation, state.params, state.rest, list(corpus.validation()))
     bits = loss / math.log(2)
     step = int(state.step)
     typer.echo(f"step {step}  validation loss {loss:.4f} nats, {bits:.4f} bits per token")
@@ -81,11 +89,12 @@ def generate(
 
     from .data import ByteTokenizer
     from .generate import sample_text
+    from .scaling import plain
     from .state import load_trained
 
     graphdef, state = load_trained(settings, _warn)
     text = sample_text(
-        nnx.merge(graphdef, state.params, state.rest),
+        nnx.merge(graphdef, *plain(settings.scalify, (state.params, state.rest))),
         ByteTokenizer(),
         prompt,
         tokens=tokens,

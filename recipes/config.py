@@ -9,7 +9,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
-Policy = Literal["float32", "bfloat16", "float16", "fp8"]
+Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
+
+WeightFormat = Literal["float32", "bfloat16", "float16"]
+StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 BYTES = 256
 """Ids of the byte tokenizer."""
@@ -21,13 +24,16 @@ Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Flag = Annotated[bool, Strict()]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a config: frozen, and without room for keys that are not declared."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Where the text comes from and how it is cut into batches."""
 
     path: str | None = Field(
@@ -47,7 +53,7 @@ class DataConfig(_Section):
     batch_size: Count = Field(default=16, description="sequences per step, over all processes")
 
 
-class ResidualConfig(_Section):
+class ResidualConfig(Section):
     """How a residual branch is weighed against the stream it joins (unitscale models)."""
 
     scheme: Literal["fixed", "running_mean", "depth"] = Field(
@@ -75,7 +81,7 @@ class ResidualConfig(_Section):
         return self
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The shape of the GPT."""
 
     library: Literal["unitscale", "plain"] = Field(
@@ -142,7 +148,7 @@ class ModelConfig(_Section):
         return self
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
@@ -164,9 +170,34 @@ class OptimizerConfig(_Section):
     clip_norm: Positive | None = Field(
         default=None, description="largest global norm of the gradient"
     )
+    weights: WeightFormat | None = Field(
+        default=None,
+        description="format that weights are kept in, with a scale; null keeps float32",
+    )
+    moments: Annotated[list[StateFormat], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="formats of the first and second moment, with scales; null keeps float32",
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="how weights and moments are rounded into their formats"
+    )
     umup: Flag = Field(
         default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
     )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether weights or moments are kept in formats of their own."""
+        return self.weights is not None or self.moments is not None
+
+    @model_validator(mode="after")
+    def _rounding_needs_formats(self) -> Self:
+        if self.rounding != "nearest" and not self.scaled:
+            raise ValueError(
+                "rounding stochastic needs weights or moments; got null for both; set them, or "
+                "rounding nearest"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decay_needs_adamw(self) -> Self:
@@ -178,7 +209,21 @@ class OptimizerConfig(_Section):
         return self
 
 
-class TrainConfig(_Section):
+class ScalifyConfig(Section):
+    """Formats of a plain model that trains under `unitscale.scalify`."""
+
+    storage: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float16", description="format of parameters, optimizer state and activations"
+    )
+    products: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
+        default=None, description="format of the operands of linear layers; null for storage"
+    )
+    gradients: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
+        default=None, description="format of their output's gradient; null for storage"
+    )
+
+
+class TrainConfig(Section):
     """How long to train and what to leave behind."""
 
     steps: Count = Field(default=1000, description="optimizer steps")
@@ -193,10 +238,21 @@ class TrainConfig(_Section):
     )
 
 
-class Config(_Section):
+class MeshConfig(Section):
+    """Devices by what they divide; together they are all that JAX sees."""
+
+    data: Count = Field(default=1, description="devices that divide the batch")
+    fsdp: Count = Field(
+        default=1, description="devices that divide the batch, parameters and optimizer state"
+    )
+    tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
+
+
+class Config(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+    recipe: Literal["gpt"] = Field(default="gpt", description="which recipe this config is of")
+    name: Name = Field(
         description="names the run's folder: letters, digits, dot, dash and underscore"
     )
     seed: Whole = Field(
@@ -210,7 +266,11 @@ class Config(_Section):
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="the optimizer and its schedule"
     )
+    scalify: ScalifyConfig | None = Field(
+        default=None, description="train the plain model under unitscale.scalify; null for not"
+    )
     train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
+    mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
 
     @property
     def context(self) -> int:
@@ -224,15 +284,32 @@ class Config(_Section):
                 f"model.vocab must be at least the {BYTES} ids of the byte tokenizer; got "
                 f"{self.model.vocab}; set model.vocab {BYTES}"
             )
-        if self.model.library == "plain" and self.policy == "fp8":
+        if self.model.library == "plain" and "fp8" in self.policy:
             raise ValueError(
-                "policy fp8 needs model.library unitscale; got model.library plain; "
+                f"policy {self.policy} needs model.library unitscale; got model.library plain; "
                 "use policy float32, bfloat16 or float16, or model.library unitscale"
             )
         if self.model.library == "plain" and self.optimizer.umup:
             raise ValueError(
                 "optimizer.umup needs model.library unitscale; got model.library plain; "
                 "set optimizer.umup false"
+            )
+        if self.scalify and (self.model.library != "plain" or self.policy != "float32"):
+            raise ValueError(
+                "scalify needs model.library plain and policy float32: the program is plain "
+                f"float32, and its formats are those of scalify; got {self.model.library} and "
+                f"{self.policy}; set model.library plain and policy float32"
+            )
+        if self.scalify and (self.optimizer.weights or self.optimizer.moments):
+            raise ValueError(
+                "scalify stores parameters and optimizer state itself; got optimizer.weights "
+                f"{self.optimizer.weights} and optimizer.moments {self.optimizer.moments}; set "
+                "both null, and scalify.storage instead"
+            )
+        if self.model.library == "plain" and self.optimizer.weights is not None:
+            raise ValueError(
+                "optimizer.weights needs model.library unitscale; got model.library plain; "
+                "set optimizer.weights null (optimizer.moments works with both)"
             )
         if self.context < self.data.sequence_length:
             raise ValueError(
@@ -244,6 +321,16 @@ class Config(_Section):
             raise ValueError(
                 "optimizer.warmup_steps must be less than train.steps; "
                 f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mesh_divides_batch(self) -> Self:
+        ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
+        if self.data.batch_size % ways:
+            raise ValueError(
+                f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
+                f"{self.data.batch_size}; change data.batch_size or the mesh"
             )
         return self
 

@@ -1,4 +1,7 @@
-"""Reads YAML and `key=value` overrides into a `Config`, or says in one message what is wrong."""
+"""Reads YAML and `key=value` overrides into a config, or says in one message what is wrong.
+
+The key `recipe` of the file says whose config it is: each recipe has a model of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ from pydantic.fields import FieldInfo
 
 from .config import Config
 from .errors import RecipeError
+from .mnist.config import MnistConfig
+
+AnyConfig = Config | MnistConfig
+RECIPES: dict[str, type[AnyConfig]] = {"gpt": Config, "mnist": MnistConfig}
+"""The config of each recipe, by its name; a file that names none is a GPT's."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,36 +47,52 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a config file and applies dotted overrides.
+    """Reads the config of a GPT; see `load_any_config`.
+
+    Raises:
+      RecipeError: As there, or the config is that of another recipe.
+    """
+    config = load_any_config(path, overrides)
+    if not isinstance(config, Config):
+        raise RecipeError(
+            f"{path}: expected a config of recipe gpt; got recipe {config.recipe}, which can be "
+            "trained only; name a config of a GPT"
+        )
+    return config
+
+
+def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """Reads a config file of any recipe and applies dotted overrides.
 
     Args:
-      path: A YAML file.
+      path: A YAML file; its key `recipe` chooses from `RECIPES`.
       overrides: Strings such as `train.steps=100`; the value is read as YAML.
 
     Returns:
       The validated, frozen config.
 
     Raises:
-      RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that
-        `recipes.config` does not allow. The message names every such key.
+      RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that the
+        recipe's config does not allow. The message names every such key.
     """
     tree = _read_yaml(Path(path))
+    schema = _schema_of(tree, path)
     for override in overrides:
-        _apply_override(tree, override)
+        _apply_override(tree, override, schema)
     try:
-        return Config.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        problems = [_describe(problem) for problem in error.errors()]
+        problems = [_describe(problem, schema) for problem in error.errors()]
         raise RecipeError("\n".join(f"{path}: {problem}" for problem in problems)) from error
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: AnyConfig) -> str:
     """The resolved config as YAML, every key written out.
 
     Example:
       >>> from recipes.config import Config
       >>> dump_config(Config(name="demo")).splitlines()[:2]
-      ['name: demo', 'seed: 0']
+      ['recipe: gpt', 'name: demo']
     """
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
@@ -82,6 +106,17 @@ def valid_keys(
         section = _section(field)
         if section is not None:
             yield from valid_keys(section, f"{prefix}{name}.")
+
+
+def _schema_of(tree: dict[str, Any], path: str | Path) -> type[AnyConfig]:
+    name = tree.get("recipe", "gpt")
+    if not isinstance(name, str) or name not in RECIPES:
+        close = difflib.get_close_matches(str(name), RECIPES, n=1, cutoff=0.4)
+        todo = f"did you mean {close[0]}?" if close else "correct the value"
+        raise RecipeError(
+            f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}; {todo}"
+        )
+    return RECIPES[name]
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -108,7 +143,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise RecipeError(
             f"config file {path}: expected a mapping of keys to values; "
-            f"got {'nothing' if tree is None else type(tree).__name__}; start from configs/gpt"
+            f"got {'nothing' if tree is None else type(tree).__name__}; start from configs/"
         )
     return tree
 
@@ -130,15 +165,15 @@ def _similar_file(path: Path) -> str:
     return f"; did you mean {folder / close[0]}?" if close else ""
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str, schema: type[AnyConfig]) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RecipeError(
             f"override {override!r}: expected key=value, for example train.steps=100; add the '='"
         )
-    known = dict(valid_keys())
+    known = dict(valid_keys(schema))
     if key not in known:
-        raise RecipeError(f"override {override!r}: {_unknown(key)}")
+        raise RecipeError(f"override {override!r}: {_unknown(key, schema)}")
     value = _parse(text, f"override {override!r}")
     *parents, last = key.split(".")
     node = tree
@@ -154,13 +189,13 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node[last] = value
 
 
-def _describe(problem: Mapping[str, Any]) -> str:
+def _describe(problem: Mapping[str, Any], schema: type[AnyConfig]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     got, message = problem["input"], problem["msg"]
     if problem["type"] == "extra_forbidden":
-        return _unknown(key)
+        return _unknown(key, schema)
     if problem["type"] == "missing":
-        return f"{key}: expected a value; got none; set it: {_meaning(key)}"
+        return f"{key}: expected a value; got none; set it: {_meaning(key, schema)}"
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
     if problem["type"] == "string_pattern_mismatch":
@@ -170,26 +205,26 @@ def _describe(problem: Mapping[str, Any]) -> str:
     expected = message.removeprefix("Input should be ")
     near = ""
     if problem["type"] == "literal_error":
-        choices = [str(choice) for choice in _choices(key)]
+        choices = [str(choice) for choice in _choices(key, schema)]
         close = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
         near = f"; did you mean {close[0]}?" if close else ""
     todo = near or "; correct the value"
-    return f"{key} ({_meaning(key)}): expected {expected}; got {got!r}{todo}"
+    return f"{key} ({_meaning(key, schema)}): expected {expected}; got {got!r}{todo}"
 
 
-def _meaning(key: str) -> str:
-    field = dict(valid_keys()).get(key)
-    return (field.description if field else None) or "described in recipes/config.py"
+def _meaning(key: str, schema: type[AnyConfig]) -> str:
+    field = dict(valid_keys(schema)).get(key)
+    return (field.description if field else None) or f"described in {schema.__module__}"
 
 
-def _choices(key: str) -> tuple[Any, ...]:
-    field = dict(valid_keys()).get(key)
+def _choices(key: str, schema: type[AnyConfig]) -> tuple[Any, ...]:
+    field = dict(valid_keys(schema)).get(key)
     return get_args(field.annotation) if field else ()
 
 
-def _unknown(key: str) -> str:
-    keys = [name for name, field in valid_keys() if not _section(field)]
-    sections = [name for name, field in valid_keys() if _section(field)]
+def _unknown(key: str, schema: type[AnyConfig]) -> str:
+    keys = [name for name, field in valid_keys(schema) if not _section(field)]
+    sections = [name for name, field in valid_keys(schema) if _section(field)]
     section, _, last = key.rpartition(".")
     tails = {name.rpartition(".")[2]: name for name in keys}
     # A key in the wrong section is nearer to the same last name than to any full path.
@@ -201,9 +236,9 @@ def _unknown(key: str) -> str:
     if close:
         hint = f"did you mean {close[0]}?"
     elif section in sections:
-        siblings = [name.rpartition(".") for name, _ in valid_keys()]
+        siblings = [name.rpartition(".") for name, _ in valid_keys(schema)]
         listed = ", ".join(tail for head, _, tail in siblings if head == section)
         hint = f"{section} has the keys {listed}"
     else:
-        hint = f"the top-level keys are {', '.join(Config.model_fields)}"
+        hint = f"the top-level keys are {', '.join(schema.model_fields)}"
     return f"{key} is not a key of the config; {hint}"

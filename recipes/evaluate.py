@@ -9,14 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .config import ScalifyConfig
+from .scaling import plain, under
 
-def make_evaluation(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
+
+def make_evaluation(
+    graphdef: nnx.GraphDef, scalify: ScalifyConfig | None = None
+) -> Callable[..., jax.Array]:
     """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
+
+    def loss(params, rest, batch):
+        model = nnx.merge(graphdef, params, rest)
+        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
 
     @jax.jit
     def evaluate(params, rest, batch):
-        model = nnx.merge(graphdef, params, rest)
-        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
+        return plain(scalify, under(scalify, loss)(params, rest, batch))
 
     return evaluate
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from unitscale.optim import umup
+from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
 
 from .config import Config, OptimizerConfig
 
@@ -33,8 +33,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rising, falling], [warmup])
 
 
-def make_optimizer(config: Config, params: Any) -> optax.GradientTransformation:
-    """The update rule with clipping, schedule and weight decay.
+def make_optimizer(
+    config: Config, params: Any
+) -> optax.GradientTransformation | ScaledTransformation:
+    """The update rule with clipping, schedule and weight decay, in the formats of the config.
 
     Args:
       config: The whole config; the schedule ends at `train.steps`.
@@ -42,7 +44,8 @@ def make_optimizer(config: Config, params: Any) -> optax.GradientTransformation:
         more axes: not norms and biases).
 
     Returns:
-      An optax transformation for gradients of the same tree.
+      An optax transformation for gradients of the same tree. Where the config names formats of
+      weights or moments, it is one of `unitscale.optim.scaled`, for `scale_params(params)`.
     """
     settings = config.optimizer
     schedule = make_schedule(settings, config.train.steps)
@@ -66,5 +69,14 @@ def make_optimizer(config: Config, params: Any) -> optax.GradientTransformation:
     if settings.umup and settings.weight_decay:
         # After the learning rates: the share of a weight that a step removes depends on neither
         # them nor the schedule.
-        chain.append(optax.add_decayed_weights(-settings.weight_decay, decays))
-    return optax.chain(*chain)
+        chain.append(independent_weight_decay(settings.weight_decay, decays))
+    if not settings.scaled:
+        return optax.chain(*chain)
+    first, second = settings.moments or (None, None)
+    return scaled(
+        optax.chain(*chain),
+        weights=settings.weights,
+        moments=(first, second),
+        rounding=settings.rounding,
+        key=config.seed,
+    )

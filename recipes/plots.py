@@ -13,16 +13,21 @@ from .metrics import read_metrics
 from .probe import Reading
 
 
-def plot_loss(folder: Path) -> Path:
-    """Draws `loss.png` from `metrics.jsonl`: training loss and validation loss by step."""
+def plot_loss(folder: Path, *, per: str = "token") -> Path:
+    """Draws `loss.png` from `metrics.jsonl`: training, validation and test loss by step.
+
+    Args:
+      folder: The run's folder.
+      per: What the losses are means over.
+    """
     rows = read_metrics(folder / "metrics.jsonl")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, style in (("loss", "-"), ("validation_loss", "o-")):
+    for name, style in (("loss", "-"), ("validation_loss", "o-"), ("test_loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
+    axes.set(xlabel="step", ylabel=f"loss (nats per {per})", title=folder.name)
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()

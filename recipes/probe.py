@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from unitscale.core import is_scaled
+from unitscale.optim import value_gradients
+
 
 class Reading(NamedTuple):
     """Statistics by layer path, in the order in which the layers finish.
@@ -66,7 +69,9 @@ def probe(model: Any, ids: Any, targets: Any) -> Reading:
     )
     results = _measure(params, rest, ids, targets, graphdef, tuple(paths))
     value, noted, at_outputs, weights = results
-    names = [_dotted(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    names = [
+        _dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
+    ]
     # jit sorts dictionaries by key; the order of the layers is what makes a first one.
     return Reading(
         value,
@@ -89,7 +94,12 @@ def _measure(params, rest, ids, targets, graphdef, paths):
     (value, noted), (grads, at_outputs) = jax.value_and_grad(_loss, (0, 2), has_aux=True)(
         params, rest, taps, graphdef, ids, targets
     )
-    return value, noted, at_outputs, [_rms(leaf) for leaf in jax.tree.leaves(grads)]
+    return (
+        value,
+        noted,
+        at_outputs,
+        [_rms(leaf) for leaf in jax.tree.leaves(value_gradients(grads, params))],
+    )
 
 
 @contextmanager

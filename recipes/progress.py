@@ -15,19 +15,23 @@ class Reporter:
     Args:
       steps: The number of steps of the whole run.
       start: Steps already done.
-      tokens_per_step: Turns a speed into the time left.
+      per_step: How many of `unit` a step takes; turns a speed into the time left.
       console: Where to write; its `is_terminal` decides between a bar and lines.
+      unit: What the speed counts.
     """
 
-    def __init__(self, steps: int, start: int, tokens_per_step: int, console: Console):
-        self._steps, self._tokens, self._console = steps, tokens_per_step, console
+    def __init__(
+        self, steps: int, start: int, per_step: int, console: Console, unit: str = "tokens"
+    ):
+        self._steps, self._per_step, self._console = steps, per_step, console
+        self._unit = unit
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                TextColumn(f"loss {{task.fields[loss]}}  {{task.fields[speed]}} {unit}/s"),
                 TimeRemainingColumn(),
                 TextColumn("left"),
                 console=console,
@@ -49,15 +53,15 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def report(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def report(self, step: int, loss: float, per_second: float) -> None:
         """Shows a loss and a speed."""
         if self._bar is not None:
-            speed = f"{tokens_per_second:,.0f}"
+            speed = f"{per_second:,.0f}"
             self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
             return
-        seconds = (self._steps - step) * self._tokens / tokens_per_second
+        seconds = (self._steps - step) * self._per_step / per_second
         self.say(
-            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
+            f"step {step}/{self._steps}  loss {loss:.4f}  {per_second:,.0f} {self._unit}/s  "
             f"{timedelta(seconds=round(seconds))} left"
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from .config import Config
-from .configfile import dump_config
+from .configfile import AnyConfig, dump_config
 from .errors import RecipeError
 
 
-def open_run(config: Config, *, fresh: bool = False) -> Path:
+def open_run(config: AnyConfig, *, fresh: bool = False) -> Path:
     """Makes the folder of a run, or opens the one that an earlier start of the same run made.
 
     Args:
@@ -59,11 +61,11 @@ def existing_run(config: Config) -> Path:
     return folder
 
 
-def run_folder(config: Config) -> Path:
+def run_folder(config: AnyConfig) -> Path:
     return Path(config.train.runs_dir) / config.name
 
 
-def _check_same(config: Config, folder: Path, sections: tuple[str, ...] | None = None) -> None:
+def _check_same(config: AnyConfig, folder: Path, sections: tuple[str, ...] | None = None) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         if folder.is_dir() and not any(folder.iterdir()):
@@ -75,6 +77,9 @@ def _check_same(config: Config, folder: Path, sections: tuple[str, ...] | None =
     new = config.model_dump()
     if not isinstance(old, dict):
         raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
+    # A key that is newer than the run had its default.
+    with contextlib.suppress(ValidationError):
+        old = type(config).model_validate(old).model_dump()
     before, after = _flatten(old), _flatten(new)
     keys = [key for key in after if sections is None or key.split(".")[0] in sections]
     # The runs may have been moved; where they are says nothing about what they hold.

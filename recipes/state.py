@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from unitscale.optim import ScaledTransformation
+
 from .checkpoint import Checkpoints
 from .config import Config
 from .configfile import load_config
@@ -17,6 +19,7 @@ from .errors import RecipeError
 from .gpt import build
 from .optimizer import make_optimizer
 from .rundir import existing_run
+from .scaling import scaled
 
 
 class TrainState(NamedTuple):
@@ -34,8 +37,10 @@ def init_state(
     """The model's structure, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build(config), nnx.Param, ...)
     optimizer = make_optimizer(config, params)
+    if isinstance(optimizer, ScaledTransformation):
+        params = optimizer.scale_params(params)
     state = TrainState(params, rest, optimizer.init(params), jnp.zeros((), jnp.int32))
-    return graphdef, optimizer, state
+    return graphdef, optimizer, scaled(config.scalify, state)
 
 
 def load_trained(config: Config, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:

@@ -20,8 +20,12 @@ import optax
 from flax import nnx
 from rich.console import Console
 
+from unitscale.core import is_scaled
+from unitscale.optim import ScaledTransformation, value_gradients
+from unitscale.quant import AmaxState, QuantState
+
 from .checkpoint import Checkpoints
-from .config import Config
+from .config import Config, ScalifyConfig
 from .data import Batches, ByteTokenizer, Corpus, load_corpus
 from .errors import RecipeError
 from .evaluate import make_evaluation, mean_loss
@@ -29,10 +33,12 @@ from .generate import sample_text
 from .gpt import build
 from .metrics import Metrics
 from .optimizer import make_schedule
+from .placement import on_mesh, open_mesh, place, place_batch
 from .plots import plot_loss, plot_rms
 from .probe import probe
 from .progress import Reporter
 from .rundir import open_run
+from .scaling import plain, under
 from .signals import StopRequest
 from .state import TrainState, init_state
 
@@ -66,7 +72,7 @@ def train(config: Config, *, fresh: bool = False, console: Console | None = None
     corpus = load_corpus(config.data, tokenizer)
     folder = open_run(config, fresh=fresh)
     run = _Run(config, folder, corpus)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))
     say(
         f"{config.name}: {parameters:,} parameters, {corpus.train_tokens.size:,} training tokens, "
         f"policy {config.policy}, in {folder}"
@@ -96,13 +102,15 @@ class _Run:
     def __init__(self, config: Config, folder: Path, corpus: Corpus):
         self.config, self.folder, self.corpus = config, folder, corpus
         self.graphdef, optimizer, self.state = init_state(config)
+        self.mesh = open_mesh(config)
+        self.state = place(self.state, self.mesh)
         self.schedule = make_schedule(config.optimizer, config.train.steps)
         self.batches: Batches = corpus.training(
             config.seed, process=jax.process_index(), processes=jax.process_count()
         )
         self.checkpoints = Checkpoints(folder, keep=config.train.keep)
-        self.train_step = make_train_step(self.graphdef, optimizer)
-        self.evaluate = make_evaluation(self.graphdef)
+        self.train_step = make_train_step(self.graphdef, optimizer, config.scalify)
+        self.evaluate = make_evaluation(self.graphdef, config.scalify)
 
     def resume(self, say) -> int:
         """Loads the newest whole checkpoint; returns the number of steps done."""
@@ -131,6 +139,7 @@ class _Run:
         if start >= settings.steps:
             return None
         recent: deque[np.ndarray] = deque(maxlen=settings.log_every + 1)
+        step = on_mesh(self.train_step, self.state, self.mesh)
         metrics = Metrics(self.folder, resume_step=start)
         try:
             with StopRequest() as stop, Reporter(settings.steps, start, tokens, console) as report:
@@ -138,7 +147,8 @@ class _Run:
                 for index in range(start, settings.steps):
                     batch = next(self.batches)
                     recent.append(batch)
-                    self.state, values = self.train_step(self.state, batch, np.int32(index))
+                    shares = place_batch(batch, self.mesh)
+                    self.state, values = step(self.state, shares, np.int32(index))
                     done = index + 1
                     report.advance(done)
                     if index == start and settings.log_every > 1:
@@ -188,7 +198,8 @@ class _Run:
         return mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
 
     def model(self) -> Any:
-        return nnx.merge(self.graphdef, self.state.params, self.state.rest)
+        params, rest = plain(self.config.scalify, (self.state.params, self.state.rest))
+        return nnx.merge(self.graphdef, params, rest)
 
     def _check_finite(self, done: int, recent: deque[np.ndarray]) -> None:
         """Stops the run when some step since the last look was not finite."""
@@ -206,12 +217,17 @@ class _Run:
         )
 
 
-def make_train_step(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation):
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    scalify: ScalifyConfig | None = None,
+):
     """The compiled step `(state, batch, index) -> (state, metrics)`.
 
     Args:
       graphdef: Of a model with `loss(ids, targets, deterministic=...)`.
       optimizer: Of its parameters.
+      scalify: Formats to run the step in under `unitscale.scalify`, or None.
 
     Returns:
       A function of a `TrainState`, whose memory is reused, a batch (batch, time + 1) int32, and
@@ -219,24 +235,39 @@ def make_train_step(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformat
       not finite, the state comes back as it went in.
     """
 
-    def loss_and_rest(params, rest, batch):
-        model = nnx.merge(graphdef, params, rest, copy=True)
+    def loss_and_rest(params, amax, rest, batch):
+        model = nnx.merge(graphdef, params, amax, rest, copy=True)
         loss = model.loss(batch[:, :-1], batch[:, 1:], deterministic=False)
-        return loss, nnx.state(model, nnx.Not(nnx.Param))  # the PRNG has moved on
+        return loss, nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
 
     def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
-        (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(
-            state.params, state.rest, batch
-        )
-        norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
+        amax, rest = nnx.split_state(state.rest, AmaxState, ...)
+        compute = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+        (loss, rest), (grads, seen) = compute(state.params, amax, rest, batch)
+        # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
+        amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=_is_amax)
+        rest = nnx.merge_state(amax, rest)
+        norm = optax.tree.norm(value_gradients(grads, state.params))
+        params: Any
+        if isinstance(optimizer, ScaledTransformation):
+            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
+        else:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.step == index)
         fresh = TrainState(params, rest, opt_state, state.step + 1)
-        state = jax.tree.map(lambda new, old: jnp.where(good, new, old), fresh, state)
+        state = jax.tree.map(functools.partial(jnp.where, good), fresh, state)
         return state, {"loss": loss, "gradient_norm": norm}
 
-    return jax.jit(train_step, donate_argnums=0)
+    def run(state: TrainState, batch: jax.Array, index: jax.Array):
+        state, values = under(scalify, train_step)(state, batch, index)
+        return state, plain(scalify, values)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def _is_amax(node: Any) -> bool:
+    return isinstance(node, QuantState)
 
 
 def _finish(run: _Run, tokenizer: ByteTokenizer, say) -> Outcome:

@@ -11,7 +11,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     devices = "--xla_force_host_platform_device_count=8"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
 
+from collections.abc import Iterator
+
 import hypothesis
+import jax
 import pytest
 
 hypothesis.settings.register_profile(
@@ -30,6 +33,13 @@ def _can_run(mark: str) -> bool:
     if mark == "gpu":
         return any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu", "rocm"))
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_dropped() -> Iterator[None]:
+    """A run of everything compiles more than a machine may have memory for."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

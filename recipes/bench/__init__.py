@@ -7,5 +7,10 @@ Each is a module of this package with a `main` function that typer turns into a 
 BENCHMARKS = {
     "parity": "validation loss in float16 and FP8 against float32, and underflow of gradients",
     "overhead": "step time over plain flax.nnx, and the FLOPs that factors add",
+    "scalify": "losses, cost and range of plain programs under unitscale.scalify",
+    "quant": "loss, FP8 kernels, amax reductions, memory and speed by how scales are chosen",
+    "optim": "bytes, step time and validation loss of 16- and 8-bit optimizer state",
+    "parallel": "bytes, error and validation loss of gradients exchanged in 8 bits",
     "scales": "RMS of activations, weights and gradients at initialisation, by depth and width",
+    "mnist": "test accuracy of a classifier under scalify, in each number format",
 }

@@ -13,15 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 import typer
 
 from ..config import Config
 from ..configfile import load_config
-from ..state import init_state
-from ..train import make_train_step
 from ._models import bert_large, flops, gpt
+from ._steps import stepper
 from ._table import JsonPath, Table, publish, within
 from ._timing import interleaved, ratio
 from ._unfactored import unfactored
@@ -104,7 +102,7 @@ def plain(config: Config) -> Config:
 
 def time_steps(config: Config, rounds: int) -> dict[str, Any]:
     """One row: the training steps of a config's model in both libraries, taking turns."""
-    times = interleaved(_stepper(config), _stepper(plain(config)), rounds)
+    times = interleaved(stepper(config), stepper(plain(config)), rounds)
     elapsed, cpu = ratio(times[0].elapsed, times[1].elapsed), ratio(times[0].cpu, times[1].cpu)
     shape, data = config.model, config.data
     return {
@@ -120,24 +118,6 @@ def time_steps(config: Config, rounds: int) -> dict[str, Any]:
         "asked": f"ratio <= {MOST_TIME}",
         "within": within(elapsed.median, (None, MOST_TIME)),
     }
-
-
-def _stepper(config: Config) -> Callable[[], object]:
-    """A function that trains one step further, on the same random tokens, and waits for it."""
-    graphdef, optimizer, state = init_state(config)
-    step = make_train_step(graphdef, optimizer)
-    shape = (config.data.batch_size, config.data.sequence_length + 1)
-    batch = np.random.default_rng(0).integers(0, config.model.vocab, shape).astype(np.int32)
-
-    done = 0
-
-    def advance() -> object:
-        nonlocal state, done
-        state, values = step(state, batch, np.int32(done))
-        done += 1
-        return jax.block_until_ready((state, values))
-
-    return advance
 
 
 def count_factors(name: str, make: Callable[[], Any], batch: int, time: int) -> dict[str, Any]:

@@ -9,72 +9,54 @@ float16, all with the same seed and data and none with a loss scale. A run that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from flax import nnx
 from rich.console import Console
 
-from ..config import Config
-from ..configfile import load_config
-from ..data import ByteTokenizer, Corpus, load_corpus
-from ..errors import RecipeError
-from ..evaluate import make_evaluation, mean_loss
+from ..data import ByteTokenizer, load_corpus
 from ..gpt import build
-from ..state import load_trained
-from ..train import train
+from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, Run, trained, variant
 from ._table import JsonPath, Table, publish, within
 from ._underflow import Underflow, underflow
 
-CONFIG = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
 MOST_DIFFERENCE = {"float16": 0.001, "fp8": 0.005}
 LEAST_GAIN = 10.0
 GRADIENT_BATCHES = 8
 
 
-class Run(NamedTuple):
-    """A trained model, its config and its loss over all validation text."""
-
-    config: Config
-    params: Any
-    rest: Any
-    loss: float
-
-
 def main(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100"),
-    ] = None,
-    config: Annotated[str, typer.Option(help="the run to compare")] = str(CONFIG),
-    data: Annotated[str | None, typer.Option(help="text; by default Python's library")] = None,
+    overrides: Overrides = None,
+    config: ConfigPath = str(PARITY),
+    data: DataPath = None,
     plain_learning_rate: Annotated[
         float, typer.Option(help="peak learning rate of the plain model, which has no u-muP")
     ] = 1e-3,
-    fresh: Annotated[bool, typer.Option(help="train again what is there already")] = False,
+    fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints validation loss by number format, and the share of gradients lost in float16."""
     words = [*(overrides or ()), *([] if data is None else [f"data.path={data}"])]
     console = Console()
-    wanted = {policy: _config(config, words, policy) for policy in ("float32", "float16", "fp8")}
-    wanted["plain"] = _config(
+    wanted = {
+        policy: variant(config, words, policy, f"policy={policy}")
+        for policy in ("float32", "float16", "fp8")
+    }
+    wanted["plain"] = variant(
         config,
-        [
-            *words,
-            "model.library=plain",
-            "optimizer.umup=false",
-            "optimizer.weight_decay=0.0",
-            f"optimizer.learning_rate={plain_learning_rate}",
-        ],
-        "float16",
+        words,
         "plain-float16",
+        "policy=float16",
+        "model.library=plain",
+        "optimizer.umup=false",
+        "optimizer.weight_decay=0.0",
+        f"optimizer.learning_rate={plain_learning_rate}",
     )
     corpus = load_corpus(wanted["float32"].data, ByteTokenizer())
-    runs = {name: _run(one, corpus, fresh, console) for name, one in wanted.items()}
+    runs = {name: trained(one, corpus, fresh, console) for name, one in wanted.items()}
     batches = list(corpus.validation(GRADIENT_BATCHES))
     vocab = wanted["float32"].model.vocab
     absent = np.bincount(np.asarray(corpus.train_tokens), minlength=vocab) == 0
@@ -88,25 +70,6 @@ def main(
         f"in the readout of the {int(absent.sum())} tokens that the training text never has.",
     ]
     publish("parity", [losses(runs), gradients(ours, plain)], json, notes)
-
-
-def _config(path: str, words: Iterable[str], policy: str, suffix: str | None = None) -> Config:
-    base = load_config(path, list(words))
-    name = f"name={base.name}-{suffix or policy}"
-    return load_config(path, [*words, f"policy={policy}", name, "train.sample_tokens=0"])
-
-
-def _run(config: Config, corpus: Corpus, fresh: bool, console: Console) -> Run:
-    """Trains, resumes, or reads a finished run; measures the loss over all validation text."""
-    outcome = train(config, fresh=fresh, console=console)
-    if outcome.signal is not None:
-        raise RecipeError(
-            f"stopped by signal {outcome.signal}; run the same command to resume",
-            exit_code=128 + outcome.signal,
-        )
-    graphdef, state = load_trained(config, lambda message: console.print(message, markup=False))
-    loss = mean_loss(make_evaluation(graphdef), state.params, state.rest, corpus.validation())
-    return Run(config, state.params, state.rest, loss)
 
 
 def losses(runs: dict[str, Run]) -> Table:

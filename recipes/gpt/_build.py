@@ -16,5 +16,5 @@ def build(config: Config) -> GPT:
     rngs = nnx.Rngs(config.seed)
     shape = config.model.model_copy(update={"context": config.context})
     if config.model.library == "plain":
-        return plain.GPT(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
+        return plain.GPT(shape, dtype=jnp.dtype(config.policy), scalify=config.scalify, rngs=rngs)
     return model.GPT(shape, policy=config.policy, rngs=rngs)

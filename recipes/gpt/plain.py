@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ..config import ModelConfig
+from unitscale import transforms
+
+from ..config import ModelConfig, ScalifyConfig
 
 
 class KVCache(NamedTuple):
@@ -47,11 +49,40 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, **mask) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, **mask)
 
 
+def make_product(scalify: ScalifyConfig | None):
+    """`lax.dot_general`, its operands and its output's gradient in the formats asked for.
+
+    The casts and rescales are markers: they act under `unitscale.scalify`, and are identities
+    outside it.
+    """
+    if scalify is None or (scalify.products is None and scalify.gradients is None):
+        return jax.lax.dot_general
+
+    def product(x, kernel, dimension_numbers, **options):
+        if scalify.products:
+            x = transforms.cast(x, scalify.products)
+            kernel = transforms.cast(kernel, scalify.products)
+        y = jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+        if scalify.gradients:
+            y = transforms.cast(y, scalify.gradients, on="backward")
+        return y
+
+    return product
+
+
 class _Parts:
     """Makes the pieces that every layer shares, all in one dtype."""
 
-    def __init__(self, config: ModelConfig, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype,
+        param_dtype,
+        scalify: ScalifyConfig | None,
+        rngs: nnx.Rngs,
+    ):
         self.config, self.dtype, self.param_dtype, self.rngs = config, dtype, param_dtype, rngs
+        self.product = make_product(scalify)
 
     def linear(self, features_in: int, features_out: int, *, stddev: float = 0.02) -> nnx.Linear:
         return nnx.Linear(
@@ -61,6 +92,7 @@ class _Parts:
             kernel_init=nnx.initializers.normal(stddev),
             dtype=self.dtype,
             param_dtype=self.param_dtype,
+            dot_general=self.product,
             rngs=self.rngs,
         )
 
@@ -157,13 +189,21 @@ class GPT(nnx.Module):
       config: The shape; `config.context` is needed with learned positions.
       dtype: What activations are computed in.
       param_dtype: What parameters are stored in.
+      scalify: Formats of the products of linear layers, where the model runs under scalify; the
+        readout is left out.
       rngs: Streams `params` and `dropout`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        *,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        scalify: ScalifyConfig | None = None,
+        rngs: nnx.Rngs,
     ):
-        parts = _Parts(config, dtype, param_dtype, rngs)
+        parts = _Parts(config, dtype, param_dtype, scalify, rngs)
         self.config, self.dtype = config, dtype
         self.embed = parts.embed(config.vocab)
         if config.positions == "learned" and config.context is None:
@@ -175,6 +215,7 @@ class GPT(nnx.Module):
         self.dropout = parts.dropout()
         self.layers = nnx.List([Layer(parts) for _ in range(config.layers)])
         self.norm = parts.norm()
+        parts.product = jax.lax.dot_general
         self.readout = None if config.tied_readout else parts.linear(config.width, config.vocab)
 
     def __call__(self, ids, *, deterministic=True, cache: KVCache | None = None):

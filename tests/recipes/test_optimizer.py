@@ -14,6 +14,7 @@ from flax import nnx
 from recipes.config import Config, OptimizerConfig
 from recipes.optimizer import make_optimizer, make_schedule
 from recipes.state import init_state
+from unitscale.optim import ScaledTransformation
 
 
 def make(**optimizer: Any) -> Config:
@@ -88,6 +89,25 @@ def test_umup_gives_each_role_its_rate() -> None:
     }
     # u-muP, table 2: embedding fan-out^-1/2, readout 1
     assert rates == pytest.approx({"embedding": 0.5 * 8**-0.5, "readout": 0.5}, rel=1e-5)
+
+
+def test_formats_of_weights_and_moments() -> None:
+    _, optimizer, state = init_state(make(weights="float16", moments=["float8_e4m3fn", "float16"]))
+    assert isinstance(optimizer, ScaledTransformation)
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
+    assert dtypes == {"float16", "float32"}  # data and scales
+    paths = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    found = {
+        (field, leaf.dtype.name)
+        for path, leaf in paths
+        for field in ("mu", "nu")
+        if f".{field}" in jax.tree_util.keystr(path) and leaf.ndim
+    }
+    assert found == {("mu", "float8_e4m3fn"), ("nu", "float16")}
+    _, optimizer, state = init_state(make(moments=["float8_e4m3fn", "float16"]))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    _, optimizer, _ = init_state(make())
+    assert not isinstance(optimizer, ScaledTransformation)
 
 
 def test_umup_needs_roles() -> None:

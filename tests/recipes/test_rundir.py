@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from recipes.config import Config
 from recipes.configfile import load_config
@@ -29,6 +30,17 @@ def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) ->
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     moved = make_config(f"train.runs_dir={tmp_path / 'elsewhere'}")
     assert open_run(moved) == existing_run(moved) == tmp_path / "elsewhere" / "tiny"
+
+
+def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None:
+    path = open_run(make_config()) / "config.yaml"
+    tree = yaml.safe_load(path.read_text("utf-8"))
+    del tree["recipe"], tree["optimizer"]["clip_norm"]
+    path.write_text(yaml.safe_dump(tree), "utf-8")
+    open_run(make_config())
+    path.write_text(yaml.safe_dump(tree), "utf-8")
+    with pytest.raises(RecipeError, match=r"optimizer\.clip_norm: None -> 1\.0"):
+        open_run(make_config("optimizer.clip_norm=1.0"))
 
 
 def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:

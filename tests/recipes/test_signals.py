@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ from recipes.signals import StopRequest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a process that runs tests for another has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_signal_is_noted_and_the_second_acts() -> None:
     with StopRequest() as stop:
         assert stop.signal is None

@@ -27,16 +27,24 @@ from recipes.errors import RecipeError
 from recipes.metrics import Metrics, read_metrics
 from recipes.state import init_state, load_trained
 from recipes.train import Outcome, make_train_step, train
+from unitscale.quant import AmaxState
 
 MakeConfig = Callable[..., Config]
-PRECISIONS = [
-    [],
-    [
-        "model.library=unitscale",
-        "policy=fp8",
-        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
-    ],
+UNITSCALE = [
+    "model.library=unitscale",
+    "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
 ]
+PRECISIONS = {
+    "plain": [],
+    "fp8": [*UNITSCALE, "policy=fp8"],
+    "fp8_delayed": [*UNITSCALE, "policy=fp8_delayed"],
+    "few bits": [
+        "model.library=unitscale",
+        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4, weights: float16, "
+        "moments: [float8_e4m3fn, float8_e4m3fn], rounding: stochastic}",
+    ],
+    "scalify": ["scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +85,7 @@ class StopAfter(Metrics):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("overrides", PRECISIONS, ids=["plain", "fp8"])
+@pytest.mark.parametrize("overrides", PRECISIONS.values(), ids=PRECISIONS)
 def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
     make_config: MakeConfig, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +110,26 @@ def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
     for one, other in zip(final_arrays(whole), final_arrays(stopped), strict=True):
         assert one.dtype == other.dtype
         assert one.tobytes() == other.tobytes()
+
+
+def test_delayed_scales_follow_what_training_sees(make_config: MakeConfig) -> None:
+    config = make_config(*PRECISIONS["fp8_delayed"])
+    graphdef, optimizer, state = init_state(config)
+    step = make_train_step(graphdef, optimizer)
+    batch = np.zeros((4, 17), np.int32)
+
+    def scales(state) -> np.ndarray:
+        own = nnx.to_flat_state(nnx.filter_state(state.rest, AmaxState))
+        return np.stack([variable.get_value().scale for _, variable in own])
+
+    assert scales(state).shape == (6, 3)  # query, key, value, out, up, down
+    assert np.all(scales(state) == 1)
+    state, _ = step(state, batch, np.int32(0))
+    moved = scales(state)
+    assert np.all(moved < 1)  # amax of unit-scaled tensors is far below 448
+    # A step that does not count moves nothing.
+    state, _ = step(state, batch, np.int32(7))
+    np.testing.assert_array_equal(scales(state), moved)
 
 
 def test_a_run_that_lost_its_last_steps_repeats_them(make_config: MakeConfig) -> None:

@@ -1,0 +1,70 @@
+"""Whole training runs that a benchmark compares: trained, resumed, or found finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+
+from ..config import Config
+from ..configfile import load_config
+from ..data import Corpus
+from ..errors import RecipeError
+from ..evaluate import make_evaluation, mean_loss
+from ..state import load_trained
+from ..train import train
+
+PARITY = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
+
+# What every benchmark of training runs can be told.
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100"),
+]
+ConfigPath = Annotated[str, typer.Option("--config", help="the run to compare")]
+DataPath = Annotated[str | None, typer.Option("--data", help="text; by default Python's library")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
+
+
+class Run(NamedTuple):
+    """A trained model, its config and its loss over all validation text."""
+
+    config: Config
+    params: Any
+    rest: Any
+    loss: float
+
+
+def variant(path: str, words: Iterable[str], suffix: str, *settings: str) -> Config:
+    """A config with settings of its own, named after them, that prints no sample.
+
+    Args:
+      path: The YAML file.
+      words: The user's overrides, for all variants.
+      suffix: What to append to the run's name.
+      *settings: Further overrides, of this variant.
+    """
+    words = [*words, *settings]
+    name = f"name={load_config(path, words).name}-{suffix}"
+    return load_config(path, [*words, name, "train.sample_tokens=0"])
+
+
+def trained(config: Config, corpus: Corpus, fresh: bool, console: Console) -> Run:
+    """Trains, resumes, or reads a finished run; measures the loss over all validation text.
+
+    Raises:
+      RecipeError: A signal stopped the run.
+    """
+    outcome = train(config, fresh=fresh, console=console)
+    if outcome.signal is not None:
+        raise RecipeError(
+            f"stopped by signal {outcome.signal}; run the same command to resume",
+            exit_code=128 + outcome.signal,
+        )
+    graphdef, state = load_trained(config, lambda message: console.print(message, markup=False))
+    evaluation = make_evaluation(graphdef, config.scalify)
+    loss = mean_loss(evaluation, state.params, state.rest, corpus.validation())
+    return Run(config, state.params, state.rest, loss)

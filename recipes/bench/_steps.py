@@ -1,0 +1,43 @@
+"""The training step of a config as a program of its own, to be timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from ..config import Config
+from ..state import init_state
+from ..train import make_train_step
+
+
+def _batch(config: Config) -> np.ndarray:
+    shape = (config.data.batch_size, config.data.sequence_length + 1)
+    return np.random.default_rng(0).integers(0, config.model.vocab, shape).astype(np.int32)
+
+
+def stepper(config: Config) -> Callable[[], object]:
+    """A function that trains one step further, on the same random tokens, and waits for it."""
+    graphdef, optimizer, state = init_state(config)
+    step = make_train_step(graphdef, optimizer, config.scalify)
+    batch, done = _batch(config), 0
+
+    def advance() -> object:
+        nonlocal state, done
+        state, values = step(state, batch, np.int32(done))
+        done += 1
+        return jax.block_until_ready((state, values))
+
+    return advance
+
+
+def seconds_to_compile(config: Config) -> float:
+    """How long tracing, lowering and compiling the step takes, with nothing of it cached."""
+    graphdef, optimizer, state = init_state(config)
+    batch = _batch(config)
+    jax.clear_caches()
+    start = time.perf_counter()
+    make_train_step(graphdef, optimizer, config.scalify).lower(state, batch, np.int32(0)).compile()
+    return time.perf_counter() - start

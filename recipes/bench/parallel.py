@@ -1,0 +1,212 @@
+"""What the exchange of gradients between devices sends, how it errs, and what training makes of it.
+
+    python -m recipes bench parallel
+    python -m recipes bench parallel --train --data TEXT
+
+Devices are those of one process on a CPU; with too few, the command starts itself again with more.
+Bytes are read from the compiled program. Training is data-parallel, `configs/gpt/parity.yaml` with
+the batch divided over four devices, once for each format of the exchange.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from rich.console import Console
+
+from unitscale.core import CastRounding, format_of
+from unitscale.parallel import (
+    ParallelState,
+    all_reduce,
+    bytes_on_wire,
+    make_mesh,
+    shard_batch,
+    train_step,
+)
+
+from ..config import Config
+from ..configfile import load_config
+from ..data import ByteTokenizer, load_corpus
+from ..errors import RecipeError
+from ..evaluate import make_evaluation, mean_loss
+from ..state import init_state
+from ._table import JsonPath, Table, publish, within
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
+DEVICES, TRAIN_DEVICES = 8, 4
+FORMATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+ROUNDINGS: tuple[CastRounding, ...] = ("nearest", "stochastic")
+TRAINED = ("float32", "float8_e4m3fn")
+SHAPE = (512, 512)
+MOST_ERROR = 0.04
+MOST_DIFFERENCE = 0.003
+SCALAR = 8.0  # bytes per tensor beside the data: an all-reduce of one 4-byte scale
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def main(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="with --train, such as train.steps=100"),
+    ] = None,
+    train: Annotated[bool, typer.Option(help="also train, for the validation loss")] = False,
+    config: Annotated[str, typer.Option(help="the run that --train trains")] = str(CONFIG),
+    data: Annotated[str | None, typer.Option(help="text; by default Python's library")] = None,
+    json: JsonPath = None,
+) -> None:
+    """Prints bytes per gradient entry, the error of the mean, and validation loss by format."""
+    words = list(overrides or ())
+    if len(jax.devices()) < DEVICES:
+        flags = {"--config": config, "--data": data, "--json": json}
+        given = [word for name, x in flags.items() if x is not None for word in (name, str(x))]
+        _with_more_devices([*words, *(["--train"] if train else []), *given])
+        return
+    tables = [exchange(SHAPE)]
+    notes = [
+        f"{DEVICES} devices, one gradient of {SHAPE[0]} x {SHAPE[1]}. Bytes that a device sends, "
+        "by the convention of unitscale.parallel.bytes_on_wire, from the compiled program. "
+        "float32 is XLA's all-reduce; a CPU runs that of bfloat16 in float32, so here bfloat16 is "
+        "exchanged as FP8 is.",
+        "Error: that of the mean in norm, over the mean in float64. Heavy-tailed: magnitudes "
+        "spread evenly over the binades from 2^-20 to 2^10; rounding to nearest and at random.",
+    ]
+    if train:
+        words += [] if data is None else [f"data.path={data}"]
+        settings = load_config(config, words)
+        losses = {dtype: train_loss(settings, dtype, Console()) for dtype in TRAINED}
+        tables.append(compare(losses))
+        notes.append(
+            f"{settings.train.steps} steps of {Path(config).name} on {TRAIN_DEVICES} devices, the "
+            "batch divided, dropout off, rounded to nearest; loss over all validation text."
+        )
+    publish("parallel", tables, json, notes)
+
+
+def _with_more_devices(words: list[str]) -> None:
+    """Runs the benchmark again in a process of its own, on as many CPU devices as it needs."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FLAG in flags:
+        raise RecipeError(
+            f"XLA_FLAGS: this benchmark needs {DEVICES} devices and JAX has {len(jax.devices())}; "
+            f"set {_FLAG}={DEVICES} and JAX_PLATFORMS=cpu, or leave it out of XLA_FLAGS"
+        )
+    more = {"XLA_FLAGS": f"{flags} {_FLAG}={DEVICES}".strip(), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "recipes", "bench", "parallel", *words]
+    code = subprocess.run(command, env=os.environ | more, check=False).returncode
+    if code:
+        raise typer.Exit(code)
+
+
+def gradients(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A gradient for each device: from N(0, 1), or heavy-tailed."""
+    random = np.random.default_rng(0)
+    shape = (DEVICES, *shape)
+    if kind == "normal":
+        return random.normal(size=shape).astype(np.float32)
+    signs = random.choice([-1.0, 1.0], shape)
+    return (signs * 2.0 ** random.uniform(-20, 10, shape)).astype(np.float32)
+
+
+def _program(mesh: Mesh, dtype: str, rounding: CastRounding) -> Any:
+    """The compiled mean over devices of one row for each."""
+
+    def local(rows):
+        return all_reduce(rows[0], "data", dtype, rounding=rounding, key=jax.random.key(0))
+
+    each, whole = PartitionSpec("data"), PartitionSpec()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=each, out_specs=whole))
+
+
+def exchange(shape: tuple[int, ...]) -> Table:
+    """Bytes and errors of the mean over devices, by format."""
+    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
+    samples = {kind: gradients(kind, shape) for kind in ("heavy-tailed", "normal")}
+    entries = samples["normal"][0].size
+    rows: list[dict[str, Any]] = []
+    for dtype in FORMATS:
+        row: dict[str, Any] = {"exchange": dtype}
+        for rounding in ROUNDINGS:
+            program = _program(mesh, dtype, rounding)
+            compiled = program.lower(samples["normal"]).compile()
+            row["bytes per entry"] = bytes_on_wire(compiled) / entries
+            for kind, sample in samples.items():
+                exact = sample.astype(np.float64).mean(0)
+                error = np.linalg.norm(np.asarray(program(sample)) - exact)
+                row[f"{kind}, {rounding}"] = float(error / np.linalg.norm(exact))
+        full = rows[0]["bytes per entry"] if rows else row["bytes per entry"]
+        row["over float32"] = row["bytes per entry"] / full
+        size = format_of(dtype).dtype
+        if size is not None and size.itemsize < 4:
+            share = size.itemsize / 4
+            row["asked"] = f"{share:g} and a scalar"
+            row["within"] = within(
+                row["bytes per entry"] * entries, (None, full * share * entries + SCALAR)
+            )
+        if dtype == "float8_e4m3fn":
+            row["asked"] += f"; heavy-tailed, nearest <= {MOST_ERROR:.0%}"
+            row["within"] &= within(row["heavy-tailed, nearest"], (None, MOST_ERROR))
+        rows.append(row)
+    errors = [f"{kind}, {r}" for kind in samples for r in ROUNDINGS]
+    columns = {
+        "exchange": "",
+        "bytes per entry": ".4f",
+        "over float32": ".4f",
+        **dict.fromkeys(errors, ".2%"),
+        "asked": "",
+        "within": "",
+    }
+    return Table(f"Mean of gradients over {DEVICES} devices", columns, rows)
+
+
+def train_loss(config: Config, dtype: str, console: Console) -> float:
+    """Trains data-parallel with one format of the exchange; the loss over all validation text."""
+    mesh = make_mesh({"data": TRAIN_DEVICES}, devices=jax.devices()[:TRAIN_DEVICES])
+    corpus = load_corpus(config.data, ByteTokenizer())
+    graphdef, optimizer, first = init_state(config)
+
+    def loss(params, batch):
+        model = nnx.merge(graphdef, params, first.rest, copy=True)
+        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
+
+    step = train_step(loss, optimizer, mesh, dtype=dtype)
+    state = ParallelState(jax.tree.map(jnp.copy, first.params), first.opt_state)
+    batches = corpus.training(config.seed)
+    for done in range(1, config.train.steps + 1):
+        state, value = step(state, shard_batch(next(batches), mesh))
+        if done % config.train.log_every == 0 or done == config.train.steps:
+            console.print(f"{dtype}: step {done}  loss {float(value):.4f}", highlight=False)
+    params = jax.device_get(state.params)
+    return mean_loss(make_evaluation(graphdef), params, first.rest, corpus.validation())
+
+
+def compare(losses: dict[str, float]) -> Table:
+    """Validation losses beside that of the float32 exchange."""
+    rows = []
+    for dtype, loss in losses.items():
+        row: dict[str, Any] = {"exchange": dtype, "validation loss": loss}
+        if dtype != "float32":
+            difference = loss / losses["float32"] - 1
+            row |= {
+                "over float32": difference,
+                "asked": f"within {MOST_DIFFERENCE:.1%}",
+                "within": within(difference, (-MOST_DIFFERENCE, MOST_DIFFERENCE)),
+            }
+        rows.append(row)
+    columns = {
+        "exchange": "",
+        "validation loss": ".5f",
+        "over float32": "+.3%",
+        "asked": "",
+        "within": "",
+    }
+    return Table(f"Validation loss in nats per byte, {TRAIN_DEVICES} devices", columns, rows)

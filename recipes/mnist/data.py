@@ -1,0 +1,170 @@
+"""Images and labels from idx files, the format that MNIST is given in.
+
+An idx file is two zero bytes, a code of the element type, the number of axes, the length of each
+axis in four bytes, and the elements; all numbers have their highest byte first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import RecipeError
+from .config import DataConfig
+
+_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_STATISTICS = 10_000
+"""Images that the mean and the deviation are taken over."""
+
+
+class Split(NamedTuple):
+    """Images (n, height, width) uint8 and labels (n,) int32."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def batches(self, size: int, rng: np.random.Generator) -> Iterator[Split]:
+        """One pass in random order; images that do not fill a batch wait for another pass."""
+        order = rng.permutation(len(self.labels))
+        for start in range(0, len(order) - size + 1, size):
+            chosen = order[start : start + size]
+            yield Split(self.images[chosen], self.labels[chosen])
+
+    def padded_batches(self, size: int) -> Iterator[Split]:
+        """One pass in order; the last batch is filled up with images of label -1."""
+        for start in range(0, len(self.labels), size):
+            images, labels = (array[start : start + size] for array in self)
+            missing = size - len(labels)
+            filled = np.pad(images, ((0, missing), (0, 0), (0, 0)))
+            yield Split(filled, np.pad(labels, (0, missing), constant_values=-1))
+
+
+class Dataset(NamedTuple):
+    """Both splits, the number of classes, and the pixels' mean and standard deviation."""
+
+    train: Split
+    test: Split
+    classes: int
+    mean: float
+    deviation: float
+
+    def standardized(self, images: np.ndarray) -> np.ndarray:
+        """Images in float32, of mean 0 and deviation 1 over the training images."""
+        return (images.astype(np.float32) - self.mean) / self.deviation
+
+
+def load_dataset(config: DataConfig) -> Dataset:
+    """Reads the four files and checks that they belong together.
+
+    Raises:
+      RecipeError: A file is missing, damaged or of another kind, or the files disagree.
+    """
+    train = _load_split(config.train_images, config.train_labels, "train")
+    test = _load_split(config.test_images, config.test_labels, "test")
+    if train.images.shape[1:] != test.images.shape[1:]:
+        sizes = " and ".join("{} x {}".format(*s.images.shape[1:]) for s in (train, test))
+        raise RecipeError(
+            "data.test_images: expected images of the size of the training images; "
+            f"got {sizes}; name files of one data set"
+        )
+    if config.batch_size > len(train.labels):
+        raise RecipeError(
+            f"data.batch_size: expected at most the {len(train.labels)} training images; "
+            f"got {config.batch_size}; lower it"
+        )
+    classes = config.classes or int(train.labels.max()) + 1
+    for split, key in ((train, "data.train_labels"), (test, "data.test_labels")):
+        wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
+        if wrong.size:
+            raise RecipeError(
+                f"{key}: expected labels from 0 to {classes - 1}; got {split.labels[wrong[0]]} at "
+                f"position {wrong[0]}; correct the file, or set data.classes"
+            )
+    sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
+    return Dataset(train, test, classes, float(sample.mean()), float(sample.std()) or 1.0)
+
+
+def _load_split(images_path: str, labels_path: str, split: str) -> Split:
+    images = read_idx(Path(images_path), f"data.{split}_images")
+    labels = read_idx(Path(labels_path), f"data.{split}_labels")
+    if images.ndim != 3 or images.dtype != np.uint8 or not images.size:
+        raise RecipeError(
+            f"data.{split}_images: expected images of bytes, with axes of count, height and width; "
+            f"got {_kind(images)} in {images_path}; name the file of images"
+        )
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise RecipeError(
+            f"data.{split}_labels: expected one axis of integers; got {_kind(labels)} in "
+            f"{labels_path}; name the file of labels"
+        )
+    if len(images) != len(labels):
+        raise RecipeError(
+            f"data.{split}_labels: expected a label for each image; got {len(images)} images in "
+            f"{images_path} and {len(labels)} labels in {labels_path}; name files that belong "
+            "together"
+        )
+    return Split(images, labels.astype(np.int32))
+
+
+def _kind(array: np.ndarray) -> str:
+    return f"{array.dtype.name} of shape {array.shape}"
+
+
+def read_idx(path: Path, key: str) -> np.ndarray:
+    """Reads one idx file of any element type and number of axes.
+
+    Args:
+      path: The file, as it is or compressed with gzip, whatever its name.
+      key: The config key that named it, for messages.
+
+    Raises:
+      RecipeError: It cannot be read, is not an idx file, or its size is not what its header says.
+    """
+    content = _read_bytes(path, key)
+    magic = content[:4]
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES:
+        raise RecipeError(
+            f"{key}: {path} is not an idx file: expected it to start with two zero bytes, an "
+            f"element type and a number of axes; got {magic.hex(' ') or 'nothing'}; name an idx "
+            "file, as it is or compressed with gzip"
+        )
+    dtype, axes = np.dtype(_TYPES[magic[2]]), magic[3]
+    offset = 4 + 4 * axes
+    if len(content) < offset:
+        raise RecipeError(
+            f"{key}: {path} is cut short: expected a header of {offset} bytes; got {len(content)} "
+            "bytes; fetch the file again"
+        )
+    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", axes, offset=4))
+    expected = offset + math.prod(shape) * dtype.itemsize
+    if len(content) != expected:
+        what = "is cut short" if len(content) < expected else "is longer than its header says"
+        raise RecipeError(
+            f"{key}: {path} {what}: expected {expected} bytes for shape {shape}; got "
+            f"{len(content)}; fetch the file again"
+        )
+    array = np.frombuffer(content, dtype, offset=offset).reshape(shape)
+    return array.astype(dtype.newbyteorder("="), copy=False)
+
+
+def _read_bytes(path: Path, key: str) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{key}: {path} does not exist; give the path of an idx file, as it is or compressed "
+            "with gzip"
+        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecipeError(f"{key}: {path} is damaged: {error}; fetch the file again") from error
+    except OSError as error:
+        raise RecipeError(
+            f"{key}: {path} cannot be read: {error.strerror}; give the path of a readable file"
+        ) from error

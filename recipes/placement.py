@@ -1,0 +1,45 @@
+"""Where the arrays of a run lie: on one device, or spread over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from unitscale.parallel import make_mesh, param_shardings, shard_batch
+
+from .config import Config
+from .errors import RecipeError
+
+
+def open_mesh(config: Config) -> Mesh | None:
+    """The mesh that a config asks for, over all devices; None for one device.
+
+    Raises:
+      RecipeError: The numbers do not multiply to that of the devices.
+    """
+    if config.mesh is None:
+        return None
+    try:
+        return make_mesh(config.mesh.model_dump())
+    except ValueError as error:
+        raise RecipeError(f"mesh: {error}") from error
+
+
+def place(state: Any, mesh: Mesh | None) -> Any:
+    """A tree of arrays, spread over the mesh by their shapes."""
+    return state if mesh is None else jax.device_put(state, param_shardings(state, mesh))
+
+
+def place_batch(batch: Any, mesh: Mesh | None) -> Any:
+    """A batch, its first dimension divided over the mesh."""
+    return batch if mesh is None else shard_batch(batch, mesh)
+
+
+def on_mesh(step: Callable[..., Any], state: Any, mesh: Mesh | None) -> Callable[..., Any]:
+    """The step `(state, ...) -> (state, values)` with its state left where it lies."""
+    if mesh is None:
+        return step
+    return jax.jit(step, donate_argnums=0, out_shardings=(param_shardings(state, mesh), None))
