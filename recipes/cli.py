@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from .bench import BENCHMARKS
-from .configfile import load_any_config, load_config
+from .configfile import load_any_config, load_config, load_run_config
 from .errors import RecipeError
 from .mnist.config import MnistConfig
 
@@ -41,7 +41,7 @@ def train(
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
 ) -> None:
-    """Train a model; a GPT's run resumes from its newest checkpoint."""
+    """Train a model; all runs but those of images resume from its newest checkpoint."""
     settings = load_any_config(config, overrides or ())
     # Imported after the config is known to be right: this imports JAX.
     if isinstance(settings, MnistConfig):
@@ -49,25 +49,25 @@ def train(
 
         outcome = train_classifier(settings, fresh=fresh, console=Console())
     else:
-        from .train import train as train_gpt
+        from .train import train as train_run
 
-        outcome = train_gpt(settings, fresh=fresh, console=Console())
+        outcome = train_run(settings, fresh=fresh, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
 
 @app.command()
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print the loss of a trained model over all validation text."""
-    settings = load_config(config, overrides or ())
-    from .data import ByteTokenizer, load_corpus
+    """Print the loss of a trained model over all validation data."""
+    settings = load_run_config(config, overrides or ())
     from .evaluate import make_evaluation, mean_loss
     from .state import load_trained
+    from .task import load_data
 
     graphdef, state = load_trained(settings, _warn)
-    corpus = load_corpus(settings.data, ByteTokenizer())
+    data = load_data(settings)
     evaluation = make_evaluation(graphdef, settings.scalify)
-    loss = mean_loss(evaluation, state.params, state.rest, list(corpus.validation()))
+    loss = mean_loss(evaluation, state.params, state.rest, list(data.validation()))
     bits = loss / math.log(2)
     step = int(state.step)
     typer.echo(f"step {step}  validation loss {loss:.4f} nats, {bits:.4f} bits per token")

@@ -33,7 +33,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
-class DataConfig(Section):
+class BatchConfig(Section):
+    """How data is cut into batches, whatever it is."""
+
+    sequence_length: Count = Field(default=128, description="tokens that the model sees at once")
+    batch_size: Count = Field(default=16, description="sequences per step, over all processes")
+
+
+class DataConfig(BatchConfig):
     """Where the text comes from and how it is cut into batches."""
 
     path: str | None = Field(
@@ -46,11 +53,9 @@ class DataConfig(Section):
     max_bytes: Count | None = Field(
         default=None, description="read at most this many bytes of the text"
     )
-    sequence_length: Count = Field(default=128, description="tokens that the model sees at once")
     validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
         default=0.1, description="the share of the text, at its end, that is kept for validation"
     )
-    batch_size: Count = Field(default=16, description="sequences per step, over all processes")
 
 
 class ResidualConfig(Section):
@@ -248,10 +253,10 @@ class MeshConfig(Section):
     tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
 
 
-class Config(Section):
-    """A whole run."""
+class RunConfig(Section):
+    """What every run of `recipes.train` is told, whatever it trains."""
 
-    recipe: Literal["gpt"] = Field(default="gpt", description="which recipe this config is of")
+    recipe: str = Field(description="which recipe this config is of")
     name: Name = Field(
         description="names the run's folder: letters, digits, dot, dash and underscore"
     )
@@ -261,8 +266,7 @@ class Config(Section):
     policy: Policy = Field(
         default="float32", description="the number formats the model computes in"
     )
-    data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of the model")
+    data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="the optimizer and its schedule"
     )
@@ -273,9 +277,45 @@ class Config(Section):
     mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
 
     @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model can be given; None for no limit."""
+        return None
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        if self.optimizer.warmup_steps >= self.train.steps:
+            raise ValueError(
+                "optimizer.warmup_steps must be less than train.steps; "
+                f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mesh_divides_batch(self) -> Self:
+        ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
+        if self.data.batch_size % ways:
+            raise ValueError(
+                f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
+                f"{self.data.batch_size}; change data.batch_size or the mesh"
+            )
+        return self
+
+
+class Config(RunConfig):
+    """A whole run of a GPT."""
+
+    recipe: Literal["gpt"] = Field(default="gpt", description="which recipe this config is of")
+    data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of the model")
+
+    @property
     def context(self) -> int:
         """The longest sequence that learned positions cover."""
         return self.model.context or self.data.sequence_length
+
+    @property
+    def longest(self) -> int | None:
+        return self.context if self.model.positions == "learned" else None
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -316,21 +356,6 @@ class Config(Section):
                 "model.context must be at least data.sequence_length; "
                 f"got {self.model.context} and {self.data.sequence_length}; "
                 "set model.context null to use data.sequence_length"
-            )
-        if self.optimizer.warmup_steps >= self.train.steps:
-            raise ValueError(
-                "optimizer.warmup_steps must be less than train.steps; "
-                f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _mesh_divides_batch(self) -> Self:
-        ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
-        if self.data.batch_size % ways:
-            raise ValueError(
-                f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
-                f"{self.data.batch_size}; change data.batch_size or the mesh"
             )
         return self
 

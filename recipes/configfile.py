@@ -15,11 +15,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from .config import Config
+from .config import Config, RunConfig
 from .errors import RecipeError
 from .mnist.config import MnistConfig
 
-AnyConfig = Config | MnistConfig
+AnyConfig = RunConfig | MnistConfig
 RECIPES: dict[str, type[AnyConfig]] = {"gpt": Config, "mnist": MnistConfig}
 """The config of each recipe, by its name; a file that names none is a GPT's."""
 
@@ -55,8 +55,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = load_any_config(path, overrides)
     if not isinstance(config, Config):
         raise RecipeError(
-            f"{path}: expected a config of recipe gpt; got recipe {config.recipe}, which can be "
-            "trained only; name a config of a GPT"
+            f"{path}: expected a config of recipe gpt; got recipe {config.recipe}; name a config of"
+            " a GPT"
+        )
+    return config
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads the config of a run that can be evaluated; see `load_any_config`.
+
+    Raises:
+      RecipeError: As there, or the config is that of a recipe that is only trained.
+    """
+    config = load_any_config(path, overrides)
+    if not isinstance(config, RunConfig):
+        raise RecipeError(
+            f"{path}: expected a config of a recipe that can be evaluated; got recipe "
+            f"{config.recipe}, which can be trained only; name another config"
         )
     return config
 

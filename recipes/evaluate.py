@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
+from .batch import loss_inputs
 from .config import ScalifyConfig
 from .scaling import plain, under
 
@@ -20,7 +20,7 @@ def make_evaluation(
 
     def loss(params, rest, batch):
         model = nnx.merge(graphdef, params, rest)
-        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
+        return model.loss(*loss_inputs(batch), deterministic=True)
 
     @jax.jit
     def evaluate(params, rest, batch):
@@ -31,5 +31,5 @@ def make_evaluation(
 
 def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
     """Mean loss over batches of one size, in nats per token; waits for the device once."""
-    losses = [evaluate(params, rest, np.asarray(batch)) for batch in batches]
+    losses = [evaluate(params, rest, batch) for batch in batches]
     return float(jnp.mean(jnp.stack(losses)))

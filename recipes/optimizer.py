@@ -9,7 +9,7 @@ import optax
 
 from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
 
-from .config import Config, OptimizerConfig
+from .config import OptimizerConfig, RunConfig
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -34,7 +34,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: Config, params: Any
+    config: RunConfig, params: Any
 ) -> optax.GradientTransformation | ScaledTransformation:
     """The update rule with clipping, schedule and weight decay, in the formats of the config.
 

@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 
 from unitscale.parallel import make_mesh, param_shardings, shard_batch
 
-from .config import Config
+from .config import RunConfig
 from .errors import RecipeError
 
 
-def open_mesh(config: Config) -> Mesh | None:
+def open_mesh(config: RunConfig) -> Mesh | None:
     """The mesh that a config asks for, over all devices; None for one device.
 
     Raises:

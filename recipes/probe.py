@@ -48,13 +48,12 @@ class Reading(NamedTuple):
         return None
 
 
-def probe(model: Any, ids: Any, targets: Any) -> Reading:
+def probe(model: Any, *inputs: Any) -> Reading:
     """Runs the loss and its gradient once, noting every layer.
 
     Args:
-      model: Has `loss(ids, targets, deterministic=...)`; dropout is left out.
-      ids: int32 (batch, time).
-      targets: int32 (batch, time).
+      model: Has `loss(*inputs, deterministic=...)`; dropout is left out.
+      *inputs: Of one batch, such as ids and targets (batch, time).
 
     Returns:
       The statistics, layers named by their path in the model.
@@ -63,11 +62,11 @@ def probe(model: Any, ids: Any, targets: Any) -> Reading:
     # The layers that run, and in which order, are known only from a run.
     paths: list[str] = []
     jax.eval_shape(
-        lambda params, rest: paths.extend(_loss(params, rest, None, graphdef, ids, targets)[1]),
+        lambda params, rest: paths.extend(_loss(params, rest, None, graphdef, inputs)[1]),
         params,
         rest,
     )
-    results = _measure(params, rest, ids, targets, graphdef, tuple(paths))
+    results = _measure(params, rest, inputs, graphdef, tuple(paths))
     value, noted, at_outputs, weights = results
     names = [
         _dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
@@ -81,18 +80,18 @@ def probe(model: Any, ids: Any, targets: Any) -> Reading:
     )
 
 
-def _loss(params, rest, taps, graphdef, ids, targets):
+def _loss(params, rest, taps, graphdef, inputs):
     model = nnx.merge(graphdef, params, rest)
     with _watched(model, taps) as noted:
-        value = model.loss(ids, targets, deterministic=True)
+        value = model.loss(*inputs, deterministic=True)
     return value, noted
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _measure(params, rest, ids, targets, graphdef, paths):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _measure(params, rest, inputs, graphdef, paths):
     taps = {path: jnp.zeros(()) for path in paths}
     (value, noted), (grads, at_outputs) = jax.value_and_grad(_loss, (0, 2), has_aux=True)(
-        params, rest, taps, graphdef, ids, targets
+        params, rest, taps, graphdef, inputs
     )
     return (
         value,

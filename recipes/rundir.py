@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from .config import Config
+from .config import RunConfig
 from .configfile import AnyConfig, dump_config
 from .errors import RecipeError
 
@@ -45,7 +45,7 @@ def open_run(config: AnyConfig, *, fresh: bool = False) -> Path:
     return folder
 
 
-def existing_run(config: Config) -> Path:
+def existing_run(config: RunConfig) -> Path:
     """The folder of a run that has been trained, for evaluation and generation.
 
     Raises:

@@ -13,13 +13,13 @@ from flax import nnx
 from unitscale.optim import ScaledTransformation
 
 from .checkpoint import Checkpoints
-from .config import Config
-from .configfile import load_config
+from .config import RunConfig
+from .configfile import load_run_config
 from .errors import RecipeError
-from .gpt import build
 from .optimizer import make_optimizer
 from .rundir import existing_run
 from .scaling import scaled
+from .task import build
 
 
 class TrainState(NamedTuple):
@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    config: Config,
+    config: RunConfig,
 ) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
     """The model's structure, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build(config), nnx.Param, ...)
@@ -43,7 +43,7 @@ def init_state(
     return graphdef, optimizer, scaled(config.scalify, state)
 
 
-def load_trained(config: Config, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
+def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
     """The model of a run, from its newest whole checkpoint; nothing on disk is changed.
 
     Args:
@@ -54,12 +54,12 @@ def load_trained(config: Config, say: Callable[[str], None]) -> tuple[nnx.GraphD
       RecipeError: No such run, one of another model, or one without a whole checkpoint.
     """
     folder = existing_run(config)
-    trained = load_config(folder / "config.yaml")
-    length = config.data.sequence_length
-    if trained.model.positions == "learned" and length > trained.context:
+    trained = load_run_config(folder / "config.yaml")
+    length, longest = config.data.sequence_length, trained.longest
+    if longest is not None and length > longest:
         raise RecipeError(
-            f"data.sequence_length: the run in {folder} learned {trained.context} positions; got "
-            f"{length}; use at most {trained.context}"
+            f"data.sequence_length: the run in {folder} learned {longest} positions; got "
+            f"{length}; use at most {longest}"
         )
     graphdef, _, state = init_state(trained)
     checkpoints = Checkpoints(folder, read_only=True)

@@ -1,4 +1,4 @@
-"""Trains a GPT on text: model, data, loss, loop, from top to bottom.
+"""Trains the model of a recipe: data, loss, loop, from top to bottom.
 
 The loop never waits for the device between log lines. So that a value that is not finite can still
 be traced, a step whose loss or gradient is not finite changes nothing, and neither does any step
@@ -24,13 +24,12 @@ from unitscale.core import is_scaled
 from unitscale.optim import ScaledTransformation, value_gradients
 from unitscale.quant import AmaxState, QuantState
 
+from .batch import loss_inputs
 from .checkpoint import Checkpoints
-from .config import Config, ScalifyConfig
-from .data import Batches, ByteTokenizer, Corpus, load_corpus
+from .config import RunConfig, ScalifyConfig
+from .data import Batches
 from .errors import RecipeError
 from .evaluate import make_evaluation, mean_loss
-from .generate import sample_text
-from .gpt import build
 from .metrics import Metrics
 from .optimizer import make_schedule
 from .placement import on_mesh, open_mesh, place, place_batch
@@ -41,6 +40,7 @@ from .rundir import open_run
 from .scaling import plain, under
 from .signals import StopRequest
 from .state import TrainState, init_state
+from .task import Data, build, closing, load_data
 
 
 class Outcome(NamedTuple):
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
     signal: int | None
 
 
-def train(config: Config, *, fresh: bool = False, console: Console | None = None) -> Outcome:
+def train(config: RunConfig, *, fresh: bool = False, console: Console | None = None) -> Outcome:
     """Trains, or goes on from the newest complete checkpoint of the same run.
 
     Args:
@@ -64,17 +64,16 @@ def train(config: Config, *, fresh: bool = False, console: Console | None = None
       The run's folder, its last step and its validation loss.
 
     Raises:
-      RecipeError: Unusable text or run folder, a full disk, or a loss that is not finite.
+      RecipeError: Unusable data or run folder, a full disk, or a loss that is not finite.
     """
     console = Console() if console is None else console
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    tokenizer = ByteTokenizer()
-    corpus = load_corpus(config.data, tokenizer)
+    data = load_data(config)
     folder = open_run(config, fresh=fresh)
-    run = _Run(config, folder, corpus)
+    run = _Run(config, folder, data)
     parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))
     say(
-        f"{config.name}: {parameters:,} parameters, {corpus.train_tokens.size:,} training tokens, "
+        f"{config.name}: {parameters:,} parameters, {data.summary}, "
         f"policy {config.policy}, in {folder}"
     )
     try:
@@ -84,7 +83,7 @@ def train(config: Config, *, fresh: bool = False, console: Console | None = None
             step = int(run.state.step)
             say(f"stopped by {signal.name} after step {step}; run the same command to resume")
             return Outcome(folder, step, None, int(signal))
-        return _finish(run, tokenizer, say)
+        return _finish(run, say)
     except OSError as error:
         raise RecipeError(
             f"cannot write to {folder}: {error.strerror or error}; "
@@ -99,13 +98,13 @@ def train(config: Config, *, fresh: bool = False, console: Console | None = None
 class _Run:
     """Model, optimizer, data and compiled steps of one run."""
 
-    def __init__(self, config: Config, folder: Path, corpus: Corpus):
-        self.config, self.folder, self.corpus = config, folder, corpus
+    def __init__(self, config: RunConfig, folder: Path, data: Data):
+        self.config, self.folder, self.data = config, folder, data
         self.graphdef, optimizer, self.state = init_state(config)
         self.mesh = open_mesh(config)
         self.state = place(self.state, self.mesh)
         self.schedule = make_schedule(config.optimizer, config.train.steps)
-        self.batches: Batches = corpus.training(
+        self.batches: Batches = data.training(
             config.seed, process=jax.process_index(), processes=jax.process_count()
         )
         self.checkpoints = Checkpoints(folder, keep=config.train.keep)
@@ -117,10 +116,10 @@ class _Run:
         restored = self.checkpoints.restore(self.state, say)
         if restored is None:
             return 0
-        if restored.facts["text"] != self.corpus.digest:
+        if restored.facts["text"] != self.data.digest:
             raise RecipeError(
-                f"data: the text is not the one that {self.folder} was trained on (another Python, "
-                "or changed files); restore the text, change name, or pass --fresh"
+                f"data: it is not what {self.folder} was trained on (another Python, or changed "
+                "files); restore the files, change name, or pass --fresh"
             )
         self.state = restored.state
         self.batches.set_state(restored.position)
@@ -138,7 +137,7 @@ class _Run:
         tokens = self.config.data.batch_size * self.config.data.sequence_length
         if start >= settings.steps:
             return None
-        recent: deque[np.ndarray] = deque(maxlen=settings.log_every + 1)
+        recent: deque[Any] = deque(maxlen=settings.log_every + 1)
         step = on_mesh(self.train_step, self.state, self.mesh)
         metrics = Metrics(self.folder, resume_step=start)
         try:
@@ -190,24 +189,24 @@ class _Run:
             metrics.close()
 
     def save(self, step: int) -> None:
-        facts = {"policy": self.config.policy, "text": self.corpus.digest}
+        facts = {"policy": self.config.policy, "text": self.data.digest}
         self.checkpoints.save(step, self.state, self.batches.get_state(), facts)
 
     def validation_loss(self) -> float:
-        batches = self.corpus.validation(self.config.train.eval_batches)
+        batches = self.data.validation(self.config.train.eval_batches)
         return mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
 
     def model(self) -> Any:
         params, rest = plain(self.config.scalify, (self.state.params, self.state.rest))
         return nnx.merge(self.graphdef, params, rest)
 
-    def _check_finite(self, done: int, recent: deque[np.ndarray]) -> None:
+    def _check_finite(self, done: int, recent: deque[Any]) -> None:
         """Stops the run when some step since the last look was not finite."""
         good = int(self.state.step)
         if good == done:
             return
         batch = recent[good - done]  # the batch of the first step that did not count
-        reading = probe(self.model(), batch[:, :-1], batch[:, 1:])
+        reading = probe(self.model(), *loss_inputs(batch))
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         raise RecipeError(
             f"step {good + 1}: the loss or its gradient is not finite; the first value that is not "
@@ -225,19 +224,19 @@ def make_train_step(
     """The compiled step `(state, batch, index) -> (state, metrics)`.
 
     Args:
-      graphdef: Of a model with `loss(ids, targets, deterministic=...)`.
+      graphdef: Of a model of `recipes.task`.
       optimizer: Of its parameters.
       scalify: Formats to run the step in under `unitscale.scalify`, or None.
 
     Returns:
-      A function of a `TrainState`, whose memory is reused, a batch (batch, time + 1) int32, and
+      A function of a `TrainState`, whose memory is reused, a batch (see `recipes.batch`), and
       the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
       not finite, the state comes back as it went in.
     """
 
     def loss_and_rest(params, amax, rest, batch):
         model = nnx.merge(graphdef, params, amax, rest, copy=True)
-        loss = model.loss(batch[:, :-1], batch[:, 1:], deterministic=False)
+        loss = model.loss(*loss_inputs(batch), deterministic=False)
         return loss, nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
 
     def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
@@ -270,33 +269,25 @@ def _is_amax(node: Any) -> bool:
     return isinstance(node, QuantState)
 
 
-def _finish(run: _Run, tokenizer: ByteTokenizer, say) -> Outcome:
-    """Validation loss, plots and a sample of a run that has done all its steps."""
+def _finish(run: _Run, say) -> Outcome:
+    """Validation loss, plots and closing lines of a run that has done all its steps."""
     config, step = run.config, int(run.state.step)
     validation = run.validation_loss()
     plot_run(run)
     say(f"validation loss {validation:.4f} nats per token, {validation / np.log(2):.4f} bits")
-    if config.train.sample_tokens:
-        text = sample_text(
-            run.model(),
-            tokenizer,
-            "\n",
-            tokens=config.train.sample_tokens,
-            seed=config.seed,
-            context=config.data.sequence_length,
-        )
-        say(f"sample:{text}")
+    for line in closing(config, run.data, run.model(), run.folder):
+        say(line)
     say(f"checkpoint, metrics and plots are in {run.folder}")
     return Outcome(run.folder, step, validation, None)
 
 
 def plot_run(run: _Run) -> None:
     """Draws the losses, and the RMS of all layers before and after training."""
-    batch = next(run.corpus.validation(1))
+    batch = next(run.data.validation(1))
     models = {"at initialisation": build(run.config)}
     models[f"after {int(run.state.step)} steps"] = run.model()
     plot_loss(run.folder)
     plot_rms(
         run.folder,
-        {label: probe(model, batch[:, :-1], batch[:, 1:]) for label, model in models.items()},
+        {label: probe(model, *loss_inputs(batch)) for label, model in models.items()},
     )

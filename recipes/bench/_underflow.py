@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..batch import loss_inputs
+
 
 class Underflow(NamedTuple):
     """Counts of gradient entries, over all parameters and batches.
@@ -83,6 +85,6 @@ def _counts(params, rest, batch, wide, narrow, absent) -> tuple[int, ...]:
 def _gradient(params, rest, batch, graphdef):
     def loss(params):
         model = nnx.merge(graphdef, params, rest)
-        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
+        return model.loss(*loss_inputs(batch), deterministic=True)
 
     return jax.grad(loss)(params)

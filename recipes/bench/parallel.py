@@ -34,6 +34,7 @@ from unitscale.parallel import (
     train_step,
 )
 
+from ..batch import loss_inputs
 from ..config import Config
 from ..configfile import load_config
 from ..data import ByteTokenizer, load_corpus
@@ -176,7 +177,7 @@ def train_loss(config: Config, dtype: str, console: Console) -> float:
 
     def loss(params, batch):
         model = nnx.merge(graphdef, params, first.rest, copy=True)
-        return model.loss(batch[:, :-1], batch[:, 1:], deterministic=True)
+        return model.loss(*loss_inputs(batch), deterministic=True)
 
     step = train_step(loss, optimizer, mesh, dtype=dtype)
     state = ParallelState(jax.tree.map(jnp.copy, first.params), first.opt_state)

@@ -23,6 +23,7 @@ from flax import nnx
 
 from unitscale import nn
 
+from ..batch import loss_inputs
 from ..config import Config
 from ..data import ByteTokenizer, load_corpus
 from ..errors import RecipeError
@@ -114,7 +115,7 @@ def measure(config: Config, tokens: np.ndarray) -> dict[Category, dict[str, floa
       The RMS values.
     """
     model = build(config)
-    reading = probe(model, tokens[:, :-1], tokens[:, 1:])
+    reading = probe(model, *loss_inputs(tokens))
     found = _sort(model, reading)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(map(str, path))

@@ -71,6 +71,11 @@ class Corpus:
     batch_size: int
 
     @property
+    def summary(self) -> str:
+        """How much there is to learn from, in words."""
+        return f"{self.train_tokens.size:,} training tokens"
+
+    @property
     def digest(self) -> str:
         """Tells whether two corpora hold the same tokens, split in the same place."""
         digest = hashlib.sha256(self.train_tokens.tobytes())

@@ -266,7 +266,7 @@ def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
 def test_another_text_is_not_resumed(make_config: MakeConfig, text_file: Path) -> None:
     run(make_config())
     text_file.write_text(text_file.read_text("utf-8")[1:], encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"data: the text is not the one that .* was trained on"):
+    with pytest.raises(RecipeError, match=r"data: it is not what .* was trained on"):
         run(make_config())
 
 
