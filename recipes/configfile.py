@@ -135,8 +135,9 @@ def _schema_of(tree: dict[str, Any], path: str | Path) -> type[AnyConfig]:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The model of a section, also of one that may be null."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

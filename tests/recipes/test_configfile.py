@@ -113,6 +113,15 @@ def test_overrides_are_yaml(config_file: Path) -> None:
     assert config.model.residual.scheme == "running_mean"
 
 
+def test_keys_of_a_section_that_is_null(config_file: Path) -> None:
+    assert load_config(config_file).mesh is None
+    mesh = load_config(config_file, ["mesh.data=2", "mesh.tensor=4"]).mesh
+    assert mesh is not None
+    assert (mesh.data, mesh.fsdp, mesh.tensor) == (2, 1, 4)
+    with pytest.raises(RecipeError, match=r"mesh\.tensors is not a key.*mesh\.tensor\?"):
+        load_config(config_file, ["mesh.tensors=4"])
+
+
 def test_a_section_override_keeps_its_other_keys(config_file: Path) -> None:
     config = load_config(config_file, ["model={layers: 3}"])
     assert (config.model.layers, config.model.width) == (3, 16)
