@@ -12,6 +12,8 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from .atomic import write_whole
+
 # Protocol buffers make their classes at run time, out of sight of type checkers.
 _Event: Any = getattr(event_pb2, "Event")  # noqa: B009
 _SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
@@ -32,7 +34,7 @@ class Metrics:
     def __init__(self, folder: Path, *, resume_step: int = 0):
         path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
-        _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._lines = path.open("a", encoding="utf-8")
         (folder / "tensorboard").mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
@@ -72,10 +74,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return rows
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a whole file or, on any error, leaves the old one as it was."""
-    fresh = path.with_name(path.name + ".tmp")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from .atomic import write_whole
 from .config import RunConfig
 from .configfile import AnyConfig, dump_config
 from .errors import RecipeError
@@ -34,9 +35,7 @@ def open_run(config: AnyConfig, *, fresh: bool = False) -> Path:
         if folder.exists():
             _check_same(config, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / "config.yaml.tmp"
-        draft.write_text(dump_config(config), encoding="utf-8")
-        draft.replace(folder / "config.yaml")
+        write_whole(folder / "config.yaml", dump_config(config))
     except OSError as error:
         raise RecipeError(
             f"train.runs_dir: cannot write the run folder {folder}: {error.strerror}; "
