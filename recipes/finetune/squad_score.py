@@ -1,0 +1,206 @@
+"""Exact match and F1 of SQuAD, as the scripts that the data set is published with compute them.
+
+`score_v1` gives the numbers of evaluate-v1.1.py and `score_v2` those of evaluate-v2.0.py, ties and
+empty answers included, in percent.
+
+References:
+  Rajpurkar et al., SQuAD: 100,000+ Questions for Machine Comprehension of Text, section 6.1;
+  Rajpurkar et al., Know What You Don't Know: Unanswerable Questions for SQuAD, section 5.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import RecipeError
+from .config import SquadConfig
+from .squad_data import Question
+from .squad_predict import Prediction
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(text: str) -> str:
+    """Lower case, without ASCII punctuation, then without articles, with single spaces.
+
+    Example:
+      >>> normalize("The  U.S. -- an ‘Answer’")
+      'us ‘answer’'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, answer: str) -> float:
+    """1 where both are the same text once normalized, else 0."""
+    return float(normalize(prediction) == normalize(answer))
+
+
+def f1(prediction: str, answer: str) -> float:
+    """Harmonic mean of precision and recall over normalized words, each counted as often as it is.
+
+    Two texts of which one has no words have 0 in common. So v1.1 has it; see `f1_v2`.
+    """
+    predicted, wanted = normalize(prediction).split(), normalize(answer).split()
+    common = (Counter(predicted) & Counter(wanted)).total()
+    if not common:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def f1_v2(prediction: str, answer: str) -> float:
+    """`f1`, but 1 where both texts have no words."""
+    if normalize(prediction) or normalize(answer):
+        return f1(prediction, answer)
+    return 1.0
+
+
+def score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
+    """Scores as evaluate-v1.1.py does.
+
+    Args:
+      questions: Each with at least one answer; the answer that scores best counts.
+      predictions: Texts by id. A question that has none scores 0.
+
+    Returns:
+      `exact_match` and `f1`, in percent.
+    """
+    exact = overlap = 0.0
+    for question in questions:
+        if question.id in predictions:
+            texts = [answer.text for answer in question.answers]
+            exact += _best(exact_match, predictions[question.id], texts)
+            overlap += _best(f1, predictions[question.id], texts)
+    return {
+        "exact_match": 100.0 * exact / len(questions),
+        "f1": 100.0 * overlap / len(questions),
+    }
+
+
+def score_v2(
+    questions: Sequence[Question],
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float] | None = None,
+    threshold: float = 1.0,
+) -> dict[str, float]:
+    """Scores as evaluate-v2.0.py does.
+
+    Args:
+      questions: A question without answers is answered rightly by "" only.
+      predictions: Texts by id, "" for no answer.
+      null_odds: How much speaks for no answer, by id (`--na-prob-file`).
+      threshold: Where `null_odds` is above it, no answer is given (`--na-prob-thresh`).
+
+    Returns:
+      `exact`, `f1` and `total`; the same of the questions with answers (`HasAns_exact`, ...) and of
+      those without (`NoAns_exact`, ...) where there are any; and, with `null_odds`, the best
+      `exact` and `f1` that any threshold gives to `predictions`, with that threshold
+      (`best_exact`, `best_exact_thresh`, `best_f1`, `best_f1_thresh`). As in the script, questions
+      of equal odds can fall on both sides of it, and it is 0 where to answer nothing is best.
+
+    Raises:
+      RecipeError: A question has no prediction or no odds. The script cannot score that.
+    """
+    given = predictions.keys() & null_odds.keys() if null_odds else predictions.keys()
+    missing = [question.id for question in questions if question.id not in given]
+    if missing:
+        raise RecipeError(
+            f"expected a prediction for each of the {len(questions)} questions; got none for "
+            f"{len(missing)}, the first of them {missing[0]!r}; predict all of them"
+        )
+    raw = {
+        "exact": [_score(exact_match, q, predictions[q.id]) for q in questions],
+        "f1": [_score(f1_v2, q, predictions[q.id]) for q in questions],
+    }
+    answerable = [bool(question.answers) for question in questions]
+    odds = [null_odds[q.id] if null_odds else threshold for q in questions]
+    scores = {
+        name: [
+            float(not has) if odd > threshold else value
+            for value, odd, has in zip(values, odds, answerable, strict=True)
+        ]
+        for name, values in raw.items()
+    }
+    result = _percent(scores, [True] * len(questions), "")
+    for prefix, chosen in (("HasAns_", answerable), ("NoAns_", [not has for has in answerable])):
+        if any(chosen):
+            result |= _percent(scores, chosen, prefix)
+    if null_odds:
+        answered = [bool(predictions[question.id]) for question in questions]
+        for name, values in raw.items():
+            best, at = _best_threshold(values, odds, answerable, answered)
+            result |= {f"best_{name}": best, f"best_{name}_thresh": at}
+    return result
+
+
+def score_predictions(
+    questions: Sequence[Question], predictions: Mapping[str, Prediction], config: SquadConfig
+) -> dict[str, float]:
+    """Scores what a model predicts by the rules of the config's version.
+
+    Under v2.0 the best thresholds are those for the model's best answers, whatever the threshold
+    of the config is.
+    """
+    texts = {name: prediction.text for name, prediction in predictions.items()}
+    if version_of(questions, config) == "v1.1":
+        return score_v1(questions, texts)
+    odds = {name: prediction.null_odds for name, prediction in predictions.items()}
+    return score_v2(questions, texts, odds, config.no_answer_threshold)
+
+
+def version_of(questions: Sequence[Question], config: SquadConfig) -> str:
+    """The version whose rules score these questions.
+
+    Raises:
+      RecipeError: The config says v1.1, and a question has no answer.
+    """
+    unanswered = next((q.id for q in questions if not q.answers), None)
+    if config.version == "v1.1" and unanswered is not None:
+        raise RecipeError(
+            "squad.version: expected an answer to each validation question under v1.1; got none "
+            f"for {unanswered!r}; set squad.version v2.0 or null"
+        )
+    return config.version or ("v1.1" if unanswered is None else "v2.0")
+
+
+def _best(metric: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float:
+    return max(metric(prediction, answer) for answer in answers)
+
+
+def _score(metric: Callable[[str, str], float], question: Question, prediction: str) -> float:
+    """The best over the answers that have words; over "" where none has."""
+    texts = [answer.text for answer in question.answers if normalize(answer.text)]
+    return _best(metric, prediction, texts or [""])
+
+
+def _percent(
+    scores: Mapping[str, Sequence[float]], chosen: Sequence[bool], prefix: str
+) -> dict[str, float]:
+    total = sum(chosen)
+    sums = {name: _sum_of(values, chosen) for name, values in scores.items()}
+    result = {f"{prefix}{name}": 100.0 * value / total for name, value in sums.items()}
+    return result | {f"{prefix}total": total}
+
+
+def _sum_of(values: Sequence[float], chosen: Sequence[bool]) -> float:
+    return sum(value for value, take in zip(values, chosen, strict=True) if take)
+
+
+def _best_threshold(
+    scores: Sequence[float],
+    odds: Sequence[float],
+    answerable: Sequence[bool],
+    answered: Sequence[bool],
+) -> tuple[float, float]:
+    """The best percentage, and the odds of the last question that is answered to reach it."""
+    current = best = float(len(scores) - sum(answerable))
+    threshold = 0.0
+    for i in sorted(range(len(scores)), key=lambda i: odds[i]):
+        current += scores[i] if answerable[i] else -float(answered[i])
+        if current > best:
+            best, threshold = current, odds[i]
+    return 100.0 * best / len(scores), threshold
