@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from ..config import Count, Flag, Section
+from ..config import BatchConfig, Count, Flag, Section
 
 Task = Literal["squad", "classification"]
 Format = Literal["squad", "tsv", "csv", "jsonl"]
@@ -16,8 +16,11 @@ Column = (
 )  # a position or a name
 
 
-class DataConfig(Section):
-    """The files of a task, and how their examples are cut into batches."""
+class DataConfig(BatchConfig):
+    """The files of a task, and how their examples are cut into batches.
+
+    A sequence has its special tokens among its tokens.
+    """
 
     train: str = Field(description="path of the file to train on")
     validation: str = Field(description="path of the file to score on")
@@ -25,10 +28,6 @@ class DataConfig(Section):
         default=None,
         description="what the files are; null for squad (task squad) or by the file's suffix",
     )
-    max_length: Count = Field(
-        default=128, description="tokens that the model sees at once, special tokens included"
-    )
-    batch_size: Count = Field(default=16, description="sequences per step, over all processes")
 
 
 class SquadConfig(Section):
@@ -41,8 +40,10 @@ class SquadConfig(Section):
     max_question_length: Count = Field(
         default=64, description="tokens of a question; a longer one is cut"
     )
-    stride: Count = Field(
-        default=128, description="tokens from the start of a window to the start of the next"
+    stride: Count | None = Field(
+        default=None,
+        description="tokens from the start of a window to the start of the next; null for half of "
+        "what a window holds of the context",
     )
     n_best: Count = Field(default=20, description="answers that are listed for each question")
     max_answer_length: Count = Field(default=30, description="tokens of the longest answer")

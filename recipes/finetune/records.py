@@ -6,6 +6,7 @@ that a short sequence takes no more memory than its tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,16 @@ class RecordSource:
 
     def __init__(self, records: Records):
         self.records = records
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two sources hold the same records."""
+        records = self.records
+        digest = hashlib.sha256(f"{records.length} {records.pad} {sorted(records.labels)}".encode())
+        labels = [records.labels[name] for name in sorted(records.labels)]
+        for array in (records.ids, records.segments, records.bounds, *labels):
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.records.bounds) - 1

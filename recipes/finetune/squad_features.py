@@ -48,34 +48,35 @@ def make_squad_features(
     questions: Sequence[Question],
     tokenizer: Tokenizer,
     *,
-    max_length: int,
+    sequence_length: int,
     max_question_length: int,
-    stride: int,
+    stride: int | None = None,
 ) -> SquadFeatures:
     """Tokenizes questions beside their contexts.
 
     Args:
       questions: What to read; the label is the first of a question's answers.
       tokenizer: Gives offsets in characters, and puts a special token first.
-      max_length: Tokens of a record, special tokens included.
+      sequence_length: Tokens of a record, special tokens included.
       max_question_length: Tokens of a question; a longer one is cut.
       stride: Tokens from the start of a window to the start of the next, as `doc_stride` of BERT.
-        Windows never leave a gap, however long the question.
+        None for half of what a window holds of the context. Windows never leave a gap, however
+        long the question.
 
     Returns:
       At least one record for each question, in the order of questions and windows.
 
     Raises:
-      RecipeError: `max_length` leaves no room for the context, or the tokenizer puts no special
-        token first.
+      RecipeError: `sequence_length` leaves no room for the context, or the tokenizer puts no
+        special token first.
     """
     tokenizer, pad = working_copy(tokenizer)
     layout = layout_of_pairs(tokenizer)
-    if max_length <= max_question_length + layout.special:
+    if sequence_length <= max_question_length + layout.special:
         raise RecipeError(
-            f"data.max_length: expected more than the {max_question_length} tokens of a question "
-            f"and {layout.special} special tokens; got {max_length}; raise it, or lower "
-            "squad.max_question_length"
+            f"data.sequence_length: expected more than the {max_question_length} tokens of a "
+            f"question and {layout.special} special tokens; got {sequence_length}; raise it, or "
+            "lower squad.max_question_length"
         )
     windows: list[Window] = []
     starts: list[int] = []
@@ -85,8 +86,8 @@ def make_squad_features(
         for number, whole, context in _tokenized(questions, tokenizer):
             text = whole[:max_question_length]
             first = layout.first_of_pair(text)
-            room = max_length - layout.special - len(text)
-            for held in _slices(len(context.ids), room, stride):
+            room = sequence_length - layout.special - len(text)
+            for held in _slices(len(context.ids), room, stride or -(-room // 2)):
                 window = Window(number, first, context.offsets[held])
                 start, end = _label(window, questions[number])
                 windows.append(window)
@@ -94,7 +95,7 @@ def make_squad_features(
                 ends.append(end)
                 yield layout.lay_out(text, context.ids[held])
 
-    records = make_records(sequences(), {"start": starts, "end": ends}, max_length, pad)
+    records = make_records(sequences(), {"start": starts, "end": ends}, sequence_length, pad)
     return SquadFeatures(questions, records, windows)
 
 

@@ -58,8 +58,8 @@ def predict_answers(
 
     Args:
       features: The questions and their windows.
-      start_logits: Score of each token as the answer's first, (windows, max_length).
-      end_logits: Score of each token as the answer's last, (windows, max_length).
+      start_logits: Score of each token as the answer's first, (windows, sequence_length).
+      end_logits: Score of each token as the answer's last, (windows, sequence_length).
       n_best: Candidates to keep of each question; one text counts once, with its best score.
       max_answer_length: Tokens of the longest answer.
       allow_none: Lists no answer as a candidate too, as v2.0 has it.

@@ -20,7 +20,7 @@ def test_records(rows: list[Row], length: int) -> None:
     tokenizer = make_tokenizer()
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)
-    made = make_classification_features(rows, make_tokenizer(), max_length=length)
+    made = make_classification_features(rows, make_tokenizer(), sequence_length=length)
     assert len(made) == len(rows)
     for record, row in zip(made, rows, strict=True):
         expected = tokenizer.encode(row.text, row.pair)
@@ -32,6 +32,6 @@ def test_records(rows: list[Row], length: int) -> None:
 
 @pytest.mark.parametrize(("rows", "least"), [(SINGLE, 3), (PAIRS, 5)])
 def test_room_for_the_texts(rows: list[Row], least: int) -> None:
-    make_classification_features(rows, make_tokenizer(), max_length=least)
-    with pytest.raises(RecipeError, match=rf"data\.max_length: .* at least {least}, .* got"):
-        make_classification_features(rows, make_tokenizer(), max_length=least - 1)
+    make_classification_features(rows, make_tokenizer(), sequence_length=least)
+    with pytest.raises(RecipeError, match=rf"data\.sequence_length: .* at least {least}, .* got"):
+        make_classification_features(rows, make_tokenizer(), sequence_length=least - 1)

@@ -20,11 +20,7 @@ def test_every_key_is_described() -> None:
 
 def test_defaults_are_those_of_the_files_that_are_published() -> None:
     config = TaskConfig.model_validate({"task": "squad", "data": FILES})
-    assert (config.squad.stride, config.squad.n_best, config.squad.max_answer_length) == (
-        128,
-        20,
-        30,
-    )
+    assert (config.squad.n_best, config.squad.max_answer_length) == (20, 30)
     columns = config.classification
     assert (columns.header, columns.text, columns.pair, columns.label) == (
         True,
@@ -43,7 +39,7 @@ def test_columns_are_names_or_positions() -> None:
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("data", {"format": "tsv"}, r"data\.format of task squad must be squad; got tsv"),
     ("data", {"format": "xml"}, r"data\.format"),
-    ("data", {"max_length": 0}, r"data\.max_length"),
+    ("data", {"sequence_length": 0}, r"data\.sequence_length"),
     ("squad", {"version": "v1.2"}, r"squad\.version"),
     ("squad", {"stride": 0}, r"squad\.stride"),
     ("squad", {"n_best": True}, r"squad\.n_best"),

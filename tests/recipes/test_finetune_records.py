@@ -55,6 +55,22 @@ def test_the_last_batch_is_filled_with_its_last_record(source: RecordSource) -> 
     assert whole["label"].tolist() == [1, 0, 2]
 
 
+def test_the_digest_tells_records_apart(source: RecordSource) -> None:
+    def digest(*, sequences=SEQUENCES, labels=(1, 0, 2), name="label", length=5, pad=9) -> str:
+        return make_records(sequences, {name: labels}, length, pad).digest
+
+    others = [
+        digest(sequences=[([2, 5], [0, 0]), ([3, 2, 5, 3, 6], [0] * 5), ([3, 2], [1, 1])]),
+        digest(sequences=[(ids, [0] * len(ids)) for ids, _ in SEQUENCES]),
+        digest(labels=(1, 1, 2)),
+        digest(name="start"),
+        digest(length=6),
+        digest(pad=0),
+    ]
+    assert digest() == source.digest
+    assert len({source.digest, *others}) == 7
+
+
 def test_labels_may_be_found_on_the_way() -> None:
     labels: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def ask(answer: str | None, text: str = "when did the mine open?", context: str 
 
 
 def features(*questions: Question, **settings: Any) -> SquadFeatures:
-    lengths = {"max_length": 64, "max_question_length": 8, "stride": 16}
+    lengths = {"sequence_length": 64, "max_question_length": 8, "stride": 16}
     return make_squad_features(questions, TOKENIZER, **lengths | settings)
 
 
@@ -83,7 +84,7 @@ def test_the_first_answer_is_learned() -> None:
     assert labelled_texts(features(question)) == ["1901"]
 
 
-# max_length, max_question_length, stride
+# sequence_length, max_question_length, stride
 WINDOWS = [(24, 8, 5), (24, 8, 13), (24, 8, 1), (20, 4, 7), (16, 3, 10)]
 
 
@@ -91,7 +92,10 @@ WINDOWS = [(24, 8, 5), (24, 8, 13), (24, 8, 1), (20, 4, 7), (16, 3, 10)]
 def test_windows_are_those_of_the_library(length: int, question_length: int, stride: int) -> None:
     text = "when did mine open" if question_length < 8 else "when did the mine open?"
     made = features(
-        ask("1901", text), max_length=length, max_question_length=question_length, stride=stride
+        ask("1901", text),
+        sequence_length=length,
+        max_question_length=question_length,
+        stride=stride,
     )
     reference = make_tokenizer()
     question = reference.encode(text, add_special_tokens=False)
@@ -112,14 +116,22 @@ def test_windows_are_those_of_the_library(length: int, question_length: int, str
 
 
 def test_a_stride_past_the_window_leaves_no_gap() -> None:
-    made = features(ask(None), max_length=20, stride=1000)
+    made = features(ask(None), sequence_length=20, stride=1000)
     covered = np.concatenate([window.offsets for window in made.windows])
     whole = TOKENIZER.encode(CONTEXT, add_special_tokens=False).offsets
     assert covered.tolist() == [list(offsets) for offsets in whole]
 
 
+def test_without_a_stride_windows_share_half() -> None:
+    made = features(ask(None), sequence_length=20, stride=None)
+    # [CLS], six tokens of the question and two [SEP] leave 11 of the context.
+    assert [len(window.offsets) for window in made.windows[:-1]] == [11] * (len(made.windows) - 1)
+    for window, following in itertools.pairwise(made.windows):
+        assert window.offsets[6:].tolist() == following.offsets[:5].tolist()
+
+
 def test_a_part_of_an_answer_is_no_answer() -> None:
-    made = features(ask("opened in 1878"), max_length=18, stride=3)
+    made = features(ask("opened in 1878"), sequence_length=18, stride=3)
     texts = labelled_texts(made)
     assert set(texts) == {None, "opened in 1878"}
     start = CONTEXT.index("opened")
@@ -129,7 +141,7 @@ def test_a_part_of_an_answer_is_no_answer() -> None:
 
 
 def test_windows_say_whose_they_are() -> None:
-    made = features(ask("1878"), ask(None), ask("mine", context="The mine"), max_length=40)
+    made = features(ask("1878"), ask(None), ask("mine", context="The mine"), sequence_length=40)
     owners = [window.question for window in made.windows]
     assert owners == sorted(owners)
     assert set(owners) == {0, 1, 2}
@@ -151,12 +163,14 @@ def test_every_answer_is_in_some_window(data: st.DataObject) -> None:
     answer = Answer(" ".join(words[first : first + count]), len(" ".join([*words[:first], ""])))
     question = Question("one", "when?", " ".join(words), (answer,))
     # Windows of 8 tokens that share at least 3 hold every answer of 3.
-    made = features(question, max_length=13, max_question_length=2, stride=stride)
+    made = features(question, sequence_length=13, max_question_length=2, stride=stride)
     texts = labelled_texts(made)
     assert set(texts) <= {None, answer.text}
     assert answer.text in texts
 
 
 def test_no_room_for_the_context() -> None:
-    with pytest.raises(RecipeError, match=r"data\.max_length: .* 8 tokens .* 3 special .* got 11;"):
-        features(ask("1878"), max_length=11)
+    with pytest.raises(
+        RecipeError, match=r"data\.sequence_length: .* 8 tokens .* 3 special .* got 11;"
+    ):
+        features(ask("1878"), sequence_length=11)

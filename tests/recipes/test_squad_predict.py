@@ -33,7 +33,7 @@ def make(*contexts: str) -> SquadFeatures:
         for number, context in enumerate(contexts)
     ]
     return make_squad_features(
-        questions, make_tokenizer(), max_length=LENGTH, max_question_length=6, stride=5
+        questions, make_tokenizer(), sequence_length=LENGTH, max_question_length=6, stride=5
     )
 
 
@@ -154,7 +154,7 @@ def test_scores_that_are_not_finite(value: float) -> None:
 def from_labels(questions: list[Question]) -> tuple[SquadFeatures, np.ndarray, np.ndarray]:
     """Features, and the scores of a model that has learned all of their labels."""
     made = make_squad_features(
-        questions, make_tokenizer(), max_length=LENGTH, max_question_length=6, stride=5
+        questions, make_tokenizer(), sequence_length=LENGTH, max_question_length=6, stride=5
     )
     batches = list(made.records.batches(4))
     start, end = (
