@@ -105,7 +105,8 @@ def test_a_config_of_another_recipe(config_file: Path, capsys: pytest.CaptureFix
         load_config(config_file)
     for command in ("evaluate", "generate"):
         assert main([command, str(config_file)]) == 2
-        assert "expected a config of recipe gpt; got recipe mnist" in capsys.readouterr().err
+        assert "expected a config of" in (message := capsys.readouterr().err)
+        assert "got recipe mnist" in message
 
 
 def test_train(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
