@@ -12,6 +12,7 @@ from jax import lax
 
 from unitscale.quant import (
     Block,
+    Contraction,
     Delayed,
     Dynamic,
     Einsum,
@@ -19,6 +20,7 @@ from unitscale.quant import (
     QuantState,
     Static,
     Unit,
+    contract,
     dot_general,
     einsum,
 )
@@ -114,10 +116,18 @@ def test_einsum() -> None:
 @pytest.mark.parametrize(
     "config", [MatmulConfig(lhs="e5m2"), MatmulConfig(strategy=Static((1.0, 2.0, 1.0)))], ids=str
 )
-def test_einsum_may_exchange_its_operands(config) -> None:
-    for make in (einsum, Einsum):
-        with pytest.raises(ValueError, match="einsum: both operands must have one format and"):
-            make(config)
+def test_einsum_exchanges_its_operands_only_where_that_changes_nothing(config) -> None:
+    """jnp.einsum would multiply the smaller operand from the left."""
+    lhs, rhs = whole(0, (9, 4)) * 300, whole(1, (4, 2))
+    spec = Contraction("ij", "jk", "ki")
+    wanted = contract(lhs, rhs, spec, config=config)
+    for op in (einsum(config), Einsum(config)):
+        np.testing.assert_array_equal(op("ij, jk -> ki", lhs, rhs), wanted)
+        for subscripts, operands in (("ij,jk", (lhs, rhs)), ("ij,jk,k->i", (lhs, rhs, rhs[0]))):
+            with pytest.raises(ValueError, match=f"einsum: both operands of '{subscripts}', which"):
+                op(subscripts, *operands)
+    third = einsum(MatmulConfig(strategy=Dynamic()))("ij,jk,k->i", lhs, rhs, rhs[0])
+    np.testing.assert_array_equal(third, lhs @ (rhs @ rhs[0]))
 
 
 def test_out_sharding_is_obeyed() -> None:

@@ -20,13 +20,12 @@ from unitscale.quant import (
     Delayed,
     Dynamic,
     MatmulConfig,
-    QuantState,
     Static,
     Unit,
-    contract,
     dot_general,
-    is_stateful,
 )
+
+from .products import state_of, three_products
 
 pytestmark = pytest.mark.h200
 
@@ -137,19 +136,12 @@ STRATEGIES = [
 def train_program(strategy: Any, cotangent: str = "float8_e5m2") -> str:
     """The three products of a layer, and what its state sees of them."""
     config = MatmulConfig(cotangent=cotangent, strategy=strategy)
-    layer = Contraction("btk", "kn", "btn")
-    state = QuantState.create(strategy) if is_stateful(strategy) else None
-
-    def three_products(x, w, ct, state):
-        y, vjp = jax.vjp(lambda *a: contract(*a[:2], layer, config=config, state=a[2]), x, w, state)
-        return y, *vjp(ct)
-
     return compile_h200(
-        three_products,
+        three_products(config, Contraction("btk", "kn", "btn")),
         spec((BATCH, TIME, IN), jnp.bfloat16),
         spec((IN, OUT), jnp.float32),
         spec((BATCH, TIME, OUT), jnp.bfloat16),
-        jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), state),
+        jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), state_of(strategy)),
     )
 
 

@@ -21,13 +21,13 @@ from unitscale.quant import (
     Delayed,
     Dynamic,
     MatmulConfig,
-    QuantState,
     Static,
     Unit,
-    contract,
     is_stateful,
     quantize,
 )
+
+from .products import forward, state_of, three_products
 
 SPECS = {
     "dense": (Contraction("btk", "kn", "btn"), (2, 3, 8), (8, 6)),
@@ -138,18 +138,12 @@ def test_three_products(name: str, formats: tuple[str, ...], strategy) -> None:
     spec, *shapes = SPECS[name]
     lhs, rhs = draw(0, shapes[0], 30.0), draw(1, shapes[1], 1e-3)
     config = MatmulConfig(lhs=formats[0], rhs=formats[1], cotangent=formats[2], strategy=strategy)
-    state = None
-    if is_stateful(strategy):
-        state = dataclasses.replace(QuantState.create(strategy), scale=jnp.asarray(SCALES))
-
-    @jit
-    def run(lhs, rhs, dy, state):
-        y, vjp = jax.vjp(lambda *a: contract(*a, spec, config=config, state=state), lhs, rhs)
-        return y, *vjp(dy)
-
+    state = state_of(strategy)
+    if state is not None:
+        state = dataclasses.replace(state, scale=jnp.asarray(SCALES))
     y = np.einsum(f"{spec.lhs},{spec.rhs}->{spec.out}", lhs, rhs)
     dy = draw(2, y.shape, 1e-6)
-    actual = run(lhs, rhs, dy, state)
+    *actual, _ = jit(three_products(config, spec))(lhs, rhs, dy, state)
     expected = reference(spec, formats, strategy, *(np.float64(x) for x in (lhs, rhs, dy)))
     for got, (wanted, bound) in zip(actual, expected, strict=True):
         assert np.all(np.isfinite(got))
@@ -164,12 +158,8 @@ def test_narrow_results_and_gradients(dtype: str, strategy) -> None:
     lhs, rhs = jnp.full((4, 8), 2.0**-14, dtype), jnp.full((8, 4), 2.0**14, dtype)
     config, spec = MatmulConfig(strategy=strategy), Contraction("bk", "kn", "bn")
 
-    @jit
-    def run(lhs, rhs):
-        y, vjp = jax.vjp(lambda *a: contract(*a, spec, config=config), lhs, rhs)
-        return y, *vjp(jnp.full((4, 4), 2.0**-12, dtype))
-
-    y, dlhs, drhs = run(lhs, rhs)
+    dy = jnp.full((4, 4), 2.0**-12, dtype)
+    y, dlhs, drhs, _ = jit(three_products(config, spec))(lhs, rhs, dy)
     assert {a.dtype.name for a in (y, dlhs, drhs)} == {dtype}
     np.testing.assert_array_equal(np.float32(y), 8.0)
     np.testing.assert_array_equal(np.float32(dlhs), 16.0)
@@ -179,31 +169,21 @@ def test_narrow_results_and_gradients(dtype: str, strategy) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_all_zero_tensors_give_zeros(strategy) -> None:
     zeros, spec = jnp.zeros((4, 4)), Contraction("bk", "kn", "bn")
-    config = MatmulConfig(strategy=strategy)
-    state = QuantState.create(strategy) if is_stateful(strategy) else None
-
-    @jit
-    def run(lhs, rhs):
-        y, vjp = jax.vjp(lambda *a: contract(*a, spec, config=config, state=state), lhs, rhs)
-        return y, *vjp(zeros), *vjp(zeros + 1)
-
-    for lhs, rhs in ((zeros, zeros), (zeros, zeros + 1), (zeros + 1, zeros)):
-        leaves = run(lhs, rhs)
-        assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
-        np.testing.assert_array_equal(leaves[0], 0)
+    run = jit(three_products(MatmulConfig(strategy=strategy), spec))
+    ones = zeros + 1
+    for lhs, rhs in ((zeros, zeros), (zeros, ones), (ones, zeros)):
+        for dy in (zeros, ones):
+            leaves = jax.tree.leaves(run(lhs, rhs, dy, state_of(strategy)))
+            assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
+            np.testing.assert_array_equal(leaves[0], 0)
 
 
 def residuals(strategy) -> dict[str, int]:
     """Elements of what the backward keeps, by dtype."""
     lhs, rhs = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((32, 32))
-    config = MatmulConfig(strategy=strategy)
-    state = QuantState.create(strategy) if is_stateful(strategy) else None
-    spec = Contraction("bk", "kn", "bn")
-    vjp = jax.eval_shape(
-        lambda *a: jax.vjp(lambda *a: contract(*a, spec, config=config, state=state), *a)[1],
-        lhs,
-        rhs,
-    )
+    product = forward(MatmulConfig(strategy=strategy), Contraction("bk", "kn", "bn"))
+    state = state_of(strategy)
+    vjp = jax.eval_shape(lambda *a: jax.vjp(lambda *a: product(*a, state), *a)[1], lhs, rhs)
     found: dict[str, int] = {}
     for leaf in jax.tree.leaves(vjp):
         found[leaf.dtype.name] = found.get(leaf.dtype.name, 0) + leaf.size
@@ -230,10 +210,7 @@ def test_operands_are_quantized_once_and_the_cotangent_once_for_each_of_its_scal
     config = MatmulConfig(cotangent="e5m2", strategy=strategy)
     lhs, rhs, spec = jnp.ones((3, 8)), jnp.ones((8, 4)), Contraction("bk", "kn", "bn")
 
-    def three_products(lhs, rhs, dy):
-        return jax.vjp(lambda *a: contract(*a, spec, config=config), lhs, rhs)[1](dy)
-
-    text = str(jax.make_jaxpr(three_products)(lhs, rhs, jnp.ones((3, 4))))
+    text = str(jax.make_jaxpr(three_products(config, spec))(lhs, rhs, jnp.ones((3, 4))))
     assert text.count("new_dtype=float8_e4m3fn") == 2
     assert text.count("new_dtype=float8_e5m2") == casts
 

@@ -21,8 +21,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests.gradients import jit
 from tests.h200 import compile_program, spec
 from unitscale import ScaledArray, nn, ops, to_array
-from unitscale.quant import Block, Contraction, Dynamic, MatmulConfig, contract
+from unitscale.quant import Block, Contraction, Dynamic, MatmulConfig
 from unitscale.transforms import scalify
+
+from .products import three_products
 
 TESTS = Path(__file__).parents[1]
 HERE = "quant/test_trouble.py::"
@@ -92,21 +94,16 @@ def test_dynamic_scales_are_those_of_the_whole_tensor(strategy) -> None:
     x = jnp.full((4, 8), 1e-3).at[1, 2].set(-3e4)
     w = jnp.full((8, 8), 1e-5).at[2, 0].set(600.0)
     config = MatmulConfig(cotangent="e5m2", strategy=strategy)
-
     dy = jnp.full((4, 8), 1e-7).at[1, 0].set(3.0)
-
-    def three_products(x, w, dy):
-        y, vjp = jax.vjp(lambda x, w: contract(x, w, MATMUL, config=config), x, w)
-        return y, *vjp(dy)
-
-    whole = jit(three_products)(x, w, dy)
+    *whole, _ = jit(three_products(config, MATMUL))(x, w, dy)
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in whole)
     shares = (
         jax.device_put(a, NamedSharding(mesh, P(*axes)))
         for a, axes in ((x, ("data", "model")), (w, ("model", "data")), (dy, ("data", "model")))
     )
     # float32 sums of at most 8 terms, in another order.
-    for a, b in zip(jit(three_products)(*shares), whole, strict=True):
+    *parts, _ = jit(three_products(config, MATMUL))(*shares)
+    for a, b in zip(parts, whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=8 * 2.0**-24 * np.max(np.abs(b)))
 
 

@@ -1,7 +1,6 @@
 """`lax.dot_general` with quantized operands, for the `dot_general=` hooks of layer libraries."""
 
 from collections.abc import Callable
-from functools import partial
 from string import ascii_lowercase
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax import lax
 from ..core import result_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction
+from ._einsum import einsum_contraction, einsum_problem
 from ._product import contract
 from ._state import QuantState, check_state
 from ._strategies import Static
@@ -33,6 +33,28 @@ def contraction_of(dimension_numbers: Any, lhs_rank: int, rhs_rank: int) -> Cont
     batch = "".join(lhs[axis] for axis in lhs_batch)
     free = [c for c in lhs if c not in rhs] + [c for c in rhs if c not in lhs]
     return Contraction(lhs, rhs, batch + "".join(free))
+
+
+def multiply(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    spec: Contraction,
+    config: MatmulConfig,
+    state: QuantState | None = None,
+    *,
+    out_dtype: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """What stands behind every hook of a layer library: `contract` with all factors 1.
+
+    Example:
+        >>> x, spec = jnp.ones((2, 2)), Contraction("ij", "jk", "ik")
+        >>> print(multiply(x, x, spec, MatmulConfig(), out_dtype=jnp.bfloat16)[0])
+        [2 2]
+    """
+    out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
+    y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
+    return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
 
 def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
@@ -82,42 +104,77 @@ def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callab
                 preferred_element_type,
                 out_sharding=out_sharding,
             )
-        out_dtype = preferred_element_type or result_dtype(lhs, rhs)
         spec = contraction_of(dimension_numbers, lhs.ndim, rhs.ndim)
-        y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
-        return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+        return multiply(
+            lhs,
+            rhs,
+            spec,
+            config,
+            state,
+            out_dtype=preferred_element_type,
+            out_sharding=out_sharding,
+        )
 
     return dot
 
 
-def check_symmetric(config: MatmulConfig) -> None:
+def _check_symmetric(config: MatmulConfig, subscripts: Any) -> None:
     """Raises if it matters which operand of a product is the left one."""
     strategy = config.strategy
     scales = strategy.scales if isinstance(strategy, Static) else None
     if config.lhs != config.rhs or (scales is not None and scales[0] != scales[1]):
         raise ValueError(
-            "unitscale.quant.einsum: both operands must have one format and static scale, because "
-            f"jnp.einsum may exchange them; got {config}. Use dot_general."
+            f"unitscale.quant.einsum: both operands of {subscripts!r}, which is not one product "
+            "of two matrices, must have one format and static scale, because jnp.einsum may "
+            f"exchange them; got {config}. Use dot_general."
         )
 
 
 def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
     """Returns a `jnp.einsum` whose products are quantized, for `flax.nnx.Einsum(einsum_op=)`.
 
+    An einsum of two operands that is one product of matrices keeps its operands in their places.
+    Others are those of `jnp.einsum`, which may exchange them.
+
     Args:
-        config: formats and strategy; the same for both operands, which `jnp.einsum` may exchange.
+        config: formats and strategy.
         state: the scales of a strategy that keeps them.
 
     Returns:
-        A function with the signature of `jnp.einsum`.
+        A function with the signature of `jnp.einsum`. It raises a ValueError if `jnp.einsum` may
+        exchange the operands, and they differ in format or static scale.
 
     Raises:
-        ValueError: if the operands differ in format or static scale, or the strategy needs a state
-            and has none.
+        ValueError: if the strategy needs a state and has none.
 
     Example:
         >>> print(einsum(MatmulConfig())("ij,jk->ki", jnp.ones((2, 8)), jnp.ones((8, 3)))[0])
         [8. 8.]
     """
-    check_symmetric(config)
-    return partial(jnp.einsum, _dot_general=dot_general(config, state))
+    dot = dot_general(config, state)
+
+    def op(subscripts: Any, *operands: Any, out_sharding: Any = None, **options: Any) -> jax.Array:
+        arrays = [jnp.asarray(x) for x in operands]
+        if _is_one_product(subscripts, arrays):
+            lhs, rhs = arrays
+            spec = einsum_contraction(subscripts, lhs.ndim)
+            dtype = options.get("preferred_element_type")
+            return multiply(
+                lhs, rhs, spec, config, state, out_dtype=dtype, out_sharding=out_sharding
+            )
+        _check_symmetric(config, subscripts)
+        # A new function at each call of `einsum`: jnp.einsum caches what it traced by its identity.
+        return jnp.einsum(
+            subscripts, *operands, out_sharding=out_sharding, _dot_general=dot, **options
+        )
+
+    return op
+
+
+def _is_one_product(subscripts: Any, operands: list[jax.Array]) -> bool:
+    return (
+        isinstance(subscripts, str)
+        and len(operands) == 2
+        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
+        and not einsum_problem(subscripts)
+    )

@@ -15,10 +15,9 @@ from jax import lax
 from ..core import ScaledArray
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
-from ._dot_general import contraction_of
+from ._dot_general import contraction_of, multiply
 from ._einsum import einsum_contraction, einsum_problem
 from ._nnx import amax_state, read_state
-from ._product import contract
 from ._quantize import quantize, quantize_at
 
 
@@ -49,12 +48,12 @@ class Hook(nnx.Module):
         self.input_scale: Any = nnx.data(None)
 
     def _multiply(self, lhs, rhs, spec: Contraction, dtype: Any, out_sharding: Any) -> jax.Array:
-        if self.weight_scale is not None:
-            y = self._multiply_static(lhs, rhs, spec, lhs.dtype if dtype is None else dtype)
-        else:
-            out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if dtype is None else dtype
+        if self.weight_scale is None:
             state = read_state(self.state)
-            y = contract(lhs, rhs, spec, config=self.config, out_dtype=out_dtype, state=state)
+            return multiply(
+                lhs, rhs, spec, self.config, state, out_dtype=dtype, out_sharding=out_sharding
+            )
+        y = self._multiply_static(lhs, rhs, spec, lhs.dtype if dtype is None else dtype)
         return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
     def _multiply_static(self, lhs, rhs, spec: Contraction, out_dtype: Any) -> jax.Array:

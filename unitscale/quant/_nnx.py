@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ._config import MatmulConfig
-from ._dot_general import check_symmetric, dot_general, einsum
+from ._dot_general import dot_general, einsum
 from ._state import TENSORS, QuantState
 from ._strategies import is_stateful
 
@@ -72,38 +72,19 @@ class DotGeneral(nnx.Module):
         self.config = config
         self.state = nnx.data(amax_state(config))
 
-    def __call__(
-        self,
-        lhs: Any,
-        rhs: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         """Multiplies as `lax.dot_general`; ``precision`` is ignored."""
-        return dot_general(self.config, read_state(self.state))(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        return dot_general(self.config, read_state(self.state))(*operands, **options)
 
 
 class Einsum(nnx.Module):
     """A `jnp.einsum` with quantized operands that holds its own scales.
 
     As `DotGeneral`, for ``flax.nnx.Einsum(einsum_op=)``. The scales are those of one product: give
-    it two operands, whose rows in the state `jnp.einsum` may exchange.
+    it two operands.
 
     Args:
-        config: formats and strategy; the same for both operands.
-
-    Raises:
-        ValueError: if the operands differ in format.
+        config: formats and strategy.
 
     Example:
         >>> from unitscale.quant import Delayed
@@ -114,14 +95,12 @@ class Einsum(nnx.Module):
     """
 
     def __init__(self, config: MatmulConfig) -> None:
-        check_symmetric(config)
         self.config = config
         self.state = nnx.data(amax_state(config))
 
-    def __call__(self, *operands: Any, **kwargs: Any) -> jax.Array:
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         """Multiplies as `jnp.einsum`; ``precision`` is ignored."""
-        # A new function at each call: jnp.einsum caches what it traced by the function's identity.
-        return einsum(self.config, read_state(self.state))(*operands, **kwargs)
+        return einsum(self.config, read_state(self.state))(*operands, **options)
 
 
 def amax_states(model: Any) -> Iterator[tuple[str, AmaxState]]:

@@ -1,0 +1,30 @@
+"""The three products of a layer, as the tests of strategies and of kernels run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from unitscale.quant import Contraction, MatmulConfig, QuantState, Strategy, contract, is_stateful
+
+
+def state_of(strategy: Strategy) -> QuantState | None:
+    """The state that a strategy starts with, if it has one."""
+    return QuantState.create(strategy) if is_stateful(strategy) else None
+
+
+def forward(config: MatmulConfig, spec: Contraction) -> Callable[..., Any]:
+    """``(lhs, rhs, state) -> out``."""
+    return lambda lhs, rhs, state=None: contract(lhs, rhs, spec, config=config, state=state)
+
+
+def three_products(config: MatmulConfig, spec: Contraction) -> Callable[..., Any]:
+    """``(lhs, rhs, dy, state) -> (out, dlhs, drhs, what the state sees)``."""
+
+    def run(lhs, rhs, dy, state=None):
+        y, vjp = jax.vjp(forward(config, spec), lhs, rhs, state)
+        return y, *vjp(dy)
+
+    return run
