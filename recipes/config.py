@@ -253,6 +253,17 @@ class MeshConfig(Section):
     tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
 
 
+class MonitorConfig(Section):
+    """What to do about elements of FP8 tensors that are beyond the format's largest value."""
+
+    limit: Fraction = Field(
+        default=1e-4, description="share of a tensor's elements that may saturate"
+    )
+    rebalance: Flag = Field(
+        default=False, description="double the scales of tensors above the limit, at log lines"
+    )
+
+
 class RunConfig(Section):
     """What every run of `recipes.train` is told, whatever it trains."""
 
@@ -275,6 +286,9 @@ class RunConfig(Section):
     )
     train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
     mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
+    monitor: MonitorConfig | None = Field(
+        default=None, description="count saturated elements of FP8 tensors as metrics; null for not"
+    )
 
     @property
     def longest(self) -> int | None:
@@ -287,6 +301,20 @@ class RunConfig(Section):
             raise ValueError(
                 "optimizer.warmup_steps must be less than train.steps; "
                 f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _monitor_has_scales(self) -> Self:
+        if self.monitor and self.policy not in ("fp8", "fp8_delayed"):
+            raise ValueError(
+                "monitor needs a policy whose scales are not those of the data: fp8 or "
+                f"fp8_delayed; got policy {self.policy}; change policy or set monitor null"
+            )
+        if self.monitor and self.monitor.rebalance and self.policy != "fp8":
+            raise ValueError(
+                f"monitor.rebalance needs policy fp8; got policy {self.policy}, whose scales "
+                "follow the data by themselves; set monitor.rebalance false"
             )
         return self
 

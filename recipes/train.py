@@ -31,6 +31,7 @@ from .data import Batches
 from .errors import RecipeError
 from .evaluate import make_evaluation, mean_loss
 from .metrics import Metrics
+from .monitor import watch
 from .optimizer import make_schedule
 from .placement import on_mesh, open_mesh, place, place_batch
 from .plots import plot_loss, plot_rms
@@ -166,6 +167,7 @@ class _Run:
                             gradient_norm=float(values["gradient_norm"]),
                             learning_rate=float(np.asarray(self.schedule(index))),
                             tokens_per_second=speed,
+                            **self._watch(report.say),
                         )
                         report.report(done, loss, speed)
                         clock, clock_step, paused = time.perf_counter(), done, 0.0
@@ -199,6 +201,10 @@ class _Run:
     def model(self) -> Any:
         params, rest = plain(self.config.scalify, (self.state.params, self.state.rest))
         return nnx.merge(self.graphdef, params, rest)
+
+    def _watch(self, say) -> dict[str, float]:
+        self.state, shares = watch(self.config, self.graphdef, self.state, say)
+        return shares
 
     def _check_finite(self, done: int, recent: deque[Any]) -> None:
         """Stops the run when some step since the last look was not finite."""

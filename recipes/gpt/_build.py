@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..config import Config
+from ..monitor import monitored
 from . import model, plain
 
 GPT = model.GPT | plain.GPT
@@ -17,4 +18,4 @@ def build(config: Config) -> GPT:
     shape = config.model.model_copy(update={"context": config.context})
     if config.model.library == "plain":
         return plain.GPT(shape, dtype=jnp.dtype(config.policy), scalify=config.scalify, rngs=rngs)
-    return model.GPT(shape, policy=config.policy, rngs=rngs)
+    return model.GPT(shape, policy=monitored(config), rngs=rngs)

@@ -38,6 +38,13 @@ PRECISIONS = {
     "plain": [],
     "fp8": [*UNITSCALE, "policy=fp8"],
     "fp8_delayed": [*UNITSCALE, "policy=fp8_delayed"],
+    # A learning rate at which weights saturate, so that scales move.
+    "monitor": [
+        "model.library=unitscale",
+        "policy=fp8",
+        "optimizer={umup: true, learning_rate: 1000.0}",
+        "monitor={rebalance: true}",
+    ],
     "few bits": [
         "model.library=unitscale",
         "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4, weights: float16, "
