@@ -19,6 +19,9 @@ from ..train import train
 
 PARITY = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
 
+# Overrides that make a config one of the plain model, which has no u-muP.
+PLAIN = ("model.library=plain", "optimizer.umup=false", "optimizer.weight_decay=0.0")
+
 # What every benchmark of training runs can be told.
 Overrides = Annotated[
     list[str] | None,
@@ -26,6 +29,9 @@ Overrides = Annotated[
 ]
 ConfigPath = Annotated[str, typer.Option("--config", help="the run to compare")]
 DataPath = Annotated[str | None, typer.Option("--data", help="text; by default Python's library")]
+PlainRate = Annotated[
+    float, typer.Option(help="peak learning rate of the plain model, which has no u-muP")
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
 
 

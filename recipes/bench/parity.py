@@ -10,16 +10,26 @@ float16, all with the same seed and data and none with a loss scale. A run that 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from flax import nnx
 from rich.console import Console
 
 from ..data import ByteTokenizer, load_corpus
 from ..gpt import build
-from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, Run, trained, variant
+from ._runs import (
+    PARITY,
+    PLAIN,
+    ConfigPath,
+    DataPath,
+    Fresh,
+    Overrides,
+    PlainRate,
+    Run,
+    trained,
+    variant,
+)
 from ._table import JsonPath, Table, publish, within
 from ._underflow import Underflow, underflow
 
@@ -32,9 +42,7 @@ def main(
     overrides: Overrides = None,
     config: ConfigPath = str(PARITY),
     data: DataPath = None,
-    plain_learning_rate: Annotated[
-        float, typer.Option(help="peak learning rate of the plain model, which has no u-muP")
-    ] = 1e-3,
+    plain_learning_rate: PlainRate = 1e-3,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
@@ -50,9 +58,7 @@ def main(
         words,
         "plain-float16",
         "policy=float16",
-        "model.library=plain",
-        "optimizer.umup=false",
-        "optimizer.weight_decay=0.0",
+        *PLAIN,
         f"optimizer.learning_rate={plain_learning_rate}",
     )
     corpus = load_corpus(wanted["float32"].data, ByteTokenizer())

@@ -3,14 +3,13 @@
     python -m recipes bench quant --data TEXT
 
 Trains `configs/gpt/parity.yaml` once for each policy (as `bench parity`, whose float32 and fp8 runs
-are used again), compiles the training step of `configs/gpt/gpt2-small.yaml` for an H200 where the
-CUDA plugin is installed, which needs no GPU, and times a larger model where there is one.
+are used again), and its plain model converted and through qwix; compiles the training step of
+`configs/gpt/gpt2-small.yaml` for an H200 where the CUDA plugin is installed, which needs no GPU,
+and times a larger model where there is one.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import re
 import statistics
 import time
@@ -24,7 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from unitscale import nn
-from unitscale.quant import Fp8Report, Matmul, check_fp8, convert
+from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..config import Config
 from ..configfile import load_config
@@ -34,8 +33,20 @@ from ..gpt import build
 from ..optimizer import make_optimizer
 from ..state import TrainState
 from ..train import make_train_step
+from ._converted import MISSING, converted, has_qwix, losses as converted_losses, through_qwix
 from ._h200 import NEEDS, available, compile_program, spec, specs_like
-from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, Run, trained, variant
+from ._runs import (
+    PARITY,
+    PLAIN,
+    ConfigPath,
+    DataPath,
+    Fresh,
+    Overrides,
+    PlainRate,
+    Run,
+    trained,
+    variant,
+)
 from ._steps import stepper
 from ._table import JsonPath, Table, publish, within
 from .overhead import CONFIGS, GPT2, plain
@@ -58,8 +69,12 @@ def main(
     config: ConfigPath = str(PARITY),
     data: DataPath = None,
     policies: Annotated[str, typer.Option(help="policies, separated by commas")] = POLICIES,
+    plain_learning_rate: PlainRate = 1e-3,
     fresh: Fresh = False,
     train: Annotated[bool, typer.Option(help="train each policy, or use its finished run")] = True,
+    convert: Annotated[
+        bool, typer.Option(help="train the plain model converted, and through qwix")
+    ] = True,
     compile: Annotated[bool, typer.Option(help="compile GPT-2 small for an H200")] = True,
     steps: Annotated[int, typer.Option(min=4, help="timed steps of each policy, on a GPU")] = 20,
     json: JsonPath = None,
@@ -70,14 +85,19 @@ def main(
     tables, notes = [], []
     if train:
         tables.append(losses(_runs(config, words, names, fresh)))
+    if train and convert:
+        rate = f"optimizer.learning_rate={plain_learning_rate}"
+        tables.append(
+            converted_losses(load_config(config, [*words, "policy=float32", *PLAIN, rate]))
+        )
     if compile and available():
         tables += [kernels(names), memory(names)]
         notes.append(
             "Compiled, not run. Dense: all products but attention's own and the readout's. amax: "
             "reductions to the greatest magnitude. Block scales have FP8 kernels from sm_100 on."
         )
-        if importlib.util.find_spec("qwix") is None:
-            notes.append("qwix: not compared; it is not installed.")
+        if not has_qwix():
+            notes.append(f"The program through qwix: {MISSING}")
     elif compile:
         notes.append(f"FP8 kernels and memory: not compiled; that needs {NEEDS}.")
     if jax.default_backend() == "gpu":
@@ -130,9 +150,9 @@ def kernels(names: Sequence[str]) -> Table:
     }
     half = plain(config).model_copy(update={"policy": "bfloat16"})
     programs["plain flax.nnx"] = lambda: build(half)
-    programs["plain, converted to fp8_dynamic"] = lambda: _converted(half)
-    if importlib.util.find_spec("qwix") is not None:
-        programs["plain, through qwix"] = lambda: _through_qwix(half)
+    programs["plain, converted to fp8_dynamic"] = lambda: converted(half, "fp8_dynamic")
+    if has_qwix():
+        programs["plain, through qwix"] = lambda: through_qwix(half)
     rows, reference = [], 1
     for name, make in programs.items():
         _say(f"compiling a training step: {name}")
@@ -167,22 +187,6 @@ def _say(message: str) -> None:
 
 def _builder(config: Config, policy: str) -> Callable[[], Any]:
     return lambda: build(config.model_copy(update={"policy": policy}))
-
-
-def _converted(config: Config) -> Any:
-    model = build(config)
-    convert(model, "fp8_dynamic")
-    return model
-
-
-def _through_qwix(config: Config) -> Any:
-    qwix: Any = importlib.import_module("qwix")
-    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-    rule = qwix.QtRule(
-        weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2, bwd_weight_grad_tile_size=None
-    )
-    ids = jnp.zeros((1, config.data.sequence_length), jnp.int32)
-    return qwix.quantize_model(build(config), qwix.QtProvider([rule]), ids)
 
 
 def compile_step(config: Config, make: Callable[[], Any]) -> jax.stages.Compiled:

@@ -6,11 +6,22 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from recipes.bench import quant
+from recipes.bench._converted import (
+    PRESETS,
+    converted,
+    judged,
+    losses,
+    through_qwix,
+    validation_loss,
+)
 from recipes.bench.parity import Run
 from recipes.cli import main
+from recipes.data import ByteTokenizer, load_corpus
 from unitscale.quant import Fp8Report, Matmul
 
 TINY = ["model.library=unitscale", "model.dropout=0.0", "train.steps=2"]
@@ -91,7 +102,8 @@ def test_other_policies_are_refused(policies: str, capsys: pytest.CaptureFixture
 def test_command_trains_the_policies(tmp_path: Path, config_file: Path) -> None:
     path = tmp_path / "out.json"
     command = ["bench", "quant", *TINY, "--config", str(config_file), "--json", str(path)]
-    assert main([*command, "--no-compile", "--policies", "fp8,fp8_delayed"]) == 0
+    command += ["--no-compile", "--no-convert", "--policies", "fp8,fp8_delayed"]
+    assert main(command) == 0
     (table,) = json.loads(path.read_text())["tables"]
     losses = {row["policy"]: row["validation loss"] for row in table["rows"]}
     assert list(losses) == ["float32", "fp8", "fp8_delayed"]
@@ -100,6 +112,41 @@ def test_command_trains_the_policies(tmp_path: Path, config_file: Path) -> None:
     assert {folder.name for folder in (tmp_path / "runs").iterdir()} == {
         f"tiny-{name}" for name in losses
     }
+
+
+def test_converted_models_are_judged_against_qwix() -> None:
+    found = {"float32": 2.0, "converted to fp8_dynamic": 2.1, "converted to fp8_delayed": 2.3}
+    rows = {row["model"]: row for row in judged(found | {"through qwix": 2.2}, 10).rows}
+    assert rows["converted to fp8_dynamic"]["over float32"] == pytest.approx(0.05)
+    assert [row.get("within") for row in rows.values()] == [None, True, False, None]
+    *rows, last = judged(found, 10).rows
+    assert last == {"model": "through qwix", "asked": "not installed: pip install qwix"}
+    assert not any("within" in row for row in rows)
+
+
+def test_the_plain_model_trains_converted(make_config) -> None:
+    config = make_config("train.steps=2", "data.sequence_length=16")
+    corpus = load_corpus(config.data, ByteTokenizer())
+    found = {
+        preset: validation_loss(config, lambda preset=preset: converted(config, preset), corpus)
+        for preset in PRESETS
+    }
+    assert len(set(found.values())) == 2
+    assert all(0 < loss < 8 for loss in found.values())
+
+
+def test_the_plain_model_trains_through_qwix(make_config) -> None:
+    pytest.importorskip("qwix")
+    config = make_config("train.steps=2")
+    ids = jnp.zeros((1, 16), jnp.int32)
+    ours, theirs = (
+        str(jax.make_jaxpr(lambda ids, model=model: model(ids))(ids)).count("dtype=float8_e4m3fn")
+        for model in (converted(config, "fp8_dynamic"), through_qwix(config))
+    )
+    # Both operands of query, key, value, out, up and down.
+    assert ours == theirs == 12
+    names = [row["model"] for row in losses(config).rows]
+    assert names[-1] == "through qwix"
 
 
 @pytest.mark.h200
