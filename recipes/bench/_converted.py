@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -70,36 +72,54 @@ def validation_loss(config: Config, make: Callable[[], Any], corpus: Corpus) -> 
     return mean_loss(make_evaluation(graphdef), state.params, state.rest, corpus.validation())
 
 
-def losses(config: Config) -> Table:
-    """Validation loss of the plain model, converted by us and by qwix, after the same steps."""
+def losses(config: Config, seeds: int = 1) -> Table:
+    """Validation loss of the plain model, converted by us and by qwix, after the same steps.
+
+    Args:
+      config: Of the plain model in float32.
+      seeds: How many runs of each, with the seed of the config and those after it.
+    """
     corpus = load_corpus(config.data, ByteTokenizer())
-    programs: dict[str, Callable[[], Any]] = {"float32": lambda: build(config)}
+    programs: dict[str, Callable[[Config], Any]] = {"float32": build}
     for preset in PRESETS:
-        programs[f"converted to {preset}"] = lambda preset=preset: converted(config, preset)
+        programs[f"converted to {preset}"] = functools.partial(converted, preset=preset)
     if has_qwix():
-        programs["through qwix"] = lambda: through_qwix(config)
+        programs["through qwix"] = through_qwix
     found = {}
     for name, make in programs.items():
         Console(stderr=True).print(f"training the plain model: {name}", highlight=False)
-        found[name] = validation_loss(config, make, corpus)
+        runs = (config.model_copy(update={"seed": config.seed + i}) for i in range(seeds))
+        found[name] = [validation_loss(one, functools.partial(make, one), corpus) for one in runs]
         jax.clear_caches()
     return judged(found, config.train.steps)
 
 
-def judged(found: dict[str, float], steps: int) -> Table:
-    """Each loss over float32, and whether it is no worse than that of qwix."""
+def judged(found: dict[str, list[float]], steps: int) -> Table:
+    """Mean loss over float32, and whether it is no worse than that of qwix.
+
+    Seed by seed; with more than one, worse is more than two standard errors of the mean above.
+    """
     bound = found.get("through qwix")
     rows: list[dict[str, Any]] = []
-    for name, loss in found.items():
-        row: dict[str, Any] = {"model": name, "validation loss": loss}
+    for name, runs in found.items():
+        row: dict[str, Any] = {"model": name, "validation loss": statistics.fmean(runs)}
         if name != "float32":
-            row["over float32"] = loss / found["float32"] - 1
+            row["over float32"] = statistics.fmean(_over(runs, found["float32"]))
         if name.startswith("converted") and bound is not None:
-            row["over qwix"] = loss / bound - 1
-            row |= {"asked": "<= qwix", "within": within(loss, (None, bound))}
+            over = _over(runs, bound)
+            mean = statistics.fmean(over)
+            error = statistics.stdev(over) / len(over) ** 0.5 if len(over) > 1 else 0.0
+            row |= {"over qwix": mean, "standard error": error, "asked": "<= qwix"}
+            row["within"] = within(mean, (None, 2 * error))
         rows.append(row)
     if bound is None:
         rows.append({"model": "through qwix", "asked": MISSING})
     columns = {"model": "", "validation loss": ".5f", "over float32": "+.3%", "over qwix": "+.3%"}
-    title = f"Validation loss of the GPT in plain flax.nnx after {steps} steps, nats per byte"
-    return Table(title, columns | {"asked": "", "within": ""}, rows)
+    columns |= {"standard error": ".3%", "asked": "", "within": ""}
+    seeds = len(found["float32"])
+    title = f"Validation loss of the GPT in plain flax.nnx, {steps} steps, mean of {seeds} seeds"
+    return Table(title, columns, rows)
+
+
+def _over(runs: list[float], others: list[float]) -> list[float]:
+    return [run / other - 1 for run, other in zip(runs, others, strict=True)]

@@ -75,6 +75,7 @@ def main(
     convert: Annotated[
         bool, typer.Option(help="train the plain model converted, and through qwix")
     ] = True,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each, with seeds in a row")] = 3,
     compile: Annotated[bool, typer.Option(help="compile GPT-2 small for an H200")] = True,
     steps: Annotated[int, typer.Option(min=4, help="timed steps of each policy, on a GPU")] = 20,
     json: JsonPath = None,
@@ -87,9 +88,8 @@ def main(
         tables.append(losses(_runs(config, words, names, fresh)))
     if train and convert:
         rate = f"optimizer.learning_rate={plain_learning_rate}"
-        tables.append(
-            converted_losses(load_config(config, [*words, "policy=float32", *PLAIN, rate]))
-        )
+        base = load_config(config, [*words, "policy=float32", *PLAIN, rate])
+        tables.append(converted_losses(base, seeds))
     if compile and available():
         tables += [kernels(names), memory(names)]
         notes.append(

@@ -198,6 +198,28 @@ def test_mistakes_change_nothing(model: Model, arguments, error, message: str) -
     assert nnx.graphdef(model) == before
 
 
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        (MatmulConfig(strategy=Delayed(history=4)), r"state is one of Delayed\(history=4, .* but"),
+        ("fp8_static", r"state is one of Static\(.* but the strategy is Delayed\(history=16"),
+        ("fp8_dynamic", "Incorrect number of leaves"),  # as Flax says it
+    ],
+    ids=str,
+)
+def test_the_state_of_another_conversion_is_refused(preset, message: str) -> None:
+    def parts(preset):
+        layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        convert(layer, preset)
+        return nnx.split(layer)
+
+    graphdef, own = parts("fp8_delayed")
+    x = jnp.ones((2, 16))
+    assert nnx.merge(graphdef, own)(x).shape == (2, 16)
+    with pytest.raises(ValueError, match=message):
+        nnx.merge(graphdef, parts(preset)[1])(x)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_there_and_back_is_the_identity(preset: str) -> None:
     model = Model(nnx.Rngs(0), blocks=1)

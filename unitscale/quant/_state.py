@@ -171,7 +171,7 @@ def state_gradient(
 
 
 def check_state(owner: str, config: MatmulConfig | None, state: QuantState | None) -> None:
-    """Raises if a strategy lacks its state, or a state meets another strategy."""
+    """Raises if a strategy lacks its state, or a state is not the one of the product."""
     strategy = None if config is None else config.strategy
     if state is None:
         if strategy is not None and is_stateful(strategy):
@@ -179,8 +179,18 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
                 f"unitscale.quant.{owner}: {strategy!r} keeps its scales in a state; give "
                 "state=QuantState.create(strategy), or use a layer or DotGeneral, which hold one"
             )
+    elif not isinstance(state, QuantState):
+        raise TypeError(
+            f"unitscale.quant.{owner}: state must be a QuantState; got {type(state).__name__}. "
+            "Load the state of a model that was converted by the same rules"
+        )
     elif state.strategy != strategy:
         raise ValueError(
             f"unitscale.quant.{owner}: the state is one of {state.strategy!r}, but the strategy is "
             f"{strategy!r}"
+        )
+    elif (shape := jnp.shape(state.scale)) != (len(TENSORS),):
+        raise ValueError(
+            f"unitscale.quant.{owner}: one product needs the scales of one, of shape (3,); got "
+            f"{shape}. Scan or vmap over stacked layers, so that each gets its own"
         )
