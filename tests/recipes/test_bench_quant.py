@@ -145,8 +145,8 @@ def test_the_plain_model_trains_converted(make_config) -> None:
     assert all(0 < loss < 8 for loss in losses)
 
 
-# qwix 0.1.8 calls a method that Flax has deprecated.
-@pytest.mark.filterwarnings("ignore:The 'm.iter_modules:DeprecationWarning")
+# qwix 0.1.8 calls what Flax has deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_plain_model_trains_through_qwix(make_config) -> None:
     pytest.importorskip("qwix")
     config = make_config("train.steps=2")
