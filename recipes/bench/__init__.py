@@ -10,6 +10,7 @@ BENCHMARKS = {
     "scalify": "losses, cost and range of plain programs under unitscale.scalify",
     "quant": "loss, FP8 kernels, amax reductions, memory and speed by how scales are chosen",
     "optim": "bytes, step time and validation loss of 16- and 8-bit optimizer state",
+    "transfer": "best learning rate by width, under u-muP and in plain flax.nnx",
     "parallel": "bytes, error and validation loss of gradients exchanged in 8 bits",
     "scales": "RMS of activations, weights and gradients at initialisation, by depth and width",
     "mnist": "test accuracy of a classifier under scalify, in each number format",
