@@ -1,14 +1,17 @@
 """Checkpoints that a run resumes from bit for bit, and that outlive a crash while one is written.
 
 A checkpoint is the array leaves of a pytree under readable names, the position of the data
-iterator, and facts about the run. Orbax writes it under another name and renames it when complete;
-checksums of the arrays tell a damaged one apart.
+iterator, and facts about the run. Orbax writes it while training goes on, under another name, and
+renames it when complete; checksums of the arrays tell a damaged one apart. Arrays are read back
+onto any mesh, as they are asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from .errors import RecipeError
 
@@ -47,13 +51,13 @@ class Checkpoints:
         self._folder = folder.absolute() / "checkpoints"
         self._keep = keep
         self._read_only = read_only
+        self._writing: int | None = None  # the step of a write that may be under way
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        # Not asynchronous: whoever saves goes on only when the checkpoint is complete.
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
-            enable_async_checkpointing=False,
+            enable_async_checkpointing=True,
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
         )
@@ -69,44 +73,85 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, damaged or not."""
-        return self._manager.latest_step()
+        """The step of the newest complete checkpoint, damaged or not."""
+        if not self._folder.is_dir():
+            return None
+        # Read from the disk: Orbax counts a step as soon as its write begins.
+        names = (path.name for path in self._folder.iterdir())
+        return max((int(name) for name in names if name.isdigit()), default=None)
 
     @property
     def what_is_safe(self) -> str:
         """For a message about a failure: the checkpoint that it left alone."""
+        with contextlib.suppress(RecipeError):  # the failure that the message is about comes first
+            self.wait()
         step = self.newest
         return (
             f"the checkpoint of step {step} is untouched" if step else "no checkpoint was written"
         )
 
-    def save(self, step: int, state: Any, position: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Writes a checkpoint; when this returns, it is complete.
+    def save(
+        self,
+        step: int,
+        state: Any,
+        position: dict[str, Any],
+        facts: dict[str, Any],
+        *,
+        wait: bool = True,
+    ) -> None:
+        """Writes a checkpoint of the state as it is now.
 
         Args:
           step: Steps done; a step already saved is not written again.
           state: A pytree of arrays, PRNG keys included.
           position: The data iterator's state, plain JSON values.
           facts: More plain JSON values, given back by `restore`.
+          wait: Returns when it is complete. Otherwise it is written behind the caller's back, who
+            may change or donate the state meanwhile, and `wait` tells how that ended. One is
+            written at a time: this waits for the one before.
 
         Raises:
-          RecipeError: The disk is full or cannot be written. Earlier checkpoints are untouched.
+          RecipeError: The disk is full or cannot be written, now or for the checkpoint before.
+            Complete checkpoints are untouched.
         """
+        self.wait()
         if step == self.newest:
             return
         arrays = _named_arrays(state)
         described = {name: _describe(array) for name, array in arrays.items()}
-        try:
+        self._writing = step
+        with self._failing(step):
+            # JAX does not reuse the memory of an array that Orbax has on the host still.
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
-                    position=ocp.args.JsonSave(position),
-                    facts=ocp.args.JsonSave({**facts, "arrays": described}),
+                    position=ocp.args.JsonSave(copy.deepcopy(position)),
+                    facts=ocp.args.JsonSave({**copy.deepcopy(facts), "arrays": described}),
                 ),
             )
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when what was saved is complete on the disk.
+
+        Raises:
+          RecipeError: It could not be written. Earlier checkpoints are untouched.
+        """
+        step, self._writing = self._writing, None
+        if step is None:
+            return
+        with self._failing(step):
             self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        """Turns what a write raises into a message."""
+        try:
+            yield
         except Exception as error:  # Orbax and TensorStore report a full disk in several ways
+            self._writing = None
             raise RecipeError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: "
                 f"{_first_line(error)}; {self.what_is_safe}; free space or change permissions, "
@@ -121,7 +166,8 @@ class Checkpoints:
         and the one before is read.
 
         Args:
-          like: A pytree of arrays with the structure, shapes and dtypes of the saved state.
+          like: A pytree of arrays with the structure, shapes and dtypes of the saved state, which
+            lie where the restored ones shall; or a function from a checkpoint's facts to it.
           say: Called with a line for each damaged checkpoint.
 
         Returns:
@@ -130,6 +176,7 @@ class Checkpoints:
         Raises:
           RecipeError: Every checkpoint is damaged, or was written by a different model.
         """
+        self.wait()
         damaged = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
@@ -154,14 +201,18 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
+        """Waits for a write under way; whether it failed, `wait` tells before."""
+        with contextlib.suppress(RecipeError):
+            self.wait()
         self._manager.close()
 
     def _read(self, step: int, like: Any) -> Restored:
         facts = self._restore_item(step, facts=ocp.args.JsonRestore())
         described = facts.pop("arrays")
+        like = like(facts) if callable(like) else like
         wanted = _named_arrays(like)
         for name in sorted(wanted.keys() | described.keys()):
-            expected = _describe(wanted[name])[:2] if name in wanted else "nothing"
+            expected = _shape(wanted[name]) if name in wanted else "nothing"
             found = described[name][:2] if name in described else "nothing"
             if found != expected:
                 raise RecipeError(
@@ -218,7 +269,18 @@ def _is_key(leaf: Any) -> bool:
 
 def _describe(array: jax.Array) -> list[Any]:
     """dtype, shape and checksum, as JSON values."""
-    return [str(array.dtype), list(array.shape), zlib.crc32(np.asarray(array).tobytes())]
+    return [*_shape(array), zlib.crc32(_on_host(array).tobytes())]
+
+
+def _shape(array: jax.Array) -> list[Any]:
+    return [str(array.dtype), list(array.shape)]
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole array, whichever processes hold its parts."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _first_line(error: Exception) -> str:

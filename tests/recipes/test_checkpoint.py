@@ -12,9 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from recipes.checkpoint import Checkpoints
 from recipes.errors import RecipeError
+from unitscale.parallel import make_mesh, param_shardings
+
+
+FSDP = {"fsdp": 2, "tensor": 2}
 
 
 def make_state(seed: int) -> dict:
@@ -50,6 +55,46 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert restored is not None
     assert (restored.step, restored.position, restored.facts) == (7, {"next": 3}, {"policy": "fp8"})
     assert_same_bits(restored.state, make_state(7))
+
+
+def test_written_behind_the_callers_back(tmp_path: Path) -> None:
+    """The state is that of the moment of saving, though its memory is given away meanwhile."""
+    advance = jax.jit(lambda x: x + 1, donate_argnums=0)
+    checkpoints, state = Checkpoints(tmp_path, keep=3), jnp.zeros((500, 1000))
+    position = {"next": [0]}
+    for step in (1, 2, 3):
+        state = advance(state)
+        position["next"][0] = step
+        checkpoints.save(step, {"x": state}, position, {}, wait=False)
+    state, position["next"][0] = advance(state), 4
+    checkpoints.wait()
+    for step in (3, 2, 1):
+        assert checkpoints.newest == step
+        restored = Checkpoints(tmp_path).restore({"x": state})
+        assert restored is not None
+        assert (restored.step, restored.position) == (step, {"next": [step]})
+        np.testing.assert_array_equal(restored.state["x"], np.full((500, 1000), step))
+        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+
+
+def test_onto_another_mesh(tmp_path: Path) -> None:
+    state = {"w": jnp.arange(64 * 32.0).reshape(64, 32), "fp8": make_state(3)["fp8"]}
+    meshes = [make_mesh(axes, devices=jax.devices()[:4]) for axes in ({"data": 4}, FSDP)]
+    placed = [jax.device_put(state, param_shardings(state, mesh)) for mesh in meshes]
+    Checkpoints(tmp_path).save(1, placed[0], {}, {})
+    for like in (placed[1], state):
+        restored = Checkpoints(tmp_path).restore(jax.tree.map(jnp.zeros_like, like))
+        assert restored is not None
+        assert_same_bits(restored.state, state)
+        assert restored.state["w"].sharding == like["w"].sharding
+    assert placed[1]["w"].sharding.spec == PartitionSpec("fsdp", "tensor")
+
+
+def test_the_facts_may_say_what_was_saved(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(1, make_state(1), {}, {"seed": 1})
+    restored = Checkpoints(tmp_path).restore(lambda facts: make_state(facts["seed"]))
+    assert restored is not None
+    assert_same_bits(restored.state, make_state(1))
 
 
 def test_nothing_to_restore(tmp_path: Path) -> None:
@@ -147,7 +192,8 @@ def test_unwritable_folder(tmp_path: Path) -> None:
         Checkpoints(tmp_path)
 
 
-def test_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["wait", "later"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, when: str) -> None:
     """A limit on file size stands in for the disk: writes fail part of the way."""
     script = textwrap.dedent(
         """
@@ -157,18 +203,20 @@ def test_full_disk(tmp_path: Path) -> None:
         from recipes.checkpoint import Checkpoints
         from recipes.errors import RecipeError
 
-        checkpoints = Checkpoints(Path(sys.argv[1]))
+        wait = sys.argv[2] == "wait"
+        checkpoints = Checkpoints(Path(sys.argv[1]), keep=1)
         checkpoints.save(1, {"w": jnp.zeros(4)}, {}, {})
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         noise = jnp.asarray(np.random.default_rng(0).normal(size=100_000))
         try:
-            checkpoints.save(2, {"w": noise}, {}, {})
+            checkpoints.save(2, {"w": noise}, {}, {}, wait=wait)
+            checkpoints.wait()
         except RecipeError as error:
             print(error.exit_code, error)
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
+        [sys.executable, "-c", script, str(tmp_path), when],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
