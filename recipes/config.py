@@ -13,6 +13,7 @@ Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_de
 
 WeightFormat = Literal["float32", "bfloat16", "float16"]
 StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+ExchangeFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 BYTES = 256
 """Ids of the byte tokenizer."""
@@ -175,6 +176,10 @@ class OptimizerConfig(Section):
     clip_norm: Positive | None = Field(
         default=None, description="largest global norm of the gradient"
     )
+    skip_nonfinite: Whole = Field(
+        default=0,
+        description="steps in a row that are left out where loss or gradient is not finite",
+    )
     weights: WeightFormat | None = Field(
         default=None,
         description="format that weights are kept in, with a scale; null keeps float32",
@@ -251,6 +256,24 @@ class MeshConfig(Section):
         default=1, description="devices that divide the batch, parameters and optimizer state"
     )
     tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
+    gradients: ExchangeFormat | None = Field(
+        default=None,
+        description="format that devices exchange gradients in; null leaves them to XLA",
+    )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+    @model_validator(mode="after")
+    def _exchange_is_data_parallel(self) -> Self:
+        if self.gradients and self.fsdp * self.tensor > 1:
+            raise ValueError(
+                "gradients needs fsdp 1 and tensor 1, parameters whole on every device; got "
+                f"gradients {self.gradients}, fsdp {self.fsdp} and tensor {self.tensor}; set "
+                "gradients null, or divide the batch alone"
+            )
+        return self
 
 
 class MonitorConfig(Section):

@@ -23,7 +23,7 @@ def open_mesh(config: RunConfig) -> Mesh | None:
     if config.mesh is None:
         return None
     try:
-        return make_mesh(config.mesh.model_dump())
+        return make_mesh(config.mesh.axes)
     except ValueError as error:
         raise RecipeError(f"mesh: {error}") from error
 
