@@ -40,6 +40,9 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+    convert: Annotated[
+        bool, typer.Option(help="resume in the number formats of this config, whatever they were")
+    ] = False,
 ) -> None:
     """Train a model; all runs but those of images resume from its newest checkpoint."""
     settings = load_any_config(config, overrides or ())
@@ -51,7 +54,7 @@ def train(
     else:
         from .train import train as train_run
 
-        outcome = train_run(settings, fresh=fresh, console=Console())
+        outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 

@@ -349,6 +349,11 @@ class RunConfig(Section):
                 f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
                 f"{self.data.batch_size}; change data.batch_size or the mesh"
             )
+        if self.scalify and self.mesh and self.mesh.gradients:
+            raise ValueError(
+                "mesh.gradients needs scalify null, whose gradients have formats of their own; got "
+                f"mesh.gradients {self.mesh.gradients}; set it null"
+            )
         return self
 
 

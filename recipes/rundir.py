@@ -12,15 +12,20 @@ from pydantic import ValidationError
 from .atomic import write_whole
 from .config import RunConfig
 from .configfile import AnyConfig, dump_config
+from .convert import FORMAT_KEYS
 from .errors import RecipeError
 
+# Runs may be moved, and resumed on other devices: these say nothing about what they hold.
+_FREE = ("train.runs_dir", "mesh.data", "mesh.fsdp", "mesh.tensor")
 
-def open_run(config: AnyConfig, *, fresh: bool = False) -> Path:
+
+def open_run(config: AnyConfig, *, fresh: bool = False, convert: bool = False) -> Path:
     """Makes the folder of a run, or opens the one that an earlier start of the same run made.
 
     Args:
       config: Its `name` and `train.runs_dir` say where; it is written there as `config.yaml`.
       fresh: Moves an existing folder aside, to `<name>.old-1` and so on.
+      convert: Lets the number formats of the run change.
 
     Returns:
       The folder.
@@ -33,7 +38,7 @@ def open_run(config: AnyConfig, *, fresh: bool = False) -> Path:
         if fresh and folder.exists():
             folder.rename(_free_name(folder))
         if folder.exists():
-            _check_same(config, folder)
+            _check_same(config, folder, free=FORMAT_KEYS if convert else ())
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "config.yaml", dump_config(config))
     except OSError as error:
@@ -64,7 +69,12 @@ def run_folder(config: AnyConfig) -> Path:
     return Path(config.train.runs_dir) / config.name
 
 
-def _check_same(config: AnyConfig, folder: Path, sections: tuple[str, ...] | None = None) -> None:
+def _check_same(
+    config: AnyConfig,
+    folder: Path,
+    sections: tuple[str, ...] | None = None,
+    free: tuple[str, ...] = (),
+) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         if folder.is_dir() and not any(folder.iterdir()):
@@ -81,14 +91,18 @@ def _check_same(config: AnyConfig, folder: Path, sections: tuple[str, ...] | Non
         old = type(config).model_validate(old).model_dump()
     before, after = _flatten(old), _flatten(new)
     keys = [key for key in after if sections is None or key.split(".")[0] in sections]
-    # The runs may have been moved; where they are says nothing about what they hold.
-    keys = [key for key in keys if key != "train.runs_dir"]
-    changed = [key for key in keys if before.get(key) != after[key]]
+    if sections is None:
+        keys += [key for key in before if key not in after]
+    free = (*_FREE, *free)
+    keys = [key for key in keys if not key.startswith(free)]
+    changed = [key for key in keys if before.get(key) != after.get(key)]
     if changed:
-        listed = "\n".join(f"  {key}: {before.get(key)} -> {after[key]}" for key in changed)
+        listed = "\n".join(f"  {key}: {before.get(key)} -> {after.get(key)}" for key in changed)
+        convertible = all(key.startswith(FORMAT_KEYS) for key in changed)
         raise RecipeError(
             f"name: {folder} holds a run of another config:\n{listed}\nchange name to start a "
             "new run, use the config of that run to resume it, or pass --fresh to move it aside"
+            + (", or --convert to go on in these formats" if convertible else "")
         )
 
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from unitscale.optim import ScaledTransformation
+from unitscale.parallel import AutoScale
 
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, Restored
 from .config import RunConfig
 from .configfile import load_run_config
+from .convert import convert, formats, with_formats
 from .errors import RecipeError
 from .optimizer import make_optimizer
+from .placement import place
 from .rundir import existing_run
 from .scaling import scaled
 from .task import build
+
+
+class Skips(NamedTuple):
+    """Steps left out, as their loss or gradient was not finite: in all, and since a good one."""
+
+    total: jax.Array
+    in_a_row: jax.Array
 
 
 class TrainState(NamedTuple):
@@ -29,6 +40,8 @@ class TrainState(NamedTuple):
     rest: nnx.State
     opt_state: optax.OptState
     step: jax.Array
+    auto: AutoScale | None = None  # of gradients that are exchanged in FP8
+    skips: Skips | None = None  # where steps may be left out
 
 
 def init_state(
@@ -39,8 +52,50 @@ def init_state(
     optimizer = make_optimizer(config, params)
     if isinstance(optimizer, ScaledTransformation):
         params = optimizer.scale_params(params)
-    state = TrainState(params, rest, optimizer.init(params), jnp.zeros((), jnp.int32))
+    none = jnp.zeros((), jnp.int32)
+    skips = Skips(none, none.copy()) if config.optimizer.skip_nonfinite else None
+    narrow = config.mesh is not None and (config.mesh.gradients or "").startswith("float8")
+    auto = AutoScale.create(params) if narrow else None
+    state = TrainState(params, rest, optimizer.init(params), none.copy(), auto, skips)
     return graphdef, optimizer, scaled(config.scalify, state)
+
+
+def restore(
+    config: RunConfig,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    mesh: Mesh | None,
+    say: Callable[[str], None],
+) -> Restored | None:
+    """The newest whole checkpoint of a run, in the formats of its config and spread over its mesh.
+
+    Args:
+      config: The run; the mesh and the formats may differ from those of the checkpoint.
+      checkpoints: Of its folder.
+      state: As `init_state` made it and `place` spread it.
+      mesh: Of the config.
+      say: Called with a line for each damaged checkpoint, and for other formats.
+
+    Raises:
+      RecipeError: As `Checkpoints.restore`.
+    """
+
+    def is_same(facts: dict[str, Any]) -> bool:
+        return facts.get("formats", formats(config)) == formats(config)
+
+    def like(facts: dict[str, Any]) -> TrainState:
+        if is_same(facts):
+            return state
+        return place(init_state(with_formats(config, facts["formats"]))[2], mesh)
+
+    restored = checkpoints.restore(like, say)
+    if restored is None or is_same(restored.facts):
+        return restored
+    say(f"continuing in other formats than those of the checkpoint of step {restored.step}")
+    written = with_formats(config, restored.facts["formats"])
+    _, optimizer, first = init_state(config)
+    converted = convert(restored.state, written, config, optimizer, first)
+    return restored._replace(state=place(converted, mesh))
 
 
 def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
@@ -64,7 +119,7 @@ def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.Gra
     graphdef, _, state = init_state(trained)
     checkpoints = Checkpoints(folder, read_only=True)
     try:
-        restored = checkpoints.restore(state, say)
+        restored = restore(trained, checkpoints, state, None, say)
     finally:
         checkpoints.close()
     if restored is None:

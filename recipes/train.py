@@ -14,19 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from rich.console import Console
 
 from unitscale.core import is_scaled
-from unitscale.optim import ScaledTransformation, value_gradients
-from unitscale.quant import AmaxState, QuantState
 
 from .batch import loss_inputs
 from .checkpoint import Checkpoints
-from .config import RunConfig, ScalifyConfig
+from .config import RunConfig
+from .convert import formats
 from .data import Batches
 from .errors import RecipeError
 from .evaluate import make_evaluation, mean_loss
@@ -38,9 +35,10 @@ from .plots import plot_loss, plot_rms
 from .probe import probe
 from .progress import Reporter
 from .rundir import open_run
-from .scaling import plain, under
+from .scaling import plain
 from .signals import StopRequest
-from .state import TrainState, init_state
+from .state import init_state, restore
+from .step import make_train_step
 from .task import Data, build, closing, load_data
 
 
@@ -53,12 +51,19 @@ class Outcome(NamedTuple):
     signal: int | None
 
 
-def train(config: RunConfig, *, fresh: bool = False, console: Console | None = None) -> Outcome:
+def train(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    convert: bool = False,
+    console: Console | None = None,
+) -> Outcome:
     """Trains, or goes on from the newest complete checkpoint of the same run.
 
     Args:
       config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
       fresh: Moves an earlier run of this name aside instead of resuming it.
+      convert: Goes on with a run of other number formats (`recipes.convert.FORMAT_KEYS`).
       console: Where to report; standard output by default.
 
     Returns:
@@ -70,7 +75,7 @@ def train(config: RunConfig, *, fresh: bool = False, console: Console | None = N
     console = Console() if console is None else console
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     data = load_data(config)
-    folder = open_run(config, fresh=fresh)
+    folder = open_run(config, fresh=fresh, convert=convert)
     run = _Run(config, folder, data)
     parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))
     say(
@@ -109,12 +114,19 @@ class _Run:
             config.seed, process=jax.process_index(), processes=jax.process_count()
         )
         self.checkpoints = Checkpoints(folder, keep=config.train.keep)
-        self.train_step = make_train_step(self.graphdef, optimizer, config.scalify)
+        self.train_step = make_train_step(
+            self.graphdef,
+            optimizer,
+            config.scalify,
+            tolerated=config.optimizer.skip_nonfinite,
+            mesh=self.mesh,
+            exchange=config.mesh and config.mesh.gradients,
+        )
         self.evaluate = make_evaluation(self.graphdef, config.scalify)
 
     def resume(self, say) -> int:
         """Loads the newest whole checkpoint; returns the number of steps done."""
-        restored = self.checkpoints.restore(self.state, say)
+        restored = restore(self.config, self.checkpoints, self.state, self.mesh, say)
         if restored is None:
             return 0
         if restored.facts["text"] != self.data.digest:
@@ -165,9 +177,10 @@ class _Run:
                             done,
                             loss=loss,
                             gradient_norm=float(values["gradient_norm"]),
-                            learning_rate=float(np.asarray(self.schedule(index))),
+                            learning_rate=float(np.asarray(self.schedule(index - self.skipped))),
                             tokens_per_second=speed,
                             **self._watch(report.say),
+                            **({} if self.state.skips is None else {"skipped": self.skipped}),
                         )
                         report.report(done, loss, speed)
                         clock, clock_step, paused = time.perf_counter(), done, 0.0
@@ -186,13 +199,19 @@ class _Run:
                     paused += time.perf_counter() - pause
                     if stopping:
                         break
+                self.checkpoints.wait()
                 return stop.signal
         finally:
             metrics.close()
 
     def save(self, step: int) -> None:
-        facts = {"policy": self.config.policy, "text": self.data.digest}
-        self.checkpoints.save(step, self.state, self.batches.get_state(), facts)
+        facts = {"formats": formats(self.config), "text": self.data.digest}
+        self.checkpoints.save(step, self.state, self.batches.get_state(), facts, wait=False)
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out so far; a schedule does not count them."""
+        return 0 if self.state.skips is None else int(self.state.skips.total)
 
     def validation_loss(self) -> float:
         batches = self.data.validation(self.config.train.eval_batches)
@@ -214,65 +233,14 @@ class _Run:
         batch = recent[good - done]  # the batch of the first step that did not count
         reading = probe(self.model(), *loss_inputs(batch))
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
+        tolerated = self.config.optimizer.skip_nonfinite
+        after = f", after {tolerated} such steps in a row that were left out" if tolerated else ""
         raise RecipeError(
-            f"step {good + 1}: the loss or its gradient is not finite; the first value that is not "
-            f"finite is {where}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, "
+            f"step {good + 1}: the loss or its gradient is not finite{after}; the first value that "
+            f"is not finite is {where}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, "
             "set optimizer.clip_norm, or choose a policy of wider range",
             exit_code=1,
         )
-
-
-def make_train_step(
-    graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    scalify: ScalifyConfig | None = None,
-):
-    """The compiled step `(state, batch, index) -> (state, metrics)`.
-
-    Args:
-      graphdef: Of a model of `recipes.task`.
-      optimizer: Of its parameters.
-      scalify: Formats to run the step in under `unitscale.scalify`, or None.
-
-    Returns:
-      A function of a `TrainState`, whose memory is reused, a batch (see `recipes.batch`), and
-      the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
-      not finite, the state comes back as it went in.
-    """
-
-    def loss_and_rest(params, amax, rest, batch):
-        model = nnx.merge(graphdef, params, amax, rest, copy=True)
-        loss = model.loss(*loss_inputs(batch), deterministic=False)
-        return loss, nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
-
-    def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
-        amax, rest = nnx.split_state(state.rest, AmaxState, ...)
-        compute = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
-        (loss, rest), (grads, seen) = compute(state.params, amax, rest, batch)
-        # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
-        amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=_is_amax)
-        rest = nnx.merge_state(amax, rest)
-        norm = optax.tree.norm(value_gradients(grads, state.params))
-        params: Any
-        if isinstance(optimizer, ScaledTransformation):
-            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
-        else:
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.step == index)
-        fresh = TrainState(params, rest, opt_state, state.step + 1)
-        state = jax.tree.map(functools.partial(jnp.where, good), fresh, state)
-        return state, {"loss": loss, "gradient_norm": norm}
-
-    def run(state: TrainState, batch: jax.Array, index: jax.Array):
-        state, values = under(scalify, train_step)(state, batch, index)
-        return state, plain(scalify, values)
-
-    return jax.jit(run, donate_argnums=0)
-
-
-def _is_amax(node: Any) -> bool:
-    return isinstance(node, QuantState)
 
 
 def _finish(run: _Run, say) -> Outcome:

@@ -1,0 +1,132 @@
+"""One training step: loss, gradients, their exchange between devices, update."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from unitscale.optim import ScaledTransformation, value_gradients
+from unitscale.parallel import all_reduce, batch_axes
+from unitscale.quant import AmaxState, QuantState
+
+from .batch import loss_inputs
+from .config import ScalifyConfig
+from .scaling import plain, under
+from .state import Skips, TrainState
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    scalify: ScalifyConfig | None = None,
+    *,
+    tolerated: int = 0,
+    mesh: Mesh | None = None,
+    exchange: str | None = None,
+):
+    """The compiled step `(state, batch, index) -> (state, metrics)`.
+
+    Args:
+      graphdef: Of a model of `recipes.task`.
+      optimizer: Of its parameters.
+      scalify: Formats to run the step in under `unitscale.scalify`, or None.
+      tolerated: Steps in a row that are left out where loss or gradient is not finite; the state
+        then has `skips`.
+      mesh: Of the exchange.
+      exchange: Format that the devices of the mesh exchange gradients in; None leaves them to XLA.
+
+    Returns:
+      A function of a `TrainState`, whose memory is reused, a batch (see `recipes.batch`), and
+      the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
+      not finite, the state comes back as it went in; of a step that is left out it comes back with
+      the step counted.
+    """
+
+    def loss_and_rest(params, amax, rest, batch):
+        model = nnx.merge(graphdef, params, amax, rest, copy=True)
+        loss = model.loss(*loss_inputs(batch), deterministic=False)
+        return loss, nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
+
+    compute = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+
+    def differentiate(params, amax, rest, batch, auto):
+        (loss, rest), (grads, seen) = compute(params, amax, rest, batch)
+        return loss, rest, grads, seen, auto
+
+    if exchange is not None:
+        if mesh is None:
+            raise ValueError("recipes.step.make_train_step: exchange needs mesh; got None")
+        differentiate = _exchanged(compute, mesh, exchange)
+
+    def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
+        amax, rest = nnx.split_state(state.rest, AmaxState, ...)
+        loss, rest, grads, seen, auto = differentiate(state.params, amax, rest, batch, state.auto)
+        # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
+        amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=_is_amax)
+        rest = nnx.merge_state(amax, rest)
+        norm = optax.tree.norm(value_gradients(grads, state.params))
+        params: Any
+        if isinstance(optimizer, ScaledTransformation):
+            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
+        else:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        due, finite = state.step == index, jnp.isfinite(loss) & jnp.isfinite(norm)
+        skips, kept = state.skips, state
+        if skips is not None:
+            left_out = Skips(skips.total + 1, skips.in_a_row + 1)
+            counted = state._replace(step=state.step + 1, skips=left_out)
+            kept = _select(due & ~finite & (skips.in_a_row < tolerated), counted, state)
+            skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
+        fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips)
+        return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
+
+    def run(state: TrainState, batch: jax.Array, index: jax.Array):
+        state, values = under(scalify, train_step)(state, batch, index)
+        return state, plain(scalify, values)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def _exchanged(compute: Any, mesh: Mesh, dtype: str):
+    """Each device differentiates the loss of its share of the batch; gradients are averaged."""
+    axes, whole = batch_axes(mesh), PartitionSpec()
+
+    def local(params, amax, rest, batch, auto):
+        # Dropout is another on every device; the keys that come back are the same.
+        keys, counts = nnx.split_state(rest, nnx.RngKey, ...)
+        device = lax.axis_index(axes)
+        own = jax.tree.map(lambda key: jax.random.fold_in(key, device), keys)
+        rest = nnx.merge_state(own, counts)
+        (loss, rest), (grads, seen) = compute(params, amax, rest, batch)
+        _, counts = nnx.split_state(rest, nnx.RngKey, ...)
+        if auto is None:
+            grads = all_reduce(grads, axes, dtype)
+        else:
+            grads, auto = auto.all_reduce(grads, axes, dtype)
+        rest, seen = nnx.merge_state(keys, counts), lax.psum(seen, axes)
+        return lax.pmean(loss, axes), rest, grads, seen, auto
+
+    # Unchecked, so that gradients of replicated parameters stay those of this device.
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(whole, whole, whole, PartitionSpec(axes), whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+
+
+def _select(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
+
+
+def _is_amax(node: Any) -> bool:
+    return isinstance(node, QuantState)
