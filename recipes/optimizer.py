@@ -63,7 +63,9 @@ def make_optimizer(
             weight_decay=settings.weight_decay,
             mask=decays,
         )
-    chain: list[optax.GradientTransformation] = [umup(rule, params) if settings.umup else rule]
+    if settings.umup:
+        rule = umup(rule, params, optimizer="sgd" if settings.name == "sgd" else "adam")
+    chain: list[optax.GradientTransformation] = [rule]
     if settings.clip_norm is not None:
         chain.insert(0, optax.clip_by_global_norm(settings.clip_norm))
     if settings.umup and settings.weight_decay:

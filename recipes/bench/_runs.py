@@ -70,6 +70,11 @@ def trained(config: Config, corpus: Corpus, fresh: bool, console: Console) -> Ru
             f"stopped by signal {outcome.signal}; run the same command to resume",
             exit_code=128 + outcome.signal,
         )
+    return measured(config, corpus, console)
+
+
+def measured(config: Config, corpus: Corpus, console: Console) -> Run:
+    """Reads a trained run; measures the loss over all validation text."""
     graphdef, state = load_trained(config, lambda message: console.print(message, markup=False))
     evaluation = make_evaluation(graphdef, config.scalify)
     loss = mean_loss(evaluation, state.params, state.rest, corpus.validation())

@@ -5,7 +5,9 @@
 
 Devices are those of one process on a CPU; with too few, the command starts itself again with more.
 Bytes are read from the compiled program. Training is data-parallel, `configs/gpt/parity.yaml` with
-the batch divided over four devices, once for each format of the exchange.
+the batch divided over four devices, once for each format of the exchange (`mesh.gradients`), each
+run in a process of its own. One that is complete in `train.runs_dir` is used as it is, and one that
+was stopped is resumed.
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import typer
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from rich.console import Console
 
@@ -56,13 +56,11 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def main(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="with --train, such as train.steps=100"),
-    ] = None,
+    overrides: Overrides = None,
     train: Annotated[bool, typer.Option(help="also train, for the validation loss")] = False,
-    config: Annotated[str, typer.Option(help="the run that --train trains")] = str(CONFIG),
-    data: Annotated[str | None, typer.Option(help="text; by default Python's library")] = None,
+    config: ConfigPath = str(PARITY),
+    data: DataPath = None,
+    fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints bytes per gradient entry, the error of the mean, and validation loss by format."""
@@ -70,7 +68,8 @@ def main(
     if len(jax.devices()) < DEVICES:
         flags = {"--config": config, "--data": data, "--json": json}
         given = [word for name, x in flags.items() if x is not None for word in (name, str(x))]
-        _with_more_devices([*words, *(["--train"] if train else []), *given])
+        given += [flag for flag, x in (("--train", train), ("--fresh", fresh)) if x]
+        _run_on(DEVICES, ["bench", "parallel", *words, *given])
         return
     tables = [exchange(SHAPE)]
     notes = [
@@ -83,26 +82,27 @@ def main(
     ]
     if train:
         words += [] if data is None else [f"data.path={data}"]
-        settings = load_config(config, words)
-        losses = {dtype: train_loss(settings, dtype, Console()) for dtype in TRAINED}
+        losses = {dtype: train_loss(config, words, dtype, fresh) for dtype in TRAINED}
         tables.append(compare(losses))
+        steps = variant(config, words, "parallel").train.steps
         notes.append(
-            f"{settings.train.steps} steps of {Path(config).name} on {TRAIN_DEVICES} devices, the "
-            "batch divided, dropout off, rounded to nearest; loss over all validation text."
+            f"{steps} steps of {Path(config).name} on {TRAIN_DEVICES} devices, the batch divided, "
+            "rounded to nearest; loss over all validation text."
         )
     publish("parallel", tables, json, notes)
 
 
-def _with_more_devices(words: list[str]) -> None:
-    """Runs the benchmark again in a process of its own, on as many CPU devices as it needs."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _FLAG in flags:
+def _run_on(devices: int, words: list[str]) -> None:
+    """Runs a command of the recipes in a process of its own, on as many CPU devices as it needs."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if any(flag.startswith(_FLAG) for flag in flags) and len(jax.devices()) < DEVICES:
         raise RecipeError(
             f"XLA_FLAGS: this benchmark needs {DEVICES} devices and JAX has {len(jax.devices())}; "
             f"set {_FLAG}={DEVICES} and JAX_PLATFORMS=cpu, or leave it out of XLA_FLAGS"
         )
-    more = {"XLA_FLAGS": f"{flags} {_FLAG}={DEVICES}".strip(), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "recipes", "bench", "parallel", *words]
+    flags = [flag for flag in flags if not flag.startswith(_FLAG)]
+    more = {"XLA_FLAGS": " ".join([*flags, f"{_FLAG}={devices}"]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "recipes", *words]
     code = subprocess.run(command, env=os.environ | more, check=False).returncode
     if code:
         raise typer.Exit(code)
@@ -169,25 +169,13 @@ def exchange(shape: tuple[int, ...]) -> Table:
     return Table(f"Mean of gradients over {DEVICES} devices", columns, rows)
 
 
-def train_loss(config: Config, dtype: str, console: Console) -> float:
+def train_loss(path: str, words: list[str], dtype: str, fresh: bool) -> float:
     """Trains data-parallel with one format of the exchange; the loss over all validation text."""
-    mesh = make_mesh({"data": TRAIN_DEVICES}, devices=jax.devices()[:TRAIN_DEVICES])
-    corpus = load_corpus(config.data, ByteTokenizer())
-    graphdef, optimizer, first = init_state(config)
-
-    def loss(params, batch):
-        model = nnx.merge(graphdef, params, first.rest, copy=True)
-        return model.loss(*loss_inputs(batch), deterministic=True)
-
-    step = train_step(loss, optimizer, mesh, dtype=dtype)
-    state = ParallelState(jax.tree.map(jnp.copy, first.params), first.opt_state)
-    batches = corpus.training(config.seed)
-    for done in range(1, config.train.steps + 1):
-        state, value = step(state, shard_batch(next(batches), mesh))
-        if done % config.train.log_every == 0 or done == config.train.steps:
-            console.print(f"{dtype}: step {done}  loss {float(value):.4f}", highlight=False)
-    params = jax.device_get(state.params)
-    return mean_loss(make_evaluation(graphdef), params, first.rest, corpus.validation())
+    mesh = f"mesh={{data: {TRAIN_DEVICES}, gradients: {dtype}}}"
+    config = variant(path, words, f"exchange-{dtype}", mesh)
+    settings = [*words, mesh, f"name={config.name}", "train.sample_tokens=0"]
+    _run_on(TRAIN_DEVICES, ["train", path, *settings, *(["--fresh"] if fresh else [])])
+    return measured(config, load_corpus(config.data, ByteTokenizer()), Console()).loss
 
 
 def compare(losses: dict[str, float]) -> Table:

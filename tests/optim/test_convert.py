@@ -12,9 +12,7 @@ from unitscale.optim._moments import is_stored, load
 
 PARAMS = {"w": jnp.linspace(0.5, 2, 24).reshape(4, 6), "b": jnp.ones(6)}
 GRADS = {"w": jnp.linspace(1, 2, 24).reshape(4, 6), "b": jnp.linspace(1, 2, 6)}
-INNER = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 9))
-)
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 9)))
 FORMATS = {
     "plain": None,
     "float32": {"weights": None, "moments": ("float32", "float32")},

@@ -9,7 +9,7 @@ from flax import nnx
 
 from recipes.config import ModelConfig
 from recipes.gpt.model import GPT
-from unitscale import nn
+from unitscale import nn, ops
 from unitscale.optim import umup
 
 
@@ -152,6 +152,40 @@ def test_the_gpt_of_the_recipes_has_a_role_for_every_parameter() -> None:
     assert found["stack.layers.1.mlp.up.kernel"][0, 0] == pytest.approx((8 * 4) ** -0.5)
     assert found["positions.embedding"][0, 0] == pytest.approx(8**-0.5)
     assert found["norm.gain"][0] == 1
+
+
+class Chain(nnx.Module):
+    """Embedding, layer, readout, with the constraint that the readout is given."""
+
+    def __init__(self, width: int, constraint: str | None):
+        rngs = nnx.Rngs(0)
+        self.embed = nn.Embed(12, width, rngs=rngs)
+        self.dense = nn.Dense(width, width, use_bias=True, rngs=rngs)
+        self.readout = nn.Readout(width, 12, use_bias=False, constraint=constraint, rngs=rngs)
+
+    def loss(self, ids):
+        logits = self.readout(self.dense(self.embed(ids)))
+        return ops.softmax_cross_entropy(logits, ids * ids % 12)  # biases do not cancel
+
+
+def test_sgd_takes_steps_of_one_size_at_every_width() -> None:
+    """A step's RMS over the learning rate, by width, is that of Adam's rules up to a constant."""
+    ids = jnp.arange(12)
+
+    def steps(width: int, constraint: str | None) -> dict[str, float]:
+        model = Chain(width, constraint)
+        params = parameters(model)
+        _, grads = nnx.value_and_grad(lambda model: model.loss(ids))(model)
+        tx = umup(optax.sgd(1.0), params, optimizer="sgd", readout_constraint=constraint)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return {path: float(np.sqrt(np.mean(u**2))) for path, u in by_path(updates).items()}
+
+    free, bound = ([steps(w, c) for w in (64, 256)] for c in (None, "to_output_scale"))
+    for narrow, wide in (free, bound):
+        for path in narrow:
+            # Adam's: fan_in^-1/2 of a kernel, fan_out^-1/2 of an embedding, 1 of the others.
+            expected = 0.5 if path in ("embed.embedding", "dense.kernel") else 1.0
+            assert wide[path] / narrow[path] == pytest.approx(expected, rel=0.2), path
 
 
 def test_errors() -> None:

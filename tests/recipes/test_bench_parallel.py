@@ -32,10 +32,19 @@ def test_losses_are_compared_with_float32() -> None:
     assert not rows[1]["within"]
 
 
+@pytest.mark.slow
 def test_command_trains(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "SHAPE", (64, 32))
     out = tmp_path / "out.json"
-    words = ["--train", "--config", str(config_file), "--json", str(out), "train.steps=20"]
+    words = [
+        "--train",
+        "--config",
+        str(config_file),
+        "--json",
+        str(out),
+        "train.steps=20",
+        "model.dropout=0.0",
+    ]
     assert main(["bench", "parallel", *words]) == 0
     rows = json.loads(out.read_text("utf-8"))["tables"][1]["rows"]
     losses = [row["validation loss"] for row in rows]

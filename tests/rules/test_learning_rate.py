@@ -20,6 +20,30 @@ def test_factor_by_role_and_depth(role, factor) -> None:
         assert found == pytest.approx(factor / math.sqrt(depth), rel=1e-15)
 
 
+@pytest.mark.parametrize("role", ["weight", "embedding", "readout", "bias", "norm"])
+def test_sgd_makes_up_for_the_readouts_constraint(role) -> None:
+    """Width 64 after width 256: what a constrained readout divides gradients by."""
+    adam, free = (rules.umup_learning_rate(role, **FANS, optimizer=o) for o in ("adam", "sgd"))
+    assert adam == free == rules.umup_learning_rate(role, **FANS)
+    bound = {"readout_constraint": "to_output_scale"}
+    assert rules.umup_learning_rate(role, **FANS, **bound) == adam
+    width = {"weight": 64, "readout": 1}.get(role, 256)
+    found = rules.umup_learning_rate(role, **FANS, depth=4, optimizer="sgd", **bound)
+    assert found == pytest.approx(adam * width / 2, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"optimizer": "adamw"}, "optimizer must be adam or sgd; got 'adamw'"),
+        ({"readout_constraint": "gmean"}, "readout_constraint must be None or .*; got 'gmean'"),
+    ],
+)
+def test_unknown_settings(settings, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        rules.umup_learning_rate("weight", **FANS, **settings)
+
+
 @pytest.mark.parametrize("width", [64, 1024])
 def test_an_update_moves_an_output_as_far_at_every_width(width) -> None:
     """Updates of one sign and of unit size, against activations they correlate with."""

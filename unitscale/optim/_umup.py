@@ -1,6 +1,6 @@
 """u-muP: one learning rate for every width and depth."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -12,7 +12,7 @@ def _has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def _factor(parameter: Any) -> float:
+def _factor(parameter: Any, **settings: Any) -> float:
     if not _has_role(parameter):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
@@ -20,30 +20,47 @@ def _factor(parameter: Any) -> float:
             f"{type(parameter).__name__} without a role"
         )
     return rules.umup_learning_rate(
-        parameter.role, fan_in=parameter.fan_in, fan_out=parameter.fan_out, depth=parameter.depth
+        parameter.role,
+        fan_in=parameter.fan_in,
+        fan_out=parameter.fan_out,
+        depth=parameter.depth,
+        **settings,
     )
 
 
-def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTransformationExtraArgs:
+def umup(
+    inner: optax.GradientTransformation,
+    params: Any,
+    *,
+    optimizer: Literal["adam", "sgd"] = "adam",
+    readout_constraint: Literal["to_output_scale"] | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Gives every parameter its u-muP learning rate.
 
     Scaling:
         The updates of ``inner`` are multiplied by `rules.umup_learning_rate` of each parameter's
         role, fan-in, fan-out and depth. So would be a weight decay inside ``inner``: keep it
         outside, where it depends on neither learning rate nor schedule, by
-        ``optax.chain(umup(optax.adam(schedule), params), optax.add_decayed_weights(-decay))``.
+        ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(decay))``.
+
+        Unit-scaled gradients give SGD updates of unit size too, and the same factors. A readout
+        with a constraint takes its width from the gradients of all that comes before it; with
+        ``optimizer="sgd"`` and that constraint the factors give it back.
 
     Args:
-        inner: an Adam-like optax transformation, whose updates are of unit size times the
-            learning rate.
+        inner: an optax transformation.
         params: the parameters that will be trained, as variables that carry metadata:
             ``nnx.state(model, nnx.Param)``.
+        optimizer: "adam" where updates do not depend on the size of gradients (adam, lion,
+            rmsprop, muon, ...), "sgd" where they are in proportion to it.
+        readout_constraint: that of the model's readout; it matters to "sgd" alone.
 
     Returns:
         optax.GradientTransformation over trees of the same structure, of variables or of arrays.
 
     Raises:
-        ValueError: if a parameter has no role or an unknown one; in ``update``, if the tree of
+        ValueError: if a parameter has no role or an unknown one, or for an unknown optimizer or
+            constraint; in ``update``, if the tree of
             updates differs from ``params``.
 
     Example:
@@ -60,7 +77,8 @@ def umup(inner: optax.GradientTransformation, params: Any) -> optax.GradientTran
     """
     inner = optax.with_extra_args_support(inner)
     variables, treedef = jax.tree.flatten(params, is_leaf=_has_role)
-    factors = [_factor(variable) for variable in variables]
+    settings = {"optimizer": optimizer, "readout_constraint": readout_constraint}
+    factors = [_factor(variable, **settings) for variable in variables]
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = inner.update(updates, state, params, **extra_args)
