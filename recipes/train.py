@@ -237,8 +237,8 @@ class _Run:
         after = f", after {tolerated} such steps in a row that were left out" if tolerated else ""
         raise RecipeError(
             f"step {good + 1}: the loss or its gradient is not finite{after}; the first value that "
-            f"is not finite is {where}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, "
-            "set optimizer.clip_norm, or choose a policy of wider range",
+            f"is not finite is {where}; {self.checkpoints.what_is_safe}; lower "
+            "optimizer.learning_rate, set optimizer.clip_norm, or choose a policy of wider range",
             exit_code=1,
         )
 

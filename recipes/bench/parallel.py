@@ -25,25 +25,13 @@ from jax.sharding import Mesh, PartitionSpec
 from rich.console import Console
 
 from unitscale.core import CastRounding, format_of
-from unitscale.parallel import (
-    ParallelState,
-    all_reduce,
-    bytes_on_wire,
-    make_mesh,
-    shard_batch,
-    train_step,
-)
+from unitscale.parallel import all_reduce, bytes_on_wire, make_mesh
 
-from ..batch import loss_inputs
-from ..config import Config
-from ..configfile import load_config
 from ..data import ByteTokenizer, load_corpus
 from ..errors import RecipeError
-from ..evaluate import make_evaluation, mean_loss
-from ..state import init_state
+from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, measured, variant
 from ._table import JsonPath, Table, publish, within
 
-CONFIG = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
 DEVICES, TRAIN_DEVICES = 8, 4
 FORMATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 ROUNDINGS: tuple[CastRounding, ...] = ("nearest", "stochastic")

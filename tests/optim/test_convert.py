@@ -42,7 +42,7 @@ def stepped(name: str):
         params = tx.scale_params(params)
     state = tx.init(params)
     for _ in range(2):
-        updates, state = tx.update(GRADS, state, params)
+        _, state = tx.update(GRADS, state, params)
     return state
 
 

@@ -18,7 +18,6 @@ from recipes.checkpoint import Checkpoints
 from recipes.errors import RecipeError
 from unitscale.parallel import make_mesh, param_shardings
 
-
 FSDP = {"fsdp": 2, "tensor": 2}
 
 

@@ -70,7 +70,8 @@ def test_a_bad_step_is_left_out_and_counted(tolerant) -> None:
     found = [(int(s.step), int(s.skips.total), int(s.skips.in_a_row)) for s in states]
     assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 2, 0), (5, 3, 1)]
     for before, after, is_bad in zip(states, states[1:], (0, 1, 1, 0, 1), strict=False):
-        same = [a.tobytes() == b.tobytes() for a, b in zip(weights(before), weights(after))]
+        pairs = zip(weights(before), weights(after), strict=True)
+        same = [a.tobytes() == b.tobytes() for a, b in pairs]
         assert all(same) == bool(is_bad)
 
 
@@ -138,7 +139,8 @@ def test_dropout_differs_between_devices(make_config: MakeConfig) -> None:
         placed = place(jax.tree.map(jnp.copy, state), shown)
         after, values = on_mesh(step, placed, shown)(placed, batch, np.int32(0))
         losses.append(float(values["loss"]))
-        assert any(a.tobytes() != b.tobytes() for a, b in zip(arrays(after.rest), before))
+        moved = zip(arrays(after.rest), before, strict=True)
+        assert any(a.tobytes() != b.tobytes() for a, b in moved)
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
 
