@@ -9,7 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ._table import within
 
 
 class Times(NamedTuple):
@@ -69,3 +71,30 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
     pairs = [a / b for a, b in zip(first, second, strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
     return Ratio(statistics.median(first) / statistics.median(second), middle, low, high)
+
+
+def compared(
+    first: str, second: str, times: tuple[Times, Times], most: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A table's row about the times of two programs, and its columns.
+
+    Args:
+      first: What to call the program that is judged.
+      second: What to call the one it is compared with.
+      times: Those of `interleaved`.
+      most: The largest ratio asked for.
+    """
+    elapsed, cpu = (ratio(one, other) for one, other in zip(*times, strict=True))
+    row = {
+        f"{first} ms": 1e3 * statistics.median(times[0].elapsed),
+        f"{second} ms": 1e3 * statistics.median(times[1].elapsed),
+        "ratio": elapsed.median,
+        "ratio of medians": elapsed.medians,
+        "lower quartile": elapsed.low,
+        "upper quartile": elapsed.high,
+        "CPU time ratio": cpu.median,
+        "asked": f"ratio <= {most}",
+        "within": within(elapsed.median, (None, most)),
+    }
+    shown = {name: ".1f" if name.endswith(" ms") else ".3f" for name in row}
+    return row, shown | {"asked": "", "within": ""}

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import typer
 from flax import nnx
@@ -31,7 +30,7 @@ from ..gpt import build
 from ..state import init_state
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, trained, variant
 from ._table import JsonPath, Table, publish, within
-from ._timing import interleaved, ratio
+from ._timing import compared, interleaved
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
 GPT2 = ("model.vocab=50257", "model.tied_readout=true")
@@ -141,40 +140,16 @@ def step_times(config: Config, rounds: int) -> Table:
         updates, state = plain.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    rows = []
+    rows, columns = [], {"buffers": ""}
     for donated in (False, True):
         scaled_params = ours.scale_params(params)
         first = _stepper(ours.step, scaled_params, ours.init(scaled_params), grads, donated)
         second = _stepper(update, params, plain.init(params), grads, donated)
         times = interleaved(first, second, rounds)
-        elapsed, cpu = (ratio(a, b) for a, b in zip(*times, strict=True))
-        rows.append(
-            {
-                "buffers": "donated" if donated else "new",
-                "scaled ms": 1e3 * float(np.median(times[0].elapsed)),
-                "optax ms": 1e3 * float(np.median(times[1].elapsed)),
-                "ratio": elapsed.median,
-                "ratio of medians": elapsed.medians,
-                "lower quartile": elapsed.low,
-                "upper quartile": elapsed.high,
-                "CPU time ratio": cpu.median,
-                "asked": f"ratio <= {MOST_TIME}",
-                "within": within(elapsed.median, (None, MOST_TIME)),
-            }
-        )
+        row, shown = compared("scaled", "optax", times, MOST_TIME)
+        rows.append({"buffers": "donated" if donated else "new", **row})
+        columns |= shown
         del first, second
-    columns = {
-        "buffers": "",
-        "scaled ms": ".1f",
-        "optax ms": ".1f",
-        "ratio": ".3f",
-        "ratio of medians": ".3f",
-        "lower quartile": ".3f",
-        "upper quartile": ".3f",
-        "CPU time ratio": ".3f",
-        "asked": "",
-        "within": "",
-    }
     return Table("Time of an AdamW step, 6-byte formats over float32 optax", columns, rows)
 
 

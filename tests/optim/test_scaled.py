@@ -263,6 +263,21 @@ def test_state_follows_the_sharding_of_params() -> None:
         np.testing.assert_allclose(a, b, rtol=2**-10)
 
 
+def test_muon_is_that_of_its_stored_momentum() -> None:
+    """Its polynomial amplifies small singular values, so the bound of the table is not for it."""
+    inner = optax.contrib.muon(RATE)
+    tx = scaled(inner)
+    params = tx.scale_params(PARAMS)
+    _, state = tx.update(GRADS[0], tx.init(params), params)
+    momenta = [x for x in jax.tree.leaves(state.inner, is_leaf=is_stored) if is_stored(x)]
+    assert {"w", "b"} == {"w" if x.shape == (8, 16) else "b" for x in momenta}
+    assert all(x.nbytes < 2 * np.prod(x.shape) + 8 for x in momenta)
+    updates, _ = tx.update(GRADS[1], state, params)
+    values = jax.tree.map(load, state.inner, is_leaf=is_stored)
+    expected, _ = inner.update(GRADS[1], values, to_array(params, jnp.float32))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, expected)
+
+
 def test_accumulated_cotangents_are_their_sum() -> None:
     """MultiSteps sees values: a scale that moves between microbatches changes nothing."""
     tx = scaled(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())
