@@ -61,7 +61,9 @@ def start(config_file: Path, tmp_path: Path):
     yield start
     for one in running:
         one.kill()
-        one.communicate()
+        one.wait()
+        if one.stdout is not None:
+            one.stdout.close()
 
 
 def losses(folder: Path) -> list[tuple]:

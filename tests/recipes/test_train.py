@@ -191,18 +191,21 @@ def test_the_loss_falls(make_config: MakeConfig) -> None:
     assert outcome.validation_loss < 0.75 * np.log(256)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("tolerated", [0, 2])
+def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolerated: int) -> None:
     """The learning rate explodes after a good checkpoint; looking only every 100 steps."""
     config = make_config(
         "policy=float16",
-        "optimizer={learning_rate: 1e5, schedule: constant, warmup_steps: 3}",
+        "optimizer={learning_rate: 1e5, schedule: constant, warmup_steps: 3, skip_nonfinite: "
+        f"{tolerated}}}",
         "train={steps: 100, log_every: 100, checkpoint_every: 1, eval_every: 100, keep: 100}",
     )
     with pytest.raises(RecipeError) as caught:
         run(config)
     said = str(caught.value)
     assert caught.value.exit_code == 1
-    assert "the loss or its gradient is not finite; the first value that is not finite is" in said
+    left_out = ", after 2 such steps in a row that were left out" if tolerated else ""
+    assert f"gradient is not finite{left_out}; the first value that is not finite is" in said
     checkpoints = Path(config.train.runs_dir) / "tiny" / "checkpoints"
     saved = sorted(int(path.name) for path in checkpoints.iterdir())
     assert said.startswith(f"step {saved[-1] + 1}:")
