@@ -13,7 +13,6 @@ Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_de
 
 WeightFormat = Literal["float32", "bfloat16", "float16"]
 StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-ExchangeFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 BYTES = 256
 """Ids of the byte tokenizer."""
@@ -177,8 +176,7 @@ class OptimizerConfig(Section):
         default=None, description="largest global norm of the gradient"
     )
     skip_nonfinite: Whole = Field(
-        default=0,
-        description="steps in a row that are left out where loss or gradient is not finite",
+        default=0, description="steps in a row left out where loss or gradient is not finite"
     )
     weights: WeightFormat | None = Field(
         default=None,
@@ -256,24 +254,9 @@ class MeshConfig(Section):
         default=1, description="devices that divide the batch, parameters and optimizer state"
     )
     tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
-    gradients: ExchangeFormat | None = Field(
-        default=None,
-        description="format that devices exchange gradients in; null leaves them to XLA",
+    gradients: StateFormat | None = Field(
+        default=None, description="format that devices exchange gradients in; null: as XLA does"
     )
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-
-    @model_validator(mode="after")
-    def _exchange_is_data_parallel(self) -> Self:
-        if self.gradients and self.fsdp * self.tensor > 1:
-            raise ValueError(
-                "gradients needs fsdp 1 and tensor 1, parameters whole on every device; got "
-                f"gradients {self.gradients}, fsdp {self.fsdp} and tensor {self.tensor}; set "
-                "gradients null, or divide the batch alone"
-            )
-        return self
 
 
 class MonitorConfig(Section):
@@ -348,11 +331,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
                 f"{self.data.batch_size}; change data.batch_size or the mesh"
-            )
-        if self.scalify and self.mesh and self.mesh.gradients:
-            raise ValueError(
-                "mesh.gradients needs scalify null, whose gradients have formats of their own; got "
-                f"mesh.gradients {self.mesh.gradients}; set it null"
             )
         return self
 

@@ -18,12 +18,20 @@ def open_mesh(config: RunConfig) -> Mesh | None:
     """The mesh that a config asks for, over all devices; None for one device.
 
     Raises:
-      RecipeError: The numbers do not multiply to that of the devices.
+      RecipeError: The numbers do not multiply to that of the devices, or the exchange of gradients
+        does not fit the rest.
     """
     if config.mesh is None:
         return None
+    axes = config.mesh.model_dump(exclude={"gradients"})
+    if config.mesh.gradients and (axes["fsdp"] * axes["tensor"] > 1 or config.scalify):
+        raise RecipeError(
+            "mesh.gradients: expected fsdp 1, tensor 1 and scalify null, so that parameters are "
+            f"whole on every device; got {config.mesh.gradients} and mesh {axes}; set "
+            "mesh.gradients null"
+        )
     try:
-        return make_mesh(config.mesh.axes)
+        return make_mesh(axes)
     except ValueError as error:
         raise RecipeError(f"mesh: {error}") from error
 
