@@ -43,6 +43,9 @@ LAYERS: dict[str, Layer] = {
     "layer": Layer(
         lambda **k: nn.TransformerLayer(WIDTH, 2, 12, depth=6, rotary_base=100.0, **k), (5, WIDTH)
     ),
+    "gru": Layer(lambda **k: nn.RNN(nn.GRUCell(WIDTH, 6, **k)), (4, WIDTH)),
+    "lstm": Layer(lambda **k: nn.RNN(nn.OptimizedLSTMCell(WIDTH, 6, **k)), (4, WIDTH)),
+    "rhn": Layer(lambda **k: nn.RNN(nn.RHNCell(WIDTH, 6, **k)), (4, WIDTH)),
     "stack": Layer(
         lambda **k: nn.TransformerStack(
             1, WIDTH, 2, 12, remat=True, norm="layer", norm_placement="post", **k

@@ -36,6 +36,16 @@ def test_conv_is_the_layer_of_flax_over_the_root_of_its_fan_in(name) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_causal_convolution_pads_on_the_left() -> None:
+    layer = nn.Conv(3, 5, 4, padding="CAUSAL", rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, 6, 3))
+    reached = jax.jacobian(lambda x: jnp.sum(layer(x).data, (0, 2)))(x)[:, 0]
+    reached = np.abs(np.asarray(reached)).sum(-1) > 0
+    time = np.arange(6)
+    expected = (time[None] <= time[:, None]) & (time[None] > time[:, None] - 4)
+    np.testing.assert_array_equal(reached, expected)
+
+
 def test_unit_scale(assert_rms) -> None:
     """Without padding, whose zeros would leave fewer terms; the border has fewer taps back."""
     length, kernel, features = 64, 3, 16

@@ -19,5 +19,12 @@ from ._policy import (
     Policy as Policy,
     as_policy as as_policy,
 )
+from ._recurrent import (
+    GRUCell as GRUCell,
+    OptimizedLSTMCell as OptimizedLSTMCell,
+    RHNCell as RHNCell,
+    RNNCell as RNNCell,
+)
 from ._residual import Residual as Residual
+from ._rnn import RNN as RNN
 from ._transformer import TransformerLayer as TransformerLayer, TransformerStack as TransformerStack

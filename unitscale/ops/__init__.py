@@ -27,6 +27,14 @@ from ._linear import dense as dense, matmul as matmul, readout as readout
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
 from ._operands import ArrayLike as ArrayLike
+from ._recurrent import (
+    gated_sum as gated_sum,
+    gated_update as gated_update,
+    gru as gru,
+    highway as highway,
+    lstm as lstm,
+    sigmoid_glu as sigmoid_glu,
+)
 from ._residual import (
     residual as residual,
     residual_add as residual_add,

@@ -256,7 +256,8 @@ def relu(
     return ScaledArray(y, scale)
 
 
-def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
+def gated_linear_unit(op, f, x, gate, mult, constraint) -> ScaledArray:
+    """Returns ``x * f(mult * gate)`` with the factors of `rules.glu`; ``op`` names it in errors."""
     (a, a_scale), (b, b_scale) = unpack(op, "x", x), unpack(op, "gate", gate)
     if a.shape != b.shape:
         raise shape_error(
@@ -314,7 +315,7 @@ def silu_glu(
         Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
     """
-    return _glu("silu_glu", jax.nn.silu, x, gate, mult, constraint)
+    return gated_linear_unit("silu_glu", jax.nn.silu, x, gate, mult, constraint)
 
 
 def gelu_glu(
@@ -352,4 +353,4 @@ def gelu_glu(
         Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
     """
-    return _glu("gelu_glu", _gelu, x, gate, mult, constraint)
+    return gated_linear_unit("gelu_glu", _gelu, x, gate, mult, constraint)

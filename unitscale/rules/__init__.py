@@ -29,6 +29,11 @@ from ._learning_rate import umup_learning_rate as umup_learning_rate
 from ._linear import conv as conv, dense as dense, matmul as matmul, readout as readout
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
 from ._norm import norm as norm
+from ._recurrent import (
+    gated_sum as gated_sum,
+    gated_update as gated_update,
+    recurrent_kernel as recurrent_kernel,
+)
 from ._residual import (
     RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
     ResidualFactors as ResidualFactors,

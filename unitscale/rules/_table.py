@@ -20,6 +20,7 @@ from ._learning_rate import umup_learning_rate
 from ._linear import conv, dense, matmul, readout
 from ._loss import mse_loss, softmax_cross_entropy
 from ._norm import norm
+from ._recurrent import gated_sum, gated_update, recurrent_kernel
 from ._residual import residual, residual_taus
 from ._softmax import softmax
 
@@ -38,6 +39,9 @@ _RULES: tuple[Callable[..., object], ...] = (
     weighted_add,
     residual,
     residual_taus,
+    gated_update,
+    gated_sum,
+    recurrent_kernel,
     dot_product_attention,
     softmax_cross_entropy,
     mse_loss,

@@ -1,0 +1,132 @@
+"""Recurrent cells and the layer that runs them: laws at initialisation, gradients, carries."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.gradients import FLOAT64, check, jit, model_loss
+from unitscale import nn, rules
+
+CELLS = {
+    "gru": nn.GRUCell,
+    "lstm": nn.OptimizedLSTMCell,
+    "rhn": nn.RHNCell,
+}
+
+
+def make(name: str, features: int = 4, hidden: int = 6, **options) -> nn.RNN:
+    layer = {k: options.pop(k) for k in ("reverse", "keep_order", "time_major") if k in options}
+    options.setdefault("rngs", nnx.Rngs(0))
+    return nn.RNN(CELLS[name](features, hidden, **options), **layer)
+
+
+def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def first_step(name: str) -> float:
+    """The mean square of the first output, whose state and argument's second half are zero."""
+    x = np.random.default_rng(0).standard_normal((2, 1_000_000))
+    gate, candidate = (np.asarray(v) for v in (jax.nn.sigmoid(x[0] / 2**0.5), x[1] / 2**0.5))
+    candidate = rules.elementwise(jnp.tanh).fwd * np.tanh(candidate)
+    if name == "gru":
+        return float(np.mean((rules.gated_update(reset=True) * gate * candidate) ** 2))
+    cell = rules.gated_sum() * gate * candidate
+    squashed = rules.elementwise(jnp.tanh).fwd * np.tanh(cell)
+    output = rules.glu(jax.nn.sigmoid).fwd ** 2 * float(np.mean(gate**2))
+    return output * float(np.mean(squashed**2))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_states_and_gradients_are_unit(name) -> None:
+    """From the first step's known size to within half a binade; gradients within a binade.
+
+    Half a binade is where a state takes a power-of-two scale other than 1. Gradients inside a
+    recurrence are the true ones, whose size is set by how many steps they reach back.
+    """
+    width, steps, trials = 64, 24, 12
+
+    def trial(key):
+        init, x_key, y_key = jax.random.split(key, 3)
+        layer = make(name, width, width, rngs=nnx.Rngs(init))
+        graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+        x = jax.random.normal(x_key, (8, steps, width))
+        y, vjp = jax.vjp(lambda p: nnx.merge(graphdef, p, rest, copy=True)(x).data, params)
+        (grads,) = vjp(jax.random.normal(y_key, y.shape))
+        return jnp.mean(y**2, (0, 2)), jax.tree.map(lambda g: jnp.mean(g**2), grads)
+
+    outputs, grads = jit(jax.vmap(trial))(jax.random.split(jax.random.key(0), trials))
+    outputs = np.asarray(outputs)
+    error = outputs.std(0, ddof=1) / trials**0.5
+    if name != "rhn":  # whose first output has gone through two layers
+        assert abs(outputs[:, 0].mean() - first_step(name)) < 5 * error[0]
+    settled = outputs[:, steps // 2 :].mean()
+    assert 2**-0.5 < settled**0.5 < 2**0.5, settled
+    for path, squares in jax.tree_util.tree_leaves_with_path(grads):
+        rms = float(np.mean(squares)) ** 0.5
+        assert 0.5 < rms < 2 * 2**0.5, (jax.tree_util.keystr(path), rms)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_gradients_are_positive_constants_times_the_truth(name) -> None:
+    """With a path beside the layer, so that its input is no cut edge."""
+    with jax.enable_x64(True):
+
+        class Parallel(nnx.Module):
+            def __init__(self):
+                self.before = nn.Dense(3, 4, policy=FLOAT64, rngs=nnx.Rngs(1))
+                self.layer = make(name, 4, 3, policy=FLOAT64)
+
+            def __call__(self, x):
+                h = self.before(x)
+                y = self.layer(h)
+                weights = normal(7, *y.shape)
+                return jnp.sum(jnp.sin(y.value + 0.3) * weights) + jnp.sum(jnp.cos(h.value))
+
+        model = Parallel()
+        for seed, (_, p) in enumerate(nnx.iter_graph(model)):
+            if isinstance(p, nnx.Param) and p.ndim == 1:
+                p.set_value(0.3 * normal(seed, *p.shape))
+        x = normal(3, 2, 5, 3)
+        constants = check(*model_loss(model, lambda m: m(x)), directions=2)
+    # The factor of batch and steps, over the forward factor of 3 features of state, 4 of input.
+    for kernel, fan_in in (("dense_h.0", 3), ("dense_i", 4)):
+        expected = (fan_in / (2 * 5)) ** 0.5
+        assert constants[f"layer.cell.{kernel}.kernel"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_formats(name) -> None:
+    """The carry is stored in 16 bits, and differs from float32's by their rounding."""
+    x = normal(0, 2, 5, 16, dtype=jnp.float32)
+    exact = make(name, 16, 16)(x).data
+    # A product of E4M3 operands has their epsilon's relative error at each step.
+    for policy, epsilon in (("float16", 2.0**-10), ("fp8", 2.0**-3)):
+        layer = make(name, 16, 16, policy=policy)
+        y = layer(x)
+        assert y.dtype == layer.cell.policy.compute_dtype
+        error = np.sqrt(np.mean(np.square(np.asarray(y.data, np.float32) - exact)))
+        assert 0 < error < epsilon * 5
+
+
+@pytest.mark.parametrize("name", ["GRUCell", "OptimizedLSTMCell"])
+def test_arguments_are_those_of_flax(name) -> None:
+    def positional(f):
+        kinds = inspect.signature(f).parameters.values()
+        return [(p.name, p.default) for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    assert positional(getattr(nn, name)) == positional(getattr(nnx, name))
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"nn\.RHNCell: depth must be at least 1; got 0"):
+        nn.RHNCell(2, 2, 0, rngs=nnx.Rngs(0))
+    cell = nn.RNNCell(2, 2, gates=1, policy="float32", rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=r"nn\.RNNCell must implement step"):
+        nn.RNN(cell)(jnp.ones((1, 2, 2)))

@@ -1,0 +1,84 @@
+"""The layer that runs a cell over a sequence: carries, order, lengths, scales."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.gradients import jit
+from tests.nn.test_recurrent import CELLS, make, normal
+from unitscale import nn
+from unitscale.core import ScaledArray
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_layer_is_its_cell_step_by_step(name) -> None:
+    layer, x = make(name), normal(0, 2, 5, 4, dtype=jnp.float32)
+    carry, outputs = layer.cell.initialize_carry((2, 4)), []
+    for time in range(5):
+        carry, y = layer.cell(carry, x[:, time])
+        outputs.append(y.data)
+    found, y = layer(x, return_carry=True)
+    np.testing.assert_allclose(y.data, jnp.stack(outputs, 1), rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, carry)
+    # In two pieces, with the carry handed on.
+    half, first = layer(x[:, :2], return_carry=True)
+    second = layer(x[:, 2:], initial_carry=half)
+    joined = jnp.concatenate([first.data, second.data], 1)
+    np.testing.assert_allclose(joined, y.data, rtol=1e-5, atol=1e-6)
+
+
+def test_time_major_reverse_and_lengths_do_as_flax() -> None:
+    layer, x = make("gru"), normal(0, 3, 5, 4, dtype=jnp.float32)
+    y = layer(x)
+    swapped = layer(jnp.swapaxes(x, 0, 1), time_major=True)
+    np.testing.assert_allclose(jnp.swapaxes(swapped.data, 0, 1), y.data, rtol=1e-5, atol=1e-6)
+    turned = layer(x, reverse=True, keep_order=True)
+    again = jnp.flip(layer(jnp.flip(x, 1)).data, 1)
+    np.testing.assert_allclose(turned.data, again, rtol=1e-5, atol=1e-6)
+    lengths = jnp.array([2, 5, 1])
+    carry, masked = layer(x, seq_lengths=lengths, return_carry=True)
+    last = jnp.stack([y.data[i, n - 1] for i, n in enumerate(lengths)])
+    np.testing.assert_allclose(carry.data, last, rtol=1e-5, atol=1e-6)
+    short, _ = layer(x[:1, :2], reverse=True, return_carry=True)
+    long, _ = layer(x, seq_lengths=lengths, reverse=True, return_carry=True)
+    np.testing.assert_allclose(long.data[:1], short.data, rtol=1e-5, atol=1e-6)
+    assert masked.shape == y.shape
+
+
+def test_scaled_inputs_and_carries_leave_at_scale_one() -> None:
+    layer, x = make("lstm"), normal(0, 2, 5, 4, dtype=jnp.float32)
+    y = layer(x)
+    for scale in (jnp.float32(8.0), jnp.full((1, 1, 4), 8.0), jnp.full((2, 1, 1), 8.0)):
+        found = jit(lambda x: layer(x))(ScaledArray(x / 8, scale))
+        assert found.scale == 1
+        np.testing.assert_allclose(found.data, y.data, rtol=1e-5, atol=1e-6)
+    carry, _ = layer(x, return_carry=True)
+    scaled = jax.tree.map(
+        lambda c: ScaledArray(c.data / 4, jnp.float32(4)),
+        carry,
+        is_leaf=lambda c: isinstance(c, ScaledArray),
+    )
+    after = [layer(x, initial_carry=c).data for c in (carry, scaled)]
+    np.testing.assert_allclose(*after, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_are_those_of_flax() -> None:
+    flax = dict(inspect.signature(nnx.RNN.__call__).parameters)
+    ours = dict(inspect.signature(nn.RNN.__call__).parameters)
+    assert list(ours) == [name for name in flax if name != "rngs"]
+    assert {k: p.kind for k, p in ours.items()} == {k: flax[k].kind for k in ours}
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"nn\.RNN: cell must be .*GRUCell; got Dense"):
+        nn.RNN(nn.Dense(2, 2, rngs=nnx.Rngs(0)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"inputs must be \(\.\.\., time, features\); got \(4,\)"):
+        make("gru")(jnp.ones(4))
+    with pytest.raises(ValueError, match=r"ops\.gru: x must be"):
+        make("gru")(jnp.ones((2, 5, 4)), initial_carry=jnp.zeros((3, 6)))

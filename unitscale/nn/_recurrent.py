@@ -1,0 +1,274 @@
+"""Recurrent cells: one step of a recurrence."""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import ops, rules
+from ..core import ScaledArray, is_static, narrow, scale_bwd
+from ..quant import read_state
+from ._linear import Dense
+from ._param import read
+from ._policy import PolicyLike, as_policy
+
+Carry: TypeAlias = Any
+Weights: TypeAlias = list[tuple[Any, Any]]
+
+
+class RNNCell(nnx.Module):
+    """What recurrent cells share; a cell of your own implements `step`.
+
+    A cell is two functions: `project`, which reads the input and may be applied to a whole
+    sequence at once, and `step`, which reads the state.
+
+    Args:
+        in_features: size of the input's last axis.
+        hidden_features: size of the state.
+        gates: number of gates and candidates, each of which is a projection to the state's size.
+        depth: number of kernels that read the state; those after the first have biases.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the depth is not positive or the policy is unknown.
+
+    Example:
+        >>> isinstance(GRUCell(4, 8, rngs=nnx.Rngs(0)), RNNCell)
+        True
+    """
+
+    num_feature_axes = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        gates: int,
+        depth: int = 1,
+        policy: PolicyLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"{self._where}: depth must be at least 1; got {depth}")
+        self.in_features, self.hidden_features = in_features, hidden_features
+        self.depth, self.policy = depth, as_policy(policy)
+        outputs = gates * hidden_features
+        self.dense_i = Dense(in_features, outputs, policy=policy, rngs=rngs)
+        self.dense_h = nnx.List(
+            [
+                Dense(hidden_features, outputs, use_bias=layer > 0, policy=policy, rngs=rngs)
+                for layer in range(depth)
+            ]
+        )
+
+    @property
+    def _where(self) -> str:
+        return f"unitscale.nn.{type(self).__name__}"
+
+    def project(self, inputs: ops.ArrayLike) -> ScaledArray:
+        """Maps inputs (..., in_features) to what `step` takes of them."""
+        return self.dense_i(inputs)
+
+    def weights(self, steps: int = 1) -> Weights:
+        """The kernel and bias of each projection of the state, to be used at ``steps`` steps.
+
+        Scaling:
+            Backward steps^-1/2; see `rules.recurrent_kernel`.
+        """
+        factor = rules.recurrent_kernel(steps).bwd[0]
+
+        def shared(parameter: nnx.Param | None) -> Any:
+            value = read(parameter)
+            return None if value is None else scale_bwd(value, factor)
+
+        return [(shared(layer.kernel), shared(layer.bias)) for layer in self.dense_h]
+
+    def step(
+        self, weights: Weights, carry: Carry, projected: ScaledArray
+    ) -> tuple[Carry, ScaledArray]:
+        """Maps the carry and the projection of one input to the next carry and the output."""
+        raise NotImplementedError(f"{self._where} must implement step")
+
+    def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
+        """Returns a carry of zeros for inputs of a shape (..., in_features), without time.
+
+        Args:
+            input_shape: shape of the input of one step.
+            rngs: accepted as in flax; nothing is drawn.
+        """
+        zeros = jnp.zeros((*input_shape[:-1], self.hidden_features), self.policy.compute_dtype)
+        return ScaledArray(zeros, 1)
+
+    def __call__(self, carry: Carry, inputs: ops.ArrayLike) -> tuple[Carry, ScaledArray]:
+        """Maps a carry and inputs (..., in_features) to the next carry and the output."""
+        return self.step(self.weights(), self.as_carry(carry), self.project(inputs))
+
+    def as_carry(self, carry: Carry) -> Carry:
+        """Returns arrays and ScaledArrays of a carry in the compute dtype, at the static scale 1.
+
+        A scan needs a carry whose type never changes, and `step` returns one at scale 1.
+        """
+
+        def state(x: ops.ArrayLike) -> ScaledArray:
+            if isinstance(x, ScaledArray) and is_static(x.scale) and x.scale == 1:
+                return ScaledArray(x.data.astype(self.policy.compute_dtype), 1)
+            value = x.value if isinstance(x, ScaledArray) else jnp.asarray(x)
+            return ScaledArray(narrow(value, self.policy.compute_dtype), 1)
+
+        return jax.tree.map(state, carry, is_leaf=lambda x: isinstance(x, ScaledArray))
+
+    def _of_state(self, index: int, weights: Weights, state: ScaledArray) -> ScaledArray:
+        layer, (kernel, bias) = self.dense_h[index], weights[index]
+        return ops.dense(
+            state,
+            self.policy.weight(kernel, layer.role),
+            bias,
+            config=self.policy.matmul_for(layer.role),
+            state=read_state(layer.amax),
+        )
+
+
+class GRUCell(RNNCell):
+    """A gated recurrent unit, as `flax.nnx.GRUCell`.
+
+    Scaling:
+        `ops.gru` of two unit projections. The state is a GRU's in other units: a fixed multiple of
+        it, of RMS near 1 after the first few steps.
+
+    Args:
+        in_features: size of the input's last axis.
+        hidden_features: size of the state.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+
+    Example:
+        >>> cell = GRUCell(4, 8, policy="float16", rngs=nnx.Rngs(0))
+        >>> carry = cell.initialize_carry((2, 4))
+        >>> carry, y = cell(carry, jnp.ones((2, 4)))
+        >>> y
+        ScaledArray(float16[2,8], scale=1)
+
+    References:
+        Cho et al., 2014, arXiv 1406.1078; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
+        2303.11257.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(in_features, hidden_features, gates=3, policy=policy, rngs=rngs)
+
+    def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
+        """Maps a state and a projected input to the next state, twice."""
+        state = ops.gru(carry, projected, self._of_state(0, weights, carry))
+        return state, state
+
+
+class OptimizedLSTMCell(RNNCell):
+    """A long short-term memory, as `flax.nnx.OptimizedLSTMCell`.
+
+    Scaling:
+        `ops.lstm` of two unit projections. The carry is ``(cell, hidden)``.
+
+    Args:
+        in_features: size of the input's last axis.
+        hidden_features: size of each of the two states.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+
+    Example:
+        >>> cell = OptimizedLSTMCell(4, 8, rngs=nnx.Rngs(0))
+        >>> (c, h), y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
+        >>> c.shape, y.shape
+        ((2, 8), (2, 8))
+
+    References:
+        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997; Blake, Orr, Luschi, "Unit
+        Scaling", 2023, arXiv 2303.11257.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(in_features, hidden_features, gates=4, policy=policy, rngs=rngs)
+
+    def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
+        """Returns ``(cell, hidden)`` of zeros."""
+        zeros = super().initialize_carry(input_shape, rngs)
+        return zeros, zeros
+
+    def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
+        """Maps ``(cell, hidden)`` and a projected input to the next pair, and the hidden state."""
+        cell, hidden = carry
+        cell, hidden = ops.lstm(cell, projected, self._of_state(0, weights, hidden))
+        return (cell, hidden), hidden
+
+
+class RHNCell(RNNCell):
+    """A recurrent highway cell: several gated layers within one step.
+
+    Scaling:
+        `ops.highway` at each layer; the input enters the first.
+
+    Args:
+        in_features: size of the input's last axis.
+        hidden_features: size of the state.
+        depth: number of layers.
+        policy: formats; a `Policy` or the name of a preset.
+        rngs: streams of random keys; parameters draw from "params".
+
+    Raises:
+        ValueError: if the depth is not positive or the policy is unknown; when called, if the
+            shapes do not fit.
+
+    Example:
+        >>> cell = RHNCell(4, 8, depth=3, rngs=nnx.Rngs(0))
+        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
+        >>> y.shape
+        (2, 8)
+
+    References:
+        Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474; Blake, Orr, Luschi,
+        "Unit Scaling", 2023, arXiv 2303.11257.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        depth: int = 2,
+        *,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(
+            in_features, hidden_features, gates=2, depth=depth, policy=policy, rngs=rngs
+        )
+
+    def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
+        """Maps a state and a projected input to the next state, twice."""
+        state = carry
+        for layer in range(self.depth):
+            h = self._of_state(layer, weights, state)
+            x = projected if layer == 0 else None
+            state = ops.highway(state, h, x, depth=self.depth)
+        return state, state
