@@ -31,6 +31,7 @@ class RNN(nnx.Module):
         TypeError: if the cell is not one of `unitscale.nn`.
 
     Example:
+        >>> from unitscale.nn import GRUCell
         >>> layer = RNN(GRUCell(4, 8, rngs=nnx.Rngs(0)))
         >>> layer(jnp.ones((2, 5, 4))).shape
         (2, 5, 8)

@@ -100,6 +100,7 @@ def gated_update(
         ValueError: if the shapes differ, or the rule does not take its arguments.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> y = gated_update(jnp.ones(2), jnp.zeros(2), jnp.zeros(2))
         >>> print(y.data)
         [0.5 0.5]
@@ -142,6 +143,7 @@ def gated_sum(
         ValueError: if the shapes differ, or the share is not in (0, 1].
 
     Example:
+        >>> import jax.numpy as jnp
         >>> print(gated_sum(jnp.ones(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
         [0.5 0.5]
 
@@ -186,6 +188,7 @@ def sigmoid_glu(
         ValueError: if the shapes differ or the constraint is unknown.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> sigmoid_glu(jnp.ones(3), jnp.ones(3))
         ScaledArray(float32[3], scale=1)
 
@@ -216,6 +219,7 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
         ValueError: if the shapes do not fit.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> gru(jnp.zeros((1, 2)), jnp.ones((1, 6)), jnp.ones((1, 6))).shape
         (1, 2)
 
@@ -250,6 +254,7 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
         ValueError: if the shapes do not fit.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> cell, hidden = lstm(jnp.zeros((1, 2)), jnp.ones((1, 8)), jnp.ones((1, 8)))
         >>> cell.shape, hidden.shape
         ((1, 2), (1, 2))
@@ -287,6 +292,7 @@ def highway(
         ValueError: if the shapes do not fit or the depth is not positive.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> highway(jnp.zeros((1, 2)), jnp.ones((1, 4)), depth=2).shape
         (1, 2)
 

@@ -1,0 +1,119 @@
+"""A character model and its optimizer as functions, for one run or for many in one program."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from ..data import ByteTokenizer, Corpus, load_corpus
+from .config import CharlmConfig
+from .model import UnitModel
+from .plain import RegularModel
+
+
+class TrainState(NamedTuple):
+    """What a step changes."""
+
+    params: Any
+    opt_state: Any
+
+
+class Program:
+    """The functions of a config: `init`, `step` and `evaluate`, none of them compiled.
+
+    Args:
+      config: The run.
+    """
+
+    def __init__(self, config: CharlmConfig):
+        self.config = config
+        settings = config.optimizer
+        if settings.name == "sgd":
+            self.rule = optax.trace(settings.momentum) if settings.momentum else optax.identity()
+        else:
+            self.rule = optax.scale_by_adam(b1=settings.momentum)
+        self.graphdef, _ = nnx.split(nnx.eval_shape(lambda: self._model(0)), nnx.Param)
+
+    def _model(self, seed: Any) -> UnitModel | RegularModel:
+        model = self.config.model
+        kind = UnitModel if model.parametrization == "unit" else RegularModel
+        rngs = nnx.Rngs(params=jax.random.key(seed))
+        return kind(model, self.config.data.sequence_length, rngs=rngs)
+
+    def init(self, seed: Any) -> TrainState:
+        """Fresh parameters of a seed, which may be traced."""
+        params = nnx.state(self._model(seed), nnx.Param)
+        return TrainState(params, self.rule.init(params))
+
+    def evaluate(self, params: Any, batch: jax.Array) -> jax.Array:
+        """Mean loss of a batch (batch, time + 1)."""
+        return nnx.merge(self.graphdef, params).loss(batch[:, :-1], batch[:, 1:])
+
+    def step(
+        self, state: TrainState, batch: jax.Array, done: Any, rate: Any
+    ) -> tuple[TrainState, jax.Array]:
+        """One update at a learning rate that falls linearly, to zero after the last step."""
+        loss, grads = jax.value_and_grad(self.evaluate)(state.params, batch)
+        updates, opt_state = self.rule.update(grads, state.opt_state, state.params)
+        now = -rate * (1 - done / self.config.train.steps)
+        updates = jax.tree.map(lambda u: now * u, updates)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
+
+
+def load_text(config: CharlmConfig) -> Corpus:
+    """The text of a config, a byte a token."""
+    return load_corpus(config.data, ByteTokenizer())
+
+
+def make_batches(config: CharlmConfig, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+    """All text of a run: training (steps, batch, time + 1), validation (examples, time + 1)."""
+    batches = corpus.training(config.seed)
+    training = np.stack([next(batches) for _ in range(config.train.steps)])
+    return training, np.concatenate(list(corpus.validation(config.train.eval_batches)))
+
+
+class Runs:
+    """Whole runs of one config at several learning rates and seeds, as one compiled program.
+
+    On a CPU a convolution with a kernel for each run is a grouped one, which XLA does slowly: those
+    runs take turns inside the program. All others are batched by vmap.
+
+    Args:
+      config: The runs; its own learning rate is not used.
+      training: All training batches, as of `make_batches`.
+      validation: All validation batches.
+    """
+
+    def __init__(self, config: CharlmConfig, training: np.ndarray, validation: np.ndarray):
+        program = Program(config)
+        steps = jnp.arange(config.train.steps)
+
+        def run(rate: jax.Array, seed: jax.Array, training, validation) -> jax.Array:
+            def step(state: TrainState, item):
+                return program.step(state, item[0], item[1], rate)
+
+            state, losses = jax.lax.scan(step, program.init(seed), (training, steps))
+            loss = program.evaluate(state.params, validation)
+            # A run that was lost on the way is not saved by a good end.
+            return jnp.where(jnp.isfinite(losses).all(), loss, jnp.nan)
+
+        in_turn = config.model.kind == "conv" and jax.default_backend() == "cpu"
+
+        def runs(rates, seeds, training, validation):
+            if in_turn:
+                return jax.lax.map(lambda r: run(*r, training, validation), (rates, seeds))
+            return jax.vmap(run, (0, 0, None, None))(rates, seeds, training, validation)
+
+        self._runs, self._data = jax.jit(runs), (training, validation)
+
+    def __call__(self, rates: list[float], seeds: list[int]) -> list[float]:
+        """The validation loss of each run; infinite for a run whose loss was not finite."""
+        pair = np.asarray(rates, np.float32), np.asarray(seeds, np.uint32)
+        losses = np.asarray(self._runs(*pair, *self._data), np.float64)
+        return [float(x) if math.isfinite(x) else math.inf for x in losses]
