@@ -1,4 +1,4 @@
-"""The command line: `python -m recipes train|evaluate|generate|bench`.
+"""The command line: `python -m recipes train|evaluate|generate|sweep|bench`.
 
 What a user can put right is one message on standard error and exit code 2 (or 1 where a run
 failed); `--traceback` shows where it came from.
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from .bench import BENCHMARKS
+from .charlm.config import CharlmConfig
 from .configfile import load_any_config, load_config, load_run_config
 from .errors import RecipeError
 from .mnist.config import MnistConfig
@@ -51,12 +52,43 @@ def train(
         from .mnist.train import train as train_classifier
 
         outcome = train_classifier(settings, fresh=fresh, console=Console())
+    elif isinstance(settings, CharlmConfig):
+        from .charlm.train import train as train_characters
+
+        outcome = train_characters(settings, fresh=fresh, console=Console())
     else:
         from .train import train as train_run
 
         outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+
+
+@app.command()
+def sweep(
+    words: Annotated[
+        list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files, overrides")
+    ],
+    jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
+    fresh: Annotated[bool, typer.Option(help="move earlier sweeps of these names aside")] = False,
+) -> None:
+    """Train every point of a grid at its best learning rate; the same command continues."""
+    overrides = [word for word in words if "=" in word]
+    paths = [word for word in words if "=" not in word]
+    if not paths:
+        raise RecipeError(
+            "sweep: expected a config file; got none; name one such as configs/charlm/small.yaml"
+        )
+    configs = [(path, load_any_config(path, overrides)) for path in paths]
+    from .charlm.sweep import sweep as run_sweep
+
+    for path, config in configs:
+        if not isinstance(config, CharlmConfig):
+            raise RecipeError(
+                f"{path}: expected a config of recipe charlm; got recipe {config.recipe}, which "
+                "has no sweep; use train"
+            )
+        run_sweep(config, jobs=jobs, fresh=fresh, console=Console())
 
 
 @app.command()

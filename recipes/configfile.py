@@ -15,12 +15,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from .charlm.config import CharlmConfig
 from .config import Config, RunConfig
 from .errors import RecipeError
 from .mnist.config import MnistConfig
 
-AnyConfig = RunConfig | MnistConfig
-RECIPES: dict[str, type[AnyConfig]] = {"gpt": Config, "mnist": MnistConfig}
+AnyConfig = RunConfig | MnistConfig | CharlmConfig
+RECIPES: dict[str, type[AnyConfig]] = {
+    "gpt": Config,
+    "mnist": MnistConfig,
+    "charlm": CharlmConfig,
+}
 """The config of each recipe, by its name; a file that names none is a GPT's."""
 
 
@@ -189,7 +194,7 @@ def _apply_override(tree: dict[str, Any], override: str, schema: type[AnyConfig]
         )
     known = dict(valid_keys(schema))
     if key not in known:
-        raise RecipeError(f"override {override!r}: {_unknown(key, schema)}")
+        raise RecipeError(f"override {override!r}: {unknown_key(key, schema)}")
     value = _parse(text, f"override {override!r}")
     *parents, last = key.split(".")
     node = tree
@@ -209,7 +214,7 @@ def _describe(problem: Mapping[str, Any], schema: type[AnyConfig]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     got, message = problem["input"], problem["msg"]
     if problem["type"] == "extra_forbidden":
-        return _unknown(key, schema)
+        return unknown_key(key, schema)
     if problem["type"] == "missing":
         return f"{key}: expected a value; got none; set it: {_meaning(key, schema)}"
     if problem["type"] == "value_error":
@@ -238,7 +243,8 @@ def _choices(key: str, schema: type[AnyConfig]) -> tuple[Any, ...]:
     return get_args(field.annotation) if field else ()
 
 
-def _unknown(key: str, schema: type[AnyConfig]) -> str:
+def unknown_key(key: str, schema: type[AnyConfig]) -> str:
+    """What to say of a key that a config does not have, with the nearest one that it has."""
     keys = [name for name, field in valid_keys(schema) if not _section(field)]
     sections = [name for name, field in valid_keys(schema) if _section(field)]
     section, _, last = key.rpartition(".")

@@ -1,0 +1,78 @@
+"""The file of a sweep's results: one JSON line a run, appended whole, never written over."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import RecipeError
+
+NAME = "rows.jsonl"
+
+
+class Row(NamedTuple):
+    """One run: a point of the grid, its learning rate and seed, and how it ended.
+
+    `loss` is infinite for a run that diverged, and None for one that could not be run, whose
+    `error` says why.
+    """
+
+    point: dict[str, Any]
+    learning_rate: float
+    seed: int
+    loss: float | None
+    error: str | None = None
+
+
+def key_of(point: Mapping[str, Any]) -> str:
+    """A point of a grid as text, equal for equal points."""
+    return json.dumps(dict(point), sort_keys=True)
+
+
+def append_row(folder: Path, row: Row) -> None:
+    """Appends a row in one write, which processes beside this one cannot split.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    loss = "inf" if row.loss == math.inf else row.loss  # JSON has no infinity
+    line = json.dumps(row._asdict() | {"loss": loss}) + "\n"
+    file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """All rows of a folder; a line that a crash cut short is left out, and closed.
+
+    Raises:
+      RecipeError: The file holds something else.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    if text and not text.endswith("\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(fields, dict) or set(fields) != set(Row._fields):
+            raise RecipeError(
+                f"{path} line {number}: expected a row of a sweep with {', '.join(Row._fields)}; "
+                f"got {line[:60]!r}; move the file away, or change name"
+            )
+        if fields["loss"] == "inf":
+            fields["loss"] = math.inf
+        rows.append(Row(**fields))
+    return rows

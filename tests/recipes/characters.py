@@ -1,0 +1,41 @@
+"""The smallest character model, and a sweep over nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.charlm.config import CharlmConfig
+
+from .conftest import TEXT
+
+
+def tree(folder: Path, **sections: Any) -> dict[str, Any]:
+    """A config of a run of three steps, whose text is in the folder; sections are updated."""
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    base: dict[str, Any] = {
+        "recipe": "charlm",
+        "name": "tiny",
+        "data": {"path": str(folder / "text.txt"), "sequence_length": 6, "batch_size": 2},
+        "model": {"width": 8, "layers": 1, "heads": 2, "kind": "attention", "norm": "none"},
+        "train": {"steps": 3, "log_every": 1, "eval_batches": 1, "runs_dir": str(folder / "runs")},
+        "sweep": {"rates": 3, "rounds": 1},
+    }
+    return {
+        key: base.get(key, {}) | sections.get(key, {})
+        if isinstance(base.get(key, {}), dict)
+        else base[key]
+        for key in base.keys() | sections.keys()
+    }
+
+
+def make(folder: Path, **sections: Any) -> CharlmConfig:
+    return CharlmConfig.model_validate(tree(folder, **sections))
+
+
+def write(folder: Path, **sections: Any) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tree(folder, **sections)), encoding="utf-8")
+    return path
