@@ -81,5 +81,6 @@ def make_points(config: CharlmConfig) -> list[Point]:
 
 
 def describe(values: Mapping[str, Any]) -> str:
-    """A point in a few words, such as `kind=rnn norm=pre`."""
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()) or "base"
+    """A point in a few words, such as `kind=rnn optimizer=sgd`."""
+    names = {key: key.removesuffix(".name").rpartition(".")[2] for key in values}
+    return " ".join(f"{names[key]}={value}" for key, value in values.items()) or "base"

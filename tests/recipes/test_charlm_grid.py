@@ -31,6 +31,11 @@ def test_every_combination_but_fp8_without_scales() -> None:
     assert make_points(config({}))[0].values == {}
 
 
+def test_a_point_in_words() -> None:
+    assert describe({"model.kind": "rnn", "optimizer.name": "sgd"}) == "kind=rnn optimizer=sgd"
+    assert describe({}) == "base"
+
+
 def test_searches_start_by_parametrization_and_optimizer() -> None:
     grid = {"model.parametrization": ["regular", "unit"], "optimizer.name": ["sgd", "adam"]}
     found = [p.start for p in make_points(config(grid, start={"unit_sgd": 3.0}))]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +14,7 @@ from recipes.cli import main
 from recipes.errors import RecipeError
 
 from .characters import make, write
+from .dying import dies_at_two
 
 GRID = {"grid": {"model.norm": ["pre", "post", "none"]}, "rates": 3, "rounds": 2}
 QUIET = Console(quiet=True)
@@ -93,14 +92,6 @@ def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
         sweep(make(tmp_path, sweep=GRID, train={"steps": 4}), console=QUIET)
     sweep(make(tmp_path, sweep=GRID, train={"steps": 4}), fresh=True, console=QUIET)
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
-
-
-def dies_at_two(number: int, folder: str) -> str | None:
-    """Work of a task whose process is killed, and of others that are not."""
-    if number == 2:
-        os._exit(9)
-    Path(folder, str(number)).touch()
-    return None
 
 
 def test_a_process_that_dies_costs_its_own_point(tmp_path, monkeypatch) -> None:
