@@ -33,14 +33,16 @@ class ConvBlock(nnx.Module):
 class Recurrent(nnx.Module):
     """An RNN whose carry is in the dtype of its activations."""
 
-    def __init__(self, cell: nnx.Module, width: int, dtype):
+    def __init__(self, cell: nnx.GRUCell | nnx.OptimizedLSTMCell, width: int, dtype):
         self.rnn, self.width, self.dtype = nnx.RNN(cell, rngs=False), width, dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, time, width) to the same shape."""
         zeros = jnp.zeros((x.shape[0], self.width), self.dtype)
         lstm = isinstance(self.rnn.cell, nnx.OptimizedLSTMCell)
-        return self.rnn(x, initial_carry=(zeros, zeros) if lstm else zeros)
+        y = self.rnn(x, initial_carry=(zeros, zeros) if lstm else zeros)
+        assert isinstance(y, jax.Array), "the carry is not asked for"
+        return y
 
 
 class Attention(nnx.Module):

@@ -107,13 +107,13 @@ class Runs:
 
         def runs(rates, seeds, training, validation):
             if in_turn:
-                return jax.lax.map(lambda r: run(*r, training, validation), (rates, seeds))
+                return jax.lax.map(lambda r: run(r[0], r[1], training, validation), (rates, seeds))
             return jax.vmap(run, (0, 0, None, None))(rates, seeds, training, validation)
 
         self._runs, self._data = jax.jit(runs), (training, validation)
 
     def __call__(self, rates: list[float], seeds: list[int]) -> list[float]:
         """The validation loss of each run; infinite for a run whose loss was not finite."""
-        pair = np.asarray(rates, np.float32), np.asarray(seeds, np.uint32)
-        losses = np.asarray(self._runs(*pair, *self._data), np.float64)
+        runs = np.asarray(rates, np.float32), np.asarray(seeds, np.uint32)
+        losses = np.asarray(self._runs(*runs, *self._data), np.float64)
         return [float(x) if math.isfinite(x) else math.inf for x in losses]

@@ -115,7 +115,7 @@ def _each(
             if attempts[index] >= ATTEMPTS:
                 del attempts[index]
                 error = "its process was killed; is there enough memory?"
-                _fail(*tasks[index][:3], error)
+                _fail(tasks[index], error)
                 yield tasks[index], error
 
 
@@ -143,12 +143,13 @@ def _point(
         _search(values, config, folder, known)
     except Exception as error:
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        _fail(values, config, folder, message)
+        _fail((values, config, folder), message)
         return message
     return None
 
 
-def _fail(values: dict[str, Any], config: CharlmConfig, folder: Path, message: str) -> None:
+def _fail(task: Any, message: str) -> None:
+    values, config, folder = task[:3]
     rate = Point(values, config).start
     append_row(folder, Row(values, rate, config.sweep.seeds[0], None, message))
 

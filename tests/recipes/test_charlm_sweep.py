@@ -96,14 +96,14 @@ def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
 
 def test_a_process_that_dies_costs_its_own_point(tmp_path, monkeypatch) -> None:
     failed = []
-    monkeypatch.setattr(module, "_fail", lambda *args: failed.append(args))
+    monkeypatch.setattr(module, "_fail", lambda task, message: failed.append(task))
     tasks = [(number, str(tmp_path)) for number in range(5)]
     ended = dict(module._each(tasks, 2, dies_at_two))
     assert set(ended) == set(tasks)
     message = ended[2, str(tmp_path)]
     assert message is not None
     assert "its process was killed" in message
-    assert [args[:-1] for args in failed if args[0] == 2] == [tasks[2]]
+    assert [task for task in failed if task[0] == 2] == [tasks[2]]
     done = {int(path.name) for path in tmp_path.iterdir()}
     assert done >= {number for (number, _), error in ended.items() if error is None}
 
