@@ -227,7 +227,9 @@ class RHNCell(RNNCell):
     """A recurrent highway cell: several gated layers within one step.
 
     Scaling:
-        `ops.highway` at each layer; the input enters the first.
+        `ops.highway` at each layer; the input enters the first. Layers after the first read the
+        state alone, and grow the mean square of a gradient by about a fifth each: with a depth of 4
+        or more, gradients of long sequences are no longer unit.
 
     Args:
         in_features: size of the input's last axis.
