@@ -108,6 +108,11 @@ class ModelConfig(Section):
     )
     mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
     norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
+    norm_eps: Positive | None = Field(
+        default=None,
+        description="added to the variance (plain models); null for the layer's own",
+    )
+    bias: Flag = Field(default=False, description="whether linear layers add a bias")
     positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
     context: Count | None = Field(
         default=None,
@@ -362,6 +367,11 @@ class Config(RunConfig):
             raise ValueError(
                 f"policy {self.policy} needs model.library unitscale; got model.library plain; "
                 "use policy float32, bfloat16 or float16, or model.library unitscale"
+            )
+        if self.model.library != "plain" and self.model.norm_eps is not None:
+            raise ValueError(
+                "model.norm_eps needs model.library plain; got model.library "
+                f"{self.model.library}; set model.norm_eps null"
             )
         if self.model.library == "plain" and self.optimizer.umup:
             raise ValueError(

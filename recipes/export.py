@@ -17,7 +17,7 @@ from safetensors import flax as tensors
 from .errors import RecipeError
 
 # What safetensors calls the types that NumPy has no name for.
-_DTYPES = {
+DTYPES = {
     "BF16": jnp.bfloat16,
     "F8_E4M3": jnp.float8_e4m3fn,
     "F8_E5M2": jnp.float8_e5m2,
@@ -90,7 +90,7 @@ def load_tensors(model: nnx.Module, path: Path) -> None:
         raise RecipeError(f"{path}: {missing[0]} is not in {side}; give the model that was saved")
     for name, (variable, like) in wanted.items():
         entry = read[name]
-        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        dtype = np.dtype(DTYPES[entry["dtype"]])
         if tuple(entry["shape"]) != like.shape or dtype != like.dtype:
             raise RecipeError(
                 f"{path}: {name} must be {like.dtype}{list(like.shape)}; got "

@@ -54,7 +54,7 @@ class GPT(nnx.Module):
             is_causal=True,
             max_length=config.context,
             rotary_base=10000.0 if config.positions == "rope" else None,
-            use_bias=False,
+            use_bias=config.bias,
             dropout_rate=config.dropout,
             policy=policy,
             rngs=rngs,

@@ -6,7 +6,7 @@ value cache), with GPT-2's initialisation and neither scales nor loss scaling.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,11 +84,13 @@ class _Parts:
         self.config, self.dtype, self.param_dtype, self.rngs = config, dtype, param_dtype, rngs
         self.product = make_product(scalify)
 
-    def linear(self, features_in: int, features_out: int, *, stddev: float = 0.02) -> nnx.Linear:
+    def linear(
+        self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool | None = None
+    ) -> nnx.Linear:
         return nnx.Linear(
             features_in,
             features_out,
-            use_bias=False,
+            use_bias=self.config.bias if bias is None else bias,
             kernel_init=nnx.initializers.normal(stddev),
             dtype=self.dtype,
             param_dtype=self.param_dtype,
@@ -102,9 +104,14 @@ class _Parts:
         return self.linear(features_in, self.config.width, stddev=stddev)
 
     def norm(self) -> nnx.RMSNorm | nnx.LayerNorm:
-        kind = nnx.RMSNorm if self.config.norm == "rms" else nnx.LayerNorm
-        width = self.config.width
-        return kind(width, dtype=self.dtype, param_dtype=self.param_dtype, rngs=self.rngs)
+        config = self.config
+        options: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs}
+        if config.norm_eps is not None:
+            options["epsilon"] = config.norm_eps
+        if config.norm == "rms":
+            return nnx.RMSNorm(config.width, **options)
+        # The mean of squares less the square of the mean loses its digits where the mean is large.
+        return nnx.LayerNorm(config.width, use_fast_variance=False, **options)
 
     def embed(self, rows: int) -> nnx.Embed:
         return nnx.Embed(
@@ -216,7 +223,9 @@ class GPT(nnx.Module):
         self.layers = nnx.List([Layer(parts) for _ in range(config.layers)])
         self.norm = parts.norm()
         parts.product = jax.lax.dot_general
-        self.readout = None if config.tied_readout else parts.linear(config.width, config.vocab)
+        self.readout = (
+            None if config.tied_readout else parts.linear(config.width, config.vocab, bias=False)
+        )
 
     def __call__(self, ids, *, deterministic=True, cache: KVCache | None = None):
         """Logits of the next token.

@@ -1,0 +1,12 @@
+"""GPT-2 and BERT from local Hugging Face folders, as plain models, and back to the same files.
+
+`load` reads a folder, `split` makes ScaledArrays of its parameters without the loss of a bit, and
+`save` writes the files again.
+"""
+
+from ._bert import Bert as Bert
+from ._config import BertConfig as BertConfig, Task as Task, gpt2_shape as gpt2_shape
+from ._folder import is_folder as is_folder, read_config as read_config
+from ._load import Pretrained as Pretrained, load as load, save as save
+from ._split import join as join, split as split
+from ._tokenizer import PretrainedTokenizer as PretrainedTokenizer

@@ -1,0 +1,168 @@
+"""A Hugging Face folder: config.json, the tokenizer, and safetensors in one file or in shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RecipeError
+from ._tensors import read_tensors, write_tensors
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Small files that belong to a model and are written back as they came.
+_TEXTS = (
+    CONFIG,
+    TOKENIZER,
+    INDEX,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """All that is needed to write the same folder again.
+
+    Attributes:
+      path: Where it was read.
+      config: What config.json holds.
+      texts: Small files by name.
+      headers: Header of each safetensors file, by file name.
+      tensors: Tensors of all files, by name.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    texts: dict[str, bytes]
+    headers: dict[str, bytes]
+    tensors: dict[str, np.ndarray]
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path is a folder with a config.json."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json of a folder holds.
+
+    Raises:
+      RecipeError: There is no such folder or file, or it is not a JSON object.
+    """
+    if not path.is_dir():
+        raise RecipeError(
+            f"{path}: expected a folder of a Hugging Face model; got "
+            f"{'a file' if path.exists() else 'nothing'}; name the folder that has {CONFIG}"
+        )
+    return _read_json(path / CONFIG)
+
+
+def read_folder(path: str | Path) -> Folder:
+    """Reads a folder whole.
+
+    Args:
+      path: A folder with config.json and model.safetensors, or with shards and their index.
+
+    Raises:
+      RecipeError: A file is missing or damaged, or the weights are pickle files.
+    """
+    path = Path(path)
+    config = read_config(path)
+    headers, tensors = {}, {}
+    for name, wanted in _tensor_files(path).items():
+        headers[name], found = read_tensors(path / name)
+        if wanted is not None and wanted != found.keys():
+            odd = sorted(wanted ^ found.keys())[0]
+            where = f"{name}, but not {INDEX}" if odd in found else f"{INDEX}, but not {name}"
+            raise RecipeError(
+                f"{path}: expected {name} to hold the tensors that {INDEX} lists; got {odd} in "
+                f"{where}; copy both files again"
+            )
+        tensors |= found
+    files = (path / name for name in _TEXTS)
+    texts = {file.name: file.read_bytes() for file in files if file.is_file()}
+    if SINGLE in headers:
+        texts.pop(INDEX, None)  # left over from shards that are not read
+    return Folder(path, config, texts, headers, tensors)
+
+
+def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes the files of a folder, with other numbers for its tensors.
+
+    Raises:
+      RecipeError: A file cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, header in folder.headers.items():
+            write_tensors(path / name, header, tensors)
+        for name, content in folder.texts.items():
+            (path / name).write_bytes(content)
+    except OSError as error:
+        raise RecipeError(
+            f"cannot write {path}: {error.strerror}; give a folder that can be written"
+        ) from error
+
+
+def _tensor_files(path: Path) -> dict[str, set[str] | None]:
+    """The safetensors files of a folder; with an index, what each holds."""
+    if (path / SINGLE).is_file():
+        return {SINGLE: None}
+    if (path / INDEX).is_file():
+        return _shards(path)
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        raise RecipeError(
+            f"{path}: expected {SINGLE}; got the pickle file {pickles[0]}, which can run any code "
+            "and is not read; convert it where it is trusted, with "
+            "transformers' AutoModel.from_pretrained(...).save_pretrained(...)"
+        )
+    raise RecipeError(
+        f"{path}: expected {SINGLE}, or shards with {INDEX}; got neither; copy the whole folder"
+    )
+
+
+def _shards(path: Path) -> dict[str, set[str] | None]:
+    by_name = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(by_name, dict) or not by_name:
+        raise RecipeError(
+            f"{path / INDEX}: expected weight_map, from tensors to files; got {by_name!r}; copy "
+            "the file again"
+        )
+    shards: dict[str, set[str] | None] = {}
+    for file in sorted({str(file) for file in by_name.values()}):
+        if Path(file).name != file or not (path / file).is_file():
+            raise RecipeError(
+                f"{path / INDEX}: expected the name of a file beside it; got {file!r}, which is "
+                "not there; copy the whole folder"
+            )
+        shards[file] = {name for name, place in by_name.items() if place == file}
+    return shards
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise RecipeError(
+            f"{file}: expected a JSON file; got {error.strerror}; copy the whole folder"
+        ) from error
+    except ValueError as error:
+        raise RecipeError(f"{file}: expected JSON; got {error}; copy the file again") from error
+    if not isinstance(content, dict):
+        raise RecipeError(
+            f"{file}: expected a JSON object; got {type(content).__name__}; copy the file again"
+        )
+    return content

@@ -1,0 +1,78 @@
+"""Weights as a power-of-two scale and data, without the loss of a bit.
+
+XLA flushes subnormal numbers to zero, so the split and its reverse are computed by NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from unitscale import ScaledArray, cast
+from unitscale.core import is_scaled
+
+# A scale is a normal float32 number.
+_LEAST, _MOST = -126, 127
+
+
+def split(tree: Any, dtype: Any = None) -> Any:
+    """Replaces each floating array of a tree by a ScaledArray of exactly the same value.
+
+    The scale is the power of two nearest the RMS; where some number would leave the range of the
+    format, or lose bits as a subnormal one, the nearest power of two at which none does.
+
+    Args:
+      tree: Arrays, such as the `nnx.State` of a model; other leaves are kept.
+      dtype: Rounds the data to this format, saturating. None keeps the type of each array, so that
+        `join` gives back every bit.
+
+    Returns:
+      The tree, with scales that are float32 arrays.
+    """
+    return jax.tree.map(lambda leaf: _split(leaf, dtype), tree, is_leaf=is_scaled)
+
+
+def _split(leaf: Any, dtype: Any) -> Any:
+    if is_scaled(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return leaf
+    array = np.asarray(leaf)
+    exponent = _exponent(array, exact=dtype is None)
+    data = np.ldexp(array.astype(np.float64), -exponent)
+    scale = jnp.asarray(np.ldexp(np.float32(1), exponent))
+    if dtype is None:
+        return ScaledArray(jnp.asarray(data.astype(array.dtype)), scale)
+    return ScaledArray(cast(jnp.asarray(data.astype(np.float32)), dtype), scale)
+
+
+def _exponent(array: np.ndarray, *, exact: bool) -> int:
+    wide = array[np.isfinite(array) & (array != 0)].astype(np.float64)
+    if not wide.size:
+        return 0
+    exponent = round(float(np.log2(np.sqrt(np.mean(np.square(wide))))))
+    if exact:
+        facts = jnp.finfo(array.dtype)
+        mantissa, above = np.frexp(np.abs(wide))
+        digits = np.ldexp(mantissa, 53).astype(np.int64)
+        last = above - 53 + np.log2(digits & -digits).astype(np.int64)  # exponent of the last 1
+        room_above = int(above.max()) - int(np.frexp(np.float64(facts.max))[1])
+        room_below = int(last.min()) - int(np.frexp(np.float64(facts.smallest_subnormal))[1]) + 1
+        exponent = min(max(exponent, room_above), room_below)
+    return min(max(exponent, _LEAST), _MOST)
+
+
+def join(leaf: Any, dtype: Any = None) -> np.ndarray:
+    """The value of an array or a ScaledArray, every bit of it.
+
+    Args:
+      leaf: The array; a ScaledArray's scale is a power of two.
+      dtype: Type of the result; None for that of the data.
+    """
+    if not is_scaled(leaf):
+        value = np.asarray(leaf)
+        return value if dtype is None else value.astype(dtype)
+    data = np.asarray(leaf.data)
+    scale = np.asarray(1 if leaf.scale is None else leaf.scale)
+    return (data.astype(np.float64) * scale.astype(np.float64)).astype(dtype or data.dtype)

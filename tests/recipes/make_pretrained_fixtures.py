@@ -1,0 +1,145 @@
+"""Makes `tests/recipes/pretrained_fixtures`: tiny Hugging Face folders and the logits they give.
+
+Run it where `torch` and `transformers` are installed (the project needs neither), from the root:
+
+    python -m tests.recipes.make_pretrained_fixtures
+
+Every parameter is random, biases and norms too, so that one left out or transposed shows in the
+logits. Each folder is what `save_pretrained` writes, with `reference.npz` beside it: the inputs,
+and the logits that `transformers` gives in float32. Versions 2.13.0 and 5.23.0 made those here.
+
+With a folder and `--full`, it makes the real shapes of GPT-2 small and BERT base there instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).with_name("pretrained_fixtures")
+TEXT = """The quick brown fox jumps over the lazy dog. Numbers in sixteen bits, or in eight:
+a scale goes with them. What is the scale of a sum? It is the root of the squares of the scales."""
+BATCH, TIME = 3, 11
+CLASSES = {
+    "GPT2LMHeadModel": "GPT2Config",
+    "BertForMaskedLM": "BertConfig",
+    "BertForQuestionAnswering": "BertConfig",
+    "BertForSequenceClassification": "BertConfig",
+}
+
+
+def make_model(architecture: str, *, seed: int, spread: float = 0.15, **config: Any) -> Any:
+    """A model of `transformers` with every parameter drawn, in evaluation mode."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config_class = getattr(transformers, CLASSES[architecture])
+    model = getattr(transformers, architecture)(config_class(**config)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            norm = any(word in name for word in ("ln_", "LayerNorm")) and name.endswith("weight")
+            parameter.copy_(spread * torch.randn(parameter.shape) + (1.0 if norm else 0.0))
+    return model
+
+
+def reference(model: Any, *, seed: int, time: int = TIME) -> dict[str, np.ndarray]:
+    """Inputs and the logits of a model for them; BERT's come with padding and two segments."""
+    import torch
+
+    draw = np.random.default_rng(seed)
+    inputs = {"input_ids": draw.integers(0, model.config.vocab_size, (BATCH, time))}
+    if model.config.model_type == "bert":
+        lengths = np.asarray([time, time - 4, 2])[:, None]
+        inputs["attention_mask"] = (np.arange(time) < lengths).astype(np.int64)
+        inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
+    with torch.no_grad():
+        out = model(**{name: torch.from_numpy(value) for name, value in inputs.items()})
+    if "logits" in out:
+        logits = out.logits
+    else:
+        logits = torch.stack([out.start_logits, out.end_logits], dim=-1)
+    return {**inputs, "logits": logits.numpy()}
+
+
+def make_tokenizer(kind: str) -> Any:
+    """A byte-level BPE of 300 tokens, as GPT-2's, or a WordPiece, as BERT's."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers.processors import BertProcessing
+
+    if kind == "gpt2":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+        )
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=special)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    if kind == "bert":
+        ends = [(token, tokenizer.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
+        tokenizer.post_processor = BertProcessing(*ends)
+    return tokenizer
+
+
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "n_inner": 40}
+BERT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "layer_norm_eps": 1e-5,
+}
+
+
+def write(folder: Path, model: Any, *, seed: int, shards: str = "1GB", **options: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, max_shard_size=shards)
+    np.savez(folder / "reference.npz", **reference(model, seed=seed, **options))
+
+
+def make_tiny(root: Path) -> None:
+    tokenizers = {kind: make_tokenizer(kind) for kind in ("gpt2", "bert")}
+    sizes = {kind: tokenizer.get_vocab_size() for kind, tokenizer in tokenizers.items()}
+    table = [
+        # folder, architecture, shape, size of a shard
+        ("gpt2", "GPT2LMHeadModel", {**GPT2, "bos_token_id": 0, "eos_token_id": 0}, "1GB"),
+        ("bert-mlm", "BertForMaskedLM", BERT, "1GB"),
+        ("bert-qa", "BertForQuestionAnswering", BERT, "20KB"),
+        ("bert-classes", "BertForSequenceClassification", {**BERT, "num_labels": 3}, "1GB"),
+    ]
+    for seed, (name, architecture, shape, shards) in enumerate(table):
+        kind = name.split("-")[0]
+        model = make_model(architecture, seed=seed, vocab_size=sizes[kind], **shape)
+        write(root / name, model, seed=seed, shards=shards)
+        tokenizers[kind].save(str(root / name / "tokenizer.json"))
+
+
+def make_full(root: Path) -> None:
+    """Random models of the default shapes: GPT-2 small and BERT base."""
+    for seed, architecture in enumerate(CLASSES):
+        model = make_model(architecture, seed=seed, spread=0.02)
+        write(root / architecture, model, seed=seed, shards="200MB", time=128)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE)
+    parser.add_argument("--full", action="store_true", help="the real shapes, about 1.7 GB")
+    arguments = parser.parse_args()
+    (make_full if arguments.full else make_tiny)(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
