@@ -1,0 +1,50 @@
+"""Copies of the small Hugging Face folders, to be damaged, and other ways to write them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors.flax
+import safetensors.numpy
+
+from tests.recipes.make_pretrained_fixtures import HERE as FIXTURES
+
+FOLDERS = ("gpt2", "bert-mlm", "bert-qa", "bert-classes")
+WEIGHTS = "model.safetensors"
+
+
+def copied(name: str, to: Path) -> Path:
+    """A copy of a folder that may be changed."""
+    return Path(shutil.copytree(FIXTURES / name, to / name))
+
+
+def reference(folder: Path) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Inputs of a model and the logits that `transformers` gives for them."""
+    stored = dict(np.load(folder / "reference.npz"))
+    names = ("input_ids", "token_type_ids", "attention_mask")
+    inputs = tuple(stored[name].astype(np.int32) for name in names if name in stored)
+    return inputs, stored["logits"]
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of config.json; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8")) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
+
+
+Tensors = dict[str, np.ndarray]
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], Mapping[str, Any]]) -> None:
+    """Rewrites model.safetensors with other tensors."""
+    path = folder / WEIGHTS
+    tensors = change(safetensors.numpy.load_file(str(path)))
+    arrays = {name: jnp.asarray(array) for name, array in tensors.items()}
+    safetensors.flax.save_file(arrays, str(path), {"format": "pt"})
