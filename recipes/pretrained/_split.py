@@ -21,13 +21,13 @@ _LEAST, _MOST = -126, 127
 def split(tree: Any, dtype: Any = None) -> Any:
     """Replaces each floating array of a tree by a ScaledArray of exactly the same value.
 
-    The scale is the power of two nearest the RMS; where some number would leave the range of the
-    format, or lose bits as a subnormal one, the nearest power of two at which none does.
+    The scale is the power of two nearest the RMS, or, where some number would lose bits as a
+    subnormal one, the largest power of two at which none does.
 
     Args:
       tree: Arrays, such as the `nnx.State` of a model; other leaves are kept.
-      dtype: Rounds the data to this format, saturating. None keeps the type of each array, so that
-        `join` gives back every bit.
+      dtype: Rounds the data to this format, saturating. None keeps the type of each array, so
+        that `join` gives back every bit.
 
     Returns:
       The tree, with scales that are float32 arrays.
@@ -53,13 +53,12 @@ def _exponent(array: np.ndarray, *, exact: bool) -> int:
         return 0
     exponent = round(float(np.log2(np.sqrt(np.mean(np.square(wide))))))
     if exact:
-        facts = jnp.finfo(array.dtype)
         mantissa, above = np.frexp(np.abs(wide))
         digits = np.ldexp(mantissa, 53).astype(np.int64)
         last = above - 53 + np.log2(digits & -digits).astype(np.int64)  # exponent of the last 1
-        room_above = int(above.max()) - int(np.frexp(np.float64(facts.max))[1])
-        room_below = int(last.min()) - int(np.frexp(np.float64(facts.smallest_subnormal))[1]) + 1
-        exponent = min(max(exponent, room_above), room_below)
+        least = np.frexp(np.float64(jnp.finfo(array.dtype).smallest_subnormal))[1] - 1
+        # Data do not overflow: the largest is at most sqrt(2 * size) times the RMS.
+        exponent = min(exponent, int(last.min() - least))
     return min(max(exponent, _LEAST), _MOST)
 
 
