@@ -10,6 +10,7 @@ import importlib
 import logging
 import math
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ModelPath = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a Hugging Face folder of GPT-2")
+]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
@@ -110,7 +114,7 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def generate(
-    config: ConfigPath,
+    config: ModelPath,
     overrides: Overrides = None,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
@@ -118,23 +122,38 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k likeliest")] = None,
     seed: Annotated[int, typer.Option(min=0, help="decides the draws")] = 0,
 ) -> None:
-    """Continue a prompt with a trained model."""
-    settings = load_config(config, overrides or ())
-    from flax import nnx
+    """Continue a prompt with a trained model, or with the GPT-2 of a Hugging Face folder."""
+    if Path(config).is_dir():
+        if overrides:
+            raise RecipeError(
+                f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
+            )
+        from .pretrained import PretrainedTokenizer, load
 
-    from .data import ByteTokenizer
+        pretrained = load(config, "lm")
+        model, longest = pretrained.model, pretrained.config.context or 0
+        tokenizer = PretrainedTokenizer.read(config, vocab=pretrained.config.vocab)
+        context = min(longest, tokenizer.encode(prompt).size + tokens)  # no more than is asked for
+    else:
+        settings = load_config(config, overrides or ())
+        from flax import nnx
+
+        from .gpt.task import load_tokenizer
+        from .scaling import plain
+        from .state import load_trained
+
+        graphdef, state = load_trained(settings, _warn)
+        model = nnx.merge(graphdef, *plain(settings.scalify, (state.params, state.rest)))
+        tokenizer, context = load_tokenizer(settings), settings.data.sequence_length
     from .generate import sample_text
-    from .scaling import plain
-    from .state import load_trained
 
-    graphdef, state = load_trained(settings, _warn)
     text = sample_text(
-        nnx.merge(graphdef, *plain(settings.scalify, (state.params, state.rest))),
-        ByteTokenizer(),
+        model,
+        tokenizer,
         prompt,
         tokens=tokens,
         seed=seed,
-        context=settings.data.sequence_length,
+        context=context,
         temperature=temperature,
         top_k=top_k,
     )

@@ -346,6 +346,11 @@ class Config(RunConfig):
     recipe: Literal["gpt"] = Field(default="gpt", description="which recipe this config is of")
     data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of the model")
+    init: str | None = Field(
+        default=None,
+        description="a Hugging Face folder of GPT-2 to start from, which gives the model its shape "
+        "and the text its tokenizer; null for random parameters",
+    )
 
     @property
     def context(self) -> int:
@@ -358,7 +363,7 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        if self.model.vocab < BYTES:
+        if self.init is None and self.model.vocab < BYTES:
             raise ValueError(
                 f"model.vocab must be at least the {BYTES} ids of the byte tokenizer; got "
                 f"{self.model.vocab}; set model.vocab {BYTES}"

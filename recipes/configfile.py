@@ -93,12 +93,17 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfi
 
     Raises:
       RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that the
-        recipe's config does not allow. The message names every such key.
+        recipe's config does not allow. The message names every such key. Or `init` is no folder of
+        GPT-2.
     """
     tree = _read_yaml(Path(path))
     schema = _schema_of(tree, path)
     for override in overrides:
         _apply_override(tree, override, schema)
+    if schema is Config and isinstance(tree.get("init"), str):
+        from .pretrained import with_shape  # imports JAX, which a wrong key need not wait for
+
+        tree["model"] = with_shape(tree["init"], tree.get("model"))
     try:
         return schema.model_validate(tree)
     except ValidationError as error:

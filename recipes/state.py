@@ -15,7 +15,7 @@ from unitscale.optim import ScaledTransformation
 from unitscale.parallel import AutoScale
 
 from .checkpoint import Checkpoints, Restored
-from .config import RunConfig
+from .config import Config, RunConfig
 from .configfile import load_run_config
 from .convert import convert, formats, with_formats
 from .errors import RecipeError
@@ -110,6 +110,8 @@ def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.Gra
     """
     folder = existing_run(config)
     trained = load_run_config(folder / "config.yaml")
+    if isinstance(trained, Config):  # the checkpoint has what `init` led to
+        trained = trained.model_copy(update={"init": None})
     length, longest = config.data.sequence_length, trained.longest
     if longest is not None and length > longest:
         raise RecipeError(

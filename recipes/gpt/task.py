@@ -4,27 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
+
+import jax.numpy as jnp
+from flax import nnx
 
 from ..config import Config
-from ..data import ByteTokenizer, Corpus, load_corpus
+from ..data import ByteTokenizer, Corpus, Tokenizer, load_corpus
+from ..errors import RecipeError
 from ..generate import sample_text
-from ._build import GPT, build as build
+from ..pretrained import PretrainedTokenizer, load, save
+from . import _build
+from ._build import GPT
+
+
+def build(config: Config) -> GPT:
+    """The GPT that a config describes, with the weights of `config.init` or drawn ones.
+
+    Raises:
+      RecipeError: `config.init` is no folder of that GPT.
+    """
+    if config.init is None:
+        return _build.build(config)
+    pretrained = load(
+        config.init,
+        "lm",
+        dropout=config.model.dropout,
+        dtype=jnp.dtype(config.policy),
+        param_dtype=jnp.float32,
+        scalify=config.scalify,
+        seed=config.seed,
+    )
+    if pretrained.config != config.model:
+        raise RecipeError(
+            f"model: expected the shape of init {config.init}; got another; read the config with "
+            "recipes.configfile, which fills it in"
+        )
+    return cast(GPT, pretrained.model)
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """That of `config.init`, or bytes.
+
+    Raises:
+      RecipeError: The folder has no tokenizer, or one that does not fit its model.
+    """
+    if config.init is None:
+        return ByteTokenizer()
+    return PretrainedTokenizer.read(config.init, vocab=config.model.vocab)
 
 
 def load_data(config: Config) -> Corpus:
     """The text of the config, in windows."""
-    return load_corpus(config.data, ByteTokenizer())
+    return load_corpus(config.data, load_tokenizer(config))
 
 
 def closing(config: Config, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:
-    """A sample of the model's own text."""
+    """A sample of the model's own text; with `config.init`, the tuned model in such a folder."""
     if config.train.sample_tokens:
         text = sample_text(
             model,
-            ByteTokenizer(),
+            load_tokenizer(config),
             "\n",
             tokens=config.train.sample_tokens,
             seed=config.seed,
             context=config.data.sequence_length,
         )
         yield f"sample:{text}"
+    if config.init is not None:
+        save(load(config.init, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
+        yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ..config import Count, Flag, Fraction, ModelConfig, Positive, Section, Whole
 from ..errors import RecipeError
-from ._folder import CONFIG
+from ._folder import CONFIG, read_config
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
 
@@ -162,6 +162,29 @@ def gpt2_shape(config: dict[str, Any], path: Path) -> ModelConfig:
         "tied_readout": file.tie_word_embeddings,
     }
     return _validated(ModelConfig, shape, path)
+
+
+def with_shape(folder: str, given: Any) -> Any:
+    """The `model` section of a config whose parameters come from a folder of GPT-2.
+
+    Args:
+      folder: Has config.json.
+      given: What the config has for the section: dropout, or keys that agree with the folder.
+
+    Raises:
+      RecipeError: The folder is no GPT-2's, or a key does not agree with it.
+    """
+    shape = gpt2_shape(read_config(Path(folder)), Path(folder)).model_dump()
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        return given  # for the config to complain about
+    for key, value in given.items():
+        if key != "dropout" and key in shape and value != shape[key]:
+            raise RecipeError(
+                f"model.{key}: expected {shape[key]!r}, that of init {folder}; got {value!r}; "
+                "remove it"
+            )
+    return shape | given
 
 
 def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:

@@ -50,11 +50,6 @@ class Folder:
     tensors: dict[str, np.ndarray]
 
 
-def is_folder(path: str | Path) -> bool:
-    """Whether a path is a folder with a config.json."""
-    return (Path(path) / CONFIG).is_file()
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json of a folder holds.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ..errors import RecipeError
+from ._folder import TOKENIZER
 
 
 class PretrainedTokenizer:
@@ -39,6 +41,22 @@ class PretrainedTokenizer:
                 f"{where}: expected ids below the {vocab} of the model; got {last} for {token!r}; "
                 "use the tokenizer that the model was trained with"
             )
+
+    @classmethod
+    def read(cls, folder: str | Path, *, vocab: int) -> PretrainedTokenizer:
+        """The tokenizer of a folder.
+
+        Raises:
+          RecipeError: As for the class, or the folder has no tokenizer.json.
+        """
+        path = Path(folder) / TOKENIZER
+        try:
+            return cls(path.read_bytes(), str(path), vocab=vocab)
+        except OSError as error:
+            raise RecipeError(
+                f"{path}: expected a file of the tokenizers library; got {error.strerror}; save "
+                "the fast tokenizer of the model there"
+            ) from error
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 (tokens,)."""

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from recipes.errors import RecipeError
-from recipes.pretrained import is_folder, load, read_config, save
+from recipes.pretrained import load, save
 from tests.recipes.pretrained import FIXTURES, WEIGHTS, change_config, change_tensors, copied
 
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -189,13 +189,6 @@ def test_shards_left_over_are_not_read(tmp_path: Path) -> None:
     (folder / INDEX).write_text("{}", "utf-8")
     save(load(folder), tmp_path / "new")
     assert not (tmp_path / "new" / INDEX).exists()
-
-
-def test_folders_are_told_from_files(tmp_path: Path) -> None:
-    assert is_folder(FIXTURES / "gpt2")
-    assert not is_folder(tmp_path)
-    assert not is_folder(FIXTURES / "gpt2" / "config.json")
-    assert read_config(FIXTURES / "gpt2")["model_type"] == "gpt2"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
