@@ -34,7 +34,9 @@ def words(folder: Path, init: Path = FOLDER) -> list[str]:
         "train.log_every=1",
         "train.sample_tokens=0",
         "optimizer.warmup_steps=0",
-        "optimizer.learning_rate=0.01",
+        "optimizer.name=sgd",  # half the program of adam
+        "optimizer.b1=0.0",
+        "optimizer.learning_rate=1.0",
     ]
 
 
