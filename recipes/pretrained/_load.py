@@ -17,7 +17,7 @@ from ..gpt.plain import GPT
 from ._bert import BERTS, Bert
 from ._config import TASKS, BertConfig, Task, bert_shape, gpt2_shape, model_type, task_of
 from ._folder import CONFIG, SINGLE, TOKENIZER, Folder, read_folder, write_folder
-from ._names import Table, bert_table, full_name, gpt2_table, is_buffer, is_other_head
+from ._names import Table, bert_table, full_name, gpt2_table, head_part, is_buffer, is_other_head
 from ._split import join
 from ._tensors import make_header
 from ._tokenizer import PretrainedTokenizer
@@ -72,7 +72,8 @@ def load(
         tokenizer.json.
       task: "lm" for GPT-2; "masked_lm", "question_answering" or "classification" for BERT. None
         takes that of the architecture that config.json names.
-      new_head: Draws the head of the task from `seed` where the folder has none of it.
+      new_head: Draws the head of the task from `seed` where the folder has none of it; a pooler
+        that the folder has is kept.
       classes: Labels of a new classification head; None for those of config.json.
       dropout: Share of activations dropped in training; None for that of config.json (BERT) or
         none (GPT-2). Attention has no dropout of its own.
@@ -172,10 +173,12 @@ def _matched(
     found = set(names.values())
     missing = [name for name, tensor in table.items() if not tensor.tied and name not in found]
     head = [name for name, tensor in table.items() if tensor.head and not tensor.tied]
-    if head and set(missing) == set(head):
+    gone = {head_part(name) for name in missing}
+    # Whole parts of the head: a classifier is new on a pooler that is there.
+    if missing and set(missing) == {name for name in head if head_part(name) in gone}:
         if not new_head:
             raise RecipeError(
-                f"{source.path}: expected the head of task {task}; got none of {_list(head)}; "
+                f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
                 "choose the task that it was trained for, or draw a new head"
             )
     elif missing:

@@ -155,6 +155,17 @@ def full_name(name: str, kind: str) -> str:
     return name
 
 
+def head_part(name: str) -> str:
+    """The part of a head that a tensor is of, which a file has whole or not at all.
+
+    Example:
+      >>> head_part("bert.pooler.dense.bias"), head_part("cls.predictions.bias")
+      ('bert.pooler', 'cls')
+    """
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}" if first == "bert" else first
+
+
 def is_buffer(name: str, kind: str) -> bool:
     """Whether a full name is that of a tensor which is no parameter."""
     return _BUFFERS[kind].fullmatch(name) is not None

@@ -179,6 +179,22 @@ def test_a_new_head(tmp_path: Path) -> None:
         load(tmp_path, classes=4)
 
 
+def test_a_new_classifier_on_a_pooler_that_is_there(tmp_path: Path) -> None:
+    folder = copied("bert-classes", tmp_path)
+    change_tensors(
+        folder, lambda old: {k: v for k, v in old.items() if not k.startswith("classifier.")}
+    )
+    with pytest.raises(RecipeError, match=r"got none of classifier\.weight, classifier\.bias; "):
+        load(folder)
+    pretrained = load(folder, new_head=True, classes=4)
+    assert pretrained.drawn == ("classifier.weight", "classifier.bias")
+    kept = load(FIXTURES / "bert-classes").model.pooler.kernel[...]
+    np.testing.assert_array_equal(pretrained.model.pooler.kernel[...], kept)
+    assert pretrained.model.classes.kernel[...].shape == (16, 4)
+    save(pretrained, folder)
+    assert load(folder).drawn == ()
+
+
 def test_trained_parameters_are_written(loaded: dict[str, Pretrained], tmp_path: Path) -> None:
     pretrained = loaded["gpt2"]
     doubled = jax.tree.map(lambda x: 2 * x, pretrained.params)
