@@ -108,10 +108,7 @@ class ModelConfig(Section):
     )
     mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
     norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
-    norm_eps: Positive | None = Field(
-        default=None,
-        description="added to the variance (plain models); null for the layer's own",
-    )
+    norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
     bias: Flag = Field(default=False, description="whether linear layers add a bias")
     positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
     context: Count | None = Field(
@@ -347,9 +344,7 @@ class Config(RunConfig):
     data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of the model")
     init: str | None = Field(
-        default=None,
-        description="a Hugging Face folder of GPT-2 to start from, which gives the model its shape "
-        "and the text its tokenizer; null for random parameters",
+        default=None, description="a Hugging Face folder of GPT-2 to start from; null for none"
     )
 
     @property
@@ -374,10 +369,7 @@ class Config(RunConfig):
                 "use policy float32, bfloat16 or float16, or model.library unitscale"
             )
         if self.model.library != "plain" and self.model.norm_eps is not None:
-            raise ValueError(
-                "model.norm_eps needs model.library plain; got model.library "
-                f"{self.model.library}; set model.norm_eps null"
-            )
+            raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
         if self.model.library == "plain" and self.optimizer.umup:
             raise ValueError(
                 "optimizer.umup needs model.library unitscale; got model.library plain; "

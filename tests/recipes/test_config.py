@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from flax import nnx
 from pydantic import ValidationError
 
 from recipes.config import Config, Policy
 from recipes.configfile import load_config, valid_keys
+from recipes.gpt import build
 from unitscale import nn
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "gpt").glob("*.yaml"))
@@ -44,3 +46,19 @@ def test_config_is_frozen() -> None:
     config = Config(name="x")
     with pytest.raises(ValidationError, match="frozen"):
         config.seed = 1
+
+
+@pytest.mark.parametrize("library", ["unitscale", "plain"])
+def test_biases_of_linear_layers(library: str) -> None:
+    """All six linear layers of a Transformer layer have one; the readout has not."""
+    model = {"library": library, "layers": 1, "norm": "layer", "norm_eps": None}
+    optimizer = {"umup": library == "unitscale"}
+    count = {}
+    for bias in (False, True):
+        config = Config.model_validate(
+            {"name": "x", "model": model | {"bias": bias}, "optimizer": optimizer}
+        )
+        state = nnx.eval_shape(lambda config=config: nnx.state(build(config), nnx.Param))
+        names = [str(path[-1]) for path, _ in nnx.to_flat_state(state)]
+        count[bias] = names.count("bias")
+    assert count[True] - count[False] == 6

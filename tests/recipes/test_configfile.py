@@ -45,6 +45,7 @@ WRONG = [
     (["optimizer.moments=[float16]"], r"optimizer\.moments.*expected"),
     (["optimizer.rounding=stochastic"], r"rounding stochastic needs weights or moments"),
     (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
+    (["model.library=unitscale", "model.norm_eps=1e-5"], r"norm_eps needs model\.library plain"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
     (["model.vocab=255"], r"model\.vocab must be at least the 256 ids of the byte .*; got 255"),
     (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
