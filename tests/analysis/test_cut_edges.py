@@ -1,0 +1,131 @@
+"""Bridges against their definition, and the cut edges of programs worked out by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from hypothesis import given, strategies as st
+
+from unitscale import as_scaled, nn, ops
+from unitscale.analysis import cut_edges
+from unitscale.analysis._cut_edges import bridges
+
+
+def connected(edges: list[tuple[int, int]], start: int, end: int) -> bool:
+    reached = {start}
+    for _ in edges:
+        reached |= {b for pair in edges for a, b in (pair, pair[::-1]) if a in reached}
+    return end in reached
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=14))
+def test_a_bridge_disconnects_its_ends(edges) -> None:
+    expected = [
+        i for i, (a, b) in enumerate(edges) if not connected(edges[:i] + edges[i + 1 :], a, b)
+    ]
+    assert bridges(edges) == expected
+
+
+def test_a_long_chain_does_not_recurse() -> None:
+    assert len(bridges([(i, i + 1) for i in range(20_000)])) == 20_000
+
+
+W = jnp.ones((2, 2))
+
+
+def tanh_dense(x, w):
+    return ops.tanh(ops.dense(x, w)).data
+
+
+def scanned(x, w):
+    return jax.lax.scan(lambda c, w: (tanh_dense(c, w), None), x, jnp.stack([w, w]))[0]
+
+
+def recurrent(x, w):
+    return jax.lax.scan(lambda c, _: (tanh_dense(c, w), None), x, length=3)[0]
+
+
+def chosen(x, w):
+    return jax.lax.cond(True, tanh_dense, lambda x, w: x, x, w)
+
+
+# Program of x and w; which of the two inputs are cut, and which of the results of named ops.
+PROGRAMS = {
+    "chain": (tanh_dense, [True, True], {"dense": [True], "tanh": [True]}),
+    "jit": (jax.jit(tanh_dense), [True, True], {"dense": [True], "tanh": [True]}),
+    "remat": (jax.checkpoint(tanh_dense), [True, True], {"dense": [True]}),
+    "custom_jvp": (lambda x, w: jax.nn.relu(x) @ w, [True, True], {"max": [True]}),
+    "skip": (lambda x, w: x + tanh_dense(x, w), [False, True], {"dense": [False], "add": [True]}),
+    "tied": (lambda x, w: tanh_dense(tanh_dense(x, w), w), [True, False], {"dense": [False, True]}),
+    "stopped": (
+        lambda x, w: x + jax.lax.stop_gradient(tanh_dense(x, w)),
+        [True],
+        {"add": [True]},
+    ),
+    "scan": (scanned, [True, False], {"dense": [False]}),
+    "recurrent": (recurrent, [True, True], {"dense": [False], "tanh": [False]}),
+    "cond": (chosen, [False, True], {"dense": [False], "cond": [True]}),
+    "two_results": (lambda x, w: (x, tanh_dense(x, w)), [False, True], {"dense": [False]}),
+    "unused": (lambda x, w: x * 2, [True], {"mul": [True]}),
+    "square": (lambda x, w: x * x + w, [False, True], {"mul": [True]}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name) -> None:
+    fn, inputs, values = PROGRAMS[name]
+    found = cut_edges(fn, W, W)
+    assert [i.cut for i in found.inputs if i.uses] == inputs
+    for op, cut in values.items():
+        assert [v.cut for v in found.intermediates if v.source.op == op] == cut
+
+
+def test_an_input_that_is_not_differentiated_closes_no_cycle() -> None:
+    def fn(w, x):
+        return jnp.sum(tanh_dense(x, w) * x)
+
+    assert not any(v.cut for v in cut_edges(fn, W, W).intermediates if v.source.op == "dense")
+    found = cut_edges(fn, W, W, argnums=0)
+    assert [v.cut for v in found.intermediates if v.source.op == "dense"] == [True]
+    assert len(found.inputs) == 1
+
+
+def test_the_model_of_the_paper() -> None:
+    """Every weight is a cut edge, and so are the residual stream between layers and the readout."""
+    stack = nn.TransformerStack(2, 8, 2, 16, rngs=nnx.Rngs(0))
+    head = nn.Readout(8, 5, rngs=nnx.Rngs(1))
+    graphdef, params, rest = nnx.split((stack, head), nnx.Param, ...)
+
+    def loss(params, x):
+        stack, head = nnx.merge(graphdef, params, rest)
+        return ops.softmax_cross_entropy(head(stack(x)), jnp.zeros((1, 4), int))
+
+    found = cut_edges(loss, params, jnp.ones((1, 4, 8)), argnums=0)
+    assert len(found.inputs) == len(jax.tree.leaves(params))
+    assert all(i.cut and i.uses == 1 for i in found.inputs)
+    assert [v.cut for v in found.intermediates if v.source.op == "readout"] == [True]
+    dense = [v.cut for v in found.intermediates if v.source.op == "dense"]
+    assert dense
+    # The first branch reads the batch, which is not differentiated: its value product and what
+    # follows form a chain. Queries and keys meet it in the softmax.
+    assert not all(dense)
+
+
+def test_scaled_arrays_are_differentiated_in_their_data() -> None:
+    w = as_scaled(jnp.full((2, 2), 8.0))
+    found = cut_edges(lambda w, x: ops.dense(x, w["k"]).value, {"k": w}, W)
+    assert [i.name for i in found.inputs] == ["[0]['k'].data", "[1]"]
+
+
+@pytest.mark.parametrize("fn", [lambda x: x.astype(int), lambda x: jax.lax.stop_gradient(x)])
+def test_a_program_without_gradient(fn) -> None:
+    with pytest.raises(ValueError, match=r"cut_edges: expected a floating input that reaches"):
+        cut_edges(fn, W)
+
+
+def test_text_lists_both_kinds() -> None:
+    text = str(cut_edges(lambda x, w: x + tanh_dense(x, w), W, W))
+    assert text.index("cut edges") < text.index("input [1]") < text.index("not cut")
+    assert "input [0] float32[2,2], used 2 times" in text

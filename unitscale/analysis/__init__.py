@@ -1,0 +1,15 @@
+"""Seeing what the factors and formats of a program do.
+
+`cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
+leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
+`fit_factors` simulates the factors of an op that has no rule yet, and `snr` says what a format
+makes of values at a scale. Tables need rich and plots matplotlib: `pip install
+"unitscale[recipes]"`.
+"""
+
+from ._cut_edges import (
+    CutEdges as CutEdges,
+    Input as Input,
+    Intermediate as Intermediate,
+    cut_edges as cut_edges,
+)
