@@ -7,9 +7,16 @@ makes of values at a scale. Tables need rich and plots matplotlib: `pip install
 "unitscale[recipes]"`.
 """
 
+from ._blame import Guilty as Guilty
 from ._cut_edges import (
     CutEdges as CutEdges,
     Input as Input,
     Intermediate as Intermediate,
     cut_edges as cut_edges,
 )
+from ._gradients import (
+    GradientReport as GradientReport,
+    ParameterGradient as ParameterGradient,
+    check_gradients as check_gradients,
+)
+from ._source import Source as Source

@@ -5,7 +5,8 @@ import sys
 from typing import Any, NamedTuple
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OPS, _NN = (os.path.join(_LIBRARY, name, "") for name in ("ops", "nn"))
+_OPS = tuple(os.path.join(_LIBRARY, name) for name in ("ops/", "core/_factor.py"))
+_NN = os.path.join(_LIBRARY, "nn", "")
 _LAYERS = ("jax", "flax", "optax")
 
 
@@ -62,7 +63,7 @@ def source_of(*eqns: Any) -> Source:
 def _of_one(eqn: Any) -> Source:
     traceback = eqn.source_info.traceback
     foreign = _foreign()
-    op, library = eqn.primitive.name, ""
+    op, library = _own_name(eqn), ""
     layers: list[str] = []
     for frame in traceback.frames if traceback is not None else ():
         name = frame.file_name
@@ -80,3 +81,11 @@ def _of_one(eqn: Any) -> Source:
         if name.startswith(_LIBRARY):
             library = where
     return Source(op, library, "/".join(reversed(layers)))
+
+
+def _own_name(eqn: Any) -> str:
+    """The name of a function with derivatives of its own, or that of the primitive."""
+    if not eqn.primitive.name.startswith("custom_"):
+        return eqn.primitive.name
+    inner = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
+    return inner.debug_info.func_name if inner is not None else eqn.primitive.name

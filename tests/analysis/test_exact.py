@@ -1,0 +1,100 @@
+"""A program without its rounding is the program that computes in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import cast, ops
+from unitscale.analysis._exact import evaluate, is_cast
+
+X = np.linspace(-1.7, 2.3, 12).reshape(3, 4)
+
+
+def scatter(x):
+    return jnp.zeros((5, 4), x.dtype).at[jnp.array([0, 3, 3])].add(x * 0.125)
+
+
+def rounded(x):
+    return cast(cast(x, "E3M2"), "float8_e4m3fn").astype(x.dtype) * 3
+
+
+def loops(x):
+    y, ys = jax.lax.scan(lambda c, r: (jnp.tanh(c + r), c * r), x[0] * 0, x, reverse=True)
+    z = jax.lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: c * 2 + 1, jnp.abs(y))
+    return jax.lax.cond(z[0] > 0, lambda a: jnp.sin(a), lambda a: a, ys + z)
+
+
+PROGRAMS = {
+    "casts": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float16) / 3, lambda x: x / 3),
+    "reduce_precision": (lambda x: jax.lax.reduce_precision(x, 5, 2), lambda x: x),
+    "cast": (rounded, lambda x: 3 * x),
+    "scatter": (scatter, scatter),
+    "loops": (loops, loops),
+    "custom_jvp": (lambda x: jax.nn.relu(x) + jax.nn.logsumexp(x), None),
+    "jit": (jax.jit(lambda x: jnp.linalg.norm(x, axis=0)), None),
+    "product": (
+        lambda x: jax.lax.dot(x, x.T, precision="BF16_BF16_F32"),
+        lambda x: x @ x.T,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_derivatives_are_those_of_float64(name) -> None:
+    program, exact = PROGRAMS[name]
+    exact = exact or program
+    closed = jax.make_jaxpr(program)(X.astype(np.float32))
+    with jax.enable_x64(True):
+        (found,) = evaluate(closed, X)
+        np.testing.assert_allclose(found, exact(X), rtol=1e-13, atol=1e-15)
+        if name == "loops":
+            return  # a while loop has no reverse mode
+        grad = jax.grad(lambda x: jnp.sum(jnp.sin(evaluate(closed, x)[0])))(X)
+        expected = jax.grad(lambda x: jnp.sum(jnp.sin(exact(x))))(X)
+        np.testing.assert_allclose(grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_operations_on_bits_see_the_stored_type() -> None:
+    def exponent(x):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return x * jax.lax.bitcast_convert_type((bits >> 23) << 23, jnp.float32)
+
+    closed = jax.make_jaxpr(exponent)(np.float32(0))
+    with jax.enable_x64(True):
+        assert float(evaluate(closed, np.float64(3.1))[0]) == 3.1 * 2.0
+
+
+def test_backward_rules_are_replaced_by_the_derivative() -> None:
+    closed = jax.make_jaxpr(lambda x: ops.scale(x, 2.0, 5.0))(1.0)
+    with jax.enable_x64(True):
+        assert float(jax.grad(lambda x: evaluate(closed, x)[0])(1.0)) == 2.0
+
+
+def test_calls_are_watched_in_loops_and_branches_once() -> None:
+    def fn(x):
+        x = jax.lax.scan(lambda c, _: (ops.tanh(c).data, None), x, length=4)[0]
+        return jax.lax.cond(True, lambda x: ops.relu(x).data, lambda x: ops.gelu(x).data, x)
+
+    seen = []
+    closed = jax.make_jaxpr(fn)(np.float32(1))
+    with jax.enable_x64(True):
+        evaluate(closed, 1.0, watch=lambda path, eqn, operands: seen.append((path, operands)))
+    assert len(seen) == len({path for path, _ in seen}) == 3
+    assert float(seen[0][1][0]) == 1.0
+
+
+def test_only_the_cast_of_this_library_is_one() -> None:
+    eqn = jax.make_jaxpr(lambda x: ops.gelu(x).data)(1.0).eqns[-1]
+    assert not is_cast(eqn)
+
+
+def test_a_program_of_many_devices_gets_an_answer() -> None:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    fn = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
+    closed = jax.make_jaxpr(fn)(np.float32(1))
+    with jax.enable_x64(True), pytest.raises(ValueError, match="expected a program on one device"):
+        evaluate(closed, 1.0)

@@ -1,0 +1,94 @@
+"""No false alarm, no miss, and the guilty op named: on models right and broken on purpose."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.analysis.models import BROKEN, SHAPES, VALID, WEIGHTS, X, beside
+from unitscale import as_scaled, ops
+from unitscale.analysis import check_gradients
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_valid_models_raise_no_alarm(name) -> None:
+    loss, params = VALID[name]()
+    report = check_gradients(loss, params, X)
+    assert report, report
+    assert report.guilty == ()
+    assert any(p.verdict == "right" for p in report.parameters)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_models_are_caught_and_the_op_is_named(name) -> None:
+    expected, make = BROKEN[name]
+    report = check_gradients(*make(), X)
+    assert not report, report
+    assert {op.source.op for op in report.guilty} == expected, report
+
+
+def test_there_are_thirty_models() -> None:
+    assert len(VALID) + len(BROKEN) >= 30
+
+
+def test_the_text_names_parameter_op_line_and_what_would_mend_it() -> None:
+    def layer(p, h):
+        return ops.dense(h, p["d"], constraint=None)
+
+    report = check_gradients(beside(layer), WEIGHTS, X)
+    text = str(report)
+    assert "c                        0" not in text
+    assert text.splitlines()[0].split() == ["parameter", "constant", "spread", "verdict"]
+    wrong = [p.name for p in report.parameters if p.verdict == "wrong direction"]
+    assert wrong == ["c"]
+    line = layer.__code__.co_firstlineno + 1
+    assert f"broken by dense at {__file__}:{line} (" in text
+    assert "constraint='to_output_scale'" in text
+    # 7^-1/2 over 4^-1/2: what rules.dense would have, had it no constraint.
+    assert report.guilty[0].ratios == pytest.approx([(4 / 7) ** 0.5], rel=1e-6)
+    assert "wrong" in repr(report)
+
+
+def test_constants_are_those_of_the_rules() -> None:
+    def loss(p, x):
+        return jnp.sum(ops.dense(x, p["c"]).value)
+
+    report = check_gradients(loss, WEIGHTS, X)
+    constants = {p.name: p.constant for p in report.parameters}
+    # The kernel's gradient has batch^-1/2 where the forward has in^-1/2.
+    assert constants["c"] == pytest.approx((4 / 5) ** 0.5, rel=1e-6)
+    assert np.isnan(constants["a"])
+    assert {p.verdict for p in report.parameters if p.name != "c"} == {"no gradient"}
+
+
+def test_the_data_of_scaled_parameters_is_checked() -> None:
+    params = as_scaled({"w": 8 * WEIGHTS["c"]}, dtype=jnp.float16)
+    report = check_gradients(lambda p, x: jnp.sum(ops.tanh(ops.dense(x, p["w"])).value), params, X)
+    assert report
+    assert [p.name for p in report.parameters] == ["w"]
+
+
+def test_bad_input_gets_an_answer() -> None:
+    def loss(p, x):
+        return jnp.sum(p["c"] * x[:4])
+
+    with pytest.raises(ValueError, match="expected floating parameters; got 1 leaves"):
+        check_gradients(lambda p, x: jnp.sum(x), {"ids": jnp.arange(3)}, X)
+    with pytest.raises(ValueError, match="expected floating parameters; got 0 leaves"):
+        check_gradients(lambda p, x: jnp.sum(x), {}, X)
+    with pytest.raises(ValueError, match=r"1 elements of c that are not"):
+        check_gradients(loss, {"c": WEIGHTS["c"].at[0, 0].set(jnp.nan)}, X)
+    with pytest.raises(ValueError, match=r"20 elements of batch\[0\] that are not"):
+        check_gradients(loss, WEIGHTS, X * jnp.inf)
+    with pytest.raises(ValueError, match="expected a finite loss; got nan"):
+        check_gradients(lambda p, x: jnp.sum(jnp.log(-jnp.abs(p["c"]))), WEIGHTS, X)
+    with pytest.raises(ValueError, match="returns one floating scalar"):
+        check_gradients(lambda p, x: p["c"] * x[:4], WEIGHTS, X)
+    with pytest.raises(ValueError, match="without side effects"):
+        check_gradients(lambda p, x: (jax.debug.print("{}", x), loss(p, x))[1], WEIGHTS, X)
+
+
+def test_every_weight_of_the_table_is_used() -> None:
+    assert SHAPES.keys() == WEIGHTS.keys()
