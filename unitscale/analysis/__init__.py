@@ -2,7 +2,7 @@
 
 `cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
 leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
-`fit_factors` simulates the factors of an op that has no rule yet, and `snr` says what a format
+`snr` says what a format
 makes of values at a scale. Tables need rich and plots matplotlib: `pip install
 "unitscale[recipes]"`.
 """
@@ -19,4 +19,11 @@ from ._gradients import (
     ParameterGradient as ParameterGradient,
     check_gradients as check_gradients,
 )
+from ._scale_trace import (
+    FormatShares as FormatShares,
+    ScaleRecord as ScaleRecord,
+    ScaleTrace as ScaleTrace,
+)
+from ._snr import plot_snr as plot_snr, snr as snr
 from ._source import Source as Source
+from ._trace_scales import trace_scales as trace_scales

@@ -30,7 +30,7 @@ def wide(x: Any) -> Any:
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return x
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return x
     return lax.convert_element_type(x, WIDE) if jnp.issubdtype(dtype, jnp.floating) else x
 
@@ -99,9 +99,8 @@ class _Evaluator:
 
 
 def _literal(atom: Literal) -> Any:
-    return (
-        np.asarray(atom.val, WIDE) if is_float(atom.aval) else np.asarray(atom.val, atom.aval.dtype)
-    )
+    aval: Any = atom.aval
+    return np.asarray(atom.val, WIDE if is_float(aval) else aval.dtype)
 
 
 def _default(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:

@@ -1,0 +1,367 @@
+"""What every value of a program looks like: a second program that computes statistics beside it.
+
+The jaxpr is evaluated once more inside of one jitted function, which returns some sums over each
+floating value in place of the value. Loops sum over their iterations, and nothing is kept.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
+
+from ..core import Format, format_of
+from ._graph import inner_jaxpr, is_float
+from ._scale_trace import FormatShares, ScaleRecord, ScaleTrace
+from ._source import Source, source_of
+from ._tracing import traced
+
+# Primitives whose results hold the same numbers as an operand.
+_VIEWS = {
+    "broadcast_in_dim",
+    "copy",
+    "copy_p",
+    "expand_dims",
+    "optimization_barrier",
+    "reshape",
+    "rev",
+    "slice",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+}
+
+
+class _Site(NamedTuple):
+    """A value whose statistics are computed, known while tracing."""
+
+    source: Source
+    primitive: str
+    scope: str
+    aval: Any
+
+
+def trace_scales(
+    fn: Callable[..., Any], *, formats: Sequence[Any] = ("float16", "e4m3fn", "e5m2")
+) -> Callable[..., ScaleTrace]:
+    """Measures every floating value that a function computes, forward and backward.
+
+    Scaling:
+        RMS = sqrt(mean(x^2)) and amax over all elements and loop iterations, and for each format
+        the shares of elements that it would make zero, hold as subnormal numbers, and saturate.
+        Unit scaling keeps RMS near 1, where all shares are small.
+
+    Args:
+        fn: any function that JAX can trace: with unitscale or without, jitted or not, with loops,
+            and calling `jax.grad` itself if its backward pass is to be seen.
+        formats: formats that the values might be stored in.
+
+    Returns:
+        A function of the arguments of ``fn`` that returns a `ScaleTrace`: a sequence of
+        `ScaleRecord`, the inputs first and then the values in program order, with a table and a
+        plot. Values that only rearrange another's elements are left out. What ``fn`` returns is
+        `ScaleTrace.result`.
+
+    Raises:
+        TypeError: if ``fn`` is no function that JAX can trace.
+        ValueError: if it has side effects or no floating values, or a format is unknown.
+
+    Example:
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.tanh(x @ w) ** 2)
+        >>> trace = trace_scales(jax.grad(loss))(jnp.ones((4, 4)), jnp.ones((2, 4)))
+        >>> [(r.name, r.rms) for r in trace if r.primitive == "input"]
+        [('[0]', 1.0), ('[1]', 1.0)]
+        >>> any(r.backward for r in trace)
+        True
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, figure of scales in training.
+    """
+    if isinstance(formats, str):
+        formats = (formats,)
+    kept = tuple(format_of(f) for f in formats)
+
+    def measure(*args: Any, **kwargs: Any) -> ScaleTrace:
+        flat, treedef = jax.tree.flatten((args, kwargs))
+        program, names, out_tree, sites = _program(fn, flat, treedef, kept)
+        result, sums = jax.jit(program)(*flat)
+        records = [
+            _record(site, name, np.asarray(row, np.float64), kept)
+            for site, name, row in zip(sites, names, sums, strict=True)
+        ]
+        return ScaleTrace(tuple(records), jax.tree.unflatten(out_tree, result))
+
+    return measure
+
+
+def _program(
+    fn: Callable[..., Any], flat: list[Any], treedef: Any, formats: tuple[Format, ...]
+) -> tuple[Callable[..., Any], list[str], Any, list[_Site]]:
+    """The measuring program of flat arguments, and what its rows are statistics of."""
+
+    def of_leaves(*leaves: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return fn(*args, **kwargs)
+
+    closed, out = traced("trace_scales", of_leaves if callable(fn) else fn, *flat)
+    paths = [
+        path
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(treedef, range(len(flat)))
+        )
+    ]
+    inputs = [
+        jax.tree_util.keystr(path[1:])
+        if path[0].idx == 0
+        else f"[{path[1].key!r}]" + jax.tree_util.keystr(path[2:])
+        for path in paths
+    ]
+    results = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+    sites: list[_Site] = []
+    watcher = _Watcher(formats)
+    labels: list[str] = []
+
+    def name_results(*xs: Any) -> None:
+        # The sites are those of one evaluation, so it is done here, without computing anything.
+        values, _ = watcher.run(closed.jaxpr, closed.consts, xs)
+        named = {id(value): f"result{path}" for value, path in zip(values, results, strict=True)}
+        labels.extend(named.get(id(value), "") for value in watcher.values)
+
+    jax.eval_shape(name_results, *flat)
+    watcher.values.clear()
+    own = []
+    for var, name in zip(closed.jaxpr.invars, inputs, strict=True):
+        if is_float(var.aval):
+            sites.append(_Site(Source("input", ""), "input", "", var.aval))
+            own.append(name)
+    sites += watcher.sites
+    if not sites:
+        raise ValueError(
+            "unitscale.analysis.trace_scales: expected a function with floating values; got one "
+            "that has none. Integers have no scale."
+        )
+    labels[:0] = own
+
+    def program(*xs: Any) -> tuple[list[Any], list[Any]]:
+        inside = _Watcher(formats)
+        of_inputs = [
+            inside.statistics(x)
+            for x, v in zip(xs, closed.jaxpr.invars, strict=True)
+            if is_float(v.aval)
+        ]
+        results, sums = inside.run(closed.jaxpr, closed.consts, xs)
+        return results, [*of_inputs, *sums]
+
+    return program, labels, jax.tree.structure(out), sites
+
+
+class _Watcher:
+    """Evaluates programs, and returns statistics of their values beside their results."""
+
+    def __init__(self, formats: tuple[Format, ...]):
+        self.formats = formats
+        self.sites: list[_Site] = []
+        self.values: list[Any] = []
+        self.calls: list[Any] = []
+
+    def statistics(self, x: Any) -> Any:
+        """Count, sum of squares in two ranges, amax, zeros, and three counts for each format."""
+        size = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        count = jnp.float32
+        # Squares of small numbers would underflow: they are summed at another scale as well.
+        terms = [
+            jnp.square(size),
+            jnp.square(size * _UP),
+            jnp.square(size * _DOWN),
+            (size == 0).astype(count),
+        ]
+        for f in self.formats:
+            terms += [
+                (size <= f.smallest_subnormal / 2).astype(count),
+                (size < f.smallest_normal).astype(count),
+                (size > f.max).astype(count),
+            ]
+        # One reduction of all, which reads the value once and is compiled once.
+        zero = np.zeros((), count)
+        *sums, amax = lax.reduce(
+            (*terms, size), (zero,) * (len(terms) + 1), _sums_and_maximum, tuple(range(size.ndim))
+        )
+        return jnp.stack([count(size.size), *sums, amax])
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Any, list]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        sums: list[Any] = []
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            self.calls.append(eqn)
+            results, found = self.apply(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+            sums += found
+            self.calls.pop()
+        return [read(atom) for atom in jaxpr.outvars], sums
+
+    def apply(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any]]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self.scan(eqn, operands)
+        if name == "while":
+            return self.loop(eqn, operands)
+        if name == "cond":
+            return self.cond(eqn, operands)
+        inner = inner_jaxpr(eqn)
+        if inner is not None and name not in ("pallas_call", "shard_map"):
+            closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if eqn.params.get("differentiated"):
+                # Computed again in the backward pass, as it was meant to be.
+                operands = list(lax.optimization_barrier(tuple(operands)))
+            return self.run(inner, getattr(closed, "consts", ()), operands)
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        results = list(results) if eqn.primitive.multiple_results else [results]
+        constant = all(isinstance(atom, Literal) for atom in eqn.invars)
+        if name in _VIEWS or constant:
+            return results, []
+        return results, self.note(eqn, zip(eqn.outvars, results, strict=True))
+
+    def note(self, eqn: Any, pairs: Any) -> list[Any]:
+        """Adds sites for the floating results of an equation; returns their statistics."""
+        sums = []
+        for var, value in pairs:
+            if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar":
+                source = source_of(*reversed(self.calls))
+                scope = "/".join(
+                    part for e in self.calls if (part := str(e.source_info.name_stack))
+                )
+                self.sites.append(_Site(source, eqn.primitive.name, scope, var.aval))
+                self.values.append(value)
+                sums.append(self.statistics(value))
+        return sums
+
+    def scan(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any]]:
+        params, closed = eqn.params, eqn.params["jaxpr"]
+        first = params["num_consts"]
+        last = first + params["num_carry"]
+
+        def body(carry: Any, x: Any) -> tuple[Any, Any]:
+            (*state,) = carry
+            results, sums = self.run(closed.jaxpr, closed.consts, [*operands[:first], *state, *x])
+            return results[: last - first], (results[last - first :], sums)
+
+        before = len(self.sites), len(self.values)
+        carry, (ys, sums) = lax.scan(
+            body,
+            operands[first:last],
+            operands[last:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self.once(before, len(sums))
+        return [*carry, *ys], [_over(s) for s in sums]
+
+    def once(self, before: tuple[int, int], count: int) -> None:
+        """Keeps the sites of one trace of a body that JAX may have traced several times."""
+        del self.sites[before[0] + count :], self.values[before[1] + count :]
+
+    def loop(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any]]:
+        params = eqn.params
+        test, body = params["cond_jaxpr"], params["body_jaxpr"]
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        before = len(self.sites), len(self.values)
+
+        def step(state: Any) -> Any:
+            return self.run(body.jaxpr, body.consts, [*operands[first:second], *state])
+
+        shapes = jax.eval_shape(step, operands[second:])[1]
+        zeros = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+
+        def advance(state: Any) -> Any:
+            results, found = step(state[0])
+            return results, [_add(a, b) for a, b in zip(state[1], found, strict=True)]
+
+        def proceed(state: Any) -> Any:
+            plain = jaxpr_as_fun(test)
+            return plain(*operands[:first], *state[0])[0]
+
+        results, sums = lax.while_loop(proceed, advance, (operands[second:], zeros))
+        self.once(before, len(zeros))
+        return results, sums
+
+    def cond(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any]]:
+        branches = eqn.params["branches"]
+        before = len(self.sites), len(self.values)
+        counts = [
+            len(jax.eval_shape(lambda *xs, b=b: self.run(b.jaxpr, b.consts, xs), *operands[1:])[1])
+            for b in branches
+        ]
+
+        def taken(number: int) -> Callable[..., Any]:
+            def branch(*xs: Any) -> Any:
+                own = self.run(branches[number].jaxpr, branches[number].consts, xs)
+                zero = jnp.zeros(5 + 3 * len(self.formats) + 1, jnp.float32)
+                every = [
+                    own[1] if i == number else [zero] * count for i, count in enumerate(counts)
+                ]
+                return own[0], [row for rows in every for row in rows]
+
+            return branch
+
+        results, sums = lax.switch(operands[0], [*map(taken, range(len(branches)))], *operands[1:])
+        self.once(before, sum(counts))
+        return results, sums
+
+
+_UP, _DOWN = 2.0**60, 2.0**-60
+
+
+def _sums_and_maximum(a: Any, b: Any) -> Any:
+    return (*(x + y for x, y in zip(a[:-1], b[:-1], strict=True)), jnp.maximum(a[-1], b[-1]))
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jnp.append(a[:-1] + b[:-1], jnp.maximum(a[-1], b[-1]))
+
+
+def _over(sums: Any) -> Any:
+    """The statistics of all iterations of those of each; zeros if there was none."""
+    return jnp.append(jnp.sum(sums[:, :-1], axis=0), jnp.max(sums[:, -1], initial=0.0))
+
+
+def _record(site: _Site, name: str, row: np.ndarray, formats: tuple[Format, ...]) -> ScaleRecord:
+    count, middle, small, large, zeros, *rest, amax = row.tolist()
+    safe = max(count, 1.0)
+    squares = middle
+    if 0 < amax < _DOWN * 2**4 or middle == 0:
+        squares = small * _DOWN**2
+    elif not math.isfinite(middle):
+        squares = large * _UP**2
+    shares = {}
+    for index, fmt in enumerate(formats):
+        lost, below, above = rest[3 * index : 3 * index + 3]
+        shares[fmt.name] = FormatShares(
+            zero=lost / safe, subnormal=(below - lost) / safe, saturated=above / safe
+        )
+    backward = "transpose(" in site.scope
+    return ScaleRecord(
+        name=name,
+        source=site.source,
+        primitive=site.primitive,
+        scope=site.scope,
+        backward=backward,
+        shape=tuple(site.aval.shape),
+        dtype=site.aval.dtype.name,
+        executions=round(count / max(math.prod(site.aval.shape), 1)),
+        rms=math.sqrt(squares / safe),
+        amax=amax,
+        zeros=zeros / safe,
+        formats=shares,
+    )
