@@ -10,7 +10,7 @@ The parts, from the bottom up, each a package to import by name:
 - `unitscale.transforms`: `scalify`, scale propagation through any JAX program.
 - `unitscale.optim`: weights and moments of optax in 16 and 8 bits, u-muP learning rates.
 - `unitscale.parallel`: gradients and weights exchanged in FP8 between devices.
-- `unitscale.analysis`: cut edges, checks of gradients, scales of every value.
+- `unitscale.analysis`: cut edges, checks of gradients, scales of every value, fitted factors.
 
 Example:
     >>> import jax.numpy as jnp

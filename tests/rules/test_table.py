@@ -6,7 +6,14 @@ import inspect
 
 from unitscale import rules
 
-HELPERS = {"constrain", "normalized_weights", "logit_factor", "table"}
+HELPERS = {
+    "closed_form",
+    "constrain",
+    "normalized_weights",
+    "logit_factor",
+    "simulate",
+    "table",
+}
 
 
 def test_every_rule_has_a_row() -> None:

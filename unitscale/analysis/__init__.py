@@ -2,7 +2,7 @@
 
 `cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
 leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
-`snr` says what a format
+`fit_factors` simulates the factors of an op that has no rule yet, and `snr` says what a format
 makes of values at a scale. Tables need rich and plots matplotlib: `pip install
 "unitscale[recipes]"`.
 """
@@ -14,6 +14,7 @@ from ._cut_edges import (
     Intermediate as Intermediate,
     cut_edges as cut_edges,
 )
+from ._fit_factors import FittedFactors as FittedFactors, fit_factors as fit_factors
 from ._gradients import (
     GradientReport as GradientReport,
     ParameterGradient as ParameterGradient,

@@ -43,3 +43,4 @@ from ._residual import (
 from ._rotary import rotary as rotary
 from ._scale import scale as scale, scale_bwd as scale_bwd, scale_fwd as scale_fwd
 from ._softmax import softmax as softmax
+from ._unit_scaled import UnitScaled as UnitScaled, unit_scaled as unit_scaled

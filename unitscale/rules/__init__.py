@@ -16,6 +16,7 @@ from ._attention_context import (
     AttentionContext as AttentionContext,
     NormPlacement as NormPlacement,
 )
+from ._closed_form import closed_form as closed_form
 from ._constraints import (
     CONSTRAINTS as CONSTRAINTS,
     Constraint as Constraint,
@@ -40,6 +41,10 @@ from ._residual import (
     ResidualScheme as ResidualScheme,
     residual as residual,
     residual_taus as residual_taus,
+)
+from ._simulate import (
+    Simulation as Simulation,
+    simulate as simulate,
 )
 from ._softmax import softmax as softmax
 from ._table import RuleRow as RuleRow, table as table

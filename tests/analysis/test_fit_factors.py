@@ -1,0 +1,172 @@
+"""Simulation against every closed form of `rules`, and worked examples of ops that have none."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops, rules
+from unitscale.analysis import fit_factors
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+IDS = np.random.default_rng(0).integers(0, 32, 2048)
+LABELS = np.random.default_rng(1).integers(0, 1024, 16)
+KEY = jax.random.key(7)
+
+
+def conv(x, k):
+    layout = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(x, k, (1,), "VALID", dimension_numbers=layout)
+
+
+def dropout(x):
+    return jnp.where(jax.random.bernoulli(KEY, 0.75, x.shape), x / 0.75, 0.0)
+
+
+def attention(q, k, v):
+    # Products of many features: the rule takes logits to be normal.
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) * rules.logit_factor(256, 16.0)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+
+def cross_entropy(logits, labels):
+    # The rule is that of the first step, where logits are near zero.
+    z = logits * 1e-3
+    losses = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+    return jnp.sum(losses) * 1e3
+
+
+LINEAR = [zeros(96, 64), zeros(64, 48)]
+PAIR = [zeros(128, 128), zeros(128, 128)]
+dense, readout = rules.dense(64, 48, 96, constraint=None), rules.readout(64, 48, 96)
+norm, weighted = rules.norm(512, 128 * 512), rules.weighted_add((3.0, -1.0))
+
+
+def of(rule):
+    return rule.fwd, rule.bwd
+
+
+# Function, example, and the exact factors in the order of its arguments.
+CLOSED = {
+    "matmul": (jnp.matmul, LINEAR, of(rules.matmul(96, 64, 48, constraint=None))),
+    "dense": (lambda x, w: x @ w, LINEAR, (dense.fwd, dense.bwd[:2])),
+    # Its logits are not unit, but in^-1/2: only the gradients are those of the rule.
+    "readout": (lambda x, w: x @ w, LINEAR, (readout.fwd * 8, readout.bwd[:2])),
+    "conv": (
+        conv,
+        [zeros(8, 400, 8), zeros(2, 8, 16)],
+        (
+            rules.conv((2, 8, 16), 8, 399, constraint=None).fwd,
+            rules.conv((2, 8, 16), 8, 399, constraint=None).bwd[:2],
+        ),
+    ),
+    "embed": (lambda t: t[IDS], [zeros(32, 64)], of(rules.embed(32, 2048))),
+    # A bias from N(0, 1) doubles the variance of the sum.
+    "norm": (
+        lambda x, bias: ops.layer_norm(x).data + bias,
+        [zeros(128, 512), zeros(512)],
+        (norm.fwd * rules.add(constraint=None).fwd, (norm.bwd[0], norm.bwd[2])),
+    ),
+    "softmax": (jax.nn.softmax, [zeros(256, 128)], of(rules.softmax(128, constraint=None))),
+    "dropout": (dropout, [zeros(65536)], of(rules.dropout(0.25))),
+    "add": (jnp.add, PAIR, of(rules.add(constraint=None))),
+    # The gradients hold the weights, which the factors of the rule stand beside.
+    "weighted_add": (lambda x, y: 3 * x - y, PAIR, (weighted.fwd, (1 / 3, 1.0))),
+    "glu": (
+        lambda x, g: x * jax.nn.silu(g),
+        [zeros(256, 256), zeros(256, 256)],
+        of(rules.glu(jax.nn.silu, constraint=None)),
+    ),
+    "attention": (
+        attention,
+        [zeros(4, 32, 2, 256)] * 3,
+        of(rules.dot_product_attention(256, 32, is_causal=False, mult=16.0, constraint=None)),
+    ),
+    "cross_entropy": (
+        cross_entropy,
+        [zeros(16, 1024), LABELS],
+        of(rules.softmax_cross_entropy(1024)),
+    ),
+    "mse": (lambda p, t: jnp.sum((p - t) ** 2), PAIR, of(rules.mse_loss())),
+    **{
+        name: (f, [zeros(256, 256)], of(rules.elementwise(f, constraint=None)))
+        for name, f in {
+            "gelu": jax.nn.gelu,
+            "silu": jax.nn.silu,
+            "relu": jax.nn.relu,
+            "tanh": jnp.tanh,
+            "sigmoid": jax.nn.sigmoid,
+            "sin": jnp.sin,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_every_closed_form_is_met_within_one_percent(name) -> None:
+    fn, example, (forward, backward) = CLOSED[name]
+    found = fit_factors(fn, example, seeds=24)
+    np.testing.assert_allclose(found.factors.fwd, forward, rtol=0.01)
+    np.testing.assert_allclose(found.factors.bwd, backward, rtol=0.01)
+    low, high = found.fwd_interval
+    assert low <= found.factors.fwd <= high
+
+
+@pytest.mark.parametrize("name", ["matmul", "softmax", "add", "gelu", "tanh"])
+def test_the_closed_form_is_given_where_it_is_recognized(name) -> None:
+    fn, example, (_, backward) = CLOSED[name]
+    found = fit_factors(fn, example, seeds=2)
+    assert found.closed_form is not None
+    np.testing.assert_allclose(found.closed_form.bwd, backward, rtol=1e-6)
+    assert "exact" in str(found)
+
+
+def selective_scan(x, delta, a, b, c):
+    """The state-space layer of Mamba: h = exp(delta A) h + delta B x, y = C h."""
+    step = jax.nn.softplus(delta)
+    decay = jnp.exp(-step[..., None] * jax.nn.softplus(a))
+    drive = (step * x)[..., None] * b[:, :, None, :]
+
+    def body(h, inputs):
+        decay, drive, c = inputs
+        h = decay * h + drive
+        return h, jnp.einsum("bds,bs->bd", h, c)
+
+    moved = [jnp.moveaxis(t, 1, 0) for t in (decay, drive, c)]
+    _, ys = jax.lax.scan(body, jnp.zeros(drive.shape[:1] + drive.shape[2:]), tuple(moved))
+    return jnp.moveaxis(ys, 0, 1)
+
+
+def test_a_selective_scan_has_no_closed_form_and_becomes_unit() -> None:
+    shape, state = (4, 24, 16), (4, 24, 8)
+    example = [zeros(*shape), zeros(*shape), zeros(16, 8), zeros(*state), zeros(*state)]
+    found = fit_factors(selective_scan, example, seeds=32)
+    assert found.closed_form is None
+    assert "exact" not in str(found)
+    op = ops.unit_scaled(selective_scan, example, constraint=None)
+    assert op.factors == found.factors
+    keys = jax.random.split(jax.random.key(3), 6)
+    args = [jax.random.normal(k, e.shape) for k, e in zip(keys, example, strict=False)]
+    y, vjp = jax.vjp(lambda *a: op(*a).data, *args)
+    grads = vjp(jax.random.normal(keys[5], y.shape))
+    # One draw of heavy-tailed products: within a fifth or so of the mean of many.
+    for value in (y, *grads):
+        assert float(jnp.sqrt(jnp.mean(value**2))) == pytest.approx(1, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "example", "message"),
+    [
+        (lambda x: x, [np.arange(4)], r"analysis\.fit_factors: expected a floating argument"),
+        (jnp.log, [zeros(8)], r"analysis\.fit_factors: its result is not finite"),
+    ],
+)
+def test_bad_input(fn, example, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_factors(fn, example)

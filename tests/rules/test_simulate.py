@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import rules
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def test_intervals_cover_the_truth_and_shrink_with_seeds() -> None:
+    widths = []
+    for seeds in (8, 128):
+        found = rules.simulate(lambda x: 3 * x, [zeros(64)], seeds=seeds)
+        low, high = found.fwd_interval
+        # Three deviations where the interval has two: it may miss once in 400.
+        middle, half = (low + high) / 2, (high - low) / 2
+        assert abs(middle - 1 / 3) < 1.5 * half
+        assert low < found.factors.fwd < high
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 2
+
+
+def test_a_loss_has_forward_factor_one_and_its_mean_in_the_gradient() -> None:
+    found = rules.simulate(lambda x: jnp.mean(x), [zeros(50)])
+    assert found.is_loss
+    assert found.factors.fwd == 1
+    assert found.fwd_interval == (1.0, 1.0)
+    assert found.factors.bwd == pytest.approx((50.0,))
+
+
+def test_arguments_that_are_not_floating_are_used_as_they_are() -> None:
+    ids = np.array([1, 1, 1])
+    found = rules.simulate(lambda t, i: t[i], [zeros(4, 512), ids])
+    # One row of four gets the sum of three cotangents: mean square 3 / 4.
+    assert found.factors.bwd == pytest.approx(((4 / 3) ** 0.5,), rel=0.01)
+
+
+def test_inside_of_jit_the_factors_are_numbers() -> None:
+    @jax.jit
+    def fn(x):
+        return x * rules.simulate(jnp.negative, [x], seeds=4).factors.fwd
+
+    assert fn(jnp.ones(4096)).shape == (4096,)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "error", "message"),
+    [
+        (jnp.negative, [np.arange(3)], ValueError, "expected a floating argument; got 1 arguments"),
+        (lambda: 1.0, [], ValueError, "expected a floating argument; got 0 arguments"),
+        (lambda x: (x, x), [zeros(3)], TypeError, "returns one floating array"),
+        (lambda x: jnp.argmax(x), [zeros(3)], TypeError, "returns one floating array"),
+        (lambda x: 0 * x + 2, [zeros(3)], ValueError, "its result is constant"),
+        (jnp.log, [zeros(3)], ValueError, "its result is not finite"),
+        (jnp.round, [zeros(9)], ValueError, "the gradient of argument 0 is constant"),
+    ],
+)
+def test_bad_functions(fn, args, error, message) -> None:
+    with pytest.raises(
+        error, match=rf"unitscale\.simulate: {message}|unitscale.simulate: .*{message}"
+    ):
+        rules.simulate(fn, args)
+
+
+def test_one_seed_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="seeds must be at least 2, for an interval; got 1"):
+        rules.simulate(jnp.negative, [zeros(3)], seeds=1)

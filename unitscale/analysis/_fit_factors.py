@@ -1,0 +1,83 @@
+"""Factors of a user's own function, with what is known of them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import rules
+from ..rules import Factors
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedFactors:
+    """The ideal factors of a function, before any constraint.
+
+    Attributes:
+        factors: estimated by simulation; one backward factor per floating argument.
+        fwd_interval: 95 percent confidence interval of the forward factor.
+        bwd_intervals: those of the backward factors.
+        closed_form: the exact factors, where a rule is known; else None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> print(fit_factors(jnp.tanh, [jnp.zeros(4096)]))
+        forward     1.59... [..., ...]  exact 1.59...
+        backward 0  1.4... [..., ...]  exact 1.4...
+    """
+
+    factors: Factors
+    fwd_interval: tuple[float, float]
+    bwd_intervals: tuple[tuple[float, float], ...]
+    closed_form: Factors | None
+
+    def __str__(self) -> str:
+        exact = self.closed_form
+        rows = [("forward   ", self.factors.fwd, self.fwd_interval, exact and exact.fwd)]
+        for i, (factor, interval) in enumerate(
+            zip(self.factors.bwd, self.bwd_intervals, strict=True)
+        ):
+            rows.append((f"backward {i}", factor, interval, exact and exact.bwd[i]))
+        lines = []
+        for name, factor, (low, high), known in rows:
+            line = f"{name}  {factor:.5g} [{low:.5g}, {high:.5g}]"
+            lines.append(line if known is None else f"{line}  exact {known:.5g}")
+        return "\n".join(lines)
+
+
+def fit_factors(
+    fn: Callable[..., Any], example: Sequence[Any], *, seeds: int = 32
+) -> FittedFactors:
+    """Finds the forward and backward factors of an op or loss by simulation.
+
+    Scaling:
+        Forward 1 / std(fn(x)) and, per floating argument, backward 1 / RMS of its gradient, for
+        arguments and cotangent from N(0, 1). See `rules.simulate`. `ops.unit_scaled` makes an op
+        of them.
+
+    Args:
+        fn: ``fn(*args)``, differentiable, returning one floating array; a scalar is a loss.
+        example: its arguments: of floating ones only the shapes count, others, such as labels, are
+            used as they are.
+        seeds: number of draws, at least 2.
+
+    Returns:
+        `FittedFactors`, with the closed form if `rules` knows it.
+
+    Raises:
+        TypeError: if the result is not one floating array.
+        ValueError: if no argument is floating, or the result or a gradient is constant or not
+            finite.
+
+    Example:
+        >>> import numpy as np, jax.numpy as jnp
+        >>> found = fit_factors(jnp.matmul, [np.zeros((64, 16)), np.zeros((16, 64))])
+        >>> found.closed_form
+        Factors(fwd=0.25, bwd=(0.125, 0.125))
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, empirical factors.
+    """
+    found = rules.simulate(fn, example, seeds=seeds, name="analysis.fit_factors")
+    return FittedFactors(
+        found.factors, found.fwd_interval, found.bwd_intervals, rules.closed_form(fn, example)
+    )
