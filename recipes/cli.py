@@ -100,11 +100,11 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the loss of a trained model over all validation data."""
     settings = load_run_config(config, overrides or ())
     from .evaluate import make_evaluation, mean_loss
-    from .state import load_trained
+    from .state import load_trained, with_run_tokenizer
     from .task import load_data
 
     graphdef, state = load_trained(settings, _warn)
-    data = load_data(settings)
+    data = load_data(with_run_tokenizer(settings))
     evaluation = make_evaluation(graphdef, settings.scalify)
     loss = mean_loss(evaluation, state.params, state.rest, list(data.validation()))
     bits = loss / math.log(2)
@@ -128,11 +128,13 @@ def generate(
             raise RecipeError(
                 f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
             )
-        from .pretrained import PretrainedTokenizer, load
+        from .data import SubwordTokenizer, require_vocab
+        from .pretrained import TOKENIZER_FILE, load
 
         pretrained = load(config, "lm")
         model, longest = pretrained.model, pretrained.config.context or 0
-        tokenizer = PretrainedTokenizer.read(config, vocab=pretrained.config.vocab)
+        tokenizer = SubwordTokenizer.read(Path(config) / TOKENIZER_FILE, key=config)
+        require_vocab(tokenizer, pretrained.config.vocab, config)
         context = min(longest, tokenizer.encode(prompt).size + tokens)  # no more than is asked for
     else:
         settings = load_config(config, overrides or ())
@@ -140,11 +142,12 @@ def generate(
 
         from .gpt.task import load_tokenizer
         from .scaling import plain
-        from .state import load_trained
+        from .state import load_trained, with_run_tokenizer
 
         graphdef, state = load_trained(settings, _warn)
         model = nnx.merge(graphdef, *plain(settings.scalify, (state.params, state.rest)))
-        tokenizer, context = load_tokenizer(settings), settings.data.sequence_length
+        tokenizer = load_tokenizer(with_run_tokenizer(settings))
+        context = settings.data.sequence_length
     from .generate import sample_text
 
     text = sample_text(

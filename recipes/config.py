@@ -5,57 +5,32 @@ key never falls back to a default in silence. `recipes.configfile` reads YAML in
 turns what pydantic reports into messages that name the full dotted key.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+
+from .dataconfig import (
+    BYTES as BYTES,
+    BatchConfig as BatchConfig,
+    DataConfig as DataConfig,
+    TokenizerConfig as TokenizerConfig,
+    with_vocab,
+)
+from .schema import (
+    Count as Count,
+    Flag as Flag,
+    Fraction as Fraction,
+    Name as Name,
+    NonNegative as NonNegative,
+    Positive as Positive,
+    Section as Section,
+    Whole as Whole,
+)
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
 
 WeightFormat = Literal["float32", "bfloat16", "float16"]
 StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-
-BYTES = 256
-"""Ids of the byte tokenizer."""
-
-# Strict: YAML has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
-Count = Annotated[int, Strict(), Field(gt=0)]
-Whole = Annotated[int, Strict(), Field(ge=0)]
-Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
-Flag = Annotated[bool, Strict()]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-
-
-class Section(BaseModel):
-    """A part of a config: frozen, and without room for keys that are not declared."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
-class BatchConfig(Section):
-    """How data is cut into batches, whatever it is."""
-
-    sequence_length: Count = Field(default=128, description="tokens that the model sees at once")
-    batch_size: Count = Field(default=16, description="sequences per step, over all processes")
-
-
-class DataConfig(BatchConfig):
-    """Where the text comes from and how it is cut into batches."""
-
-    path: str | None = Field(
-        default=None,
-        description="a UTF-8 text file, a folder of them, or null for the Python standard library",
-    )
-    pattern: str = Field(
-        default="**/*", description="which files of a folder to read, as a glob pattern"
-    )
-    max_bytes: Count | None = Field(
-        default=None, description="read at most this many bytes of the text"
-    )
-    validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
-        default=0.1, description="the share of the text, at its end, that is kept for validation"
-    )
 
 
 class ResidualConfig(Section):
@@ -94,7 +69,7 @@ class ModelConfig(Section):
         description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
     )
     vocab: Count = Field(
-        default=BYTES, description="number of token ids; 256 for the byte tokenizer"
+        default=BYTES, description="number of token ids; null for those of data.tokenizer"
     )
     width: Count = Field(default=128, description="size of the residual stream")
     layers: Count = Field(default=4, description="number of Transformer layers")
@@ -356,12 +331,19 @@ class Config(RunConfig):
     def longest(self) -> int | None:
         return self.context if self.model.positions == "learned" else None
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
+        """Fills in `vocab`, so that a run's config tells its model's shape by itself."""
+        return with_vocab(model, info.data.get("data"))
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        if self.init is None and self.model.vocab < BYTES:
+        kind = self.data.tokenizer.kind  # of a file, which may have moved, the run has a copy
+        if kind != "file" and self.model.vocab < self.data.tokenizer.ids:
             raise ValueError(
-                f"model.vocab must be at least the {BYTES} ids of the byte tokenizer; got "
-                f"{self.model.vocab}; set model.vocab {BYTES}"
+                f"model.vocab must be at least the {self.data.tokenizer.ids} ids of the {kind} "
+                f"tokenizer; got {self.model.vocab}; set model.vocab null"
             )
         if self.model.library == "plain" and "fp8" in self.policy:
             raise ValueError(

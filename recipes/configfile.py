@@ -101,9 +101,13 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfi
     for override in overrides:
         _apply_override(tree, override, schema)
     if schema is Config and isinstance(tree.get("init"), str):
-        from .pretrained import with_shape  # imports JAX, which a wrong key need not wait for
+        from .pretrained import TOKENIZER_FILE, with_shape  # imports JAX, which a wrong key need not wait for
 
         tree["model"] = with_shape(tree["init"], tree.get("model"))
+        data = tree.setdefault("data", {})
+        if isinstance(data, dict):
+            own = {"kind": "file", "path": str(Path(tree["init"]) / TOKENIZER_FILE)}
+            data.setdefault("tokenizer", own)
     try:
         return schema.model_validate(tree)
     except ValidationError as error:

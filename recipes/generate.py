@@ -132,6 +132,8 @@ def sample_text(
       RecipeError: An empty prompt, or a context of one token.
     """
     ids = tokenizer.encode(prompt).astype(np.int32)
+    if prompt and not ids.size and tokenizer.eos is not None:
+        ids = np.array([tokenizer.eos], np.int32)  # white space to WordPiece: start a document
     if not ids.size:
         raise RecipeError("--prompt: expected at least one character; got an empty prompt")
     if context < 2:

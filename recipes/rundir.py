@@ -15,8 +15,9 @@ from .configfile import AnyConfig, dump_config
 from .convert import FORMAT_KEYS
 from .errors import RecipeError
 
-# Runs may be moved, and resumed on other devices: these say nothing about what they hold.
-_FREE = ("train.runs_dir", "mesh.data", "mesh.fsdp", "mesh.tensor")
+# Runs and caches may be moved, and runs resumed on other devices: these say nothing about what
+# they hold.
+_FREE = ("train.runs_dir", "data.cache_dir", "mesh.data", "mesh.fsdp", "mesh.tensor")
 
 
 def open_run(config: AnyConfig, *, fresh: bool = False, convert: bool = False) -> Path:

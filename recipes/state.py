@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,18 @@ from unitscale.optim import ScaledTransformation
 from unitscale.parallel import AutoScale
 
 from .checkpoint import Checkpoints, Restored
-from .config import Config, RunConfig
+from .config import Config, DataConfig, RunConfig, TokenizerConfig
 from .configfile import load_run_config
 from .convert import convert, formats, with_formats
+from .data import TOKENIZER_FILE
 from .errors import RecipeError
 from .optimizer import make_optimizer
 from .placement import place
 from .rundir import existing_run
 from .scaling import scaled
 from .task import build
+
+Run = TypeVar("Run", bound=RunConfig)
 
 
 class Skips(NamedTuple):
@@ -96,6 +99,28 @@ def restore(
     _, optimizer, first = init_state(config)
     converted = convert(restored.state, written, config, optimizer, first)
     return restored._replace(state=place(converted, mesh))
+
+
+def with_run_tokenizer(config: Run) -> Run:
+    """A config with the tokenizer that its run was trained with, whatever its own says.
+
+    Args:
+      config: Names the run.
+
+    Raises:
+      RecipeError: No such run, or one of another model.
+    """
+    folder = existing_run(config)
+    trained = load_run_config(folder / "config.yaml")
+    if not isinstance(config.data, DataConfig) or not isinstance(trained.data, DataConfig):
+        return config
+    tokenizer = (
+        TokenizerConfig()
+        if trained.data.tokenizer.kind == "byte"
+        else TokenizerConfig(kind="file", path=str(folder / TOKENIZER_FILE))
+    )
+    data = config.data.model_copy(update={"tokenizer": tokenizer})
+    return config.model_copy(update={"data": data})
 
 
 def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:

@@ -30,6 +30,10 @@ class Data(Protocol):
         """How much there is, in words."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Leaves in a run's folder what its model is used with, such as the tokenizer."""
+        ...
+
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
         """Shuffled batches for ever, the share of one of the processes."""
         ...

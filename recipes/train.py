@@ -83,6 +83,7 @@ def train(
         f"policy {config.policy}, in {folder}"
     )
     try:
+        data.save(folder)
         start = run.resume(say)
         signal = run.loop(start, console)
         if signal is not None:

@@ -25,7 +25,7 @@ from unitscale.optim import scaled
 
 from ..config import Config
 from ..configfile import load_config
-from ..data import ByteTokenizer, load_corpus
+from ..data import load_corpus
 from ..gpt import build
 from ..state import init_state
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, trained, variant
@@ -83,7 +83,7 @@ def main(
             name: variant(config, words, name.replace(" ", "-"), *settings)
             for name, settings in FORMATS.items()
         }
-        corpus = load_corpus(wanted["float32"].data, ByteTokenizer())
+        corpus = load_corpus(wanted["float32"].data)
         runs = {name: trained(one, corpus, fresh, console) for name, one in wanted.items()}
         tables.append(compare({name: run.loss for name, run in runs.items()}))
         steps = wanted["float32"].train.steps

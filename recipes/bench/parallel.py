@@ -27,7 +27,7 @@ from rich.console import Console
 from unitscale.core import CastRounding, format_of
 from unitscale.parallel import all_reduce, bytes_on_wire, make_mesh
 
-from ..data import ByteTokenizer, load_corpus
+from ..data import load_corpus
 from ..errors import RecipeError
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, measured, variant
 from ._table import JsonPath, Table, publish, within
@@ -163,7 +163,7 @@ def train_loss(path: str, words: list[str], dtype: str, fresh: bool) -> float:
     config = variant(path, words, f"exchange-{dtype}", mesh)
     settings = [*words, mesh, f"name={config.name}", "train.sample_tokens=0"]
     _run_on(TRAIN_DEVICES, ["train", path, *settings, *(["--fresh"] if fresh else [])])
-    return measured(config, load_corpus(config.data, ByteTokenizer()), Console()).loss
+    return measured(config, load_corpus(config.data), Console()).loss
 
 
 def compare(losses: dict[str, float]) -> Table:

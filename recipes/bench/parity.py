@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from ..data import ByteTokenizer, load_corpus
+from ..data import load_corpus
 from ..gpt import build
 from ._runs import (
     PARITY,
@@ -61,7 +61,7 @@ def main(
         *PLAIN,
         f"optimizer.learning_rate={plain_learning_rate}",
     )
-    corpus = load_corpus(wanted["float32"].data, ByteTokenizer())
+    corpus = load_corpus(wanted["float32"].data)
     runs = {name: trained(one, corpus, fresh, console) for name, one in wanted.items()}
     batches = list(corpus.validation(GRADIENT_BATCHES))
     vocab = wanted["float32"].model.vocab

@@ -27,7 +27,7 @@ from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..config import Config
 from ..configfile import load_config
-from ..data import ByteTokenizer, load_corpus
+from ..data import load_corpus
 from ..errors import RecipeError
 from ..gpt import build
 from ..optimizer import make_optimizer
@@ -122,7 +122,7 @@ def _runs(config: str, words: list[str], names: Sequence[str], fresh: bool) -> d
     """The finished run of float32 and of each policy."""
     policies = ("float32", *names)
     wanted = {name: variant(config, words, name, f"policy={name}") for name in policies}
-    corpus, console = load_corpus(wanted["float32"].data, ByteTokenizer()), Console()
+    corpus, console = load_corpus(wanted["float32"].data), Console()
     return {name: trained(one, corpus, fresh, console) for name, one in wanted.items()}
 
 

@@ -25,7 +25,7 @@ from unitscale import nn
 
 from ..batch import loss_inputs
 from ..config import Config
-from ..data import ByteTokenizer, load_corpus
+from ..data import load_corpus
 from ..errors import RecipeError
 from ..gpt import build
 from ..probe import Reading, probe
@@ -95,7 +95,7 @@ def main(
         tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
         rows.append((config, "random", tokens))
     config = _config(layers[0], usual, length, batch, policy, 256, data)
-    rows.append((config, "text", next(load_corpus(config.data, ByteTokenizer()).validation(1))))
+    rows.append((config, "text", next(load_corpus(config.data).validation(1))))
     for config, kind, tokens in rows:
         label = f"{config.model.layers} x {config.model.width} {kind}"
         found.append(Found(label, measure(config, tokens)))

@@ -22,7 +22,7 @@ from unitscale import as_scaled, to_array
 from unitscale.transforms import scalify as transform
 
 from ..config import Config
-from ..data import ByteTokenizer, load_corpus
+from ..data import load_corpus
 from ..errors import RecipeError
 from ._extremes import Program, error, programs
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, Run, trained, variant
@@ -77,7 +77,7 @@ def main(
     tables = []
     if runs:
         console = Console()
-        corpus = load_corpus(plain.data, ByteTokenizer())
+        corpus = load_corpus(plain.data)
         reference = trained(plain, corpus, fresh, console)
         found = {name: trained(scaled[name], corpus, fresh, console) for name in wanted}
         tables.append(losses(reference, found))

@@ -6,9 +6,11 @@ decides. Validation reads the end of the text once, in windows that do not overl
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -16,8 +18,10 @@ import numpy as np
 
 from ..config import DataConfig
 from ..errors import RecipeError
-from ._text import read_text
-from ._tokenizer import Tokenizer
+from ._sources import describe_sources
+from ._tokenizer import ByteTokenizer, Tokenizer
+from ._tokens import tokenize
+from ._vocabulary import open_tokenizer, save_tokenizer
 
 
 @dataclass(frozen=True)
@@ -63,25 +67,38 @@ class Batches:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens for training and validation, and the batches cut from them."""
+    """Tokens for training and validation, and the batches cut from them.
+
+    Args:
+      train_tokens: Ids (tokens,).
+      validation_tokens: Ids (tokens,).
+      sequence_length: Inputs of a window; it has one token more.
+      batch_size: Windows of a batch, over all processes.
+      tokenizer: Of the ids.
+    """
 
     train_tokens: np.ndarray
     validation_tokens: np.ndarray
     sequence_length: int
     batch_size: int
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
 
     @property
     def summary(self) -> str:
         """How much there is to learn from, in words."""
         return f"{self.train_tokens.size:,} training tokens"
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Tells whether two corpora hold the same tokens, split in the same place."""
-        digest = hashlib.sha256(self.train_tokens.tobytes())
+        digest = hashlib.sha256(self.train_tokens.data)
         digest.update(b"|")
-        digest.update(self.validation_tokens.tobytes())
+        digest.update(self.validation_tokens.data)
         return digest.hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Leaves the tokenizer in the run's folder."""
+        save_tokenizer(self.tokenizer, folder)
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
         """Shuffled batches for ever, reshuffled every epoch.
@@ -99,7 +116,9 @@ class Corpus:
                 f"data.batch_size must be a multiple of the number of processes; got "
                 f"{self.batch_size} and {processes}; change data.batch_size"
             )
-        windows = _Windows(self.train_tokens, self.sequence_length, stride=1)
+        # Grain shuffles at most 2**32 elements.
+        stride = 1 + self.train_tokens.size // 2**32
+        windows = _Windows(self.train_tokens, self.sequence_length, stride)
         # Shuffle before sharding: batch k is the same set of windows for any number of processes.
         dataset = grain.MapDataset.source(windows).shuffle(seed=_seed32(seed)).repeat()
         return Batches(dataset[process::processes].batch(self.batch_size // processes))
@@ -119,26 +138,33 @@ class Corpus:
         return (np.asarray(dataset[index]) for index in range(count))
 
 
-def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Reads, tokenizes and splits the text of a config.
+def load_corpus(
+    config: DataConfig,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = print,
+) -> Corpus:
+    """Tokenizes the text of a config, or finds its tokens in the cache, and splits them.
 
     Args:
       config: The `data` section.
-      tokenizer: Turns the text into ids.
+      tokenizer: Turns the text into ids; by default the one that the config asks for.
+      say: Called with a line about a tokenizer that is trained, and about a damaged cache.
 
     Returns:
       The corpus. Validation is the last `validation_fraction` of the tokens.
 
     Raises:
-      RecipeError: The text is missing, empty, not UTF-8, shorter than one sequence, or has fewer
-        sequences than a batch.
+      RecipeError: The text is missing, empty, not UTF-8, malformed, shorter than one sequence, or
+        has fewer sequences than a batch; or the cache cannot be written.
     """
-    tokens = tokenizer.encode(read_text(config))
+    tokenizer = open_tokenizer(config, say) if tokenizer is None else tokenizer
+    tokens = tokenize(config, tokenizer, say).ids
     split = tokens.size - round(tokens.size * config.validation_fraction)
-    corpus = Corpus(tokens[:split], tokens[split:], config.sequence_length, config.batch_size)
-    source = config.path or "the Python standard library"
+    parts = tokens[:split], tokens[split:]
+    corpus = Corpus(*parts, config.sequence_length, config.batch_size, tokenizer)
+    source = describe_sources(config)
     length = config.sequence_length
-    for part, part_tokens in (("training", tokens[:split]), ("validation", tokens[split:])):
+    for part, part_tokens in zip(("training", "validation"), parts, strict=True):
         if part_tokens.size < length + 1:
             raise RecipeError(
                 f"data.sequence_length: one sequence needs {length + 1} tokens, its targets "

@@ -1,110 +1,139 @@
-"""Where text comes from: one file, a folder, or the Python standard library of this machine."""
+"""The documents of a config, one at a time, whatever they are kept in."""
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from ..config import DataConfig
 from ..errors import RecipeError
+from ._rows import row_texts
+from ._sources import Source, describe_sources, find_sources
 
-# Folders of the standard library that are not its own text: what pip put there, and test suites,
-# which some distributions leave out and which hold deliberately broken files.
-_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+PIECE = 16 * 2**20
+"""Bytes of a text file that are in memory at once; a longer one is several documents."""
 
 
-def read_text(config: DataConfig) -> str:
-    """Reads the whole text that a config names.
+class Document(NamedTuple):
+    """A text, and whether it was a row, which needs something to end it."""
 
-    Files of a folder are read in the order of their relative paths, so the same folder gives the
-    same text on every machine, and hidden files are left out.
+    text: str
+    is_row: bool
+
+
+def documents(config: DataConfig) -> Iterator[str]:
+    """The documents that a config names, streamed.
+
+    A document is a row of JSONL, Parquet or a dataset; of a text file it is what `data.documents`
+    says: the file, its stretches between blank lines, or its lines. Concatenated, the documents of
+    text files are the files, byte for byte; empty documents are left out. A file longer than
+    `PIECE` bytes is cut at line ends into several documents.
 
     Args:
       config: The `data` section.
 
-    Returns:
-      The text, cut at `max_bytes` (at a character boundary).
+    Yields:
+      Each text; the last one is cut where `max_bytes` of UTF-8 are reached, at a character.
 
     Raises:
       RecipeError: Nothing is there, a file cannot be read, a file is not UTF-8 (the message has its
-        name and the byte offset), or there is no text at all.
+        name and the byte offset), a row is malformed, or there is no text at all.
     """
-    if config.path is None:
-        source, files = _standard_library()
-    else:
-        source, files = Path(config.path), _named_files(Path(config.path), config.pattern)
-    pieces: list[str] = []
-    left = config.max_bytes
-    for file in files:
-        raw = _read(file)
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if config.path is None:
-                continue  # not the user's file to mend
-            raise RecipeError(
-                f"data.path: {file} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset "
-                f"{error.start} ({error.reason}); convert the file to UTF-8, for example with "
-                f"`iconv -f latin1 -t utf-8`"
-            ) from error
-        if left is not None and len(raw) >= left:
-            pieces.append(raw[:left].decode("utf-8", errors="ignore"))
-            break
-        pieces.append(text)
-        left = left if left is None else left - len(raw)
-    joined = "".join(pieces)
-    if not joined:
-        raise RecipeError(f"data.path: {source} holds no text (0 bytes); give a file that has text")
-    return joined
+    return (document.text for document in typed_documents(config))
 
 
-def _standard_library() -> tuple[Path, list[Path]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
-    files = [root / name for name in names if not _NOT_LIBRARY & set(name.parts)]
-    if not files:
+def typed_documents(config: DataConfig) -> Iterator[Document]:
+    """As `documents`, with what each of them was."""
+    left, empty = config.max_bytes, True
+    for source in find_sources(config):
+        for text in _texts(source, config):
+            if left is not None:
+                raw = text.encode("utf-8")
+                text = raw[:left].decode("utf-8", errors="ignore")
+                left -= len(raw)
+            if text:
+                empty = False
+                yield Document(text, source.has_rows)
+            if left is not None and left <= 0:
+                return
+    if empty:
         raise RecipeError(
-            f"data.path is null, but the Python standard library at {root} has no .py files; "
-            "set data.path to a text file or a folder"
+            f"data.path: {describe_sources(config)} holds no text (0 bytes); give a file that has "
+            "text"
         )
-    return root, files
 
 
-def _named_files(path: Path, pattern: str) -> list[Path]:
-    if not path.exists():
-        raise RecipeError(
-            f"data.path: {path} does not exist; give a text file, a folder, or null for the Python "
-            "standard library"
-        )
-    if not path.is_dir():
-        return [path]
-    files = sorted(_visible(path, pattern))
-    if not files:
-        raise RecipeError(
-            f"data.path: the folder {path} has no file that matches data.pattern {pattern!r}; "
-            "change data.pattern or give another folder"
-        )
-    return files
-
-
-def _visible(folder: Path, pattern: str) -> Iterator[Path]:
+def _texts(source: Source, config: DataConfig) -> Iterator[str]:
+    if source.has_rows:
+        yield from row_texts(source, config)
+        return
+    parts: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {
+        "file": _pieces,
+        "blank_line": _stretches,
+        "line": iter,
+    }
+    offset = 0
     try:
-        for file in folder.glob(pattern):
-            hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-            if file.is_file() and not hidden:
-                yield file
-    except (ValueError, NotImplementedError) as error:
-        raise RecipeError(
-            f"data.pattern: {pattern!r} is not a glob pattern relative to data.path ({error}); "
-            "use one such as '**/*.txt'"
-        ) from error
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
+        with source.path.open("rb") as file:
+            for raw in parts[config.documents](file):
+                try:
+                    yield raw.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    if not source.mine:
+                        return
+                    raise _not_utf8(source.path, raw, offset, error) from error
+                offset += len(raw)
     except OSError as error:
         raise RecipeError(
-            f"data.path: {file} cannot be read: {error.strerror}; check its permissions"
+            f"data.path: {source.path} cannot be read: {error.strerror}; check its permissions"
         ) from error
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """A file in pieces of at most `PIECE` bytes, cut after a line or else between characters."""
+    held = b""
+    while new := file.read(PIECE - len(held)):
+        held += new
+        if len(held) < PIECE:
+            continue
+        end = held.rfind(b"\n") + 1 or _character_end(held)
+        yield held[:end]
+        held = held[end:]
+    if held:
+        yield held
+
+
+def _character_end(raw: bytes) -> int:
+    """The length of `raw` without the character that its end cuts in two."""
+    for back in range(1, 4):
+        byte = raw[-back]
+        if byte >= 0xC0:  # the first byte of a character of several
+            return len(raw) - back
+        if byte < 0x80:
+            break
+    return len(raw)
+
+
+def _stretches(file: BinaryIO) -> Iterator[bytes]:
+    """Lines up to and with the blank lines that follow them."""
+    held: list[bytes] = []
+    has_text = ended = False
+    for line in file:
+        blank = not line.strip()
+        if ended and not blank:
+            yield b"".join(held)
+            held, has_text = [], False
+        held.append(line)
+        has_text = has_text or not blank
+        ended = has_text and blank
+    if held:
+        yield b"".join(held)
+
+
+def _not_utf8(file: Path, raw: bytes, offset: int, error: UnicodeDecodeError) -> RecipeError:
+    return RecipeError(
+        f"data.path: {file} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset "
+        f"{offset + error.start} ({error.reason}); convert the file to UTF-8, for example with "
+        "`iconv -f latin1 -t utf-8`"
+    )

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..config import Config
-from ..data import ByteTokenizer, Corpus, Tokenizer, load_corpus
+from ..data import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from ..errors import RecipeError
 from ..generate import sample_text
-from ..pretrained import PretrainedTokenizer, load, save
+from ..pretrained import load, save
 from . import _build
 from ._build import GPT
 
@@ -44,14 +44,14 @@ def build(config: Config) -> GPT:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """That of `config.init`, or bytes.
+    """The tokenizer of the config.
 
     Raises:
-      RecipeError: The folder has no tokenizer, or one that does not fit its model.
+      RecipeError: It has more ids than the model.
     """
-    if config.init is None:
-        return ByteTokenizer()
-    return PretrainedTokenizer.read(config.init, vocab=config.model.vocab)
+    tokenizer = open_tokenizer(config.data)
+    require_vocab(tokenizer, config.model.vocab)
+    return tokenizer
 
 
 def load_data(config: Config) -> Corpus:
@@ -64,7 +64,7 @@ def closing(config: Config, data: Corpus, model: GPT, folder: Path) -> Iterator[
     if config.train.sample_tokens:
         text = sample_text(
             model,
-            load_tokenizer(config),
+            data.tokenizer,
             "\n",
             tokens=config.train.sample_tokens,
             seed=config.seed,

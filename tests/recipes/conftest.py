@@ -32,6 +32,14 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         jax.config.update(name, value)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens are cached, but not in the cache of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def write_config(folder: Path) -> Path:
     """Writes a text and a complete config into a folder; returns the path of the config."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")

@@ -1,0 +1,115 @@
+"""A folder of what was made from a text once: complete or not there, whoever else builds it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import filelock
+import platformdirs
+
+from ..config import DataConfig
+from ..errors import RecipeError
+from ._sources import find_sources
+
+Made = TypeVar("Made")
+
+_VERSION = 1  # of what the folders hold; raised when that changes
+
+
+class Damaged(Exception):
+    """What a reader raises about a folder that has to be built again."""
+
+
+_FAULTS = (Damaged, RecipeError, OSError, ValueError, EOFError)
+
+
+def cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
+    """Tells apart what is made from other files, other parts of them, or by other settings.
+
+    Files count by path, size and time of change, so that an edited text is read again.
+
+    Args:
+      config: The `data` section.
+      settings: What else decides the result, plain JSON values.
+
+    Raises:
+      RecipeError: A file is missing or cannot be looked at.
+    """
+    files = []
+    for source in find_sources(config):
+        for file in source.files:
+            try:
+                facts = file.stat()
+            except OSError as error:
+                raise RecipeError(
+                    f"data.path: {file} cannot be read: {error.strerror}; check its permissions"
+                ) from error
+            files.append([str(file.absolute()), source.format, facts.st_size, facts.st_mtime_ns])
+    keys = {"max_bytes", "text_key", "split", "documents"}
+    everything = [_VERSION, files, config.model_dump(include=keys), settings]
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """Where caches are: `data.cache_dir`, or the user's cache folder (XDG_CACHE_HOME counts)."""
+    if config.cache_dir is not None:
+        return Path(config.cache_dir)
+    return Path(platformdirs.user_cache_dir("unitscale", appauthor=False))
+
+
+def cached(
+    config: DataConfig,
+    name: str,
+    build: Callable[[Path], None],
+    read: Callable[[Path], Made],
+    say: Callable[[str], None] = print,
+) -> Made:
+    """Reads a folder of the cache, building it first where it is missing or damaged.
+
+    It is built under another name and renamed when complete. A process that comes while another
+    builds waits for it; what a killed process left is removed.
+
+    Args:
+      config: The `data` section, for `cache_dir`.
+      name: Of the folder.
+      build: Fills an empty folder.
+      read: Gives what the folder holds; raises `Damaged`, OSError, ValueError, EOFError or
+        RecipeError where that cannot be.
+      say: Called with a line about a damaged cache.
+
+    Raises:
+      RecipeError: The cache cannot be written, or what `build` raises.
+    """
+    root = cache_folder(config)
+    folder, draft = root / name, root / f"{name}.tmp"
+    try:
+        with contextlib.suppress(*_FAULTS):  # a folder of this name is complete, if not damaged
+            return read(folder)
+        root.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(root / f"{name}.lock"):
+            if folder.exists():
+                try:
+                    return read(folder)  # another process was first
+                except _FAULTS as error:
+                    say(f"the cache {folder} is damaged ({error}); building it again")
+                    shutil.rmtree(folder)
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
+            try:
+                build(draft)
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+            return read(folder)
+    except OSError as error:
+        raise RecipeError(
+            f"data.cache_dir: cannot write {root}: {error.strerror or error}; free space, change "
+            "its permissions, or set data.cache_dir to another folder",
+            exit_code=1,
+        ) from error
