@@ -6,6 +6,7 @@ program runs under `unitscale.transforms.scalify`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -48,6 +49,22 @@ def narrowed(product: Product, gradient: Any) -> Product:
     return product_of_narrow
 
 
+class Layers(NamedTuple):
+    """What makes the layers of a model, given their sizes."""
+
+    linear: Callable[..., nnx.Linear]
+    convolution: Callable[..., nnx.Conv]
+
+
+def make_layers(number_format: Format, rngs: nnx.Rngs) -> Layers:
+    """Layers that multiply in a format and draw their parameters from the stream `params`."""
+    products = make_products(number_format)
+    return Layers(
+        functools.partial(nnx.Linear, dot_general=products.dot, rngs=rngs),
+        functools.partial(nnx.Conv, conv_general_dilated=products.convolution, rngs=rngs),
+    )
+
+
 class MLP(nnx.Module):
     """Dense layers with relu between them.
 
@@ -55,26 +72,12 @@ class MLP(nnx.Module):
       shape: `hidden` and `layers`.
       image: Height and width.
       classes: Number of classes.
-      products: What the layers multiply with.
-      rngs: Stream `params`.
+      make: Makes the layers.
     """
 
-    def __init__(
-        self,
-        shape: ModelConfig,
-        image: tuple[int, int],
-        classes: int,
-        products: Products,
-        *,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, shape: ModelConfig, image: tuple[int, int], classes: int, make: Layers):
         sizes = [math.prod(image), *[shape.hidden] * shape.layers, classes]
-        self.layers = nnx.List(
-            [
-                nnx.Linear(inputs, outputs, dot_general=products.dot, rngs=rngs)
-                for inputs, outputs in itertools.pairwise(sizes)
-            ]
-        )
+        self.layers = nnx.List([make.linear(*pair) for pair in itertools.pairwise(sizes)])
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits (batch, classes) of images (batch, height, width)."""
@@ -92,37 +95,20 @@ class CNN(nnx.Module):
       shape: `hidden` and `channels`.
       image: Height and width.
       classes: Number of classes.
-      products: What the layers multiply with.
-      rngs: Stream `params`.
+      make: Makes the layers.
     """
 
-    def __init__(
-        self,
-        shape: ModelConfig,
-        image: tuple[int, int],
-        classes: int,
-        products: Products,
-        *,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, shape: ModelConfig, image: tuple[int, int], classes: int, make: Layers):
         channels = 1, shape.channels, 2 * shape.channels
         self.convolutions = nnx.List(
             [
-                nnx.Conv(
-                    inputs,
-                    outputs,
-                    kernel_size=(3, 3),
-                    strides=2,
-                    conv_general_dilated=products.convolution,
-                    rngs=rngs,
-                )
-                for inputs, outputs in itertools.pairwise(channels)
+                make.convolution(*pair, kernel_size=(3, 3), strides=2)
+                for pair in itertools.pairwise(channels)
             ]
         )
         height, width = (math.ceil(side / 4) for side in image)
-        features = height * width * channels[-1]
-        self.hidden = nnx.Linear(features, shape.hidden, dot_general=products.dot, rngs=rngs)
-        self.readout = nnx.Linear(shape.hidden, classes, dot_general=products.dot, rngs=rngs)
+        self.hidden = make.linear(height * width * channels[-1], shape.hidden)
+        self.readout = make.linear(shape.hidden, classes)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits (batch, classes) of images (batch, height, width)."""
@@ -136,5 +122,5 @@ class CNN(nnx.Module):
 def build(config: MnistConfig, image: tuple[int, int], classes: int) -> MLP | CNN:
     """The model of a config, in float32, for images of a height and width."""
     kind = {"mlp": MLP, "cnn": CNN}[config.model.kind]
-    products = make_products(config.format)
-    return kind(config.model, image, classes, products, rngs=nnx.Rngs(config.seed))
+    make = make_layers(config.format, nnx.Rngs(config.seed))
+    return kind(config.model, image, classes, make)
