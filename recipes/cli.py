@@ -1,4 +1,4 @@
-"""The command line: `python -m recipes train|evaluate|generate|sweep|bench`.
+"""The command line: `python -m recipes train|evaluate|generate|describe|sweep|bench`.
 
 What a user can put right is one message on standard error and exit code 2 (or 1 where a run
 failed); `--traceback` shows where it came from.
@@ -128,8 +128,8 @@ def generate(
             raise RecipeError(
                 f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
             )
-        from .data import SubwordTokenizer, require_vocab
-        from .pretrained import TOKENIZER_FILE, load
+        from .data import TOKENIZER_FILE, SubwordTokenizer, require_vocab
+        from .pretrained import load
 
         pretrained = load(config, "lm")
         model, longest = pretrained.model, pretrained.config.context or 0
@@ -161,6 +161,16 @@ def generate(
         top_k=top_k,
     )
     typer.echo(text)
+
+
+@app.command()
+def describe(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print parameters, FLOPs and bytes of a training run; nothing is trained or allocated."""
+    settings = load_run_config(config, overrides or ())
+    from .describe import report
+
+    for line in report(settings):
+        typer.echo(line)
 
 
 bench = typer.Typer(help="Print the figures in README.md.", no_args_is_help=True)

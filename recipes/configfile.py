@@ -101,7 +101,8 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfi
     for override in overrides:
         _apply_override(tree, override, schema)
     if schema is Config and isinstance(tree.get("init"), str):
-        from .pretrained import TOKENIZER_FILE, with_shape  # imports JAX, which a wrong key need not wait for
+        from .data import TOKENIZER_FILE
+        from .pretrained import with_shape  # imports JAX, which a wrong key need not wait for
 
         tree["model"] = with_shape(tree["init"], tree.get("model"))
         data = tree.setdefault("data", {})

@@ -1,7 +1,7 @@
 """What a recipe gives to training: its model, its data, and what to show when it is done.
 
-A recipe is a package with a module `task` of three functions, `build`, `load_data` and `closing`,
-which are called here; the key `recipe` of a config is the package's name.
+A recipe is a package with a module `task` of four functions, `build`, `abstract_batch`, `load_data`
+and `closing`, which are called here; the key `recipe` of a config is the package's name.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def build(config: RunConfig) -> nnx.Module:
     Its `loss(*loss_inputs(batch), deterministic=...)` is a float32 scalar.
     """
     return _recipe(config).build(config)
+
+
+def abstract_batch(config: RunConfig) -> Any:
+    """Shapes and dtypes of a training batch, without reading any data."""
+    return _recipe(config).abstract_batch(config)
 
 
 def load_data(config: RunConfig) -> Data:

@@ -9,6 +9,9 @@ from typing import cast
 import jax.numpy as jnp
 from flax import nnx
 
+import jax
+import jax.numpy as jnp
+
 from ..config import Config
 from ..data import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from ..errors import RecipeError
@@ -41,6 +44,12 @@ def build(config: Config) -> GPT:
             "recipes.configfile, which fills it in"
         )
     return cast(GPT, pretrained.model)
+
+
+def abstract_batch(config: Config) -> jax.ShapeDtypeStruct:
+    """Windows (batch, length + 1) of ids."""
+    shape = (config.data.batch_size, config.data.sequence_length + 1)
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

@@ -6,7 +6,6 @@
 
 from ._bert import Bert as Bert
 from ._config import BertConfig as BertConfig, Task as Task, with_shape as with_shape
-from ._folder import TOKENIZER as TOKENIZER_FILE
 from ._load import Pretrained as Pretrained, load as load, save as save
 from ._split import join as join, split as split
 from ._tokenizer import PretrainedTokenizer as PretrainedTokenizer

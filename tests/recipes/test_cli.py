@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from recipes.bench import BENCHMARKS
 from recipes.cli import main
@@ -37,6 +38,37 @@ def test_train_evaluate_generate(trained: Path, capsys: Captured) -> None:
     greedy = capsys.readouterr().out
     assert main([*command, "--top-k", "1", "--seed", "9"]) == 0
     assert capsys.readouterr().out == greedy
+
+
+@pytest.fixture
+def trained_on_bpe(config_file: Path) -> Path:
+    """A run of one step with a tokenizer of its own."""
+    with config_file.open("a", encoding="utf-8") as file:
+        file.write("seed: 1\n")
+    words = ["data.tokenizer={kind: bpe, vocab: 300}", "train.steps=1", "train.eval_every=9"]
+    assert main(["train", str(config_file), *words]) == 0
+    return config_file
+
+
+def test_a_run_is_used_with_its_own_tokenizer(trained_on_bpe: Path, capsys: Captured) -> None:
+    own = trained_on_bpe.parent / "runs" / "tiny" / "tokenizer.json"
+    capsys.readouterr()
+    # Of the config only the number of ids is read: the text that it names is another by now.
+    words = [str(trained_on_bpe), "data.tokenizer={kind: wordpiece, vocab: 300}"]
+    trained_on_bpe.with_name("text.txt").write_text("line of another text\n" * 300, "utf-8")
+    assert main(["evaluate", *words]) == 0
+    assert main(["generate", *words, "--prompt", "line 7: naïve", "--tokens", "5"]) == 0
+    assert "line 7: naïve" in capsys.readouterr().out
+    own.rename(own.with_suffix(".away"))
+    assert main(["generate", *words]) == 2
+    assert "tokenizer.json cannot be read: No such file" in capsys.readouterr().err
+    inner = tokenizers.Tokenizer.from_file(str(own.with_suffix(".away")))
+    inner.add_tokens(["one more"])
+    inner.save(str(own))
+    assert main(["generate", *words]) == 2
+    assert (
+        "at most the 300 ids that the model has; got a tokenizer of 301" in capsys.readouterr().err
+    )
 
 
 def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -26,6 +26,6 @@ def test_a_tuple_is_what_the_loss_takes():
 @pytest.mark.parametrize("name", [n for n, kind in RECIPES.items() if issubclass(kind, RunConfig)])
 def test_every_recipe_of_runs_gives_what_training_asks(name: str):
     module = importlib.import_module(f"recipes.{name}.task")
-    for function in ("build", "load_data", "closing"):
+    for function in ("build", "abstract_batch", "load_data", "closing"):
         wanted = list(inspect.signature(getattr(task, function)).parameters)
         assert list(inspect.signature(getattr(module, function)).parameters) == wanted

@@ -1,0 +1,131 @@
+"""What a config amounts to before anything is allocated: parameters, FLOPs, bytes.
+
+Everything is read from shapes and from the lowered program, so a model that no machine here could
+hold is described in a minute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from unitscale.core import is_scaled
+
+from .batch import loss_inputs
+from .config import RunConfig
+from .state import TrainState, init_state
+from .task import abstract_batch
+from .train import make_train_step
+
+
+class Description(NamedTuple):
+    """Facts about one training step.
+
+    Args:
+      parameters: How many, by the part of the model that has them.
+      tokens: Of a step.
+      flops: Of a step, forward, backward and update, as XLA counts the lowered program.
+      weights: Bytes of the parameters in the format they are kept in, scales included.
+      gradients: Bytes of their gradients.
+      optimizer: Bytes of the optimizer's state.
+      activations: Bytes of one sequence that the backward pass is given, before XLA fuses any.
+    """
+
+    parameters: dict[str, int]
+    tokens: int
+    flops: float
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+def describe(config: RunConfig) -> Description:
+    """Traces and lowers the training step of a config on shapes alone.
+
+    Args:
+      config: Any run that `recipes.train` trains.
+    """
+    found: list[Any] = []
+
+    def begin() -> TrainState:
+        graphdef, optimizer, state = init_state(config)
+        found.extend((graphdef, optimizer))
+        return state
+
+    state: Any = jax.eval_shape(begin)
+    graphdef, optimizer = found
+    step = make_train_step(graphdef, optimizer, config.scalify)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = step.lower(state, abstract_batch(config), index)
+    cost = lowered.cost_analysis()
+    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
+
+    def gradients(state: TrainState, batch: Any) -> Any:
+        return jax.grad(_loss(graphdef, state, batch), allow_int=True)(state.params)
+
+    one, two = (_saved_bytes(graphdef, state, config, size) for size in (1, 2))
+    parameters: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_scaled):
+        part = str(getattr(path[0], "key", path[0]))
+        parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
+    return Description(
+        parameters,
+        config.data.batch_size * config.data.sequence_length,
+        cost["flops"],
+        _bytes(state.params),
+        _bytes(jax.eval_shape(gradients, state, abstract_batch(config))),
+        _bytes(state.opt_state),
+        two - one,
+    )
+
+
+def report(config: RunConfig) -> Iterator[str]:
+    """The lines that `python -m recipes describe` prints."""
+    facts = describe(config)
+    total = sum(facts.parameters.values())
+    size, length = config.data.batch_size, config.data.sequence_length
+    yield f"{config.name}: recipe {config.recipe}, policy {config.policy}"
+    yield f"parameters    {total:>22,}"
+    for part, count in facts.parameters.items():
+        yield f"  {part:<12}{count:>22,}"
+    yield f"step          {facts.tokens:>22,} tokens: {size} sequences of {length}"
+    yield f"FLOPs a step  {facts.flops:>22.4g}"
+    per_token = facts.flops / facts.tokens
+    yield f"FLOPs a token {per_token:>22.4g}, {per_token / total:.2f} a parameter"
+    kept = {"weights": facts.weights, "gradients": facts.gradients, "optimizer": facts.optimizer}
+    for name, count in kept.items():
+        yield f"{name:<14}{count:>22,} bytes, {count / total:.2f} a parameter"
+    yield f"state         {sum(kept.values()):>22,} bytes"
+    yield (
+        f"activations   {facts.activations:>22,} bytes a sequence are saved for the backward pass, "
+        f"{size * facts.activations:,} a step, before XLA fuses any"
+    )
+
+
+def _loss(graphdef: nnx.GraphDef, state: TrainState, batch: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        model: Any = nnx.merge(graphdef, params, state.rest, copy=True)
+        return model.loss(*loss_inputs(batch), deterministic=False)
+
+    return loss
+
+
+def _saved_bytes(graphdef: nnx.GraphDef, state: TrainState, config: RunConfig, size: int) -> int:
+    """Bytes that the backward pass of `size` sequences is given, parameters included."""
+
+    def backward(state: TrainState, batch: Any) -> Any:
+        return jax.vjp(_loss(graphdef, state, batch), state.params)[1]
+
+    data = config.data.model_copy(update={"batch_size": size})
+    batch = abstract_batch(config.model_copy(update={"data": data}))
+    return _bytes(jax.eval_shape(backward, state, batch))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,96 @@
+"""What a config amounts to is counted from shapes, and agrees with what is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+from recipes.cli import main
+from recipes.config import Config
+from recipes.configfile import load_config
+from recipes.describe import Description, describe
+from recipes.state import init_state
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
+UNITSCALE = "model.library=unitscale"
+
+
+def product_flops(config: Config) -> float:
+    """FLOPs of all products, forward and backward: 6 a weight and token, and attention's own."""
+    shape, length = config.model, config.data.sequence_length
+    kv = shape.head_dim * (shape.kv_heads or shape.heads)
+    mlp = (3 if shape.mlp == "gated" else 2) * shape.width * shape.hidden
+    layer = 2 * shape.width * (shape.width + kv) + mlp
+    weights = shape.layers * layer + shape.width * shape.vocab
+    attention = shape.layers * 2 * length * shape.width
+    return 6.0 * (weights + attention) * config.data.batch_size * length
+
+
+def bytes_of(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.umup=false"],
+        [UNITSCALE, "optimizer={umup: true, weights: float16, moments: [float8_e4m3fn, float16]}"],
+    ],
+    ids=["float32", "few bits"],
+)
+def test_bytes_are_those_of_the_arrays(
+    make_config: Callable[..., Config], overrides: list[str]
+) -> None:
+    config = make_config(*overrides)
+    _, _, state = init_state(config)
+    facts = describe(config)
+    assert facts.weights == bytes_of(state.params)
+    assert facts.optimizer == bytes_of(state.opt_state)
+    assert facts.tokens == 64
+    total = sum(facts.parameters.values())
+    assert facts.parameters["embed"] == 256 * 16
+    assert facts.weights == pytest.approx(total * (2 if len(overrides) > 1 else 4), rel=0.05)
+
+
+def test_activations_grow_with_the_sequence_and_not_with_the_batch(
+    make_config: Callable[..., Config],
+) -> None:
+    short = describe(make_config()).activations
+    assert describe(make_config("data.batch_size=8")).activations == short
+    assert describe(make_config("data.sequence_length=32")).activations > 2 * short
+
+
+def test_flops_are_products_and_a_little_more(make_config: Callable[..., Config]) -> None:
+    config = make_config(
+        "model={library: plain, width: 512, layers: 2, heads: 4, mlp: gated, kv_heads: 2}",
+        "data.batch_size=32",
+        "data.sequence_length=128",
+    )
+    products = product_flops(config)
+    # Element-wise work is some hundred operations for each of the width's features and layers.
+    assert products < describe(config).flops < 1.2 * products
+
+
+def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", str(config_file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
+    assert "4 sequences of 16" in printed
+    assert not (config_file.parent / "runs").exists()
+
+
+# parameters of the models that the shapes are of, which also have norms and (GPT-2) biases
+LARGE = {"gpt2-medium": 354.8e6, "llama-1b": 1100.0e6, "llama-7b": 6738.4e6}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_large_configs_lower(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    facts: Description = describe(config)
+    assert sum(facts.parameters.values()) == pytest.approx(LARGE[name], rel=0.002)
+    products = product_flops(config)
+    assert products < facts.flops < 1.2 * products
