@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from ..atomic import write_whole
 from ..config import BYTES
 from ..errors import RecipeError
 from ..tokenizerfile import largest_id, read_tokenizer
@@ -128,10 +129,8 @@ class SubwordTokenizer:
         return self.inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def save(self, path: Path) -> None:
-        """Writes the tokenizer.json that `read` reads, under another name first."""
-        draft = path.with_name(f".{path.name}.tmp")
-        draft.write_text(self.inner.to_str(pretty=True), encoding="utf-8")
-        draft.replace(path)
+        """Writes the tokenizer.json that `read` reads."""
+        write_whole(path, self.inner.to_str(pretty=True))
 
 
 def token_dtype(vocab: int) -> np.dtype:

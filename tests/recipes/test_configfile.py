@@ -24,6 +24,16 @@ WRONG = [
     (["optimizer.learning_rate=.nan"], r"optimizer\.learning_rate .*finite number; got nan"),
     (["optimizer.learning_rate=-1"], r"optimizer\.learning_rate .*greater than 0; got -1"),
     (["data.validation_fraction=1"], r"data\.validation_fraction .*less than 1; got 1"),
+    (["data.tokenizer={kind: bpe, path: x}"], r"data\.tokenizer: path is set when kind is file"),
+    (["data.tokenizer={lowercase: true}"], r"data\.tokenizer: vocab and lowercase are of kind bpe"),
+    (
+        ["data.tokenizer={kind: bpe}", "model.vocab=300"],
+        r"the 8192 ids of the bpe tokenizer; got 300",
+    ),
+    (
+        ["data.tokenizer={kind: file, path: gone}"],
+        r"data\.tokenizer\.path: gone cannot be read: No such",
+    ),
     (["policy=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
     (
         ["model.residual.scheme=runing_mean"],
@@ -57,6 +67,13 @@ WRONG = [
     (["=5"], r"override '=5': expected key=value"),
     (["train.steps=[5"], r"override 'train\.steps=\[5'.*not valid YAML"),
 ]
+
+
+@pytest.mark.parametrize("vocab", ["", "vocab: null,", "vocab: 300,"])
+def test_vocab_is_the_tokenizers_unless_given(config_file: Path, vocab: str) -> None:
+    words = [f"model={{{vocab} width: 8, heads: 2}}", "data.tokenizer={kind: bpe, vocab: 280}"]
+    words += ["policy=float32"]
+    assert load_config(config_file, words).model.vocab == (300 if "300" in vocab else 280)
 
 
 @pytest.mark.parametrize(("overrides", "message"), WRONG, ids=lambda value: str(value)[:40])
