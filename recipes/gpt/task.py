@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-import jax.numpy as jnp
-from flax import nnx
-
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from ..config import Config
 from ..data import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
