@@ -109,7 +109,7 @@ def test_wrong_folders(tmp_path: Path, capsys: Captured) -> None:
     folder = copied("gpt2", tmp_path)
     (folder / "tokenizer.json").unlink()
     assert main(["generate", str(folder)]) == 2
-    assert "tokenizer.json: expected a file of the tokenizers library; got No such" in (
+    assert "tokenizer.json cannot be read: No such file or directory; give the tokenizer.json" in (
         capsys.readouterr().err
     )
     assert main(["generate", str(FOLDER), "--prompt", ""]) == 2
