@@ -19,7 +19,7 @@ from ._pow2 import exponent_of, pow2
 from ._vjp import custom_vjp
 
 CastRounding = Literal["nearest", "stochastic"]
-"""How a cast rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
+"""How `cast` rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
 
 
 # Where float32 arithmetic would meet subnormal numbers of float32, which XLA may flush to zero.

@@ -78,6 +78,10 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         ScaledArray(float16[3], scale=9.53674e-07)
         >>> tree["steps"]
         7
+
+    References:
+        Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
+        2024, arXiv 2407.17353, section 3.
     """
     if isinstance(scale, (int, float, np.number)) and not 0 < scale < float("inf"):
         raise ValueError(f"unitscale.as_scaled: scale must be positive and finite; got {scale!r}")

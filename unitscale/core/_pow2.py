@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Rounding = Literal["nearest", "up", "down"]
-"""Which power of two a number rounds to."""
+"""Which power of two a number rounds to: see `round_to_pow2`."""
 
 _MANTISSA_BITS = 23
 _MANTISSA = 0x007FFFFF

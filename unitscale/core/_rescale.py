@@ -45,6 +45,10 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
         >>> x = rebalance(jnp.array([256.0, 512.0], jnp.float16), 256.0)
         >>> print(x.data, x.scale)
         [1. 2.] 256.0
+
+    References:
+        Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
+        2024, arXiv 2407.17353, section 3.
     """
     if isinstance(s, (int, float, np.number)) and not 0 < s < float("inf"):
         raise ValueError(f"unitscale.rebalance: s must be positive and finite; got {s!r}")
@@ -102,6 +106,10 @@ def rescale(
         >>> x = rescale(jnp.array([3e-6, -4e-6]))
         >>> print(float(x.scale) == 2.0**-18)
         True
+
+    References:
+        Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
+        2024, arXiv 2407.17353, section 3.
     """
     if strategy not in get_args(RescaleStrategy):
         raise ValueError(

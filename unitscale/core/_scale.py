@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Scale: TypeAlias = int | jax.Array | None
-"""A scale: None (a plain array), a static 1, a static 0 (a zero array), or an array."""
+"""A scale: None (a plain array), a static 1, a static 0 (a zero array), or an array: `as_scale`."""
 
 
 def is_static(scale: Scale) -> "TypeIs[int | None]":

@@ -34,6 +34,10 @@ class Optimizer(nnx.Optimizer):
         >>> _ = optimizer.update(model, grads)
         >>> int(optimizer.step[...])
         1
+
+    References:
+        Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,
+        section 2.2.
     """
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any) -> None:

@@ -11,7 +11,7 @@ from ..ops import ArrayLike
 from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy
 
 ROLES = ("weight", "bias", "norm", "readout", "embedding")
-"""What a parameter is for: the `role` in its metadata, which policies and optimizers go by."""
+"""What a parameter is for, in its metadata: `Policy` and `unitscale.optim.umup` go by it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ PRESETS = {
     "fp8_static": _fp8(Static()),
     "mxfp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig(strategy=Block())),
 }
-"""The policies that a layer accepts by name."""
+"""The policies that a layer accepts by name: see `as_policy`."""
 
 
 def as_policy(policy: PolicyLike) -> Policy:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..core import Scale, ScaledArray, is_static, is_zero, result_dtype, safe_scale, to_float, widen
 
 ArrayLike: TypeAlias = jax.Array | ScaledArray
-"""What every op accepts: an array, or a ScaledArray."""
+"""What every op accepts, such as `dense`: an array, or a ScaledArray."""
 
 
 def unpack(op: str, name: str, x: Any) -> tuple[jax.Array, Scale]:

@@ -50,6 +50,10 @@ def value_gradients(gradients: Any, params: Any) -> Any:
         >>> loss = lambda w: jnp.sum(3 * w.value)
         >>> print(jax.grad(loss)(w).data, value_gradients(jax.grad(loss)(w), w))
         [12. 12.] [3. 3.]
+
+    References:
+        Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
+        2024, arXiv 2407.17353, section 3.
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
     found, other = jax.tree.flatten(gradients, is_leaf=_is_leaf)

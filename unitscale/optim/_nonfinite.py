@@ -12,7 +12,13 @@ from ._weights import apply_updates
 
 
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`: that of the wrapped transformation, and steps skipped."""
+    """State of `skip_nonfinite`: that of the wrapped transformation, and steps skipped.
+
+    Example:
+        >>> state = skip_nonfinite(optax.sgd(0.5)).init([1.0])
+        >>> print(state.skipped, state.consecutive)
+        0 0
+    """
 
     inner: Any
     skipped: jax.Array

@@ -10,7 +10,7 @@ from ..core import format_of, is_scaled
 from ._moments import Moment, store
 
 Role: TypeAlias = Literal["first", "second"]
-"""What an array of state is: a mean of gradients, or of their squares."""
+"""What an array of state is: a mean of gradients, or of their squares. See `scaled`."""
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""

@@ -15,7 +15,13 @@ from ._weights import apply_updates, scale_weight
 
 
 class ScaledState(NamedTuple):
-    """State of `scaled`: the inner state with its moments stored, and a key for rounding."""
+    """State of `scaled`: the inner state with its moments stored, and a key for rounding.
+
+    Example:
+        >>> tx = scaled(optax.sgd(0.1), weights=None, rounding="stochastic")
+        >>> tx.init({"w": jnp.ones(2)}).key.shape
+        ()
+    """
 
     inner: Any
     key: jax.Array | None
@@ -31,6 +37,13 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         scale_params: ``scale_params(params) -> params`` as ScaledArrays of the chosen format.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
             one, with the rounding, and for it the key, of the transformation.
+
+    Example:
+        >>> tx = scaled(optax.sgd(0.5))
+        >>> params = tx.scale_params({"w": jnp.full(2, 4.0)})
+        >>> params, _ = tx.step(params, tx.init(params), {"w": jnp.ones(2)})
+        >>> print(params["w"].value)
+        [3.5 3.5]
     """
 
     scale_params: Callable[[Any], Any]

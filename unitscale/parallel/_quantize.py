@@ -26,7 +26,7 @@ from ..core import (
 )
 
 AxisName: TypeAlias = str | tuple[str, ...]
-"""A mesh axis, or several that count as one."""
+"""A mesh axis, or several that count as one: see `all_reduce`."""
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 _SMALLEST, _LARGEST = -126, 126  # exponents whose power of two and its inverse are normal numbers

@@ -15,7 +15,14 @@ from ._quantize import AxisName, wire_format
 
 
 class ParallelState(NamedTuple):
-    """What `train_step` changes: parameters, optimizer state, and automatic scaling or None."""
+    """What `train_step` changes: parameters, optimizer state, and automatic scaling or None.
+
+    Example:
+        >>> import optax
+        >>> params = {"w": jnp.ones(4)}
+        >>> ParallelState(params, optax.sgd(0.1).init(params)).auto is None
+        True
+    """
 
     params: Any
     opt_state: Any

@@ -16,7 +16,12 @@ from ._kernels import Matmul, examine, is_amax, is_cast, is_fp8
 
 
 class Fp8Warning(UserWarning):
-    """A product of FP8 data that XLA did not make an FP8 kernel of."""
+    """A product of FP8 data that XLA did not make an FP8 kernel of.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", Fp8Warning)  # Fp8Report.warn() then raises
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,11 @@ class Fp8Report:
         amax_reductions: reductions that take the greatest magnitude of a tensor.
         casts: conversions of wider data to FP8.
         transposes: copies and transpositions of FP8 data.
+
+    Example:
+        >>> report = Fp8Report(matmuls=(), amax_reductions=0, casts=0, transposes=0)
+        >>> bool(report), report.share  # no product, so no FP8 kernel
+        (False, 0.0)
     """
 
     matmuls: tuple[Matmul, ...]

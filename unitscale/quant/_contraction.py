@@ -163,6 +163,9 @@ def product(
         >>> print(product(ScaledArray(x, 8.0), x.T, Contraction("ik", "kj", "ij"), 0.5, "float32"))
         [[16. 16.]
          [16. 16.]]
+
+    References:
+        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
     lhs_data, lhs_scale = _separate(lhs, spec.lhs, spec)
     rhs_data, rhs_scale = _separate(rhs, spec.rhs, spec)

@@ -16,6 +16,13 @@ class Conversion:
         rule: the pattern that matched it; "" if none did.
         config: the formats it got; None if it was left alone.
         reason: why it was left alone.
+
+    Example:
+        >>> layer = Conversion(
+        ...     path="head", kind="Linear", features=(8, 8), rule="", config=None, reason="no rule"
+        ... )
+        >>> layer.features
+        (8, 8)
     """
 
     path: str
@@ -32,6 +39,13 @@ class ConversionReport:
 
     Attributes:
         layers: one entry for each layer with a product, in the order of their paths.
+
+    Example:
+        >>> from flax import nnx
+        >>> from unitscale.quant import convert
+        >>> model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+        >>> convert(model, {"layers.0": "fp8_dynamic"}).converted
+        ('layers.0',)
     """
 
     layers: tuple[Conversion, ...]

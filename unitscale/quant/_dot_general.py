@@ -82,6 +82,9 @@ def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callab
         >>> dot = dot_general(MatmulConfig(cotangent="e5m2"))
         >>> print(dot(jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())))[0])
         [8. 8. 8.]
+
+    References:
+        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
     check_state("dot_general", config, state)
 

@@ -39,6 +39,17 @@ class Matmul:
         flops: floating-point operations of all its runs, where XLA knows how often a loop repeats.
         op_name: JAX's name stack.
         source: "file:line" of the user's code, or "".
+
+    Example:
+        >>> from unitscale.quant import check_fp8
+        >>> program = '''
+        ... ENTRY %main (a: bf16[32,64], b: bf16[16,64]) -> bf16[32,16] {
+        ...   %a = bf16[32,64] parameter(0)
+        ...   %b = bf16[16,64] parameter(1)
+        ...   ROOT %y = bf16[32,16] custom-call(%a, %b), custom_call_target="__cublas$gemm"
+        ... }'''
+        >>> check_fp8(program).matmuls[0].kernel
+        'cuBLASLt'
     """
 
     name: str

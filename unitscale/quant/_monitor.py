@@ -12,7 +12,12 @@ from ._state import TENSORS, QuantState
 
 
 class Overflow(NamedTuple):
-    """What a model's state says of one tensor: see `OverflowMonitor.read`."""
+    """What a model's state says of one tensor: see `OverflowMonitor.read`.
+
+    Example:
+        >>> Overflow("head", "lhs", 1.0, 2, 8, steps_saturated=1, steps_not_finite=0).share
+        0.25
+    """
 
     layer: str
     tensor: str

@@ -20,7 +20,7 @@ PRESETS: Mapping[str, MatmulConfig] = {
 """The configs that `convert` accepts by name."""
 
 ConfigLike: TypeAlias = MatmulConfig | str
-"""A config, or the name of a preset."""
+"""A config, or the name of a preset: see `convert`."""
 
 Value = TypeVar("Value")
 

@@ -103,6 +103,9 @@ def quantize(
         ScaledArray(float8_e4m3fn[2], scale=1)
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
         ScaledArray(float8_e4m3fn[2], scale=2)
+
+    References:
+        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
     strategy = Unit() if strategy is None else strategy
     check_strategy("quantize", strategy)

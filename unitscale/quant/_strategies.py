@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 from ..core import format_of
 
 Granularity = Literal["tensor", "channel"]
-"""Which elements share a dynamic scale: all of a tensor, or all that one product sums over."""
+"""Which elements share a scale of `Dynamic`: all of a tensor, or all that a product sums over."""
 
 Use = Literal["max", "latest"]
-"""What a delayed scale is made of: the largest entry of its history, or the latest."""
+"""What a scale of `Delayed` is made of: the largest entry of its history, or the latest."""
 
 
 def _fail(strategy: str, argument: str, expected: str, got: Any) -> ValueError:
@@ -193,7 +193,7 @@ class Block:
 
 
 Strategy: TypeAlias = Unit | Dynamic | Delayed | Static | Block
-"""How a scale is chosen: one of the five strategies."""
+"""How a scale is chosen: one of the five strategies of `quantize` and `MatmulConfig`."""
 
 
 def check_strategy(owner: str, strategy: Any) -> None:

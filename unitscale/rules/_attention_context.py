@@ -24,7 +24,7 @@ from ._residual import residual
 from ._softmax_moments import moments_by_size
 
 NormPlacement = Literal["pre", "post", "none"]
-"""Where a residual branch has its norm: before it, after the sum, or nowhere."""
+"""Where a branch of an `AttentionContext` has its norm: before it, after the sum, or nowhere."""
 
 _SINGLE_POSITIONS = 64
 _GROUPS = 96

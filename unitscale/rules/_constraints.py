@@ -25,7 +25,7 @@ Constraint: TypeAlias = (
     ]
     | None
 )
-"""Name of a constraint, or None to leave the ideal factors unequal."""
+"""Name of a constraint of `constrain`, or None to leave the ideal factors unequal."""
 
 CONSTRAINTS: tuple[Constraint, ...] = (
     "to_output_scale",
@@ -37,7 +37,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     "amean",
     None,
 )
-"""Every valid constraint."""
+"""Every valid constraint of `constrain`."""
 
 
 def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tuple[float, ...]:

@@ -16,10 +16,10 @@ from typing import Literal, TypeAlias
 from ._checks import positive_number, positive_sizes
 
 ResidualScheme: TypeAlias = Literal["fixed", "running_mean", "depth"]
-"""Name of a rule for the tau of each branch."""
+"""Name of a rule for the tau of each branch: see `residual_taus`."""
 
 RESIDUAL_SCHEMES: tuple[ResidualScheme, ...] = ("fixed", "running_mean", "depth")
-"""Every valid residual scheme."""
+"""Every valid scheme of `residual_taus`."""
 
 
 @dataclass(frozen=True)

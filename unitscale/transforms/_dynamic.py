@@ -11,7 +11,7 @@ from jax import lax
 from ..core import wide_dtype
 
 Statistic = Literal["rms", "amax"]
-"""What the size of data is taken for."""
+"""What `dynamic_rescale` takes the size of data for."""
 
 _EXPONENT_BITS = np.int32(0x7F800000)
 # Beyond these the mean of squares has lost what it was to measure.

@@ -24,6 +24,10 @@ class Default:
     Attributes:
         primitive: name of the primitive.
         source: ``file:line (function)`` of the user's code, where known.
+
+    Example:
+        >>> print(Default("cholesky", "model.py:7 (whiten)"))
+        cholesky at model.py:7 (whiten)
     """
 
     primitive: str

@@ -23,7 +23,7 @@ from ._settle import settle
 from ._values import ONE, Value, aval_of, narrow, numeric, times, uniform, widen
 
 Direction = Literal["forward", "backward", "both"]
-"""Which side of a marker acts: that of the value, that of its cotangent, or both."""
+"""Which side of a marker, such as `cast`, acts: that of the value, of its cotangent, or both."""
 _DIRECTIONS = get_args(Direction)
 
 # An action is what a marker does to a value: its name and its static argument.

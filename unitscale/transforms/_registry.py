@@ -27,6 +27,10 @@ class Rule:
         category: group of primitives that share the reasoning, such as "carrier" or "sum".
         function: called with the interpreter, the equation and the operands; returns one value, or
             a list of them for a primitive with several results.
+
+    Example:
+        >>> Rule("neg", "carrier", lambda interpreter, eqn, values: values[0]).category
+        'carrier'
     """
 
     name: str

@@ -17,7 +17,15 @@ from ._values import Value
 
 
 class Scalified:
-    """A function whose float arrays carry scales; see `scalify`."""
+    """A function whose float arrays carry scales; see `scalify`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from unitscale import as_scaled
+        >>> double = scalify(lambda x: 2 * x)
+        >>> isinstance(double, Scalified), double(as_scaled(jnp.ones(2))).scale
+        (True, Array(2., dtype=float32))
+    """
 
     def __init__(
         self,

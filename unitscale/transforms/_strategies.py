@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 Growth: TypeAlias = Callable[[str, int], float]
 Strategy: TypeAlias = str | Callable[[str, int], float]
-"""A name in `STRATEGIES`, or the expected growth by primitive and number of terms."""
+"""A name in `STRATEGIES`, or the growth by primitive and number of terms: see `growth_of`."""
 
 
 ScaleRounding = Literal["carried", "nearest", "down", "up"]
