@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 from unitscale import rules
 
+ROOT = Path(__file__).parents[2]
 HELPERS = {
     "closed_form",
     "constrain",
@@ -13,6 +17,7 @@ HELPERS = {
     "logit_factor",
     "simulate",
     "table",
+    "table_page",
 }
 
 
@@ -30,3 +35,14 @@ def test_every_row_states_formula_and_paper() -> None:
         assert len(row.formula) > 40, row
         assert "arXiv 2303.11257" in row.source or "arXiv 2407.17465" in row.source, row
         assert "Args" not in row.formula
+
+
+def test_the_page_is_current() -> None:
+    page = ROOT / "notebooks" / "docs" / "rules.md"
+    assert page.read_text("utf-8") == rules.table_page(), "python -m unitscale.rules > the page"
+
+
+def test_the_command_prints_the_page() -> None:
+    command = [sys.executable, "-m", "unitscale.rules"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == rules.table_page()

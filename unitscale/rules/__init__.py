@@ -47,4 +47,4 @@ from ._simulate import (
     simulate as simulate,
 )
 from ._softmax import softmax as softmax
-from ._table import RuleRow as RuleRow, table as table
+from ._table import RuleRow as RuleRow, table as table, table_page as table_page

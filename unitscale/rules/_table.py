@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -52,10 +53,14 @@ _RULES: tuple[Callable[..., object], ...] = (
 class RuleRow(NamedTuple):
     """One row of the table of rules.
 
-    Args:
+    Attributes:
         name: Name of the rule in `unitscale.rules`.
         formula: Its formula and assumptions, in words.
         source: Papers and places in them.
+
+    Example:
+        >>> RuleRow("sum", "Forward `n^-1/2`.", "Unit Scaling, arXiv 2303.11257").name
+        'sum'
     """
 
     name: str
@@ -77,6 +82,33 @@ def table() -> tuple[RuleRow, ...]:
         RuleRow(rule.__name__, _section(rule, "Scaling"), _section(rule, "References"))
         for rule in _RULES
     )
+
+
+def table_page() -> str:
+    """Return `table` as a page of Markdown.
+
+    Returns:
+        A heading, then formula and source of each rule under its name.
+
+    Example:
+        >>> print(table_page().splitlines()[0])
+        # Rules of unit scaling
+    """
+    head = """# Rules of unit scaling
+
+Made by `python -m unitscale.rules` from the docstrings of `unitscale.rules`. *Forward* is the
+factor on the output, the others are those on the operands' gradients, before a constraint makes
+those that are no cut edges equal.
+"""
+    rows = (
+        f"\n## `{row.name}`\n\n{_filled(row.formula)}\n\n{_filled(f'*Source:* {row.source}')}\n"
+        for row in table()
+    )
+    return head + "".join(rows)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _section(rule: Callable[..., object], title: str) -> str:
