@@ -1,0 +1,28 @@
+"""The Python of the documentation's pages runs: a page's blocks one after the other.
+
+Blocks marked ``python`` are whole programs, or go on where the one before ended; those marked
+``py`` are shown only.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "notebooks" / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if BLOCK.search(p.read_text()))
+
+
+def test_pages_have_programs() -> None:
+    assert {"guide.md", "how-to/add-an-op.md", "how-to/six-bytes.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_run(page: str) -> None:
+    names: dict[str, object] = {"__name__": page}
+    for block in BLOCK.findall((DOCS / page).read_text("utf-8")):
+        exec(compile(block, page, "exec"), names)
+    assert len(names) > 2
