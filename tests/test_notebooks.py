@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-NAMES = ("fp8", "quickstart", "scalify", "unit_scaling")
+NAMES = ("analysis", "fp8", "quickstart", "scalify", "unit_scaling")
+VARIES = "varies"
+"""The tag of a cell whose words depend on rounding, as the text that a model writes does."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|\b(nan|inf)\b")
 
 
@@ -65,7 +67,7 @@ def test_saved_outputs_are_those_of_one_clean_run(name: str) -> None:
     text = nbformat.writes(notebook)
     for private in ("/home/", "/root/", "/tmp/", "/Users/", "site-packages"):
         assert private not in text
-    assert not any(cell.metadata for cell in notebook.cells)
+    assert all(cell.metadata in ({}, {"tags": [VARIES]}) for cell in notebook.cells)
 
 
 @pytest.mark.slow
@@ -82,4 +84,5 @@ def test_a_notebook_runs_and_says_what_it_said(name: str, environment: dict[str,
     client.execute(env=environment)
     for before, after in zip(code_cells(saved), code_cells(notebook), strict=True):
         assert kinds(after) == kinds(before), after.source
-        assert words(after) == words(before), after.source
+        if VARIES not in before.metadata.get("tags", ()):
+            assert words(after) == words(before), after.source

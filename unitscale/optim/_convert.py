@@ -56,6 +56,10 @@ def convert_state(state: Any, like: Any) -> Any:
         >>> params = ours.scale_params(params)
         >>> convert_state(state, ours.init(params)).inner[0].mu["w"]
         ScaledArray(float8_e4m3fn[4], scale=0.000488281)
+
+    References:
+        Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,
+        section 2.2.
     """
 
     def convert(new: Any, value: Any) -> Any:
