@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from unitscale.core import widen_data
 from unitscale.optim import ScaledTransformation, value_gradients
 from unitscale.parallel import all_reduce, batch_axes
 from unitscale.quant import AmaxState, QuantState
@@ -54,7 +55,10 @@ def make_train_step(
         loss = model.loss(*loss_inputs(batch), deterministic=False)
         return loss, nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
 
-    compute = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+    by_params_and_amax = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+
+    def compute(params, amax, rest, batch):
+        return by_params_and_amax(widen_data(params), amax, rest, batch)
 
     def differentiate(params, amax, rest, batch, auto):
         (loss, rest), (grads, seen) = compute(params, amax, rest, batch)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core import ScaledArray, as_scaled, is_scaled, is_static, to_array
+from unitscale.core import ScaledArray, as_scaled, is_scaled, is_static, to_array, widen_data
 
 FORMATS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -130,3 +130,18 @@ def test_to_array_in_a_type() -> None:
 def test_gradients_flow_through() -> None:
     grad = jax.grad(lambda x: (to_array(as_scaled(x)) * 3).sum())(jnp.ones(2) * 100)
     np.testing.assert_array_equal(grad, [3, 3])
+
+
+def test_wide_data_has_the_same_value_and_finite_gradients() -> None:
+    tree = {"w": ScaledArray(jnp.ones(2, jnp.float16), 2.0**10), "b": jnp.ones(2, jnp.float16)}
+    wide = widen_data(tree)
+    assert wide["w"].dtype == jnp.float32
+    assert wide["b"] is tree["b"]
+    np.testing.assert_array_equal(wide["w"].value, tree["w"].value)
+    assert wide["w"].scale is tree["w"].scale
+
+    def loss(tree: dict) -> jax.Array:
+        return 100 * jnp.sum(to_array(tree)["w"])
+
+    assert np.isinf(jax.grad(loss)(tree)["w"].data).all()
+    np.testing.assert_array_equal(jax.grad(loss)(wide)["w"].data, [100 * 2.0**10] * 2)

@@ -14,6 +14,7 @@ from flax import nnx
 
 from recipes.checkpoint import Checkpoints
 from unitscale import nn, quant
+from unitscale.core import ScaledArray
 from unitscale.quant import (
     AmaxState,
     Block,
@@ -353,3 +354,21 @@ def test_strategies_of_amax_train_on_gradients_that_unit_loses(strategy) -> None
 
     losses = [float(step(model, optimizer)) for _ in range(100)]
     assert (losses[-1] < 0.2 * losses[0]) == (strategy != Unit())
+
+
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+def test_gradients_of_weights_of_a_large_scale_are_finite(policy: str) -> None:
+    # Trained in 16 bits, entries that only grow can give all of a matrix the scale 2^10.
+    layer = nn.Dense(8, 4, policy=policy, rngs=nnx.Rngs(0))
+    stored = ScaledArray(layer.kernel.get_value().astype(jnp.float16), 2.0**10)
+    layer.kernel.set_value(stored)
+
+    def loss(layer: nn.Dense) -> jax.Array:
+        return 100 * jnp.sum(layer(jnp.ones((16, 8))).value)
+
+    assert np.isinf(nnx.grad(loss)(layer)["kernel"].get_value().data).all()
+    gradient = quant.value_and_grad(loss)(layer)[1]["kernel"].get_value()
+    # sum over 16 rows of x * cotangent, factor batch^-1/2: 16 * 100 / 4, in data space times 2^10
+    np.testing.assert_allclose(gradient.data, 400 * 2.0**10, rtol=2.0**-4)
+    assert layer.kernel.get_value().dtype == jnp.float16
+    np.testing.assert_array_equal(layer.kernel.get_value().data, stored.data)

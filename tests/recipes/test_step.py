@@ -18,6 +18,7 @@ from recipes.placement import on_mesh, place, place_batch
 from recipes.state import TrainState, init_state
 from recipes.step import make_train_step
 from tests.recipes.conftest import write_config
+from unitscale.core import rebalance
 from unitscale.parallel import make_mesh
 from unitscale.quant import AmaxState
 
@@ -161,3 +162,16 @@ def test_an_exchange_needs_a_mesh(make_config: MakeConfig) -> None:
     graphdef, optimizer, _ = init_state(make_config())
     with pytest.raises(ValueError, match="make_train_step: exchange needs mesh; got None"):
         make_train_step(graphdef, optimizer, exchange="float32")
+
+
+def test_weights_of_a_large_scale_have_finite_gradients(tmp_path) -> None:
+    # Readout columns of tokens that never occur only grow, and all weights have one scale.
+    words = ["model.library=unitscale", "optimizer.weights=float16", "model.dropout=0"]
+    config = load_config(write_config(tmp_path), words)
+    graphdef, optimizer, state = init_state(config)
+    kernel = state.params["readout"]["kernel"]
+    kernel.set_value(rebalance(kernel.get_value(), 2.0**14))
+    step = make_train_step(graphdef, optimizer)
+    new, values = step(jax.tree.map(jnp.copy, state), GOOD, np.int32(0))
+    assert int(new.step) == 1
+    assert np.isfinite(values["gradient_norm"])

@@ -5,7 +5,12 @@ Everything else in the library stands on this package, which needs jax, numpy an
 
 from ._arithmetic import is_zero as is_zero, result_dtype as result_dtype
 from ._cast import CastRounding as CastRounding, cast as cast, narrow as narrow, widen as widen
-from ._convert import as_scaled as as_scaled, is_scaled as is_scaled, to_array as to_array
+from ._convert import (
+    as_scaled as as_scaled,
+    is_scaled as is_scaled,
+    to_array as to_array,
+    widen_data as widen_data,
+)
 from ._factor import (
     multiply as multiply,
     scale as scale,

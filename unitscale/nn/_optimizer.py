@@ -11,7 +11,8 @@ class Optimizer(nnx.Optimizer):
 
     Scaling:
         The model's parameters become ScaledArrays in the format of ``tx``; layers of `unitscale.nn`
-        take them as they are. Gradients come from `nnx.grad` in data space, and `update` is
+        take them as they are. Gradients come in data space, best from `quant.value_and_grad`, which
+        keeps them in float32; `nnx.grad` rounds them into the format of the weights. `update` is
         ``tx.step``: each weight is rounded once, at random where ``tx`` says so. Any other optax
         transformation works as in `flax.nnx.Optimizer`.
 
@@ -25,12 +26,14 @@ class Optimizer(nnx.Optimizer):
 
     Example:
         >>> import optax
-        >>> from unitscale import nn, optim
+        >>> from unitscale import nn, optim, quant
         >>> model = nn.Dense(4, 2, rngs=nnx.Rngs(0))
         >>> optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(0.1)), wrt=nnx.Param)
         >>> model.kernel.get_value()
         ScaledArray(float16[4,2], scale=1)
-        >>> grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 4))).value))(model)
+        >>> def loss(model):
+        ...     return jnp.sum(model(jnp.ones((1, 4))).value)
+        >>> _, grads = quant.value_and_grad(loss)(model)
         >>> _ = optimizer.update(model, grads)
         >>> int(optimizer.step[...])
         1

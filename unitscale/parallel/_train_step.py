@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core import CastRounding
+from ..core import CastRounding, widen_data
 from ._all_reduce import all_reduce
 from ._auto_scale import AutoScale
 from ._quantize import AxisName, wire_format
@@ -98,7 +98,7 @@ def train_step(
         devices *= mesh.shape[name]
 
     def local(state: ParallelState, batch: Any, key: jax.Array | None) -> Any:
-        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        value, grads = jax.value_and_grad(loss)(widen_data(state.params), batch)
         settings: dict[str, Any] = {"rounding": rounding, "key": key, "small": small}
         auto = state.auto
         if auto is None:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core import is_scaled, widen_data
 from ._config import MatmulConfig
 from ._dot_general import dot_general, einsum
 from ._state import TENSORS, QuantState
@@ -141,7 +143,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """As `nnx.value_and_grad`, and records the amax of quantized tensors in the models.
 
-    The gradients that are returned are those of the parameters only. The states of the models at
+    The gradients that are returned are those of the parameters only, of ScaledArrays with float32
+    data whatever they are stored in (see `core.widen_data`). The states of the models at
     ``argnums`` are updated in place.
 
     Args:
@@ -178,7 +181,8 @@ def value_and_grad(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        value, gradients = inner(*bound.args, **bound.kwargs)
+        with _wide(bound.args[diff.argnum] for diff in wanted):
+            value, gradients = inner(*bound.args, **bound.kwargs)
         kept = []
         for diff, gradient in zip(wanted, gradients, strict=True):
             if any(isinstance(v, AmaxState) for v in _variables(gradient)):
@@ -193,6 +197,21 @@ def value_and_grad(
         return value, kept[0] if single else tuple(kept)
 
     return run
+
+
+@contextmanager
+def _wide(models: Iterable[Any]) -> Iterator[None]:
+    """Lends models float32 data for ScaledArrays in fewer bits (see `core.widen_data`)."""
+    nodes = (node for model in models for _, node in nnx.iter_graph(model))
+    lent = [(v, v.get_value()) for v in nodes if isinstance(v, nnx.Param)]
+    lent = [(variable, narrow) for variable, narrow in lent if is_scaled(narrow)]
+    for variable, narrow in lent:
+        variable.set_value(widen_data(narrow))
+    try:
+        yield
+    finally:
+        for variable, narrow in lent:
+            variable.set_value(narrow)
 
 
 def _variables(tree: Any) -> list[Any]:
