@@ -13,5 +13,6 @@ BENCHMARKS = {
     "transfer": "best learning rate by width, under u-muP and in plain flax.nnx",
     "parallel": "bytes, error and validation loss of gradients exchanged in 8 bits",
     "scales": "RMS of activations, weights and gradients at initialisation, by depth and width",
+    "trace": "time and memory of a training step under analysis.trace_scales",
     "mnist": "test accuracy of a classifier under scalify, in each number format",
 }

@@ -13,7 +13,8 @@ from ..state import init_state
 from ..train import make_train_step
 
 
-def _batch(config: Config) -> np.ndarray:
+def random_batch(config: Config) -> np.ndarray:
+    """Windows of random tokens, always the same."""
     shape = (config.data.batch_size, config.data.sequence_length + 1)
     return np.random.default_rng(0).integers(0, config.model.vocab, shape).astype(np.int32)
 
@@ -22,7 +23,7 @@ def stepper(config: Config) -> Callable[[], object]:
     """A function that trains one step further, on the same random tokens, and waits for it."""
     graphdef, optimizer, state = init_state(config)
     step = make_train_step(graphdef, optimizer, config.scalify)
-    batch, done = _batch(config), 0
+    batch, done = random_batch(config), 0
 
     def advance() -> object:
         nonlocal state, done
@@ -36,7 +37,7 @@ def stepper(config: Config) -> Callable[[], object]:
 def seconds_to_compile(config: Config) -> float:
     """How long tracing, lowering and compiling the step takes, with nothing of it cached."""
     graphdef, optimizer, state = init_state(config)
-    batch = _batch(config)
+    batch = random_batch(config)
     jax.clear_caches()
     start = time.perf_counter()
     make_train_step(graphdef, optimizer, config.scalify).lower(state, batch, np.int32(0)).compile()

@@ -27,4 +27,4 @@ from ._scale_trace import (
 )
 from ._snr import plot_snr as plot_snr, snr as snr
 from ._source import Source as Source
-from ._trace_scales import trace_scales as trace_scales
+from ._trace_scales import ScaleTracer as ScaleTracer, trace_scales as trace_scales
