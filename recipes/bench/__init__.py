@@ -6,6 +6,7 @@ Each is a module of this package with a `main` function that typer turns into a 
 # Name to what it measures. Modules are imported when asked for: each pulls in what it measures.
 BENCHMARKS = {
     "parity": "validation loss in float16 and FP8 against float32, and underflow of gradients",
+    "methods": "loss, lost gradients and cost of loss scales, unit scaling and scalify in float16",
     "overhead": "step time over plain flax.nnx, and the FLOPs that factors add",
     "scalify": "losses, cost and range of plain programs under unitscale.scalify",
     "quant": "loss, FP8 kernels, amax reductions, memory and speed by how scales are chosen",

@@ -59,15 +59,27 @@ def underflow(
       batches: (batch, time + 1) int32 each; dropout is left out.
       absent: (vocab,) bool, the tokens that the training text never has.
     """
-    counts = [_counts(params, rest, batch, wide, narrow, absent) for batch in batches]
+    pairs = (
+        (gradient(params, rest, batch, wide), gradient(params, rest, batch, narrow))
+        for batch in batches
+    )
+    return counted(pairs, absent)
+
+
+def counted(pairs: Iterable[tuple[Any, Any]], absent: np.ndarray) -> Underflow:
+    """Counts over pairs of gradients, of the same parameters: without rounding, and with it.
+
+    Args:
+      pairs: Trees of arrays.
+      absent: As for `underflow`.
+    """
+    counts = [_counts(exact, half, absent) for exact, half in pairs]
     return Underflow(*(sum(column) for column in zip(*counts, strict=True)))
 
 
-def _counts(params, rest, batch, wide, narrow, absent) -> tuple[int, ...]:
-    paths, reference = zip(
-        *jax.tree_util.tree_leaves_with_path(_gradient(params, rest, batch, wide)), strict=True
-    )
-    rounded = jax.tree.leaves(_gradient(params, rest, batch, narrow))
+def _counts(wide: Any, narrow: Any, absent: np.ndarray) -> tuple[int, ...]:
+    paths, reference = zip(*jax.tree_util.tree_leaves_with_path(wide), strict=True)
+    rounded = jax.tree.leaves(narrow)
     tiny = float(jnp.finfo(jnp.float16).tiny)
     lost = subnormal = not_finite = lost_absent = 0
     for path, exact, half in zip(paths, reference, rounded, strict=True):
@@ -82,7 +94,9 @@ def _counts(params, rest, batch, wide, narrow, absent) -> tuple[int, ...]:
 
 
 @jax.jit(static_argnums=3)
-def _gradient(params, rest, batch, graphdef):
+def gradient(params, rest, batch, graphdef):
+    """The gradient of a model's loss, dropout off."""
+
     def loss(params):
         model = nnx.merge(graphdef, params, rest)
         return model.loss(*loss_inputs(batch), deterministic=True)

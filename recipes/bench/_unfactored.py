@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,9 @@ def _ones(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
         result = rule(*args, **kwargs)
         if isinstance(result, rules.Factors):
             return rules.Factors(1.0, (1.0,) * len(result.bwd))
+        if isinstance(result, rules.Simulation):
+            ones = rules.Factors(1.0, (1.0,) * len(result.factors.bwd))
+            return dataclasses.replace(result, factors=ones)
         if isinstance(result, rules.ResidualFactors):
             return rules.ResidualFactors(branch=1.0, skip=1.0)
         if name == "normalized_weights":

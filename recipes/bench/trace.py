@@ -29,7 +29,7 @@ from ._table import JsonPath, Table, publish, within
 from ._timing import compared, interleaved
 
 GPT2_SMALL = Path(__file__).parents[2] / "configs" / "gpt" / "gpt2-small.yaml"
-# Its depth and heads of 64 features; a third of its width.
+# Its depth and heads of 64 features; a third of its width, and fewer tokens.
 SHAPE = ("policy=float32", "model.width=256", "model.heads=4", "data.sequence_length=128")
 SHAPE += ("data.batch_size=8",)
 MOST_TIME, MOST_MEMORY = 3.0, 1.5

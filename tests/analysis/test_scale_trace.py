@@ -40,5 +40,5 @@ def test_table(trace) -> None:
 
 
 def test_plot_has_a_row_for_each(trace) -> None:
-    (axes,) = trace.plot().axes
+    axes, _ = trace.plot().axes
     assert [t.get_text() for t in axes.get_yticklabels()] == ["[0]", "sin", "result['y']"]

@@ -115,6 +115,21 @@ def test_keywords_trees_and_formats() -> None:
     check(trace[-1], X * W[:1], ("E4M3",))
 
 
+def test_the_program_can_be_lowered_and_called() -> None:
+    def loss(p, *, x):
+        return {"loss": jnp.sum(jnp.tanh(x @ p["w"]) ** 2)}
+
+    tracer, kwargs = trace_scales(loss, formats=()), {"x": X}
+    trace = tracer({"w": W}, **kwargs)
+    lowered = tracer.lower({"w": W}, **kwargs)
+    cost = lowered.cost_analysis()
+    assert cost is not None
+    assert cost["flops"] > 2 * X.shape[0] * W.size
+    (value,), rows = lowered.compile()({"w": W}, **kwargs)
+    assert value == trace.result["loss"]
+    assert rows[:, -1].tolist() == [r.amax for r in trace]
+
+
 def test_an_infinity_is_seen() -> None:
     record = trace_scales(lambda x: 1 / x)(jnp.zeros(3))[-1]
     assert not np.isfinite(record.rms)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -50,6 +51,10 @@ def test_unfactored_leaves_the_rules_as_they_were():
         assert rules.residual(0.5) == rules.ResidualFactors(branch=1.0, skip=1.0)
         assert rules.normalized_weights((3.0, 4.0)) == (1.0, 1.0)
         assert rules.logit_factor(64) == 1 / 64
+        # An op of one's own, whose factors are simulated or found to be those of a rule.
+        for function in (jnp.cumsum, jnp.tanh):
+            op = ops.unit_scaled(function, [jnp.zeros(8)], seeds=2)
+            assert op.factors == rules.Factors(1.0, (1.0,))
     assert dict(vars(rules)) == before
 
 

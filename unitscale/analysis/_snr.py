@@ -204,6 +204,9 @@ def plot_snr(lines: Sequence[tuple[str, Any, int | None]] | None = None, scales:
         color = f"C{index % 10}" if index < 10 else ("black", "grey")[index % 2]
         axes.plot(sigma, snr(format, sigma, block=block), style, color=color, label=label)
     axes.set_xscale("log", base=2)
+    first, last = (round(math.log2(end)) for end in (sigma.min(), sigma.max()))
+    step = max(1, (last - first) // 12)
+    axes.set_xticks(2.0 ** np.arange(step * -(-first // step), last + 1, step))
     axes.set_ylim(0, None)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(xlabel="standard deviation of the values", ylabel="signal to noise (dB)")
