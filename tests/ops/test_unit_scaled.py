@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.draws import check_unit
 from unitscale import as_scaled, ops
 from unitscale.core import ScaledArray
 
@@ -19,22 +20,14 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed + 100), shape)
 
 
-def rms(x) -> float:
-    return float(jnp.sqrt(jnp.mean(jnp.square(x))))
-
-
 def smooth(x, w):
     return jnp.cumsum(x @ w, axis=0)
 
 
 def test_result_and_gradients_are_unit() -> None:
-    op = ops.unit_scaled(smooth, [zeros(64, 32), zeros(32, 48)], constraint=None)
-    x, w, g = normal(0, 64, 32), normal(1, 32, 48), normal(2, 64, 48)
-    y, vjp = jax.vjp(lambda x, w: op(x, w).data, x, w)
-    # Sums over 64 rows are correlated: a mean square of some 16 independent terms a column.
-    assert rms(y) == pytest.approx(1, rel=0.25)
-    for grad in vjp(g):
-        assert rms(grad) == pytest.approx(1, rel=0.25)
+    example = [zeros(64, 32), zeros(32, 48)]
+    op = ops.unit_scaled(smooth, example, constraint=None)
+    check_unit(lambda x, w: op(x, w).data, example, seeds=32)
 
 
 def test_constrained_gradients_are_the_true_ones_and_cut_ones_a_multiple() -> None:
@@ -52,12 +45,13 @@ def test_a_loss_keeps_its_value_and_one_factor_for_its_arguments() -> None:
     def loss(pred, target, labels):
         return jnp.mean(jnp.square(pred - target) * labels)
 
-    op = ops.unit_scaled(loss, [zeros(256), zeros(256), np.ones(256, np.int32)])
+    example = [zeros(256), zeros(256), np.ones(256, np.int32)]
+    op = ops.unit_scaled(loss, example)
     args = normal(0, 256), normal(1, 256), np.ones(256, np.int32)
     assert op.is_loss
     np.testing.assert_allclose(op(*args), loss(*args), rtol=1e-6)
     grads = jax.grad(op, argnums=(0, 1))(*args)
-    assert rms(grads[0]) == pytest.approx(1, rel=0.2)
+    check_unit(op, example, seeds=32)
     np.testing.assert_allclose(grads[0], -grads[1], rtol=1e-6)
 
 

@@ -48,6 +48,11 @@ def test_inside_of_jit_the_factors_are_numbers() -> None:
     assert fn(jnp.ones(4096)).shape == (4096,)
 
 
+def say(x):
+    jax.debug.print("{}", x)
+    return x
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "error", "message"),
     [
@@ -57,6 +62,10 @@ def test_inside_of_jit_the_factors_are_numbers() -> None:
         (lambda x: jnp.argmax(x), [zeros(3)], TypeError, "returns one floating array"),
         (lambda x: 0 * x + 2, [zeros(3)], ValueError, "its result is constant"),
         (jnp.log, [zeros(3)], ValueError, "its result is not finite"),
+        (3, [zeros(3)], TypeError, "expected a function; got int"),
+        (jnp.sin, zeros(3), TypeError, "expected a sequence of example arguments; got one array"),
+        (lambda x: x if x[0] > 0 else -x, [zeros(3)], TypeError, "needs the values of its"),
+        (say, [zeros(3)], ValueError, "expected a function without side effects"),
         (jnp.round, [zeros(9)], ValueError, "the gradient of argument 0 is constant"),
     ],
 )

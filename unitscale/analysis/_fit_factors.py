@@ -64,9 +64,10 @@ def fit_factors(
         `FittedFactors`, with the closed form if `rules` knows it.
 
     Raises:
-        TypeError: if the result is not one floating array.
-        ValueError: if no argument is floating, or the result or a gradient is constant or not
-            finite.
+        TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
+            result is not one floating array.
+        ValueError: if no argument is floating, the function has side effects, or the result or a
+            gradient is constant or not finite.
 
     Example:
         >>> import numpy as np, jax.numpy as jnp

@@ -136,7 +136,7 @@ def check_gradients(
         given = jax.tree.unflatten(rest_tree, xs[len(leaves) :])
         return loss(jax.tree.unflatten(treedef, xs[: len(leaves)]), *given)
 
-    closed, out = traced("check_gradients", flat, *args)
+    closed, out = traced("check_gradients", flat if callable(loss) else loss, *args)
     if len(jax.tree.leaves(out)) != 1 or getattr(out, "shape", None) != () or not is_float(out):
         raise ValueError(
             "unitscale.analysis.check_gradients: expected a loss that returns one floating scalar; "

@@ -198,7 +198,7 @@ def _program(
     if not sites:
         raise ValueError(
             "unitscale.analysis.trace_scales: expected a function with floating values; got one "
-            "that has none. Integers have no scale."
+            "that computes none from its arguments. Integers have no scale."
         )
     labels[:0] = own
 

@@ -39,9 +39,9 @@ def traced(where: str, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
             f"else ({_first_line(error)}). Close over what is no array."
         ) from error
     if closed.effects:
-        names = ", ".join(
-            sorted({str(effect) or type(effect).__name__ for effect in closed.effects})
-        )
+        # An effect on a Ref goes on to tell its address.
+        words = (str(effect).split("<")[0] or type(effect).__name__ for effect in closed.effects)
+        names = ", ".join(sorted(set(words)))
         raise ValueError(
             f"unitscale.analysis.{where}: expected a function without side effects; got one with "
             f"{names}. Remove jax.debug.print, callbacks and Refs from it for this."

@@ -103,9 +103,11 @@ def unit_scaled(
         `UnitScaled`, a function of arrays and ScaledArrays, whose scale is folded in.
 
     Raises:
-        TypeError: if the result is not one floating array.
+        TypeError: if ``fn`` is no function that JAX can trace, or the result is not one floating
+            array.
         ValueError: if no argument is floating, ``cut`` has one that is not, the constraint does
-            not fit, or the result or a gradient is constant or not finite.
+            not fit, the function has side effects, or the result or a gradient is constant or not
+            finite.
 
     Example:
         >>> import jax

@@ -74,9 +74,10 @@ def simulate(
         `Simulation`.
 
     Raises:
-        TypeError: if the result is not one floating array.
-        ValueError: if no argument is floating, there are fewer than two seeds, or result or a
-            gradient is constant or not finite.
+        TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
+            result is not one floating array.
+        ValueError: if no argument is floating, there are fewer than two seeds, the function has
+            side effects, or result or a gradient is constant or not finite.
 
     Example:
         >>> import numpy as np
@@ -90,6 +91,12 @@ def simulate(
     where = f"unitscale.{name}"
     if seeds < 2:
         raise ValueError(f"{where}: seeds must be at least 2, for an interval; got {seeds}")
+    if not callable(fn):
+        raise TypeError(f"{where}: expected a function; got {type(fn).__name__}")
+    if hasattr(example, "dtype"):
+        raise TypeError(
+            f"{where}: expected a sequence of example arguments; got one array. Put it in a list."
+        )
     example = [jnp.asarray(x) if isinstance(x, float | int) else x for x in example]
     floats = [i for i, x in enumerate(example) if is_floating(x)]
     if not floats:
@@ -105,7 +112,7 @@ def simulate(
         return fn(*full)
 
     shapes = [jax.ShapeDtypeStruct(np.shape(example[i]), np.float32) for i in floats]
-    out = jax.eval_shape(of_floats, *shapes)
+    out = _traced(where, of_floats, shapes)
     if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
         raise TypeError(
             f"{where}: expected a function that returns one floating array; got {out}. Return the "
@@ -138,6 +145,24 @@ def simulate(
     return Simulation(
         Factors(fwd[0], tuple(f for f, _ in bwd)), fwd[1], tuple(i for _, i in bwd), is_loss
     )
+
+
+def _traced(where: str, fn: Callable[..., Any], shapes: Sequence[Any]) -> Any:
+    """The type of a function's result."""
+    try:
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"{where}: expected a function that JAX can trace; got one that needs the values of "
+            f"its arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where for "
+            "choices."
+        ) from error
+    if closed.effects:
+        raise ValueError(
+            f"{where}: expected a function without side effects; got one that every draw would "
+            "repeat. Remove jax.debug.print, callbacks and Refs from it for this."
+        )
+    return out
 
 
 def _factor(

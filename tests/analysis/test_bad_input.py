@@ -1,0 +1,138 @@
+"""What every analysis says of functions that it can do nothing with, and does to none of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import io_callback
+
+from unitscale import ops
+from unitscale.analysis import check_gradients, cut_edges, fit_factors, trace_scales
+
+X = np.ones((4, 3), np.float32)
+IDS = np.arange(4)
+
+ANALYSES = {
+    "trace_scales": lambda fn, x: trace_scales(fn)(x),
+    "cut_edges": cut_edges,
+    "check_gradients": check_gradients,
+    "fit_factors": lambda fn, x: fit_factors(fn, [x]),
+}
+every_analysis = pytest.mark.parametrize("name", ANALYSES)
+calls: list[object] = []
+
+
+def prints(x):
+    jax.debug.print("{}", x)
+    return jnp.sum(x)
+
+
+def calls_back(x):
+    io_callback(calls.append, None, x)
+    return jnp.sum(x)
+
+
+def writes(x):
+    REF[...] = 0.0
+    return jnp.sum(x)
+
+
+REF = jax.new_ref(jnp.zeros(()))
+
+
+@every_analysis
+@pytest.mark.parametrize("fn", [prints, calls_back, writes])
+def test_side_effects_are_refused_and_do_not_happen(name, fn, capfd) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: expected a function without side effects; got"):
+        ANALYSES[name](fn, X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == ""
+    assert not calls
+
+
+def test_an_op_of_ones_own_has_no_side_effects() -> None:
+    with pytest.raises(ValueError, match=r"ops\.unit_scaled: .* without side effects"):
+        ops.unit_scaled(prints, [X])
+
+
+INTEGERS = {
+    "trace_scales": "expected a function with floating values; .* Integers have no scale",
+    "cut_edges": "expected a floating input .* Integers and stop_gradient carry no gradient",
+    "check_gradients": "expected floating parameters; got 1 leaves, none of them floating",
+    "fit_factors": "expected a floating argument; got 1 arguments, none floating",
+}
+
+
+@every_analysis
+def test_integers(name) -> None:
+    with pytest.raises(ValueError, match=rf"analysis\.{name}: {INTEGERS[name]}"):
+        ANALYSES[name](lambda ids: jnp.sum(ids + 1), IDS)
+
+
+@every_analysis
+def test_an_integer_of_floating_arguments(name) -> None:
+    if name == "trace_scales":
+        assert [r.primitive for r in trace_scales(jnp.argmax)(X)] == ["input"]
+        return
+    expected = {
+        "cut_edges": "expected a floating input that reaches a floating output",
+        "check_gradients": "expected a loss that returns one floating scalar; got int32",
+        "fit_factors": "expected a function that returns one floating array; got .*int32",
+    }
+    with pytest.raises((TypeError, ValueError), match=rf"analysis\.{name}: {expected[name]}"):
+        ANALYSES[name](lambda x: jnp.argmax(x), X)
+
+
+class Bare(nnx.Module):
+    """A model that has nothing to learn."""
+
+    def __call__(self, x):
+        return jnp.sum(jnp.sin(x))
+
+
+def test_a_model_without_parameters() -> None:
+    graphdef, params = nnx.split(Bare())
+
+    def loss(params, x):
+        return nnx.merge(graphdef, params)(x)
+
+    assert [r.name for r in trace_scales(loss)(params, X)] == ["[1]", "", "result"]
+    assert [item.name for item in cut_edges(loss, params, X).inputs] == ["[1]"]
+    with pytest.raises(ValueError, match="expected a floating input that reaches"):
+        cut_edges(loss, params, X, argnums=0)
+    with pytest.raises(ValueError, match="expected floating parameters; got 0 leaves"):
+        check_gradients(loss, params, X)
+    with pytest.raises(ValueError, match="expected a floating argument; got 0 arguments"):
+        fit_factors(lambda: loss(params, X), [])
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_arguments_that_are_not_finite(value) -> None:
+    x = X.copy()
+    x[1, 2] = value
+    trace = trace_scales(lambda x: 2 * x)(x)
+    assert not np.isfinite([[r.rms, r.amax] for r in trace]).any()
+    assert [r.formats["float16"].saturated for r in trace] == [(1 / 12) * np.isinf(value)] * 2
+    assert trace.plot().axes
+    assert trace.table().row_count == 2
+    # Graphs and simulations have only the shapes of arguments.
+    assert cut_edges(jnp.sin, x).inputs[0].cut
+    assert fit_factors(jnp.sin, [x]).factors == fit_factors(jnp.sin, [X]).factors
+    with pytest.raises(ValueError, match="got 1 elements of params that are not"):
+        check_gradients(lambda x: jnp.sum(x), x)
+
+
+@every_analysis
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (3, "expected a function; got int"),
+        (lambda x: x if x[0, 0] > 0 else -x, "needs the values of its arguments"),
+    ],
+)
+def test_what_cannot_be_traced(name, fn, message) -> None:
+    with pytest.raises(TypeError, match=rf"analysis\.{name}: .*{message}"):
+        ANALYSES[name](fn, X)
