@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from .errors import RecipeError
+from .placement import whole
+from .processes import is_lost
 
 Tree = TypeVar("Tree")
 
@@ -85,6 +86,11 @@ class Checkpoints:
         """For a message about a failure: the checkpoint that it left alone."""
         with contextlib.suppress(RecipeError):  # the failure that the message is about comes first
             self.wait()
+        return self.what_is_complete
+
+    @property
+    def what_is_complete(self) -> str:
+        """The same without waiting for a write under way."""
         step = self.newest
         return (
             f"the checkpoint of step {step} is untouched" if step else "no checkpoint was written"
@@ -152,6 +158,8 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax and TensorStore report a full disk in several ways
             self._writing = None
+            if is_lost(error):
+                raise
             raise RecipeError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: "
                 f"{_first_line(error)}; {self.what_is_safe}; free space or change permissions, "
@@ -269,18 +277,11 @@ def _is_key(leaf: Any) -> bool:
 
 def _describe(array: jax.Array) -> list[Any]:
     """dtype, shape and checksum, as JSON values."""
-    return [*_shape(array), zlib.crc32(_on_host(array).tobytes())]
+    return [*_shape(array), zlib.crc32(np.asarray(whole(array)).tobytes())]
 
 
 def _shape(array: jax.Array) -> list[Any]:
     return [str(array.dtype), list(array.shape)]
-
-
-def _on_host(array: jax.Array) -> np.ndarray:
-    """The whole array, whichever processes hold its parts."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from .bench import BENCHMARKS
 from .charlm.config import CharlmConfig
 from .configfile import load_any_config, load_config, load_run_config
-from .errors import RecipeError
+from .errors import RecipeError, complain
 from .mnist.config import MnistConfig
 
 app = typer.Typer(
@@ -48,22 +48,43 @@ def train(
     convert: Annotated[
         bool, typer.Option(help="resume in the number formats of this config, whatever they were")
     ] = False,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="of several processes, the first")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="how many train this run")] = None,
+    process: Annotated[int | None, typer.Option(min=0, help="which of them this is")] = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="ask Slurm, Open MPI, ... for these three")
+    ] = False,
+    heartbeat: Annotated[
+        int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
+    ] = 100,
 ) -> None:
-    """Train a model; all runs but those of images resume from its newest checkpoint."""
+    """Train a model; all runs but those of images resume from its newest checkpoint.
+
+    Several processes train one run where each is started with the same command and either the three
+    options --coordinator, --processes and --process, the environment variables
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
+    """
     settings = load_any_config(config, overrides or ())
     # Imported after the config is known to be right: this imports JAX.
-    if isinstance(settings, MnistConfig):
-        from .mnist.train import train as train_classifier
+    from .processes import Processes, joined, require_one
 
-        outcome = train_classifier(settings, fresh=fresh, console=Console())
-    elif isinstance(settings, CharlmConfig):
-        from .charlm.train import train as train_characters
+    with joined(Processes(coordinator, processes, process, distributed, heartbeat)):
+        if isinstance(settings, MnistConfig):
+            from .mnist.train import train as train_classifier
 
-        outcome = train_characters(settings, fresh=fresh, console=Console())
-    else:
-        from .train import train as train_run
+            require_one(settings.recipe)
+            outcome = train_classifier(settings, fresh=fresh, console=Console())
+        elif isinstance(settings, CharlmConfig):
+            from .charlm.train import train as train_characters
 
-        outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
+            require_one(settings.recipe)
+            outcome = train_characters(settings, fresh=fresh, console=Console())
+        else:
+            from .train import train as train_run
+
+            outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -210,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RecipeError as error:
         if wants_traceback:
             raise
-        _error(str(error))
+        complain(str(error))
         return error.exit_code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -219,9 +240,3 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _warn(message: str) -> None:
     Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
-
-
-def _error(message: str) -> None:
-    console = Console(stderr=True)
-    console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)

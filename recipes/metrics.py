@@ -63,6 +63,19 @@ class Metrics:
         self._events.flush()
 
 
+class NoMetrics(Metrics):
+    """What a process has that leaves writing to another."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, **values: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; a last line cut short by a crash is left out."""
     if not path.exists():

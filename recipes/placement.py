@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from unitscale.parallel import make_mesh, param_shardings, shard_batch
+from unitscale.parallel import batch_share, make_mesh, param_shardings, shard_batch
 
 from .config import RunConfig
 from .errors import RecipeError
@@ -22,6 +22,11 @@ def open_mesh(config: RunConfig) -> Mesh | None:
         does not fit the rest.
     """
     if config.mesh is None:
+        if jax.process_count() > 1:
+            raise RecipeError(
+                f"mesh: expected one of the {jax.device_count()} devices of all "
+                f"{jax.process_count()} processes; got null; set mesh.data={jax.device_count()}"
+            )
         return None
     axes = config.mesh.model_dump(exclude={"gradients"})
     if config.mesh.gradients and (axes["fsdp"] * axes["tensor"] > 1 or config.scalify):
@@ -37,8 +42,35 @@ def open_mesh(config: RunConfig) -> Mesh | None:
 
 
 def place(state: Any, mesh: Mesh | None) -> Any:
-    """A tree of arrays, spread over the mesh by their shapes."""
-    return state if mesh is None else jax.device_put(state, param_shardings(state, mesh))
+    """A tree of arrays, the same in all processes, spread over the mesh by their shapes."""
+    if mesh is None:
+        return state
+    shardings = param_shardings(state, mesh)
+    if jax.process_count() == 1:
+        return jax.device_put(state, shardings)
+    return jax.jit(_same, out_shardings=shardings)(state)
+
+
+def whole(tree: Any) -> Any:
+    """A tree of arrays, each whole in this process; all processes have to ask."""
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
+        return jax.jit(_same, out_shardings=replicated)(x).addressable_data(0)
+
+    return jax.tree.map(own, tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def share(mesh: Mesh | None) -> dict[str, int]:
+    """Which share of each batch this process reads, as arguments of `Data.training`."""
+    process, processes = (0, 1) if mesh is None else batch_share(mesh)
+    return {"process": process, "processes": processes}
 
 
 def place_batch(batch: Any, mesh: Mesh | None) -> Any:

@@ -90,7 +90,7 @@ def _check_same(
     # A key that is newer than the run had its default.
     with contextlib.suppress(ValidationError):
         old = type(config).model_validate(old).model_dump()
-    before, after = _flatten(old), _flatten(new)
+    before, after = flatten(old), flatten(new)
     keys = [key for key in after if sections is None or key.split(".")[0] in sections]
     if sections is None:
         keys += [key for key in before if key not in after]
@@ -107,11 +107,12 @@ def _check_same(
         )
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

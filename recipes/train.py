@@ -11,6 +11,7 @@ import functools
 import time
 from collections import deque
 from pathlib import Path
+from signal import Signals
 from typing import Any, NamedTuple
 
 import jax
@@ -27,14 +28,23 @@ from .convert import formats
 from .data import Batches
 from .errors import RecipeError
 from .evaluate import make_evaluation, mean_loss
-from .metrics import Metrics
+from .metrics import Metrics, NoMetrics
 from .monitor import watch
 from .optimizer import make_schedule
-from .placement import on_mesh, open_mesh, place, place_batch
+from .placement import on_mesh, open_mesh, place, place_batch, share, whole
 from .plots import plot_loss, plot_rms
 from .probe import probe
+from .processes import (
+    SharedError,
+    check_alike,
+    is_first,
+    is_lost,
+    largest,
+    lost_message,
+    together,
+)
 from .progress import Reporter
-from .rundir import open_run
+from .rundir import flatten, open_run, run_folder
 from .scaling import plain
 from .signals import StopRequest
 from .state import init_state, restore
@@ -60,6 +70,8 @@ def train(
 ) -> Outcome:
     """Trains, or goes on from the newest complete checkpoint of the same run.
 
+    Of several processes (see `recipes.processes`) all call it alike, and the first reports.
+
     Args:
       config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
       fresh: Moves an earlier run of this name aside instead of resuming it.
@@ -70,21 +82,33 @@ def train(
       The run's folder, its last step and its validation loss.
 
     Raises:
-      RecipeError: Unusable data or run folder, a full disk, or a loss that is not finite.
+      RecipeError: Unusable data or run folder, a full disk, a loss that is not finite, or processes
+        that disagree or no longer answer.
     """
     console = Console() if console is None else console
+    console = console if is_first() else Console(quiet=True)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    data = load_data(config)
-    folder = open_run(config, fresh=fresh, convert=convert)
-    run = _Run(config, folder, data)
+    with together():
+        data = load_data(config)
+    told = flatten(config.model_dump()) | {"--fresh": fresh, "--convert": convert}
+    check_alike(told | {"the text's digest": data.digest})
+    folder = run_folder(config)
+    with together():
+        if is_first():
+            open_run(config, fresh=fresh, convert=convert)
+    with together():
+        run = _Run(config, folder, data)
     parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))
     say(
         f"{config.name}: {parameters:,} parameters, {data.summary}, "
         f"policy {config.policy}, in {folder}"
     )
+    lost = False
     try:
-        data.save(folder)
-        start = run.resume(say)
+        with together():
+            if is_first():
+                data.save(folder)
+            start = run.resume(say)
         signal = run.loop(start, console)
         if signal is not None:
             step = int(run.state.step)
@@ -98,8 +122,14 @@ def train(
             "free space or change permissions, then run the same command again",
             exit_code=1,
         ) from error
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if lost := is_lost(error):
+            safe = run.checkpoints.what_is_complete
+            raise RecipeError(lost_message(error, safe), exit_code=1) from error
+        raise
     finally:
-        run.checkpoints.close()
+        if not lost:
+            run.checkpoints.close()
 
 
 class _Run:
@@ -111,9 +141,7 @@ class _Run:
         self.mesh = open_mesh(config)
         self.state = place(self.state, self.mesh)
         self.schedule = make_schedule(config.optimizer, config.train.steps)
-        self.batches: Batches = data.training(
-            config.seed, process=jax.process_index(), processes=jax.process_count()
-        )
+        self.batches: Batches = data.training(config.seed, **share(self.mesh))
         self.checkpoints = Checkpoints(folder, keep=config.train.keep)
         self.train_step = make_train_step(
             self.graphdef,
@@ -153,23 +181,25 @@ class _Run:
             return None
         recent: deque[Any] = deque(maxlen=settings.log_every + 1)
         step = on_mesh(self.train_step, self.state, self.mesh)
-        metrics = Metrics(self.folder, resume_step=start)
+        metrics = Metrics(self.folder, resume_step=start) if is_first() else NoMetrics()
         try:
             with StopRequest() as stop, Reporter(settings.steps, start, tokens, console) as report:
                 clock, clock_step, paused = time.perf_counter(), start, 0.0
                 for index in range(start, settings.steps):
                     batch = next(self.batches)
-                    recent.append(batch)
                     shares = place_batch(batch, self.mesh)
+                    recent.append(shares)
                     self.state, values = step(self.state, shares, np.int32(index))
                     done = index + 1
                     report.advance(done)
                     if index == start and settings.log_every > 1:
                         jax.block_until_ready(values)  # keeps compilation out of the speed
                         clock, clock_step = time.perf_counter(), done
-                    stopping = stop.signal is not None  # asked once, so that a stop is saved
+                    logging = done % settings.log_every == 0 or done == settings.steps
+                    signal = self._asked_to_stop(stop, logging)  # once, so that a stop is saved
+                    stopping = signal is not None
                     ending = done == settings.steps or stopping
-                    if done % settings.log_every == 0 or done == settings.steps:
+                    if logging:
                         loss = float(values["loss"])  # waits for the device
                         self._check_finite(done, recent)
                         seconds = time.perf_counter() - clock - paused
@@ -201,9 +231,16 @@ class _Run:
                     if stopping:
                         break
                 self.checkpoints.wait()
-                return stop.signal
+                return signal
         finally:
             metrics.close()
+
+    def _asked_to_stop(self, stop: StopRequest, logging: bool) -> Signals | None:
+        """The signal to stop at; processes agree on it where they wait for their devices anyway."""
+        if jax.process_count() == 1:
+            return stop.signal
+        number = largest(int(stop.signal or 0)) if logging else 0
+        return Signals(number) if number else None
 
     def save(self, step: int) -> None:
         facts = {"formats": formats(self.config), "text": self.data.digest}
@@ -219,7 +256,8 @@ class _Run:
         return mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
 
     def model(self) -> Any:
-        params, rest = plain(self.config.scalify, (self.state.params, self.state.rest))
+        """The model as it is, whole in every process."""
+        params, rest = plain(self.config.scalify, whole((self.state.params, self.state.rest)))
         return nnx.merge(self.graphdef, params, rest)
 
     def _watch(self, say) -> dict[str, float]:
@@ -232,11 +270,11 @@ class _Run:
         if good == done:
             return
         batch = recent[good - done]  # the batch of the first step that did not count
-        reading = probe(self.model(), *loss_inputs(batch))
+        reading = probe(self.model(), *loss_inputs(whole(batch)))
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         tolerated = self.config.optimizer.skip_nonfinite
         after = f", after {tolerated} such steps in a row that were left out" if tolerated else ""
-        raise RecipeError(
+        raise SharedError(
             f"step {good + 1}: the loss or its gradient is not finite{after}; the first value that "
             f"is not finite is {where}; {self.checkpoints.what_is_safe}; lower "
             "optimizer.learning_rate, set optimizer.clip_norm, or choose a policy of wider range",
@@ -248,6 +286,10 @@ def _finish(run: _Run, say) -> Outcome:
     """Validation loss, plots and closing lines of a run that has done all its steps."""
     config, step = run.config, int(run.state.step)
     validation = run.validation_loss()
+    params, rest = whole((run.state.params, run.state.rest))  # what follows is for one process
+    run.state = run.state._replace(params=params, rest=rest)
+    if not is_first():
+        return Outcome(run.folder, step, validation, None)
     plot_run(run)
     say(f"validation loss {validation:.4f} nats per token, {validation / np.log(2):.4f} bits")
     for line in closing(config, run.data, run.model(), run.folder):

@@ -5,6 +5,7 @@ from ._all_reduce import all_reduce as all_reduce
 from ._auto_scale import AutoScale as AutoScale
 from ._mesh import (
     batch_axes as batch_axes,
+    batch_share as batch_share,
     make_mesh as make_mesh,
     param_shardings as param_shardings,
     shard_batch as shard_batch,

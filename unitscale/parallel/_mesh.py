@@ -61,12 +61,45 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in ("fsdp", "data") if name in mesh.shape)
 
 
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+    """Which share of a batch this process gives to `shard_batch`.
+
+    Processes whose devices hold the same rows, as those of one tensor parallel group do, give the
+    same share.
+
+    Args:
+        mesh: of `make_mesh`.
+
+    Returns:
+        The number of the share, from 0, and that of shares; (0, 1) for one process.
+
+    Raises:
+        ValueError: if the rows of two processes overlap in part.
+
+    Example:
+        >>> batch_share(make_mesh({"data": 1}, devices=jax.devices()[:1]))
+        (0, 1)
+    """
+    ways = math.prod(mesh.shape[name] for name in batch_axes(mesh))
+    rows: dict[int, set[int]] = {}
+    for device, (part,) in _batch_sharding(mesh).devices_indices_map((ways,)).items():
+        rows.setdefault(device.process_index, set()).update(range(ways)[part])
+    shares = sorted({tuple(sorted(own)) for own in rows.values()})
+    if sum(map(len, shares)) != ways:
+        raise ValueError(
+            "unitscale.parallel.batch_share: the rows of a batch that processes hold must be the "
+            f"same or apart; got {rows} on the mesh {dict(mesh.shape)}. Change an axis, so that it "
+            "is that of whole processes."
+        )
+    return shares.index(tuple(sorted(rows[jax.process_index()]))), len(shares)
+
+
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Divides the first dimension of a batch over the axes of `batch_axes`.
 
     Args:
         batch: tree of arrays of one leading size. With several processes each passes its own share
-            of the global batch.
+            of the global batch, the one that `batch_share` names.
         mesh: of `make_mesh`.
 
     Returns:
@@ -82,22 +115,29 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """
     names = batch_axes(mesh)
     ways = math.prod(mesh.shape[name] for name in names)
-    sharding = NamedSharding(mesh, PartitionSpec(names) if names else PartitionSpec())
+    sharding = _batch_sharding(mesh)
     processes = len({device.process_index for device in mesh.devices.flat})
+    _, shares = batch_share(mesh)
 
     def place(x: Any) -> jax.Array:
-        rows = jnp.shape(x)[0] * processes if jnp.ndim(x) else 0
+        rows = jnp.shape(x)[0] * shares if jnp.ndim(x) else 0
         if not rows or rows % ways:
             raise ValueError(
                 f"unitscale.parallel.shard_batch: the batch must be divisible by the {ways} "
-                f"devices of {' and '.join(names)}; got a leaf of shape {jnp.shape(x)} on each of "
-                f"{processes} processes. Change the batch size or the mesh."
+                f"devices of {' and '.join(names)}; got a leaf of shape {jnp.shape(x)} in each of "
+                f"{shares} shares. Change the batch size or the mesh."
             )
         if processes == 1:
             return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        x = np.asarray(x)
+        return jax.make_array_from_process_local_data(sharding, x, (rows, *x.shape[1:]))
 
     return jax.tree.map(place, batch)
+
+
+def _batch_sharding(mesh: Mesh) -> NamedSharding:
+    names = batch_axes(mesh)
+    return NamedSharding(mesh, PartitionSpec(names) if names else PartitionSpec())
 
 
 def param_shardings(params: Any, mesh: Mesh, *, small: int = 1024) -> Any:
