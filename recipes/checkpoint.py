@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 
 from .errors import RecipeError
 from .placement import whole
-from .processes import is_lost
+from .processes import all_texts, is_first, is_lost
 
 Tree = TypeVar("Tree")
 
@@ -188,6 +188,7 @@ class Checkpoints:
         damaged = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
+                self._check_first(step)
                 restored = self._read(step, like)
             except RecipeError:
                 raise
@@ -214,8 +215,40 @@ class Checkpoints:
             self.wait()
         self._manager.close()
 
+    def _check_first(self, step: int) -> None:
+        """Lets the first of several processes look for damage that others might not meet.
+
+        A process that fails to read its part of an array would leave the others waiting for it.
+        """
+        if jax.process_count() == 1:
+            return
+        reason = ""
+        if is_first():
+            try:
+                self._check_alone(step)
+            except Exception as error:  # whatever a cut or altered file makes Orbax raise
+                reason = f"{_first_line(error)}"
+        reason = all_texts(reason)[0]
+        if reason:
+            raise ValueError(reason)
+
+    def _check_alone(self, step: int) -> None:
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone"
+        )
+        options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        with ocp.CheckpointManager(self._folder, options=options) as manager:
+            described = _restore_item(manager, step, facts=ocp.args.JsonRestore())["arrays"]
+            abstract = {
+                name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=here)
+                for name, (dtype, shape, _) in described.items()
+            }
+            state = ocp.args.StandardRestore(abstract)
+            _check_sums(_restore_item(manager, step, state=state), described)
+
     def _read(self, step: int, like: Any) -> Restored:
-        facts = self._restore_item(step, facts=ocp.args.JsonRestore())
+        facts = _restore_item(self._manager, step, facts=ocp.args.JsonRestore())
         described = facts.pop("arrays")
         like = like(facts) if callable(like) else like
         wanted = _named_arrays(like)
@@ -229,26 +262,33 @@ class Checkpoints:
                     "that wrote it, or --fresh"
                 )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-        arrays = self._restore_item(step, state=ocp.args.StandardRestore(abstract))
-        for name, array in arrays.items():
-            if _describe(array) != described[name]:
-                raise ValueError(f"the checksum of {name} differs")
-        position = self._restore_item(step, position=ocp.args.JsonRestore())
+        arrays = _restore_item(self._manager, step, state=ocp.args.StandardRestore(abstract))
+        _check_sums(arrays, described)
+        position = _restore_item(self._manager, step, position=ocp.args.JsonRestore())
         return Restored(step, _rebuild(like, arrays), position, facts)
-
-    def _restore_item(self, step: int, **item: Any) -> Any:
-        (name,) = item
-        return self._manager.restore(step, args=ocp.args.Composite(**item))[name]
 
     def _set_aside(self, step: int) -> Path:
         place = self._folder.parent / "damaged-checkpoints" / str(step)
-        while place.exists():
-            place = place.with_name(place.name + "-again")
-        place.parent.mkdir(exist_ok=True)
-        (self._folder / str(step)).rename(place)
+        if is_first():
+            while place.exists():
+                place = place.with_name(place.name + "-again")
+            place.parent.mkdir(exist_ok=True)
+            (self._folder / str(step)).rename(place)
+        all_texts("moved")  # none looks at the folder before
         self._manager.close()
         self._manager = self._open()
         return place
+
+
+def _restore_item(manager: ocp.CheckpointManager, step: int, **item: Any) -> Any:
+    (name,) = item
+    return manager.restore(step, args=ocp.args.Composite(**item))[name]
+
+
+def _check_sums(arrays: dict[str, jax.Array], described: dict[str, list[Any]]) -> None:
+    for name, array in arrays.items():
+        if _describe(array) != described[name]:
+            raise ValueError(f"the checksum of {name} differs")
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:

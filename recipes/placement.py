@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -57,7 +57,7 @@ def whole(tree: Any) -> Any:
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
-        replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
+        replicated = NamedSharding(cast(NamedSharding, x.sharding).mesh, PartitionSpec())
         return jax.jit(_same, out_shardings=replicated)(x).addressable_data(0)
 
     return jax.tree.map(own, tree)

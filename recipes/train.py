@@ -196,7 +196,7 @@ class _Run:
                         jax.block_until_ready(values)  # keeps compilation out of the speed
                         clock, clock_step = time.perf_counter(), done
                     logging = done % settings.log_every == 0 or done == settings.steps
-                    signal = self._asked_to_stop(stop, logging)  # once, so that a stop is saved
+                    signal = asked_to_stop(stop, logging=logging)  # once, so that a stop is saved
                     stopping = signal is not None
                     ending = done == settings.steps or stopping
                     if logging:
@@ -234,13 +234,6 @@ class _Run:
                 return signal
         finally:
             metrics.close()
-
-    def _asked_to_stop(self, stop: StopRequest, logging: bool) -> Signals | None:
-        """The signal to stop at; processes agree on it where they wait for their devices anyway."""
-        if jax.process_count() == 1:
-            return stop.signal
-        number = largest(int(stop.signal or 0)) if logging else 0
-        return Signals(number) if number else None
 
     def save(self, step: int) -> None:
         facts = {"formats": formats(self.config), "text": self.data.digest}
@@ -280,6 +273,14 @@ class _Run:
             "optimizer.learning_rate, set optimizer.clip_norm, or choose a policy of wider range",
             exit_code=1,
         )
+
+
+def asked_to_stop(stop: StopRequest, *, logging: bool) -> Signals | None:
+    """The signal to stop at; processes agree on it where they wait for their devices anyway."""
+    if jax.process_count() == 1:
+        return stop.signal
+    number = largest(int(stop.signal or 0)) if logging else 0
+    return Signals(number) if number else None
 
 
 def _finish(run: _Run, say) -> Outcome:

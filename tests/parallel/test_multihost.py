@@ -1,4 +1,4 @@
-"""Two processes over gloo on the loopback interface, and what `initialize` refuses."""
+"""Several processes over gloo on the loopback interface, and what `initialize` refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from unitscale.parallel import initialize
@@ -18,20 +19,31 @@ TIMEOUT = 240  # seconds; a busy machine takes a while to import
 WORKER = """
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
-from unitscale.parallel import all_reduce, initialize, make_mesh, shard_batch
+from unitscale.parallel import all_reduce, batch_share, initialize, make_mesh, shard_batch
 
 assert initialize(timeout=120)
-assert jax.process_count() == 2 and len(jax.devices()) == 4
+processes, index = jax.process_count(), jax.process_index()
+assert len(jax.devices()) == 4
 mesh = make_mesh({"data": 4})
 rows = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
-index = jax.process_index()
-local = shard_batch(rows[2 * index : 2 * index + 2], mesh)
+assert batch_share(mesh) == (index, processes)
+local = shard_batch(np.split(rows, processes)[index], mesh)
 assert local.shape == rows.shape
 f = jax.shard_map(
     lambda g: all_reduce(g[0], "data", small=0), mesh=mesh, in_specs=P("data"), out_specs=P()
 )
 mean = np.asarray(jax.jit(f)(local).addressable_data(0))
 exact = rows.mean(0)
+
+# The shares of a batch make one batch, whatever the processes hold of it.
+for axes in ({"data": 2, "tensor": 2}, {"data": 2, "fsdp": 2}, {"tensor": 4}, {"fsdp": 4}):
+    mesh = make_mesh(axes)
+    share, shares = batch_share(mesh)
+    batch = shard_batch(np.split(rows, shares)[share], mesh)
+    same = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, P()))
+    got = np.asarray(same(batch).addressable_data(0))
+    assert sorted(map(tuple, got)) == sorted(map(tuple, rows)), (axes, share, shares)
+    assert shares == min(processes, 4 // axes.get("tensor", 1))
 print("error", np.linalg.norm(mean - exact) / np.linalg.norm(exact), mean.tobytes().hex()[:64])
 """
 
@@ -42,13 +54,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def test_two_processes() -> None:
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes(processes: int) -> None:
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
     base |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // processes}",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "JAX_NUM_PROCESSES": "2",
+        "JAX_NUM_PROCESSES": str(processes),
         "PYTHONPATH": str(ROOT),
     }
     workers = [
@@ -59,7 +72,7 @@ def test_two_processes() -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index in range(2)
+        for index in range(processes)
     ]
     try:
         outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
@@ -67,9 +80,9 @@ def test_two_processes() -> None:
         for worker in workers:
             worker.kill()
             worker.wait()
-    assert [w.returncode for w in workers] == [0, 0], outputs[0][1] + outputs[1][1]
+    assert not any(worker.returncode for worker in workers), outputs
     lines = [[s for s in out.splitlines() if s.startswith("error")] for out, _ in outputs]
-    assert lines[0] == lines[1]  # the same bits on both
+    assert all(own == lines[0] for own in lines)  # the same bits on all
     assert 0 < float(lines[0][0].split()[1]) < 0.04
 
 
@@ -94,3 +107,24 @@ WRONG = [
 def test_refusals(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=rf"unitscale\.parallel\.initialize: {message}"):
         initialize(*arguments)
+
+
+def test_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX finds out what was not said, or says that nothing is known."""
+    asked: list[tuple] = []
+
+    def ask(*where: object, **settings: object) -> None:
+        asked.append((where, settings))
+        if where[1] is None:
+            raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", ask)
+    with pytest.raises(ValueError, match=r"initialize: detect expected a scheduler .*; got none"):
+        initialize(detect=True)
+    assert not initialize(processes=2, detect=True, timeout=7, heartbeat=8)  # of this process, one
+    settings = {"initialization_timeout": 7, "heartbeat_timeout_seconds": 8}
+    assert asked[1] == ((None, 2, None), settings)
+    with pytest.raises(
+        ValueError, match=r"process must be from 0 to processes - 1; got process -1"
+    ):
+        initialize(process=-1, detect=True)

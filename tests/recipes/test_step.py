@@ -82,6 +82,36 @@ def test_one_too_many_stops_the_state_where_it_is(tolerant) -> None:
     assert [int(s.skips.total) for s in states] == [0, 0, 1, 2, 2, 2]
 
 
+STORED = (
+    "model.library=unitscale",
+    "optimizer={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], rounding: stochastic}",
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        STORED,
+        ("data.batch_size=8", *STORED, ON_FOUR % "float8_e4m3fn"),
+        ("scalify={storage: float16, products: float8_e4m3fn}",),
+    ],
+    ids=["float32", "stored", "exchanged", "scalify"],
+)
+def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    """The compiled program writes all of the new state over the old."""
+    config = make_config(*words)
+    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES]) if config.mesh else None
+    graphdef, optimizer, state = init_state(config)
+    state = place(state, mesh)
+    narrow = config.mesh and config.mesh.gradients
+    step = make_train_step(graphdef, optimizer, config.scalify, mesh=mesh, exchange=narrow)
+    batch = place_batch(np.ones((config.data.batch_size, 17), np.int32), mesh)
+    program = on_mesh(step, state, mesh).lower(state, batch, np.int32(0)).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(array.nbytes for array in arrays(state))
+
+
 def exchange(config: Config, steps: int = 4) -> tuple[list[float], TrainState]:
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
     graphdef, optimizer, state = init_state(config)
