@@ -127,6 +127,18 @@ class TestTrees:
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)]
         assert paths == [".data", ".scale"][: len(leaves)]
 
+    @pytest.mark.parametrize("placeholder", [None, 0, 1, "sharding"])
+    def test_placeholders_keep_the_structure(self, kind: str, placeholder: object) -> None:
+        leaves, structure = jax.tree.flatten(make(kind, "float16"))
+        filled = jax.tree.unflatten(structure, [placeholder] * len(leaves))
+        assert jax.tree.structure(filled, is_leaf=lambda x: x is None) == structure
+
+    def test_output_shardings(self, kind: str) -> None:
+        x = make(kind, "float16")
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: here, x)
+        assert repr(jax.jit(lambda x: x, out_shardings=shardings)(x)) == repr(x)
+
     def test_jit_scan_and_tree_map(self, kind: str) -> None:
         x = make(kind, "float16")
         for y in (

@@ -90,13 +90,8 @@ STORED = (
 
 @pytest.mark.parametrize(
     "words",
-    [
-        (),
-        STORED,
-        ("data.batch_size=8", *STORED, ON_FOUR % "float8_e4m3fn"),
-        ("scalify={storage: float16, products: float8_e4m3fn}",),
-    ],
-    ids=["float32", "stored", "exchanged", "scalify"],
+    [(), ("data.batch_size=8", *STORED, ON_FOUR % "float8_e4m3fn")],
+    ids=["float32", "stored in few bits, on a mesh"],
 )
 def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     """The compiled program writes all of the new state over the old."""

@@ -89,7 +89,7 @@ class ScaledArray(Reductions):
         arXiv 2310.10537 (block scales).
     """
 
-    __slots__ = ("__weakref__", "_block_shape", "_scale", "data")
+    __slots__ = ("__weakref__", "_block_shape", "_scale", "_scale_is_leaf", "data")
 
     def __init__(
         self, data: Any, scale: Any = None, *, block_shape: tuple[int, ...] | None = None
@@ -109,7 +109,8 @@ class ScaledArray(Reductions):
             # One rank or none: a scale of any other rank was batched by vmap or scan (see `scale`).
             scale = scale.reshape((1,) * (self.data.ndim - scale.ndim) + scale.shape)
         self._scale = scale
-        self._block_shape = None if is_static(scale) else block_shape
+        self._scale_is_leaf = not is_static(scale)
+        self._block_shape = block_shape if self._scale_is_leaf else None
 
     @classmethod
     def from_exponent(cls, data: Any, exponent: Any, **kwargs: Any) -> "ScaledArray":
@@ -132,7 +133,7 @@ class ScaledArray(Reductions):
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Flattens into data and scale; special scales are part of the structure."""
         key = jax.tree_util.GetAttrKey
-        if is_static(self._scale):
+        if not self._scale_is_leaf:
             return ((key("data"), self.data),), (self._scale, None)
         children = ((key("data"), self.data), (key("scale"), self._scale))
         return children, ("array", self._block_shape)
@@ -142,7 +143,8 @@ class ScaledArray(Reductions):
         """Rebuilds without checks: JAX unflattens placeholders too."""
         new = object.__new__(cls)
         scale, new._block_shape = aux
-        if scale == "array":
+        new._scale_is_leaf = scale == "array"  # a placeholder may look like a special scale
+        if new._scale_is_leaf:
             new.data, new._scale = children
         else:
             (new.data,), new._scale = children, scale
