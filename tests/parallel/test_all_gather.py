@@ -99,8 +99,10 @@ def test_refusals() -> None:
         gathered({"n": np.ones((DEVICES, 8), np.int32)})
     with pytest.raises(ValueError, match=r"weights must have axis 1; got shape \(8,\)"):
         gathered(ones, axis=1)
-    with pytest.raises(ValueError, match="needs key="):
+    with pytest.raises(ValueError, match=r"all_gather: rounding='stochastic' needs key="):
         gathered(ones, rounding="stochastic")
+    with pytest.raises(ValueError, match=r"all_gather: rounding must be 'nearest' or .*; got 'up'"):
+        gathered(ones, rounding="up")
     with pytest.raises(ValueError, match="Call it inside shard_map"):
         all_gather(ones, "data")
     with pytest.raises(TypeError, match="an exchange has no derivative"):

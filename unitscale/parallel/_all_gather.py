@@ -7,7 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core import CastRounding, Format, ScaledArray, is_scaled, widen
-from ._quantize import AxisName, agree, axis_size, encode, wire_dtype, wire_format
+from ._quantize import (
+    AxisName,
+    SharedScale,
+    agree,
+    axis_size,
+    device_keys,
+    encode,
+    wire_dtype,
+    wire_format,
+)
 
 
 def gather_bits(bits: jax.Array, fmt: Format, axis_name: AxisName, axis: int = 0) -> jax.Array:
@@ -42,7 +51,7 @@ def all_gather(
         dtype: format on the wire and of the result: float8, float16 or bfloat16.
         axis: dimension along which the parts lie side by side.
         rounding: "nearest" or "stochastic".
-        key: `jax.random` key for stochastic rounding.
+        key: `jax.random` key for stochastic rounding, the same on all devices.
 
     Returns:
         The same tree of ScaledArrays with ``axis`` times the number of devices, in ``dtype``, the
@@ -51,8 +60,8 @@ def all_gather(
     Raises:
         TypeError: if a leaf is not floating, or the exchange is differentiated.
         ValueError: outside of shard_map, for float32 (use `jax.lax.all_gather`) or another format
-            that cannot be sent, for a leaf without ``axis``, or without a key for stochastic
-            rounding.
+            that cannot be sent, for a leaf without ``axis``, for an unknown rounding, or without a
+            key for a stochastic one.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -91,18 +100,10 @@ def all_gather(
             )
         values.append(jnp.asarray(value))
     shared = agree(values, [fmt] * len(values), [1.0] * len(values), axis_name)
-    own = None if key is None else jax.random.fold_in(key, lax.axis_index(axis_name))
-    keys = [None] * len(values) if own is None else jax.random.split(own, max(len(values), 1))
-    gathered = [
-        ScaledArray(
-            gather_bits(
-                encode(widen(value) * one.inverse, fmt, rounding, part_key),
-                fmt,
-                axis_name,
-                axis % value.ndim,
-            ),
-            one.scale,
-        )
-        for value, one, part_key in zip(values, shared, keys, strict=True)
-    ]
-    return jax.tree.unflatten(structure, gathered)
+    keys = device_keys(where, rounding, key, axis_name, len(values))
+
+    def one(value: jax.Array, scale: SharedScale, key: jax.Array | None) -> ScaledArray:
+        bits = encode(widen(value) * scale.inverse, fmt, rounding, key)
+        return ScaledArray(gather_bits(bits, fmt, axis_name, axis % value.ndim), scale.scale)
+
+    return jax.tree.unflatten(structure, list(map(one, values, shared, keys)))

@@ -8,8 +8,17 @@ from jax import lax
 
 from ..core import CastRounding, Format, narrow, widen
 from ._all_gather import gather_bits
-from ._quantize import AxisName, SharedScale, agree, axis_size, encode, wire_dtype, wire_format
-from ._reduce_scatter import checked_leaves, device_key, scatter_mean
+from ._quantize import (
+    AxisName,
+    SharedScale,
+    agree,
+    axis_size,
+    device_keys,
+    encode,
+    wire_dtype,
+    wire_format,
+)
+from ._reduce_scatter import checked_leaves, scatter_mean
 
 
 def exchange(
@@ -38,12 +47,9 @@ def exchange(
         )
     if any(isinstance(m, (int, float)) and not 0 < m < float("inf") for m in mus):
         raise ValueError(f"unitscale.parallel.{where}: mu must be positive and finite; got {mu}")
-    own = device_key(where, rounding, key, axis_name)
+    keys = device_keys(where, rounding, key, axis_name, len(leaves))
     formats = [large if leaf.size >= small else little for leaf in leaves]
     shared = agree(leaves, formats, mus, axis_name)
-    keys = [None] * len(leaves)
-    if own is not None and leaves:
-        keys = list(jax.random.split(own, len(leaves)))
     means = [
         _mean(leaf, fmt, one, devices, axis_name, rounding, k)
         for leaf, fmt, one, k in zip(leaves, formats, shared, keys, strict=True)

@@ -99,6 +99,30 @@ def check_varying(where: str, name: str, leaf: Any, axis_name: AxisName) -> None
         )
 
 
+def device_keys(
+    where: str, rounding: CastRounding, key: jax.Array | None, axis_name: AxisName, count: int
+) -> list[jax.Array | None]:
+    """A key per tensor of this device alone, as its rounding must not be that of the others.
+
+    Raises:
+        ValueError: for an unknown rounding, or a stochastic one without a key.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(
+            f"unitscale.parallel.{where}: rounding must be 'nearest' or 'stochastic'; got "
+            f"{rounding!r}"
+        )
+    if rounding == "nearest":
+        return [None] * count
+    if key is None:
+        raise ValueError(
+            f"unitscale.parallel.{where}: rounding='stochastic' needs key=, a jax.random key that "
+            "is the same on all devices; got None"
+        )
+    own = jax.random.fold_in(key, lax.axis_index(axis_name))
+    return list(jax.random.split(own, count)) if count else []
+
+
 def agree(
     leaves: Sequence[jax.Array],
     formats: Sequence[Format],

@@ -14,6 +14,7 @@ from ._quantize import (
     axis_size,
     check_varying,
     decode,
+    device_keys,
     encode,
     wire_dtype,
     wire_format,
@@ -44,25 +45,6 @@ def scatter_mean(
     bits = encode(widen(parts) * shared.inverse, fmt, rounding, key)
     received = lax.all_to_all(bits, axis_name, 0, 0)
     return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
-
-
-def device_key(
-    where: str, rounding: CastRounding, key: jax.Array | None, axis_name: AxisName
-) -> jax.Array | None:
-    """A key of this device alone, as its rounding must not be that of the others."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"unitscale.parallel.{where}: rounding must be 'nearest' or 'stochastic'; got "
-            f"{rounding!r}"
-        )
-    if rounding == "nearest":
-        return None
-    if key is None:
-        raise ValueError(
-            f"unitscale.parallel.{where}: rounding='stochastic' needs key=, a jax.random key that "
-            "is the same on all devices; got None"
-        )
-    return jax.random.fold_in(key, lax.axis_index(axis_name))
 
 
 def checked_leaves(where: str, tree: Any, axis_name: AxisName) -> tuple[list[jax.Array], Any]:
@@ -146,7 +128,7 @@ def reduce_scatter(
             "got a ScaledArray. Differentiate with respect to to_array(params)."
         )
     leaves, structure = checked_leaves(where, grads, axis_name)
-    own = device_key(where, rounding, key, axis_name)
+    keys = device_keys(where, rounding, key, axis_name, len(leaves))
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] % devices:
             raise ValueError(
@@ -155,7 +137,6 @@ def reduce_scatter(
                 "all_reduce."
             )
     shared = agree(leaves, [fmt] * len(leaves), [1.0] * len(leaves), axis_name)
-    keys = [None] * len(leaves) if own is None else jax.random.split(own, max(len(leaves), 1))
 
     def one(leaf: jax.Array, scale: SharedScale, key: jax.Array | None) -> jax.Array:
         cut = axis % leaf.ndim
