@@ -85,6 +85,7 @@ WRONG = [
     (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
     (["train", "data.batch_size=999"], "error: data.batch_size: expected at most the"),
     (["train", "--nonsense"], "No such option"),
+    (["train", "--processes", "2"], "error: processes: unitscale.parallel.initialize: coordinator"),
     (["evaluate"], "error: name: no run at"),
     (["generate", "name=other"], "error: name: no run at"),
     (["generate", "--tokens", "0"], "Invalid value for '--tokens'"),

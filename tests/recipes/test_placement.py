@@ -12,7 +12,7 @@ from rich.console import Console
 from recipes import train as train_module
 from recipes.config import Config
 from recipes.errors import RecipeError
-from recipes.placement import on_mesh, open_mesh, place, place_batch
+from recipes.placement import on_mesh, open_mesh, place, place_batch, share, whole
 from recipes.state import init_state
 from recipes.train import make_train_step, train
 
@@ -85,3 +85,10 @@ def test_refusals(make_config: MakeConfig) -> None:
         ):
             open_mesh(make_config(*words))
     assert open_mesh(make_config()) is None
+
+
+def test_one_process_has_all(make_config: MakeConfig) -> None:
+    mesh = open_mesh(make_config(MESH))
+    assert share(None) == share(mesh) == {"process": 0, "processes": 1}
+    state = place({"kernel": jax.numpy.ones((64, 64))}, mesh)
+    assert whole(state)["kernel"] is state["kernel"]
