@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
 from .config import Config, RunConfig
 from .errors import RecipeError
@@ -23,6 +24,7 @@ from .mnist.config import MnistConfig
 AnyConfig = RunConfig | MnistConfig | CharlmConfig
 RECIPES: dict[str, type[AnyConfig]] = {
     "gpt": Config,
+    "bert": BertConfig,
     "mnist": MnistConfig,
     "charlm": CharlmConfig,
 }

@@ -9,60 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale import nn, ops
-
+from ..bert.config import BertModelConfig
+from ..bert.model import Bert
 from ..config import Config
 from ..gpt import build
-
-
-class Bert(nnx.Module):
-    """A masked language model of BERT's shape: post-norm, not causal, tied readout.
-
-    Segment embeddings are left out: they add no product. Every position is predicted.
-
-    Args:
-      vocab: Number of token ids.
-      width: Size of the residual stream.
-      layers: Number of Transformer layers.
-      heads: Number of attention heads.
-      context: Sequence length.
-      policy: Formats, as `unitscale.nn` takes them.
-      rngs: Streams `params` and `dropout`.
-    """
-
-    def __init__(
-        self,
-        vocab: int,
-        width: int,
-        layers: int,
-        heads: int,
-        context: int,
-        *,
-        policy: str = "float32",
-        rngs: nnx.Rngs,
-    ):
-        self.embed = nn.Embed(vocab, width, policy=policy, rngs=rngs)
-        self.positions = nn.PositionalEmbed(context, width, policy=policy, rngs=rngs)
-        self.norm = nn.LayerNorm(width, policy=policy)
-        self.stack = nn.TransformerStack(
-            layers,
-            width,
-            heads,
-            norm="layer",
-            norm_placement="post",
-            max_length=context,
-            policy=policy,
-            rngs=rngs,
-        )
-        self.head = nn.Dense(width, width, policy=policy, rngs=rngs)
-        self.head_norm = nn.LayerNorm(width, policy=policy)
-
-    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        x = self.norm(self.positions(self.embed(ids)))
-        x = self.stack(x, deterministic=deterministic)
-        x = self.head_norm(ops.gelu(self.head(x)))
-        return ops.softmax_cross_entropy(self.embed.attend(x), targets)
 
 
 def gpt(config: Config) -> Callable[[], Any]:
@@ -73,26 +23,38 @@ def gpt(config: Config) -> Callable[[], Any]:
 def bert_large(policy: str = "float32", **shape: int) -> Callable[[], Bert]:
     """What makes a model of BERT Large's shape, or of another."""
     sizes = {"vocab": 30522, "width": 1024, "layers": 24, "heads": 16, "context": 512} | shape
-    return lambda: Bert(**sizes, policy=policy, rngs=nnx.Rngs(0))
+    config = BertModelConfig.model_validate({**sizes, "dropout": 0.0})
+    return lambda: Bert(config, policy=policy, rngs=nnx.Rngs(0))
+
+
+def _inputs(model: Any, batch: int, time: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of what the model's loss takes; a BERT predicts 15% of the tokens."""
+    ids = jax.ShapeDtypeStruct((batch, time), jnp.int32)
+    if not isinstance(model, Bert):
+        return ids, ids
+    positions = jax.ShapeDtypeStruct((batch, max(1, round(0.15 * time))), jnp.int32)
+    counts = jax.ShapeDtypeStruct(positions.shape, jnp.bool)
+    return ids, ids, positions, positions, counts
 
 
 def flops(make: Callable[[], Any], batch: int, time: int) -> float:
     """Floating-point operations of the loss and its gradient, before XLA optimizes the program.
 
     Args:
-      make: Makes a model with `loss(ids, targets)`; it is only traced.
+      make: Makes a GPT or a BERT; it is only traced.
       batch: Number of sequences.
       time: Tokens of each.
 
     Returns:
       What XLA's cost analysis of the lowered program counts.
     """
-    graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    model = nnx.eval_shape(make)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def loss(params, rest, ids, targets):
-        return nnx.merge(graphdef, params, rest).loss(ids, targets, deterministic=True)
+    def loss(params, rest, *inputs):
+        return nnx.merge(graphdef, params, rest).loss(*inputs, deterministic=True)
 
-    ids = jax.ShapeDtypeStruct((batch, time), jnp.int32)
-    program = jax.jit(jax.value_and_grad(loss)).lower(params, rest, ids, ids)
+    inputs = _inputs(model, batch, time)
+    program = jax.jit(jax.value_and_grad(loss)).lower(params, rest, *inputs)
     analysis: Any = program.cost_analysis()
     return float(analysis["flops"])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
 
-from ..config import Config
-from ..configfile import load_config
-from ..data import Corpus
+from ..config import Config, RunConfig
+from ..configfile import load_config, load_run_config
 from ..errors import RecipeError
 from ..evaluate import make_evaluation, mean_loss
 from ..state import load_trained
+from ..task import Data
 from ..train import train
 
 PARITY = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
@@ -35,17 +35,20 @@ PlainRate = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
 
 
-class Run(NamedTuple):
+Kind = TypeVar("Kind", bound=RunConfig)
+
+
+class Run(NamedTuple, Generic[Kind]):
     """A trained model, its config and its loss over all validation text."""
 
-    config: Config
+    config: Kind
     params: Any
     rest: Any
     loss: float
 
 
 def variant(path: str, words: Iterable[str], suffix: str, *settings: str) -> Config:
-    """A config with settings of its own, named after them, that prints no sample.
+    """A GPT's config with settings of its own, named after them, that prints no sample.
 
     Args:
       path: The YAML file.
@@ -53,12 +56,22 @@ def variant(path: str, words: Iterable[str], suffix: str, *settings: str) -> Con
       suffix: What to append to the run's name.
       *settings: Further overrides, of this variant.
     """
-    words = [*words, *settings]
-    name = f"name={load_config(path, words).name}-{suffix}"
-    return load_config(path, [*words, name, "train.sample_tokens=0"])
+    return _named(load_config, path, [*words, *settings], suffix)
 
 
-def trained(config: Config, corpus: Corpus, fresh: bool, console: Console) -> Run:
+def run_variant(path: str, words: Iterable[str], suffix: str, *settings: str) -> RunConfig:
+    """As `variant`, of any recipe."""
+    return _named(load_run_config, path, [*words, *settings], suffix)
+
+
+def _named(
+    load: Callable[[str, list[str]], Kind], path: str, words: list[str], suffix: str
+) -> Kind:
+    name = f"name={load(path, words).name}-{suffix}"
+    return load(path, [*words, name, "train.sample_tokens=0"])
+
+
+def trained(config: Kind, corpus: Data, fresh: bool, console: Console) -> Run[Kind]:
     """Trains, resumes, or reads a finished run; measures the loss over all validation text.
 
     Raises:

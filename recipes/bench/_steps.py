@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
-from ..config import Config
+from ..config import Config, RunConfig
 from ..state import init_state
 from ..train import make_train_step
 
@@ -21,9 +22,14 @@ def random_batch(config: Config) -> np.ndarray:
 
 def stepper(config: Config) -> Callable[[], object]:
     """A function that trains one step further, on the same random tokens, and waits for it."""
+    return stepper_on(config, random_batch(config))
+
+
+def stepper_on(config: RunConfig, batch: Any) -> Callable[[], object]:
+    """A function that trains one step further, on the same batch, and waits for it."""
     graphdef, optimizer, state = init_state(config)
     step = make_train_step(graphdef, optimizer, config.scalify)
-    batch, done = random_batch(config), 0
+    done = 0
 
     def advance() -> object:
         nonlocal state, done

@@ -9,6 +9,7 @@ float16, all with the same seed and data and none with a loss scale. A run that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
+from ..config import Config
 from ..data import load_corpus
 from ..gpt import build
 from ._runs import (
@@ -78,8 +80,12 @@ def main(
     publish("parity", [losses(runs), gradients(ours, plain)], json, notes)
 
 
-def losses(runs: dict[str, Run]) -> Table:
-    """Validation loss of each run, and its distance to float32."""
+def losses(
+    runs: Mapping[str, Run],
+    most: Mapping[str, float] = MOST_DIFFERENCE,
+    title: str = "Validation loss in nats per byte",
+) -> Table:
+    """Validation loss of each run, and its distance to float32, which `most` bounds."""
     reference = runs["float32"].loss
     rows = []
     for name, run in runs.items():
@@ -88,11 +94,11 @@ def losses(runs: dict[str, Run]) -> Table:
             "policy": run.config.policy,
             "validation loss": run.loss,
         }
-        if name in MOST_DIFFERENCE:
-            most, difference = MOST_DIFFERENCE[name], run.loss / reference - 1
+        if name in most:
+            bound, difference = most[name], run.loss / reference - 1
             row["over float32"] = difference
-            row["asked"] = f"within {most:.1%}"
-            row["within"] = within(difference, (-most, most))
+            row["asked"] = f"within {bound:.1%}"
+            row["within"] = within(difference, (-bound, bound))
         rows.append(row)
     columns = {
         "library": "",
@@ -102,10 +108,10 @@ def losses(runs: dict[str, Run]) -> Table:
         "asked": "",
         "within": "",
     }
-    return Table("Validation loss in nats per byte", columns, rows)
+    return Table(title, columns, rows)
 
 
-def lost_gradients(run: Run, batches: list, absent: np.ndarray) -> dict[str, Underflow]:
+def lost_gradients(run: Run[Config], batches: list, absent: np.ndarray) -> dict[str, Underflow]:
     """Underflow of a float16 run's gradients, with its first parameters and with its last."""
     half = build(run.config)
     full = build(run.config.model_copy(update={"policy": "float32"}))

@@ -88,9 +88,13 @@ class Corpus:
         """How much there is to learn from, in words."""
         return f"{self.train_tokens.size:,} training tokens"
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """Tells whether two corpora hold the same tokens, split in the same place."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
         digest = hashlib.sha256(self.train_tokens.data)
         digest.update(b"|")
         digest.update(self.validation_tokens.data)
@@ -121,7 +125,9 @@ class Corpus:
         windows = _Windows(self.train_tokens, self.sequence_length, stride)
         # Shuffle before sharding: batch k is the same set of windows for any number of processes.
         dataset = grain.MapDataset.source(windows).shuffle(seed=_seed32(seed)).repeat()
-        return Batches(dataset[process::processes].batch(self.batch_size // processes))
+        # Without a remainder: grain rounds the number of endless batches of one up too far.
+        shares = dataset[process::processes]
+        return Batches(shares.batch(self.batch_size // processes, drop_remainder=True))
 
     def validation(self, batches: int | None = None) -> Iterator[np.ndarray]:
         """Validation batches (batch, length + 1), the same ones each time.

@@ -71,6 +71,10 @@ def test_processes_must_divide_the_batch() -> None:
         corpus().training(0, process=0, processes=3)
 
 
+def test_a_batch_may_be_one_window() -> None:
+    assert next(corpus(batch=1).training(0)).shape == (1, 6)
+
+
 def test_validation_is_the_end_of_the_text_without_overlap() -> None:
     made = corpus(batch=2)
     batches = list(made.validation())

@@ -1,0 +1,1 @@
+"""The BERT recipe: masked language modelling with `unitscale.nn`."""

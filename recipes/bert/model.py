@@ -1,0 +1,168 @@
+"""BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from unitscale import ScaledArray, nn, ops
+
+from .config import BertModelConfig, Pairs
+from .heads import Head, mean_loss, rows_of, shares
+
+SEGMENTS = 2
+
+
+class Encoder(nnx.Module):
+    """Embeddings of tokens, positions and segments, and a Transformer over them.
+
+    Args:
+      config: The shape; `config.context` is the number of positions.
+      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
+      rngs: Streams `params` and `dropout`.
+    """
+
+    def __init__(self, config: BertModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
+        if config.context is None:
+            raise ValueError(
+                "recipes.bert.model.Encoder: config.context must be a number of positions; got "
+                "None; set it to the longest sequence"
+            )
+        width, residual = config.width, config.residual
+        self.post = config.norm_placement == "post"
+        self.embed = nn.Embed(config.vocab, width, policy=policy, rngs=rngs)
+        self.positions = nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
+        self.segments = nn.Embed(SEGMENTS, width, policy=policy, rngs=rngs)
+        # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
+        self.norm = nn.LayerNorm(width, policy=policy)
+        self.dropout = nn.Dropout(config.dropout, rngs=rngs)
+        self.stack = nn.TransformerStack(
+            config.layers,
+            width,
+            config.heads,
+            config.hidden,
+            residual_scheme=residual.scheme,
+            residual_tau=0.5 if residual.tau is None else residual.tau,
+            residual_mult=residual.mult,
+            residual_attention_ratio=residual.attention_ratio,
+            norm="layer",
+            norm_placement=config.norm_placement,
+            max_length=config.context,
+            dropout_rate=config.dropout,
+            policy=policy,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        segments: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> ops.ArrayLike:
+        """Outputs (batch, time, width) of tokens.
+
+        Args:
+          ids: int32 (batch, time).
+          segments: int32 (batch, time), 0 or 1.
+          mask: bool (batch, time), False where a token is padding; None for none.
+          deterministic: Leaves dropout out.
+        """
+        x = self.positions(self.embed(ids))
+        # Two parts and one: the three tables weigh the same.
+        x = ops.weighted_add(x, self.segments(segments), weights=(math.sqrt(2), 1.0))
+        x = self.norm(x) if self.post else x
+        x = self.dropout(x, deterministic=deterministic)
+        keys = None if mask is None else mask[:, None, None, :]
+        x = self.stack(x, mask=keys, deterministic=deterministic)
+        return x if self.post else self.norm(x)
+
+
+class Pooler(nnx.Module):
+    """A dense layer and tanh over the output of the first token, [CLS]."""
+
+    def __init__(self, width: int, *, policy: str | nn.Policy, rngs: nnx.Rngs):
+        self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
+
+    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
+        """Maps the encoder's outputs (batch, time, width) to (batch, width)."""
+        first = rows_of(x, jnp.zeros((x.shape[0], 1), jnp.int32))
+        return ops.tanh(self.dense(first.reshape(x.shape[0], -1)))
+
+
+class Bert(nnx.Module):
+    """A BERT with its pretraining heads.
+
+    Args:
+      config: The shape; `config.context` is the number of positions.
+      pairs: What is asked of the two segments.
+      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
+      rngs: Streams `params` and `dropout`.
+    """
+
+    def __init__(
+        self,
+        config: BertModelConfig,
+        pairs: Pairs = "none",
+        *,
+        policy: str | nn.Policy,
+        rngs: nnx.Rngs,
+    ):
+        width = config.width
+        self.vocab = config.vocab
+        self.encoder = Encoder(config, policy=policy, rngs=rngs)
+        self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
+        self.norm = nn.LayerNorm(width, policy=policy)
+        self.readout = nnx.data(
+            None
+            if config.tied_readout
+            else nn.Readout(width, config.vocab, policy=policy, rngs=rngs)
+        )
+        asked = pairs != "none"
+        self.pooler = nnx.data(Pooler(width, policy=policy, rngs=rngs) if asked else None)
+        self.pair_readout = nnx.data(
+            nn.Readout(width, SEGMENTS, policy=policy, rngs=rngs) if asked else None
+        )
+
+    def predict(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
+        """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
+        x = self.norm(ops.gelu(self.dense(rows_of(x, positions))))
+        return self.encoder.embed.attend(x) if self.readout is None else self.readout(x)
+
+    def loss(
+        self,
+        ids: jax.Array,
+        segments: jax.Array,
+        positions: jax.Array,
+        targets: jax.Array,
+        counts: jax.Array,
+        answers: jax.Array | None = None,
+        *,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Mean cross entropy of the hidden tokens, and where pairs are asked that of the answers.
+
+        Args:
+          ids: int32 (batch, time).
+          segments: int32 (batch, time), 0 or 1.
+          positions: int32 (batch, n), where tokens are predicted.
+          targets: int32 (batch, n), the tokens that are there.
+          counts: bool (batch, n), False for predictions that only fill up n.
+          answers: int32 (batch,), 0 or 1: what is asked of each pair.
+          deterministic: Leaves dropout out.
+
+        Returns:
+          A float32 scalar in nats.
+        """
+        x = self.encoder(ids, segments, deterministic=deterministic)
+        width, tokens = x.shape[-1], ids.size
+        hidden = Head(self.vocab, positions.size, tokens, width)
+        if self.pooler is None or self.pair_readout is None or answers is None:
+            return mean_loss(self.predict(x, positions), targets, counts)
+        first, second = shares([hidden, Head(SEGMENTS, answers.size, tokens, width)])
+        loss = mean_loss(self.predict(x, positions), targets, counts, share=first)
+        return loss + mean_loss(self.pair_readout(self.pooler(x)), answers, share=second)

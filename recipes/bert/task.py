@@ -1,0 +1,37 @@
+"""A BERT's pretraining as `recipes.train` sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+from .config import BertConfig
+from .data import MaskedCorpus, load_masked_corpus
+from .model import Bert
+
+
+def build(config: BertConfig) -> Bert:
+    """The BERT that a config describes, its parameters drawn from `config.seed`."""
+    shape = config.model.model_copy(update={"context": config.context})
+    return Bert(shape, config.data.pairs, policy=config.policy, rngs=nnx.Rngs(config.seed))
+
+
+def load_data(config: BertConfig) -> MaskedCorpus:
+    """The text of the config, in pairs of segments with hidden tokens."""
+    return load_masked_corpus(config)
+
+
+def closing(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -> Iterator[str]:
+    """A validation text with hidden tokens, and what the model puts in their place."""
+    if not config.train.sample_tokens:
+        return
+    batch = next(data.validation(1))
+    ids, segments, positions, targets, counts = (jnp.asarray(part[:1]) for part in batch[:5])
+    logits = model.predict(model.encoder(ids, segments), positions).value
+    guesses, decode = logits.argmax(-1)[0], data.corpus.tokenizer.decode
+    pairs = zip(guesses, targets[0], counts[0], strict=True)
+    told = [f"{decode([guess])} ({decode([target])})" for guess, target, count in pairs if count]
+    yield f"guesses (truth): {', '.join(told)}"

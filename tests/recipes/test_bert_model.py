@@ -1,0 +1,107 @@
+"""BERT: gradients of every objective, segments, padding, and predictions at chosen positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.bert.config import BertModelConfig, Pairs
+from recipes.bert.model import Bert, Encoder
+from tests.gradients import FLOAT64, check, jit, model_loss
+
+VOCAB, TIME = 11, 9
+
+
+def shape(**options: Any) -> BertModelConfig:
+    small = {"vocab": VOCAB, "width": 8, "layers": 1, "heads": 2, "mlp_ratio": 2.0, "context": 10}
+    return BertModelConfig.model_validate(small | {"dropout": 0.0} | options)
+
+
+def batch() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, (3, TIME)).astype(np.int32)
+    segments = np.tile(np.arange(TIME, dtype=np.int32) > 4, (3, 1)).astype(np.int32)
+    positions = np.array([[1, 4], [2, 7], [0, 3]], np.int32)
+    targets = rng.integers(0, VOCAB, (3, 2)).astype(np.int32)
+    counts = np.array([[True, True], [True, False], [True, True]])
+    return ids, segments, positions, targets, counts, np.array([0, 1, 1], np.int32)
+
+
+def perturbed(model: nnx.Module) -> Any:
+    """No parameter at its first value, where gains are one and biases zero."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    rng = np.random.default_rng(5)
+    params = jax.tree.map(lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape), params)
+    return nnx.merge(graphdef, params, rest)
+
+
+@pytest.fixture
+def wide() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+# Each objective, readout, placement and dropout stands in a row.
+GRADIENTS: list[tuple[Pairs, dict[str, Any]]] = [
+    ("none", {}),
+    ("sentence_order", {"dropout": 0.2}),
+    ("next_sentence", {"norm_placement": "pre", "tied_readout": False}),
+]
+
+
+@pytest.mark.parametrize(("pairs", "options"), GRADIENTS, ids=[name for name, _ in GRADIENTS])
+@pytest.mark.usefixtures("wide")
+def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, options: dict) -> None:
+    config = shape(**options)
+    model = perturbed(Bert(config, pairs, policy=FLOAT64, rngs=nnx.Rngs(0)))
+    inputs = batch() if pairs != "none" else batch()[:5]
+
+    def loss(model: Bert) -> jax.Array:
+        return model.loss(*map(jnp.asarray, inputs), deterministic=config.dropout == 0)
+
+    # The bias of keys moves all logits of a query alike.
+    constants = check(*model_loss(model, loss), directions=1, zero=("attention.key.bias",))
+    per_layer = 6 + 5 + 4  # kernels, biases that matter, norms
+    heads = 4 + (not config.tied_readout) + (3 if pairs != "none" else 0)
+    assert len(constants) == 3 + 2 + config.layers * per_layer + heads
+
+
+def test_logits_are_those_of_the_positions() -> None:
+    model = Bert(shape(), policy="float32", rngs=nnx.Rngs(0))
+    x = np.random.default_rng(1).normal(size=(3, TIME, 8)).astype(np.float32)
+    positions = batch()[2]
+    predict = jit(lambda positions: model.predict(x, positions).value)
+    everywhere = predict(jnp.tile(jnp.arange(TIME), (3, 1)))
+    there = jnp.take_along_axis(everywhere, jnp.asarray(positions)[..., None], 1)
+    np.testing.assert_allclose(predict(positions), there, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_padding_is_not_seen_and_segments_are(placement: str) -> None:
+    encoder = Encoder(shape(norm_placement=placement), policy="float32", rngs=nnx.Rngs(0))
+    ids, segments, *_ = map(jnp.asarray, batch())
+    mask = jnp.arange(TIME)[None] < jnp.array([[9], [6], [3]])
+
+    @jit
+    def outputs(ids, segments):
+        return jnp.where(mask[..., None], encoder(ids, segments, mask=mask).value, 0)
+
+    changed = jnp.where(mask, ids, (ids + 1) % VOCAB)
+    np.testing.assert_array_equal(outputs(ids, segments), outputs(changed, segments))
+    assert (outputs(ids, segments) != outputs(ids, 1 - segments)).any()
+
+
+@pytest.mark.parametrize("policy", ["float16", "fp8"])
+def test_narrow_formats_give_nearly_the_same_loss(policy: str) -> None:
+    def loss(name: str) -> float:
+        model = Bert(shape(), "sentence_order", policy=name, rngs=nnx.Rngs(0))
+        return float(jit(model.loss)(*batch()))
+
+    epsilon = float(jnp.finfo(jnp.float16 if policy == "float16" else jnp.float8_e4m3fn).eps)
+    assert 0 < abs(loss(policy) - loss("float32")) < epsilon

@@ -1,0 +1,81 @@
+"""A BERT trains through `recipes.train`: it learns, resumes bit for bit, and shows its guesses."""
+
+from __future__ import annotations
+
+import io
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from recipes import train as train_module
+from recipes.bert.config import BertConfig
+from recipes.bert.task import build, closing, load_data
+from recipes.cli import main
+from recipes.metrics import Metrics
+from recipes.state import load_trained
+from recipes.train import Outcome, train
+
+from .masked import bert_config, write_bert
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+
+
+def run(config: BertConfig) -> Outcome:
+    return train(config, console=Console(file=io.StringIO()))
+
+
+class StopAfter(Metrics):
+    """Sends SIGTERM to this process when step 3 has been logged."""
+
+    def write(self, step: int, **values: float) -> None:
+        super().write(step, **values)
+        if step == 3 and "loss" in values:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["policy=fp8", "data.pairs=sentence_order", "train.checkpoint_every=100"]
+    whole, stopped = (bert_config(path, *words, f"name={name}") for name in ("whole", "stopped"))
+    expected = run(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "Metrics", StopAfter)
+        assert run(stopped).step == 4
+    assert run(stopped).validation_loss == expected.validation_loss
+    ends = [jax.tree.leaves(load_trained(one, print)[1].params) for one in (whole, stopped)]
+    for one, other in zip(*ends, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_the_loss_falls_and_the_command_measures_it(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train={steps: 60, log_every: 60, checkpoint_every: 60}", "model.dropout=0.0"]
+    config = bert_config(path, *words, "name=learns")
+    outcome = run(config)
+    assert outcome.validation_loss is not None
+    assert outcome.validation_loss < 0.8 * np.log(config.model.vocab)
+    assert main(["evaluate", str(path), *words, "name=learns"]) == 0
+    assert "step 60  validation loss" in capsys.readouterr().out
+
+
+def test_closing_shows_guesses_beside_the_truth(path: Path, tmp_path: Path) -> None:
+    config = bert_config(path, "train.sample_tokens=1")
+    data = load_data(config)
+    (line,) = closing(config, data, build(config), tmp_path)
+    assert line.startswith("guesses (truth): ")
+    assert line.count("(") == config.data.predictions + 1
+    assert not list(closing(bert_config(path), data, build(config), tmp_path))
