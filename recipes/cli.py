@@ -1,4 +1,4 @@
-"""The command line: `python -m recipes train|evaluate|generate|describe|sweep|bench`.
+"""The command line: `python -m recipes train|finetune|evaluate|generate|describe|sweep|bench`.
 
 What a user can put right is one message on standard error and exit code 2 (or 1 where a run
 failed); `--traceback` shows where it came from.
@@ -20,6 +20,7 @@ from .bench import BENCHMARKS
 from .charlm.config import CharlmConfig
 from .configfile import load_any_config, load_config, load_run_config
 from .errors import RecipeError, complain
+from .finetune.config import FinetuneConfig
 from .mnist.config import MnistConfig
 
 app = typer.Typer(
@@ -87,6 +88,22 @@ def train(
             outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+
+
+@app.command()
+def finetune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+) -> None:
+    """Fine-tune a pretrained BERT on a task, and score it."""
+    settings = load_any_config(config, overrides or ())
+    if not isinstance(settings, FinetuneConfig):
+        raise RecipeError(
+            f"{config}: expected a config of recipe finetune; got recipe {settings.recipe}; name "
+            "one such as configs/bert/squad.yaml"
+        )
+    train(config, overrides, fresh)
 
 
 @app.command()

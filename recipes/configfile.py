@@ -19,12 +19,14 @@ from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
 from .config import Config, RunConfig
 from .errors import RecipeError
+from .finetune.config import FinetuneConfig
 from .mnist.config import MnistConfig
 
 AnyConfig = RunConfig | MnistConfig | CharlmConfig
 RECIPES: dict[str, type[AnyConfig]] = {
     "gpt": Config,
     "bert": BertConfig,
+    "finetune": FinetuneConfig,
     "mnist": MnistConfig,
     "charlm": CharlmConfig,
 }

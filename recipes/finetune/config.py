@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from ..config import BatchConfig, Count, Flag, Section
+from ..config import BatchConfig, Count, Flag, Fraction, RunConfig, Section
 
 Task = Literal["squad", "classification"]
 Format = Literal["squad", "tsv", "csv", "jsonl"]
@@ -105,5 +105,25 @@ class TaskConfig(Section):
             raise ValueError(
                 f"data.format of task {self.task} must be {wanted}; got {kind}; "
                 "change data.format or task"
+            )
+        return self
+
+
+class FinetuneConfig(TaskConfig, RunConfig):
+    """A whole config of a fine-tuning run."""
+
+    recipe: Literal["finetune"] = Field(description="which recipe this config is of")
+    init: str = Field(description="the folder of the pretraining run to start from")
+    dropout: Fraction | None = Field(
+        default=None, description="share of activations dropped; null for that of the run"
+    )
+    data: DataConfig = Field(description="the files and their batches")
+
+    @model_validator(mode="after")
+    def _no_scalify(self) -> Self:
+        if self.scalify is not None:
+            raise ValueError(
+                "scalify is for plain models; this recipe has unitscale models only; set scalify "
+                "null"
             )
         return self

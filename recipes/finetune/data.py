@@ -1,0 +1,137 @@
+"""A task's records as batches for training, and all that scoring needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from tokenizers import Tokenizer
+
+from ..data import Batches, SubwordTokenizer, save_tokenizer
+from ..errors import RecipeError
+from .classification_data import Dataset, load_classification
+from .classification_features import make_classification_features
+from .config import FinetuneConfig
+from .pretrained import pretraining_of, tokenizer_of
+from .records import RecordSource
+from .squad_data import read_squad
+from .squad_features import SquadFeatures, make_squad_features
+
+Batch = tuple[np.ndarray, ...]
+INPUTS = "ids", "segments", "mask"
+LABELS = {"squad": ("start", "end"), "classification": ("label",)}
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Records to train and to score on.
+
+    Args:
+      train: To train on.
+      scored: To score on.
+      names: Of a record's arrays, in the order in which the model's loss takes them.
+      batch_size: Records per step, over all processes.
+      tokenizer: Of the pretraining run.
+      source: What `scored` was made of, for scoring.
+    """
+
+    train: RecordSource
+    scored: RecordSource
+    names: tuple[str, ...]
+    batch_size: int
+    tokenizer: Tokenizer
+    source: SquadFeatures | Dataset
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two runs learn from the same records."""
+        return self.train.digest + self.scored.digest
+
+    @property
+    def summary(self) -> str:
+        """How much there is to learn from, in words."""
+        return f"{len(self.train):,} training and {len(self.scored):,} validation records"
+
+    def save(self, folder: Path) -> None:
+        """Leaves the tokenizer in the run's folder."""
+        save_tokenizer(SubwordTokenizer(self.tokenizer), folder)
+
+    def _tuple(self, record: dict[str, np.ndarray]) -> Batch:
+        return tuple(record[name] for name in self.names)
+
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+        """Shuffled batches for ever, reshuffled every epoch; see `recipes.data.Corpus`."""
+        source: Any = self.train
+        dataset = grain.MapDataset.source(source).map(self._tuple)
+        shares = dataset.shuffle(seed=seed % 2**32).repeat()[process::processes]
+        return Batches(shares.batch(self.batch_size // processes, drop_remainder=True))
+
+    def validation(self, batches: int | None = None) -> Iterator[Batch]:
+        """Validation batches in order; what is left over after the last whole one is not used."""
+        size = min(self.batch_size, len(self.scored))
+        count = len(self.scored) // size
+        count = count if batches is None else min(batches, count)
+        return (
+            self._tuple(batch)
+            for batch, _ in zip(self.scored.batches(size), range(count), strict=False)
+        )
+
+
+def load_task_data(config: FinetuneConfig) -> TaskData:
+    """Reads and tokenizes the files of a task.
+
+    Raises:
+      RecipeError: A file is missing or malformed, holds fewer records than a batch, or sequences
+        are longer than the positions that the pretraining run learned; or the run has no tokenizer.
+    """
+    positions, length = pretraining_of(config.init).context, config.data.sequence_length
+    if length > positions:
+        raise RecipeError(
+            f"data.sequence_length: the run in {config.init} learned {positions} positions; got "
+            f"{length}; use at most {positions}"
+        )
+    tokenizer = tokenizer_of(config.init)
+    made = _squad(config, tokenizer) if config.task == "squad" else _rows(config, tokenizer)
+    train, scored, source = made
+    names = (*INPUTS, *LABELS[config.task])
+    if len(train) < config.data.batch_size:
+        raise RecipeError(
+            f"data.batch_size: expected at most the {len(train)} records of {config.data.train}; "
+            f"got {config.data.batch_size}; use more data or a smaller batch"
+        )
+    return TaskData(train, scored, names, config.data.batch_size, tokenizer, source)
+
+
+def _squad(
+    config: FinetuneConfig, tokenizer: Tokenizer
+) -> tuple[RecordSource, RecordSource, SquadFeatures]:
+    train, scored = (
+        make_squad_features(
+            read_squad(path, key),
+            tokenizer,
+            sequence_length=config.data.sequence_length,
+            max_question_length=config.squad.max_question_length,
+            stride=config.squad.stride,
+        )
+        for path, key in (
+            (config.data.train, "data.train"),
+            (config.data.validation, "data.validation"),
+        )
+    )
+    return train.records, scored.records, scored
+
+
+def _rows(
+    config: FinetuneConfig, tokenizer: Tokenizer
+) -> tuple[RecordSource, RecordSource, Dataset]:
+    dataset = load_classification(config.data, config.classification)
+    length = config.data.sequence_length
+    train, scored = (
+        make_classification_features(rows, tokenizer, sequence_length=length)
+        for rows in (dataset.train, dataset.validation)
+    )
+    return train, scored, dataset

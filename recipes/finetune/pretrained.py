@@ -1,0 +1,100 @@
+"""What a fine-tuning run takes from a pretraining run: shape, tokenizer and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from tokenizers import Tokenizer, processors
+
+from unitscale import to_array
+
+from ..bert.config import BertConfig
+from ..configfile import load_run_config
+from ..data import TOKENIZER_FILE, SubwordTokenizer
+from ..errors import RecipeError
+from ..state import load_trained
+
+TAKEN = "encoder", "pooler"
+"""Parts of a pretrained model that a task's model has too."""
+
+
+def pretraining_of(init: str) -> BertConfig:
+    """The config of the pretraining run in a folder.
+
+    Raises:
+      RecipeError: No such run, or one of another recipe.
+    """
+    folder = Path(init)
+    if not (folder / "config.yaml").exists():
+        raise RecipeError(
+            f"init: no run at {folder}; train one first, such as `python -m recipes train "
+            "configs/bert/quickstart.yaml`, and give its folder"
+        )
+    config = load_run_config(folder / "config.yaml")
+    if not isinstance(config, BertConfig):
+        raise RecipeError(
+            f"init: expected the run of a BERT; got {folder}, of recipe {config.recipe}; give the "
+            "folder of a run of recipe bert"
+        )
+    # The folder may have been moved since.
+    train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
+    return config.model_copy(update={"train": train, "name": folder.name})
+
+
+def tokenizer_of(init: str) -> Tokenizer:
+    """The tokenizer of a pretraining run, which lays texts out as [CLS] text [SEP] pair [SEP].
+
+    Raises:
+      RecipeError: There is none, or it does not fit the model.
+    """
+    tokenizer = SubwordTokenizer.read(Path(init) / TOKENIZER_FILE, key="init")
+    vocab = pretraining_of(init).model.vocab
+    if tokenizer.vocab > vocab:
+        raise RecipeError(
+            f"init: expected a tokenizer of at most the {vocab} ids of the model in {init}; got "
+            f"{tokenizer.vocab}; put the tokenizer back that it was trained with"
+        )
+    if tokenizer.inner.post_processor is None:
+        tokenizer.inner.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[(name, tokenizer.id(name)) for name in ("[CLS]", "[SEP]")],
+        )
+    return tokenizer.inner
+
+
+def take_weights(model: nnx.Module, init: str) -> None:
+    """Sets the parameters of a model that a pretraining run has too, by their paths.
+
+    Raises:
+      RecipeError: The run has no checkpoint, or not all parameters of the encoder in these shapes.
+    """
+    _, state = load_trained(pretraining_of(init), lambda message: None)
+    found = _parameters(state.params)
+    own = _parameters(nnx.state(model, nnx.Param))
+    wrong = [
+        f"{'.'.join(map(str, path))} {value.shape}, the run has "
+        f"{found[path].shape if path in found else 'none'}"
+        for path, value in own.items()
+        if path[0] == "encoder" and (path not in found or found[path].shape != value.shape)
+    ]
+    if wrong:
+        raise RecipeError(
+            f"init: the weights in {init} do not fit: expected {'; '.join(wrong)}; give the run of "
+            "a model of this shape"
+        )
+    values = {path: found[path].astype(own[path].dtype) for path in own if path in found}
+    taken = {path: value for path, value in values.items() if path[0] in TAKEN}
+    state = nnx.state(model, nnx.Param)
+    for path, variable in nnx.to_flat_state(state):
+        if path in taken:
+            variable.set_value(taken[path])
+    nnx.update(model, state)
+
+
+def _parameters(state: Any) -> dict[tuple[Any, ...], jax.Array]:
+    flat = nnx.to_flat_state(state)
+    return {path: to_array(variable.get_value()) for path, variable in flat}
