@@ -86,7 +86,7 @@ def trained(config: Kind, corpus: Data, fresh: bool, console: Console) -> Run[Ki
     return measured(config, corpus, console)
 
 
-def measured(config: Config, corpus: Corpus, console: Console) -> Run:
+def measured(config: Kind, corpus: Data, console: Console) -> Run[Kind]:
     """Reads a trained run; measures the loss over all validation text."""
     graphdef, state = load_trained(config, lambda message: console.print(message, markup=False))
     evaluation = make_evaluation(graphdef, config.scalify)

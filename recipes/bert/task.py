@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -17,6 +18,17 @@ def build(config: BertConfig) -> Bert:
     """The BERT that a config describes, its parameters drawn from `config.seed`."""
     shape = config.model.model_copy(update={"context": config.context})
     return Bert(shape, config.data.pairs, policy=config.policy, rngs=nnx.Rngs(config.seed))
+
+
+def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What `Bert.loss` takes: ids, segments, positions, targets, counts and answers if asked."""
+    size, data = config.data.batch_size, config.data
+    tokens = jax.ShapeDtypeStruct((size, data.sequence_length), jnp.int32)
+    hidden = jax.ShapeDtypeStruct((size, data.predictions), jnp.int32)
+    counts = jax.ShapeDtypeStruct(hidden.shape, jnp.bool_)
+    answers = jax.ShapeDtypeStruct((size,), jnp.int32)
+    inputs = (tokens, tokens, hidden, hidden, counts)
+    return inputs if data.pairs == "none" else (*inputs, answers)
 
 
 def load_data(config: BertConfig) -> MaskedCorpus:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,7 +16,7 @@ from .classification_data import load_classification
 from .classification_predict import predict_labels, write_labels
 from .classification_score import score_classification
 from .config import FinetuneConfig
-from .data import INPUTS, TaskData, load_task_data
+from .data import INPUTS, LABELS, TaskData, load_task_data
 from .model import ClassificationModel, SpanModel
 from .pretrained import pretraining_of, take_weights
 from .squad_features import SquadFeatures
@@ -49,6 +50,14 @@ def build(config: FinetuneConfig) -> Model:
         model = ClassificationModel(shape, classes, policy=config.policy, rngs=rngs)
     take_weights(model, config.init)
     return model
+
+
+def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the model's loss takes: ids, segments, mask, and the labels of the task."""
+    size, length = config.data.batch_size, config.data.sequence_length
+    tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
+    labels = jax.ShapeDtypeStruct((size,), jnp.int32)
+    return (*[tokens] * len(INPUTS), *[labels] * len(LABELS[config.task]))
 
 
 def load_data(config: FinetuneConfig) -> TaskData:

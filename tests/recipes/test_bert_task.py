@@ -13,7 +13,7 @@ from rich.console import Console
 
 from recipes import train as train_module
 from recipes.bert.config import BertConfig
-from recipes.bert.task import build, closing, load_data
+from recipes.bert.task import abstract_batch, build, closing, load_data
 from recipes.cli import main
 from recipes.metrics import Metrics
 from recipes.state import load_trained
@@ -70,6 +70,13 @@ def test_the_loss_falls_and_the_command_measures_it(
     assert outcome.validation_loss < 0.8 * np.log(config.model.vocab)
     assert main(["evaluate", str(path), *words, "name=learns"]) == 0
     assert "step 60  validation loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pairs", ["none", "next_sentence"])
+def test_abstract_batches_are_like_those_of_the_data(path: Path, pairs: str) -> None:
+    config = bert_config(path, f"data.pairs={pairs}")
+    expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
+    assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
 
 
 def test_closing_shows_guesses_beside_the_truth(path: Path, tmp_path: Path) -> None:

@@ -8,24 +8,29 @@ from pathlib import Path
 import jax
 import pytest
 
+from recipes.bert.config import BertConfig
 from recipes.cli import main
 from recipes.config import Config
-from recipes.configfile import load_config
+from recipes.configfile import load_run_config
 from recipes.describe import Description, describe
 from recipes.state import init_state
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "gpt"
+CONFIGS = Path(__file__).parents[2] / "configs"
 UNITSCALE = "model.library=unitscale"
 
 
-def product_flops(config: Config) -> float:
+def product_flops(config: Config | BertConfig) -> float:
     """FLOPs of all products, forward and backward: 6 a weight and token, and attention's own."""
     shape, length = config.model, config.data.sequence_length
+    attention = shape.layers * 2 * length * shape.width
+    if isinstance(config, BertConfig):
+        layer = 4 * shape.width**2 + 2 * shape.width * shape.hidden
+        head = shape.width * (shape.width + shape.vocab) * config.data.predictions
+        return 6.0 * ((shape.layers * layer + attention) * length + head) * config.data.batch_size
     kv = shape.head_dim * (shape.kv_heads or shape.heads)
     mlp = (3 if shape.mlp == "gated" else 2) * shape.width * shape.hidden
     layer = 2 * shape.width * (shape.width + kv) + mlp
     weights = shape.layers * layer + shape.width * shape.vocab
-    attention = shape.layers * 2 * length * shape.width
     return 6.0 * (weights + attention) * config.data.batch_size * length
 
 
@@ -82,14 +87,21 @@ def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[
     assert not (config_file.parent / "runs").exists()
 
 
-# parameters of the models that the shapes are of, which also have norms and (GPT-2) biases
-LARGE = {"gpt2-medium": 354.8e6, "llama-1b": 1100.0e6, "llama-7b": 6738.4e6}
+# Parameters of the models that the shapes are of; GPT-2's have biases, which these have not.
+LARGE = {
+    "gpt/gpt2-medium": 354.8e6,
+    "gpt/llama-1b": 1100.0e6,
+    "gpt/llama-7b": 6738.4e6,
+    "bert/base": 110.1e6,
+    "bert/large": 336.2e6,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_configs_lower(name: str) -> None:
-    config = load_config(CONFIGS / f"{name}.yaml")
+    config = load_run_config(CONFIGS / f"{name}.yaml")
+    assert isinstance(config, (Config, BertConfig))
     facts: Description = describe(config)
     assert sum(facts.parameters.values()) == pytest.approx(LARGE[name], rel=0.002)
     products = product_flops(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from recipes.data import TOKENIZER_FILE
 from recipes.errors import RecipeError
 from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.pretrained import pretraining_of, tokenizer_of
-from recipes.finetune.task import build, load_data, predict
+from recipes.finetune.task import abstract_batch, build, load_data, predict
 from recipes.state import load_trained
 from recipes.train import train
 from unitscale import to_array
@@ -124,7 +125,8 @@ def test_a_task_is_learned(folder: Path) -> None:
     config = tuned(folder, "classification", *words)
     output = io.StringIO()
     train(config, console=Console(file=output, width=200))
-    assert "accuracy 1, F1 1" in output.getvalue(), output.getvalue()
+    said = re.split(r", |\n", output.getvalue())
+    assert {"accuracy 1", "F1 1", "Matthews correlation 1"} <= set(said), said
 
 
 @pytest.mark.parametrize("task", ["squad", "classification"])
@@ -147,6 +149,13 @@ def test_padding_changes_no_score(folder: Path) -> None:
     model = build(short)
     scores = [predict(model, load_data(config)) for config in (short, long)]
     np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["squad", "classification"])
+def test_abstract_batches_are_like_those_of_the_data(folder: Path, task: str) -> None:
+    config = tuned(folder, task)
+    expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
+    assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
 
 
 def test_gradients_reach_every_parameter(folder: Path) -> None:
