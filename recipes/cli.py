@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -135,19 +134,22 @@ def sweep(
 
 @app.command()
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print the loss of a trained model over all validation data."""
+    """Print the loss of a trained model over all validation data, and the scores of a task."""
     settings = load_run_config(config, overrides or ())
-    from .evaluate import make_evaluation, mean_loss
+    from .evaluate import make_evaluation, mean_loss, shown
     from .state import load_trained, with_run_tokenizer
     from .task import load_data
 
     graphdef, state = load_trained(settings, _warn)
-    data = load_data(with_run_tokenizer(settings))
+    data: Any = load_data(with_run_tokenizer(settings))
     evaluation = make_evaluation(graphdef, settings.scalify)
     loss = mean_loss(evaluation, state.params, state.rest, list(data.validation()))
-    bits = loss / math.log(2)
-    step = int(state.step)
-    typer.echo(f"step {step}  validation loss {loss:.4f} nats, {bits:.4f} bits per token")
+    typer.echo(f"step {int(state.step)}  validation loss {shown(settings, loss)}")
+    if isinstance(settings, FinetuneConfig):
+        from .finetune.task import score
+
+        for line in score(settings, data, graphdef, state):
+            typer.echo(line)
 
 
 @app.command()

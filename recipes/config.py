@@ -278,6 +278,11 @@ class RunConfig(Section):
         """The longest sequence that the model can be given; None for no limit."""
         return None
 
+    @property
+    def loss_unit(self) -> str:
+        """What the loss is a mean over: it is in nats per this."""
+        return "token"
+
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
         if self.optimizer.warmup_steps >= self.train.steps:

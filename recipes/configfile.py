@@ -19,7 +19,7 @@ from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
 from .config import Config, RunConfig
 from .errors import RecipeError
-from .finetune.config import FinetuneConfig
+from .finetune.config import FinetuneConfig, with_formats
 from .mnist.config import MnistConfig
 
 AnyConfig = RunConfig | MnistConfig | CharlmConfig
@@ -114,10 +114,11 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfi
             own = {"kind": "file", "path": str(Path(tree["init"]) / TOKENIZER_FILE)}
             data.setdefault("tokenizer", own)
     try:
-        return schema.model_validate(tree)
+        config = schema.model_validate(tree)
     except ValidationError as error:
         problems = [_describe(problem, schema) for problem in error.errors()]
         raise RecipeError("\n".join(f"{path}: {problem}" for problem in problems)) from error
+    return with_formats(config) if isinstance(config, FinetuneConfig) else config
 
 
 def dump_config(config: AnyConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .batch import loss_inputs
-from .config import ScalifyConfig
+from .config import RunConfig, ScalifyConfig
 from .scaling import plain, under
 
 
@@ -30,6 +31,17 @@ def make_evaluation(
 
 
 def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
-    """Mean loss over batches of one size, in nats per token; waits for the device once."""
+    """Mean loss over batches of one size, in nats; waits for the device once."""
     losses = [evaluate(params, rest, batch) for batch in batches]
     return float(jnp.mean(jnp.stack(losses)))
+
+
+def shown(config: RunConfig, loss: float) -> str:
+    """A loss of a run in words.
+
+    Example:
+      >>> shown(RunConfig(recipe="gpt", name="a"), 2.0)
+      '2.0000 nats per token, 2.8854 bits'
+    """
+    bits = f", {loss / math.log(2):.4f} bits" if config.loss_unit == "token" else ""
+    return f"{loss:.4f} nats per {config.loss_unit}{bits}"

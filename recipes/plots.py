@@ -13,7 +13,7 @@ from .metrics import read_metrics
 from .probe import Reading
 
 
-def plot_loss(folder: Path, *, per: str = "token") -> Path:
+def plot_loss(folder: Path, *, per: str) -> Path:
     """Draws `loss.png` from `metrics.jsonl`: training, validation and test loss by step.
 
     Args:

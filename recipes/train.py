@@ -27,7 +27,7 @@ from .config import RunConfig
 from .convert import formats
 from .data import Batches
 from .errors import RecipeError
-from .evaluate import make_evaluation, mean_loss
+from .evaluate import make_evaluation, mean_loss, shown
 from .metrics import Metrics, NoMetrics
 from .monitor import watch
 from .optimizer import make_schedule
@@ -292,7 +292,7 @@ def _finish(run: _Run, say) -> Outcome:
     if not is_first():
         return Outcome(run.folder, step, validation, None)
     plot_run(run)
-    say(f"validation loss {validation:.4f} nats per token, {validation / np.log(2):.4f} bits")
+    say(f"validation loss {shown(config, validation)}")
     for line in closing(config, run.data, run.model(), run.folder):
         say(line)
     say(f"checkpoint, metrics and plots are in {run.folder}")
@@ -304,7 +304,7 @@ def plot_run(run: _Run) -> None:
     batch = next(run.data.validation(1))
     models = {"at initialisation": build(run.config)}
     models[f"after {int(run.state.step)} steps"] = run.model()
-    plot_loss(run.folder)
+    plot_loss(run.folder, per=run.config.loss_unit)
     plot_rms(
         run.folder,
         {label: probe(model, *loss_inputs(batch)) for label, model in models.items()},

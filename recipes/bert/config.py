@@ -149,6 +149,11 @@ class BertConfig(RunConfig):
     def longest(self) -> int | None:
         return self.context
 
+    @property
+    def loss_unit(self) -> str:
+        asked = self.data.pairs != "none"
+        return "hidden token plus nats per pair" if asked else "hidden token"
+
     @field_validator("model", mode="before")
     @classmethod
     def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:

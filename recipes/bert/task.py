@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..monitor import monitored
 from .config import BertConfig
 from .data import MaskedCorpus, load_masked_corpus
 from .model import Bert
@@ -17,7 +18,7 @@ from .model import Bert
 def build(config: BertConfig) -> Bert:
     """The BERT that a config describes, its parameters drawn from `config.seed`."""
     shape = config.model.model_copy(update={"context": config.context})
-    return Bert(shape, config.data.pairs, policy=config.policy, rngs=nnx.Rngs(config.seed))
+    return Bert(shape, config.data.pairs, policy=monitored(config), rngs=nnx.Rngs(config.seed))
 
 
 def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -1,10 +1,12 @@
 """What a fine-tuning task can be told, each key declared once, with its meaning beside it."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from ..config import BatchConfig, Count, Flag, Fraction, RunConfig, Section
+from ..config import BatchConfig, Count, Flag, Fraction, RunConfig, ScalifyConfig, Section
+from ..errors import RecipeError
 
 Task = Literal["squad", "classification"]
 Format = Literal["squad", "tsv", "csv", "jsonl"]
@@ -113,17 +115,61 @@ class FinetuneConfig(TaskConfig, RunConfig):
     """A whole config of a fine-tuning run."""
 
     recipe: Literal["finetune"] = Field(description="which recipe this config is of")
-    init: str = Field(description="the folder of the pretraining run to start from")
+    init: str = Field(
+        description="the folder to start from: a run of recipe bert, or a BERT from Hugging Face"
+    )
     dropout: Fraction | None = Field(
         default=None, description="share of activations dropped; null for that of the run"
     )
     data: DataConfig = Field(description="the files and their batches")
 
-    @model_validator(mode="after")
-    def _no_scalify(self) -> Self:
-        if self.scalify is not None:
-            raise ValueError(
-                "scalify is for plain models; this recipe has unitscale models only; set scalify "
-                "null"
+    @property
+    def loss_unit(self) -> str:
+        return "end of an answer" if self.task == "squad" else "row"
+
+    @property
+    def plain(self) -> bool:
+        """Whether `init` is a Hugging Face folder, whose model is in standard parametrization."""
+        return (Path(self.init) / "config.json").is_file()
+
+
+FORMATS: dict[str, ScalifyConfig | None] = {
+    "float32": None,
+    "bfloat16": ScalifyConfig(storage="bfloat16"),
+    "float16": ScalifyConfig(storage="float16"),
+    "fp8": ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2"),
+}
+"""What a policy means for a plain model: it runs under scalify."""
+
+
+def with_formats(config: FinetuneConfig) -> FinetuneConfig:
+    """The config with `scalify` filled in where `init` is a Hugging Face folder.
+
+    Raises:
+      RecipeError: It asks of a plain model what only those of unitscale have, or the other way.
+    """
+    optimizer = config.optimizer
+    if not config.plain:
+        if config.scalify is not None and (Path(config.init) / "config.yaml").exists():
+            raise RecipeError(
+                f"scalify is for plain models; the run in init {config.init} is of a unitscale "
+                "model; set scalify null"
             )
-        return self
+        return config
+    if config.policy not in FORMATS:
+        raise RecipeError(
+            f"policy: expected {', '.join(FORMATS)} for the Hugging Face folder {config.init}; got "
+            f"{config.policy}; use one of them, or init with a run of recipe bert"
+        )
+    if optimizer.umup:
+        raise RecipeError(
+            f"optimizer.umup: expected false for the Hugging Face folder {config.init}, whose "
+            "weights are in standard parametrization; got true; add optimizer.umup=false and a "
+            "learning rate of that parametrization, such as optimizer.learning_rate=5e-5"
+        )
+    if config.monitor or optimizer.scaled:
+        raise RecipeError(
+            f"monitor, optimizer.weights and optimizer.moments: expected null for the Hugging Face "
+            f"folder {config.init}, whose model runs under scalify; remove them"
+        )
+    return config.model_copy(update={"scalify": config.scalify or FORMATS[config.policy]})

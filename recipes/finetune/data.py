@@ -16,7 +16,7 @@ from ..errors import RecipeError
 from .classification_data import Dataset, load_classification
 from .classification_features import make_classification_features
 from .config import FinetuneConfig
-from .pretrained import pretraining_of, tokenizer_of
+from .pretrained import limits_of, tokenizer_of
 from .records import RecordSource
 from .squad_data import read_squad
 from .squad_features import SquadFeatures, make_squad_features
@@ -35,7 +35,7 @@ class TaskData:
       scored: To score on.
       names: Of a record's arrays, in the order in which the model's loss takes them.
       batch_size: Records per step, over all processes.
-      tokenizer: Of the pretraining run.
+      tokenizer: Of the pretrained model.
       source: What `scored` was made of, for scoring.
     """
 
@@ -86,15 +86,15 @@ def load_task_data(config: FinetuneConfig) -> TaskData:
 
     Raises:
       RecipeError: A file is missing or malformed, holds fewer records than a batch, or sequences
-        are longer than the positions that the pretraining run learned; or the run has no tokenizer.
+        are longer than the positions that the model learned; or there is no tokenizer beside it.
     """
-    positions, length = pretraining_of(config.init).context, config.data.sequence_length
+    positions, length = limits_of(config).positions, config.data.sequence_length
     if length > positions:
         raise RecipeError(
-            f"data.sequence_length: the run in {config.init} learned {positions} positions; got "
+            f"data.sequence_length: the model in {config.init} learned {positions} positions; got "
             f"{length}; use at most {positions}"
         )
-    tokenizer = tokenizer_of(config.init)
+    tokenizer = tokenizer_of(config)
     made = _squad(config, tokenizer) if config.task == "squad" else _rows(config, tokenizer)
     train, scored, source = made
     names = (*INPUTS, *LABELS[config.task])

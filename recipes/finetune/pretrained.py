@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -15,7 +15,9 @@ from ..bert.config import BertConfig
 from ..configfile import load_run_config
 from ..data import TOKENIZER_FILE, SubwordTokenizer
 from ..errors import RecipeError
+from ..pretrained import shape_of_bert
 from ..state import load_trained
+from .config import FinetuneConfig
 
 TAKEN = "encoder", "pooler"
 """Parts of a pretrained model that a task's model has too."""
@@ -30,7 +32,8 @@ def pretraining_of(init: str) -> BertConfig:
     folder = Path(init)
     if not (folder / "config.yaml").exists():
         raise RecipeError(
-            f"init: no run at {folder}; train one first, such as `python -m recipes train "
+            f"init: expected the folder of a run, or a Hugging Face folder; got {folder}, which is "
+            "neither; train a model first, such as `python -m recipes train "
             "configs/bert/quickstart.yaml`, and give its folder"
         )
     config = load_run_config(folder / "config.yaml")
@@ -44,18 +47,38 @@ def pretraining_of(init: str) -> BertConfig:
     return config.model_copy(update={"train": train, "name": folder.name})
 
 
-def tokenizer_of(init: str) -> Tokenizer:
-    """The tokenizer of a pretraining run, which lays texts out as [CLS] text [SEP] pair [SEP].
+class Limits(NamedTuple):
+    """What a pretrained model can be given: ids below `vocab`, and sequences of `positions`."""
+
+    vocab: int
+    positions: int
+
+
+def limits_of(config: FinetuneConfig) -> Limits:
+    """Of the pretraining run, or of the Hugging Face folder.
+
+    Raises:
+      RecipeError: It is neither.
+    """
+    if config.plain:
+        shape = shape_of_bert(config.init)
+        return Limits(shape.vocab, shape.context)
+    pretraining = pretraining_of(config.init)
+    return Limits(pretraining.model.vocab, pretraining.context)
+
+
+def tokenizer_of(config: FinetuneConfig) -> Tokenizer:
+    """The pretrained model's tokenizer, which lays texts out as [CLS] text [SEP] pair [SEP].
 
     Raises:
       RecipeError: There is none, or it does not fit the model.
     """
-    tokenizer = SubwordTokenizer.read(Path(init) / TOKENIZER_FILE, key="init")
-    vocab = pretraining_of(init).model.vocab
+    vocab = limits_of(config).vocab
+    tokenizer = SubwordTokenizer.read(Path(config.init) / TOKENIZER_FILE, key="init")
     if tokenizer.vocab > vocab:
         raise RecipeError(
-            f"init: expected a tokenizer of at most the {vocab} ids of the model in {init}; got "
-            f"{tokenizer.vocab}; put the tokenizer back that it was trained with"
+            f"init: expected a tokenizer of at most the {vocab} ids of the model in {config.init}; "
+            f"got {tokenizer.vocab}; put the tokenizer back that it was trained with"
         )
     if tokenizer.inner.post_processor is None:
         tokenizer.inner.post_processor = processors.TemplateProcessing(
@@ -72,7 +95,9 @@ def take_weights(model: nnx.Module, init: str) -> None:
     Raises:
       RecipeError: The run has no checkpoint, or not all parameters of the encoder in these shapes.
     """
-    _, state = load_trained(pretraining_of(init), lambda message: None)
+    # Numbers are read from the disk also where a caller asks for shapes alone.
+    with jax.ensure_compile_time_eval():
+        _, state = load_trained(pretraining_of(init), lambda message: None)
     found = _parameters(state.params)
     own = _parameters(nnx.state(model, nnx.Param))
     wrong = [

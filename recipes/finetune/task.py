@@ -12,18 +12,24 @@ from flax import nnx
 
 from unitscale import to_array
 
+from ..config import ScalifyConfig
+from ..monitor import monitored
+from ..rundir import run_folder
+from ..scaling import plain, scaled, under
+from ..state import TrainState
 from .classification_data import load_classification
 from .classification_predict import predict_labels, write_labels
 from .classification_score import score_classification
 from .config import FinetuneConfig
 from .data import INPUTS, LABELS, TaskData, load_task_data
 from .model import ClassificationModel, SpanModel
+from .plain import PlainModel, read_plain, save_plain
 from .pretrained import pretraining_of, take_weights
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
 from .squad_score import score_predictions, version_of
 
-Model = SpanModel | ClassificationModel
+Model = SpanModel | ClassificationModel | PlainModel
 
 _SHOWN = {
     "exact": "exact match",
@@ -37,19 +43,28 @@ _SHARES = "classification"  # whose scores are shares of 1; those of SQuAD are p
 
 
 def build(config: FinetuneConfig) -> Model:
-    """The model of a config's task, with the pretraining run's weights under a new head."""
+    """The model of a config's task, with the pretrained weights under a head for it."""
+    if config.plain:
+        return PlainModel(read_plain(config, _classes(config)).model)
     pretraining = pretraining_of(config.init)
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
-    rngs = nnx.Rngs(config.seed)
-    if config.task == "squad":
-        model: Model = SpanModel(shape, policy=config.policy, rngs=rngs)
+    policy, rngs = monitored(config), nnx.Rngs(config.seed)
+    classes = _classes(config)
+    if classes is None:
+        model: Model = SpanModel(shape, policy=policy, rngs=rngs)
     else:
-        classes = len(load_classification(config.data, config.classification).labels)
-        model = ClassificationModel(shape, classes, policy=config.policy, rngs=rngs)
+        model = ClassificationModel(shape, classes, policy=policy, rngs=rngs)
     take_weights(model, config.init)
     return model
+
+
+def _classes(config: FinetuneConfig) -> int | None:
+    """How many labels there are to choose from, if that is the task."""
+    if config.task != "classification":
+        return None
+    return len(load_classification(config.data, config.classification).labels)
 
 
 def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -66,6 +81,22 @@ def load_data(config: FinetuneConfig) -> TaskData:
 
 
 def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
+    """The scores; a Hugging Face folder is written again, with what was learned."""
+    yield from _scores(config, data, model, folder)
+    if isinstance(model, PlainModel):
+        save_plain(config, _classes(config), model, folder / "pretrained")
+        yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
+
+
+def score(
+    config: FinetuneConfig, data: TaskData, graphdef: nnx.GraphDef, state: TrainState
+) -> Iterator[str]:
+    """Scores a trained run on all validation data, as `closing` does, for `evaluate`."""
+    model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    yield from _scores(config, data, model, run_folder(config))
+
+
+def _scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
     """Scores all validation data, and leaves `predictions.json` in the folder."""
     scores = evaluate(config, data, model, folder)
     unit = "" if config.task == _SHARES else "%"
@@ -82,7 +113,7 @@ def evaluate(
     Raises:
       OSError: The predictions cannot be written.
     """
-    logits = predict(model, data)
+    logits = predict(model, data, config.scalify)
     if isinstance(data.source, SquadFeatures):
         features = data.source
         version = version_of(features.questions, config.squad)
@@ -103,15 +134,18 @@ def evaluate(
     return score_classification(predict_labels(logits), truth, len(labels))
 
 
-def predict(model: Model, data: TaskData) -> np.ndarray:
-    """Float32 logits of all validation records, dropout off."""
+def predict(model: Model, data: TaskData, scalify: ScalifyConfig | None = None) -> np.ndarray:
+    """Float32 logits of all validation records, dropout off; of a plain model under scalify."""
     graphdef, state = nnx.split(model)
+    state = scaled(scalify, state)
+
+    def logits(state, inputs):
+        return nnx.merge(graphdef, state)(*inputs, deterministic=True)
 
     @jax.jit
-    def logits(state, inputs):
-        found = nnx.merge(graphdef, state)(*inputs, deterministic=True)
-        return to_array(found).astype(np.float32)
+    def run(state, inputs):
+        return to_array(under(scalify, logits)(state, inputs)).astype(np.float32)
 
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
-    parts = [logits(state, tuple(batch[name] for name in INPUTS)) for batch in batches]
+    parts = [run(state, tuple(batch[name] for name in INPUTS)) for batch in batches]
     return np.concatenate(jax.device_get(parts))[: len(data.scored)]

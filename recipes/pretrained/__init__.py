@@ -5,7 +5,12 @@
 """
 
 from ._bert import Bert as Bert
-from ._config import BertConfig as BertConfig, Task as Task, with_shape as with_shape
+from ._config import (
+    BertConfig as BertConfig,
+    Task as Task,
+    shape_of_bert as shape_of_bert,
+    with_shape as with_shape,
+)
 from ._load import Pretrained as Pretrained, load as load, save as save
 from ._split import join as join, split as split
 from ._tokenizer import PretrainedTokenizer as PretrainedTokenizer

@@ -215,6 +215,15 @@ def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
     )
 
 
+def shape_of_bert(folder: str) -> BertConfig:
+    """The shape of the BERT in a folder, from its config.json alone.
+
+    Raises:
+      RecipeError: As `bert_shape`, or there is no such file.
+    """
+    return bert_shape(read_config(Path(folder)), Path(folder))
+
+
 def _validated(schema: type, values: dict[str, Any], path: Path) -> Any:
     try:
         return schema(**values)

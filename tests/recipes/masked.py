@@ -8,7 +8,12 @@ from typing import Any
 import yaml
 
 from recipes.bert.config import BertConfig
+from recipes.checkpoint import Checkpoints
 from recipes.configfile import load_any_config
+from recipes.convert import formats
+from recipes.rundir import open_run
+from recipes.state import init_state
+from recipes.task import load_data
 
 from .conftest import TEXT
 
@@ -48,3 +53,18 @@ def bert_config(path: Path, *overrides: str) -> BertConfig:
     config = load_any_config(path, overrides)
     assert isinstance(config, BertConfig)
     return config
+
+
+def write_run(folder: Path) -> Path:
+    """Writes a run of such a BERT that has positions for 32 tokens; returns its folder.
+
+    Its weights are those at initialisation, for which no training step has to be compiled.
+    """
+    config = bert_config(write_bert(folder), "data.sequence_length=32")
+    run = open_run(config)
+    load_data(config).save(run)
+    checkpoints = Checkpoints(run)
+    facts = {"formats": formats(config), "text": ""}
+    checkpoints.save(0, init_state(config)[2], {}, facts)
+    checkpoints.close()
+    return run

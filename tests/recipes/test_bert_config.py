@@ -21,6 +21,9 @@ def test_sizes_follow_from_data(path: Path) -> None:
     config = bert_config(path)
     assert config.model.vocab == 120
     assert config.context == config.longest == 16
+    assert config.loss_unit == "hidden token"
+    asked = bert_config(path, "data.pairs=next_sentence")
+    assert asked.loss_unit == "hidden token plus nats per pair"
     assert config.data.predictions == 2
     assert bert_config(path, "data.masking.share=0.01").data.predictions == 1
 

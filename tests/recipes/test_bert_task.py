@@ -69,7 +69,9 @@ def test_the_loss_falls_and_the_command_measures_it(
     assert outcome.validation_loss is not None
     assert outcome.validation_loss < 0.8 * np.log(config.model.vocab)
     assert main(["evaluate", str(path), *words, "name=learns"]) == 0
-    assert "step 60  validation loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("step 60  validation loss ")
+    assert said.endswith(" nats per hidden token\n")
 
 
 @pytest.mark.parametrize("pairs", ["none", "next_sentence"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_train_evaluate_generate(trained: Path, capsys: Captured) -> None:
     assert main(["evaluate", str(trained)]) == 0
-    assert "step 2  validation loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"step 2  validation loss [\d.]+ nats per token, [\d.]+ bits\n", said)
     command = ["generate", str(trained), "--prompt", "line", "--tokens", "40"]
     assert main([*command, "--seed", "1", "--temperature", "0.8", "--top-k", "5"]) == 0
     text = capsys.readouterr().out

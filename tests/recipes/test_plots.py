@@ -21,13 +21,13 @@ def ink(path: Path) -> int:
 def test_loss(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
     metrics.close()
-    empty = ink(plot_loss(tmp_path))
+    empty = ink(plot_loss(tmp_path, per="token"))
     metrics = Metrics(tmp_path)
     for step in range(1, 9):
         metrics.write(step, loss=3.0 / step)
     metrics.write(8, validation_loss=1.0)
     metrics.close()
-    assert plot_loss(tmp_path) == tmp_path / "loss.png"
+    assert plot_loss(tmp_path, per="token") == tmp_path / "loss.png"
     assert ink(tmp_path / "loss.png") > empty
 
 

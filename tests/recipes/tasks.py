@@ -1,0 +1,66 @@
+"""Files of two small tasks, and their configs, so that fine-tuning takes a second or two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.configfile import load_any_config
+from recipes.finetune.config import FinetuneConfig
+
+FILES = {"squad": "squad.json", "classification": "rows.tsv"}
+ANIMALS = ["fox", "jumper", "line", "dog"] * 3
+ROWS = [("quick fox", 1), ("lazy dogs", 0), ("brown fox", 1), ("lazy line", 0)] * 5
+
+
+def squad(animals: list[str]) -> dict[str, Any]:
+    """One paragraph and question for each animal."""
+    paragraphs = []
+    for number, animal in enumerate(animals):
+        context = f"the quick brown {animal} jumps over the lazy dogs"
+        answer = {"text": animal, "answer_start": context.index(animal)}
+        question = {"id": f"q{number}", "question": "what jumps", "answers": [answer]}
+        paragraphs.append({"context": context, "qas": [question]})
+    return {"version": "1.1", "data": [{"title": "animals", "paragraphs": paragraphs}]}
+
+
+def write_tasks(folder: Path, init: Path) -> None:
+    """Writes `squad.yaml` and `classification.yaml` into a folder, with the files they name."""
+    (folder / FILES["squad"]).write_text(json.dumps(squad(ANIMALS)), encoding="utf-8")
+    lines = ["sentence\tlabel", *(f"{text}\t{label}" for text, label in ROWS)]
+    (folder / FILES["classification"]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for task, file in FILES.items():
+        tree = {
+            "recipe": "finetune",
+            "name": task,
+            "init": str(init),
+            "task": task,
+            "data": {
+                "train": str(folder / file),
+                "validation": str(folder / file),
+                "sequence_length": 24,
+                "batch_size": 8,
+            },
+            "squad": {"max_question_length": 8},
+            "dropout": 0.0,
+            "optimizer": {"learning_rate": 0.1},
+            "train": {
+                "steps": 4,
+                "eval_every": 100,
+                "eval_batches": 1,
+                "checkpoint_every": 100,
+                "log_every": 100,
+                "runs_dir": str(folder / "runs"),
+            },
+        }
+        (folder / f"{task}.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+
+
+def tuned(folder: Path, task: str, *overrides: str) -> FinetuneConfig:
+    """The config of a task with overrides."""
+    config = load_any_config(folder / f"{task}.yaml", overrides)
+    assert isinstance(config, FinetuneConfig)
+    return config
