@@ -15,6 +15,6 @@ BENCHMARKS = {
     "parallel": "bytes, error and validation loss of gradients exchanged in 8 bits",
     "scales": "RMS of activations, weights and gradients at initialisation, by depth and width",
     "trace": "time and memory of a training step under analysis.trace_scales",
-    "lms": "masked-LM loss in float16 and FP8 against float32, and speed of the input pipelines",
+    "lms": "losses and scores of language models by format, imported logits, and pipeline speed",
     "mnist": "test accuracy of a classifier under scalify, in each number format",
 }

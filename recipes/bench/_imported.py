@@ -1,0 +1,68 @@
+"""Logits of imported weights against those that `transformers` gives, as saved beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import RecipeError
+from ..pretrained import load
+from ._table import Table, within
+
+REFERENCE = "reference.npz"
+FIXTURES = Path(__file__).parents[2] / "tests" / "recipes" / "pretrained_fixtures"
+MOST_DIFFERENCE = 1e-4
+_INPUTS = "input_ids", "token_type_ids", "attention_mask"
+
+
+def folders(given: Iterable[Path]) -> list[Path]:
+    """The folders to compare: those given, or the small ones of the tests, if they are there.
+
+    Raises:
+      RecipeError: A folder has no saved logits.
+    """
+    found = list(given) or sorted(file.parent for file in FIXTURES.glob(f"*/{REFERENCE}"))
+    for folder in found:
+        if not (folder / REFERENCE).is_file():
+            raise RecipeError(
+                f"--logits: expected a folder with {REFERENCE}, inputs and logits; got {folder}; "
+                "make one with tests/recipes/make_pretrained_fixtures.py"
+            )
+    return found
+
+
+def logits_table(compared: Iterable[Path]) -> Table:
+    """The largest difference of any logit, for each folder."""
+    rows: list[dict[str, Any]] = []
+    for folder in compared:
+        with np.load(folder / REFERENCE) as stored:
+            inputs = [stored[name].astype(np.int32) for name in _INPUTS if name in stored]
+            expected = stored["logits"]
+        pretrained = load(folder)
+        model: Any = pretrained.model
+        difference = float(np.abs(np.asarray(model(*inputs)) - expected).max())
+        rows.append(
+            {
+                "folder": folder.name,
+                "task": pretrained.task,
+                "parameters": sum(leaf.size for leaf in jax.tree.leaves(pretrained.params)),
+                "largest logit": float(np.abs(expected).max()),
+                "difference": difference,
+                "asked": f"<= {MOST_DIFFERENCE:g}",
+                "within": within(difference, (None, MOST_DIFFERENCE)),
+            }
+        )
+    columns = {
+        "folder": "",
+        "task": "",
+        "parameters": ",d",
+        "largest logit": ".2f",
+        "difference": ".1e",
+        "asked": "",
+        "within": "",
+    }
+    return Table("Logits of imported weights in float32, against transformers", columns, rows)

@@ -1,0 +1,73 @@
+"""What a finished sweep of character models says of unit scaling, in counts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ..charlm.config import CharlmConfig
+from ..charlm.grid import make_points
+from ..charlm.results import Best, best_losses
+from ..charlm.rows import read_rows
+from ..configfile import load_any_config
+from ..errors import RecipeError
+from ._table import Table, within
+
+MOST_ABOVE = 0.005
+LEAST_NO_WORSE = 0.9
+UNIT, HALF, REGULAR = ("unit", "float32"), ("unit", "float16"), ("regular", "float32")
+
+
+def read_best(path: Path) -> Best:
+    """Least losses of a sweep, from its folder or the file of rows in it.
+
+    Raises:
+      RecipeError: There is no sweep.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.yaml").exists():
+        raise RecipeError(
+            f"--charlm: expected the folder of a sweep, with config.yaml and rows.jsonl; got "
+            f"{path}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
+        )
+    config = load_any_config(folder / "config.yaml")
+    rows = read_rows(folder)
+    if not isinstance(config, CharlmConfig) or not rows:
+        raise RecipeError(
+            f"--charlm: expected the folder of a sweep; got {folder}, of recipe {config.recipe} "
+            f"with {len(rows)} rows; run the sweep first"
+        )
+    return best_losses(make_points(config), rows)
+
+
+def counts(best: Best) -> Table:
+    """How many models of the grid keep their FP32 loss in FP16, and are no worse unit scaled."""
+    converged = {name: x for name, x in best.items() if math.isfinite(x.get(UNIT, math.inf))}
+    pairs = [(x[UNIT], x[HALF]) for x in converged.values() if HALF in x]
+    kept = sum(half <= (1 + MOST_ABOVE) * full for full, half in pairs)
+    near = sum(abs(half / full - 1) <= MOST_ABOVE for full, half in pairs)
+    both = [(x[UNIT], x[REGULAR]) for x in best.values() if UNIT in x and REGULAR in x]
+    no_worse = sum(unit <= regular for unit, regular in both)
+    rows: list[dict[str, Any]] = [
+        _row(f"unit FP16 at most {MOST_ABOVE:.1%} above unit FP32", kept, len(pairs), 1.0),
+        _row(f"unit FP16 within {MOST_ABOVE:.1%} of unit FP32 either way", near, len(pairs)),
+        _row("unit FP32 no worse than regular FP32", no_worse, len(both), LEAST_NO_WORSE),
+    ]
+    columns = {
+        "models with": "",
+        "count": "d",
+        "of": "d",
+        "share": ".1%",
+        "asked": "",
+        "within": "",
+    }
+    return Table("Character models, each at its best learning rate", columns, rows)
+
+
+def _row(what: str, count: int, total: int, least: float | None = None) -> dict[str, Any]:
+    share = count / total if total else math.nan
+    row = {"models with": what, "count": count, "of": total, "share": share}
+    if least is not None:
+        row |= {"asked": f">= {least:.0%}", "within": within(share, (least, None))}
+    return row
