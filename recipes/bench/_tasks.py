@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
 from rich.console import Console
 
 from ..atomic import write_whole
@@ -18,9 +17,8 @@ from ..configfile import load_any_config
 from ..errors import RecipeError
 from ..finetune.config import FinetuneConfig
 from ..finetune.squad_data import read_squad
-from ..finetune.task import evaluate, load_data
+from ..finetune.task import SCORES
 from ..rundir import run_folder
-from ..state import load_trained
 from ..train import train
 from ._table import Table, within
 
@@ -114,7 +112,7 @@ def task_config(
 
 
 def tuned_scores(config: FinetuneConfig, fresh: bool, console: Console) -> dict[str, float]:
-    """Trains, resumes, or reads a finished run; scores it as `recipes.finetune.task.evaluate`.
+    """Trains or resumes a run, if it is not finished; its scores by name.
 
     Raises:
       RecipeError: A signal stopped the run.
@@ -125,9 +123,7 @@ def tuned_scores(config: FinetuneConfig, fresh: bool, console: Console) -> dict[
             f"stopped by signal {outcome.signal}; run the same command to resume",
             exit_code=128 + outcome.signal,
         )
-    graphdef, state = load_trained(config, lambda message: console.print(message, markup=False))
-    model = nnx.merge(graphdef, state.params, state.rest)
-    return evaluate(config, load_data(config), model, outcome.folder)
+    return json.loads((outcome.folder / SCORES).read_text(encoding="utf-8"))
 
 
 def scores_table(found: Mapping[tuple[str, str], Sequence[float]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from flax import nnx
 
 from unitscale import to_array
 
+from ..atomic import write_whole
 from ..config import ScalifyConfig
 from ..monitor import monitored
 from ..rundir import run_folder
@@ -30,6 +32,9 @@ from .squad_predict import predict_answers, write_predictions
 from .squad_score import score_predictions, version_of
 
 Model = SpanModel | ClassificationModel | PlainModel
+
+SCORES = "scores.json"
+"""The file of scores in a run's folder, as `evaluate` returns them."""
 
 _SHOWN = {
     "exact": "exact match",
@@ -97,12 +102,13 @@ def score(
 
 
 def _scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
-    """Scores all validation data, and leaves `predictions.json` in the folder."""
+    """Scores all validation data; leaves `predictions.json` and `scores.json` in the folder."""
     scores = evaluate(config, data, model, folder)
+    write_whole(folder / SCORES, json.dumps(scores, indent=1) + "\n")
     unit = "" if config.task == _SHARES else "%"
     shown = [f"{_SHOWN[name]} {scores[name]:.4g}{unit}" for name in _SHOWN if name in scores]
     yield ", ".join(shown)
-    yield f"predictions are in {folder / 'predictions.json'}"
+    yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
 
 
 def evaluate(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from recipes import train as train_module
+from recipes.bench import _tasks
 from recipes.bench._tasks import (
     question_words,
     scores_table,
@@ -19,10 +18,13 @@ from recipes.bench._tasks import (
     tuned_scores,
 )
 from recipes.errors import RecipeError
-from recipes.finetune.pretrained import pretraining_of
+from recipes.finetune.task import SCORES
+from recipes.train import Outcome
 
-from .masked import write_run
-from .tasks import ROWS, squad
+from .masked import bert_config, write_bert
+from .tasks import squad
+
+FILES = ["data.train=a.tsv", "data.validation=b.tsv"]
 
 
 def test_articles_are_in_one_part_or_the_other(tmp_path: Path) -> None:
@@ -53,24 +55,30 @@ def test_columns_go_by_the_first_line(tmp_path: Path) -> None:
         sentence_words("nowhere", "dev.tsv")
 
 
-def test_a_run_is_tuned_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-    pretrained = pretraining_of(str(write_run(tmp_path)))
-    file = tmp_path / "rows.tsv"
-    file.write_text("".join(f"{text}\t{label}\n" for text, label in ROWS), encoding="utf-8")
-    words = [
-        "train={steps: 2, eval_every: 9, log_every: 9, checkpoint_every: 9}",
-        "optimizer={warmup_steps: 0, name: sgd, b1: 0.0}",
-        "data.batch_size=8",
-    ]
-    config = task_config("sst2", pretrained, 5, [*sentence_words(str(file), str(file)), *words])
-    assert (config.name, config.seed) == ("tiny-bert-sst2-5", 5)
-    assert config.data.sequence_length == pretrained.context == 32
-    output = io.StringIO()
-    scores = tuned_scores(config, False, Console(file=output, width=200))
-    assert f"accuracy {scores['accuracy']:.4g}, " in output.getvalue()
-    asked = task_config("squad", pretrained, 0, question_words(file, file, 32))
-    assert asked.squad.max_question_length == 10
+def test_a_run_is_that_of_its_pretrained_model(tmp_path: Path) -> None:
+    pretrained = bert_config(write_bert(tmp_path), "policy=float16")
+    words = [*sentence_words(str(tmp_path / "text.txt"), "dev.tsv"), "train.steps=300"]
+    config = task_config("sst2", pretrained, 5, words)
+    assert (config.name, config.seed, config.policy) == ("tiny-bert-sst2-5", 5, "float16")
+    assert config.init == str(tmp_path / "runs" / "tiny-bert")
+    assert (config.data.sequence_length, config.train.steps) == (16, 300)
+    assert config.train.runs_dir == pretrained.train.runs_dir
+    assert config.classification.text == 0
+    asked = task_config("squad", pretrained, 0, question_words(tmp_path, tmp_path, 16))
+    assert asked.squad.max_question_length == 5
+
+
+def test_scores_are_those_that_the_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = task_config("sst2", bert_config(write_bert(tmp_path)), 0, FILES)
+    outcome = Outcome(tmp_path, 1, 0.5, None)
+    monkeypatch.setattr(_tasks, "train", lambda *args, **kwargs: outcome)
+    (tmp_path / SCORES).write_text('{"accuracy": 0.75}', encoding="utf-8")
+    assert tuned_scores(config, False, Console(quiet=True)) == {"accuracy": 0.75}
+    monkeypatch.setattr(_tasks, "train", lambda *a, **k: outcome._replace(signal=15))
+    with pytest.raises(RecipeError, match="stopped by signal 15; run the same command to resume"):
+        tuned_scores(config, False, Console(quiet=True))
 
 
 def test_scores_are_judged_by_the_spread_of_seeds() -> None:

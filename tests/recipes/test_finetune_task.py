@@ -18,7 +18,7 @@ from recipes.data import TOKENIZER_FILE
 from recipes.errors import RecipeError
 from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.pretrained import pretraining_of, tokenizer_of
-from recipes.finetune.task import abstract_batch, build, load_data, predict
+from recipes.finetune.task import SCORES, abstract_batch, build, load_data, predict
 from recipes.state import load_trained
 from unitscale import to_array
 
@@ -63,6 +63,8 @@ def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFi
     run = folder / "runs" / "classification"
     predictions = json.loads((run / "predictions.json").read_text("utf-8"))
     assert len(predictions) == 20
+    scores = json.loads((run / SCORES).read_text("utf-8"))
+    assert (scores["accuracy"], scores["matthews"]) == (1.0, 1.0)
     assert (run / TOKENIZER_FILE).exists()
     (run / "predictions.json").unlink()
     assert main(["evaluate", *words]) == 0
