@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,21 @@ def test_pipelines_are_judged_by_what_training_consumes(produced: float, within:
     assert row["within"] is within
 
 
-def test_a_pipeline_is_timed_beside_its_steps(tmp_path: Path) -> None:
-    sgd = "optimizer={name: sgd, b1: 0.0}"  # a small program
-    row = lms.time_pipeline(bert_config(write_bert(tmp_path), sgd), rounds=1, batches=2)
+def test_a_pipeline_is_timed_beside_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, ...]] = []
+
+    def stepper_on(config: BertConfig, batch: Any) -> Callable[[], None]:
+        given.append(batch[0].shape)
+        return lambda: time.sleep(0.01)
+
+    monkeypatch.setattr(lms, "stepper_on", stepper_on)
+    row = lms.time_pipeline(bert_config(write_bert(tmp_path)), rounds=1, batches=2)
+    assert given == [(4, 16)]
     assert row["config"] == "tiny-bert"
-    assert row["produced"] > 0 < row["consumed"]
+    assert 0 < row["consumed"] < 4 * 16 / 0.01
+    assert row["produced"] > 0
 
 
 def test_the_config_is_that_of_the_figure() -> None:
