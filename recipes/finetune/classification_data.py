@@ -207,7 +207,8 @@ def _check_columns(
             got = "it twice" if column in names else f"only {', '.join(map(repr, names))}"
             raise RecipeError(
                 f"{where}: expected the column {column!r}; got {got}; correct the columns in the "
-                "section classification, or its header"
+                "section classification, or, of a file that does not name them, give positions: "
+                "'classification={header: false, text: 0, label: 1}'"
             )
 
 

@@ -141,7 +141,8 @@ WRONG: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
         "a.tsv",
         "text\tlabel\none\t0\n",
         {},
-        r"a\.tsv:1: expected the column 'sentence'; got only 'text', 'label'; correct",
+        r"a\.tsv:1: expected the column 'sentence'; got only 'text', 'label'; correct .* "
+        "'classification={header: false, text: 0, label: 1}'",
     ),
     "a column twice": ("a.tsv", "sentence\tsentence\tlabel\n", {}, r"'sentence'; got it twice"),
     "a position past the end": (
