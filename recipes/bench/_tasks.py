@@ -137,19 +137,20 @@ def scores_table(found: Mapping[tuple[str, str], Sequence[float]]) -> Table:
     """
     rows = []
     for (metric, policy), scores in found.items():
-        deviation = statistics.stdev(scores) if len(scores) > 1 else math.nan
         row: dict[str, Any] = {
             "score": metric,
             "policy": policy,
             "seeds": len(scores),
             "mean": statistics.mean(scores),
-            "standard deviation": deviation,
         }
+        if len(scores) > 1:
+            row["standard deviation"] = statistics.stdev(scores)
         if policy != "float32":
             reference = found[metric, "float32"]
             row["over float32"] = row["mean"] - statistics.mean(reference)
             if len(scores) > 1:
-                spread = math.sqrt((deviation**2 + statistics.variance(reference)) / 2)
+                variances = statistics.variance(scores), statistics.variance(reference)
+                spread = math.sqrt(statistics.mean(variances))
                 row["asked"] = f">= -{spread:.3f}"
                 row["within"] = within(row["over float32"], (-spread, None))
         rows.append(row)
