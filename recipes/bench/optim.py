@@ -40,14 +40,19 @@ FP8, HALF = "float8_e4m3fn", "float16"
 FORMATS: dict[str, tuple[str, ...]] = {
     "float32": ("policy=float32",),
     "6 bytes": ("optimizer.weights=float16", f"optimizer.moments=[{FP8}, {HALF}]"),
+    "6 bytes stochastic": (
+        "optimizer.weights=float16",
+        f"optimizer.moments=[{FP8}, {HALF}]",
+        "optimizer.rounding=stochastic",
+    ),
     "4 bytes": (
         "optimizer.weights=float16",
         f"optimizer.moments=[{FP8}, {FP8}]",
         "optimizer.rounding=stochastic",
     ),
 }
-MOST_BYTES = {"6 bytes": 6.0, "4 bytes": 4.0}
-MOST_DIFFERENCE = {"6 bytes": 0.002, "4 bytes": 0.005}
+MOST_BYTES = {"6 bytes": 6.0, "6 bytes stochastic": 6.0, "4 bytes": 4.0}
+MOST_DIFFERENCE = {"6 bytes": 0.002, "6 bytes stochastic": 0.002, "4 bytes": 0.005}
 MOST_TIME = 1.2
 DIGITS = 3  # of bytes per parameter: scales, one per array, are less
 
