@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from ..core._compat import scan_counts
 from ._graph import inner_jaxpr, is_float
 
 WIDE = jnp.float64
@@ -225,8 +226,8 @@ def _float0(shape: tuple[int, ...]) -> Any:
 
 def _scan(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
     params, closed = eqn.params, eqn.params["jaxpr"]
-    first = params["num_consts"]
-    last = first + params["num_carry"]
+    first, carried = scan_counts(params)
+    last = first + carried
     consts, init, xs = operands[:first], operands[first:last], operands[last:]
 
     if at.watch is not None and params["length"]:

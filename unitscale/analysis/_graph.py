@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from ..core._compat import scan_counts
+
 _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
 
@@ -160,9 +162,9 @@ class _Builder:
         if name == "custom_vjp_call" and not inside:
             return self.custom_vjp(eqn, nodes, path)
         if name == "scan":
-            jaxpr, params = eqn.params["jaxpr"].jaxpr, eqn.params
-            first = params["num_consts"]
-            return self.loop(jaxpr, nodes, first, first + params["num_carry"], path, inside)
+            first, carried = scan_counts(eqn.params)
+            jaxpr = eqn.params["jaxpr"].jaxpr
+            return self.loop(jaxpr, nodes, first, first + carried, path, inside)
         if name == "while":
             skipped = eqn.params["cond_nconsts"]
             jaxpr, first = eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
 from ..core import Format, format_of
+from ..core._compat import scan_counts
 from ._graph import inner_jaxpr, is_float
 from ._scale_sums import DOWN, UP, ScaleSums, add_rows, over_iterations
 from ._scale_trace import FormatShares, ScaleRecord, ScaleTrace
@@ -289,8 +290,8 @@ class _Watcher:
 
     def scan(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], Any]:
         params, closed = eqn.params, eqn.params["jaxpr"]
-        first = params["num_consts"]
-        last = first + params["num_carry"]
+        first, carried = scan_counts(params)
+        last = first + carried
 
         def body(carry: Any, x: Any) -> tuple[Any, Any]:
             (*state,) = carry

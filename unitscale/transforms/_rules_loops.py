@@ -10,20 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from ..core._compat import scan_counts
 from ..core._lazy_scale import LazyScale
 from ._carry import Form, crossing, enter, first_form, joined
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import leaving
 from ._values import Value, known_atoms, uniform
-
-
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried leaves of a scan."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
-    return consts, carry
 
 
 def _sliced(array: Any) -> jax.ShapeDtypeStruct:
@@ -57,7 +50,7 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
     """The same scan; carried scales reach a fixed point, scanned ones have one entry per item."""
     params = eqn.params
     inner, length = params["jaxpr"], params["length"]
-    consts, carried = _scan_counts(params)
+    consts, carried = scan_counts(params)
     constants, start = values[:consts], values[consts : consts + carried]
     pairs = [_per_item(v, length) for v in values[consts + carried :]]
     items = [v.data for v, _ in pairs], [s for _, s in pairs if s is not None]
