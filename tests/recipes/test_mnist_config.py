@@ -84,19 +84,20 @@ def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> N
     assert caught.value.exit_code == 2
 
 
-RECIPES = [
-    ("mnsit", r"recipe: expected one of gpt, mnist; got 'mnsit'; did you mean mnist\?"),
-    ("bert", r"recipe: expected one of gpt, mnist; got 'bert'; correct the value"),
-    ("[mnist]", r"recipe: expected one of gpt, mnist; got \['mnist'\]"),
-    ("null", r"recipe: expected one of gpt, mnist; got None; correct the value"),
+UNKNOWN = [
+    ("mnsit", r"'mnsit'; did you mean mnist\?"),
+    ("other", r"'other'; correct the value"),
+    ("[mnist]", r"\['mnist'\]"),
+    ("null", r"None; correct the value"),
 ]
 
 
-@pytest.mark.parametrize(("name", "message"), RECIPES)
-def test_unknown_recipe(tmp_path: Path, name: str, message: str) -> None:
+@pytest.mark.parametrize(("name", "got"), UNKNOWN)
+def test_unknown_recipe(tmp_path: Path, name: str, got: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(f"recipe: {name}\nname: x\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=message):
+    known = ", ".join(RECIPES)
+    with pytest.raises(RecipeError, match=f"recipe: expected one of {known}; got {got}"):
         load_any_config(path)
 
 
