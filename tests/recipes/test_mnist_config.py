@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from recipes.cli import main
-from recipes.configfile import dump_config, load_any_config, load_config, valid_keys
+from recipes.configfile import RECIPES, dump_config, load_any_config, load_config, valid_keys
 from recipes.errors import RecipeError
 from recipes.mnist.config import DataConfig, MnistConfig
 
@@ -86,7 +86,7 @@ def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> N
 
 UNKNOWN = [
     ("mnsit", r"'mnsit'; did you mean mnist\?"),
-    ("other", r"'other'; correct the value"),
+    ("zzz", r"'zzz'; correct the value"),
     ("[mnist]", r"\['mnist'\]"),
     ("null", r"None; correct the value"),
 ]
