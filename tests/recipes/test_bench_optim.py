@@ -46,6 +46,7 @@ def test_losses_are_compared_with_float32() -> None:
     assert not rows["4 bytes"]["within"]
 
 
+@pytest.mark.slow
 def test_command(
     small: Path,
     tmp_path: Path,

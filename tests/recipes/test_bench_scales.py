@@ -62,6 +62,7 @@ def test_what_is_out_of_range_is_named():
     assert "within" not in by_name["weights"]
 
 
+@pytest.mark.slow
 def test_command_measures_every_shape(tmp_path: Path, text_file: Path):
     path = tmp_path / "out.json"
     words = ["--depths", "1,2", "--widths", "32,64", "--batch", "1", "--length", "8"]

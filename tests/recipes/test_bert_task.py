@@ -52,6 +52,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.slow
 def test_it_learns_and_stopped_and_resumed_does_so_bit_for_bit(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_process_that_dies_costs_its_own_point(tmp_path, monkeypatch) -> None:
     assert done >= {number for (number, _), error in ended.items() if error is None}
 
 
+@pytest.mark.slow
 def test_the_command_trains_in_processes_of_its_own(tmp_path, capsys) -> None:
     grid = {"model.parametrization": ["regular", "unit"]}
     path = write(tmp_path, sweep={"grid": grid, "rates": 3, "rounds": 1})

@@ -86,6 +86,7 @@ def test_scalify_and_plain(make_config: MakeConfig) -> None:
     jax.tree.map(np.testing.assert_array_equal, values(back.params), values(saved.params))
 
 
+@pytest.mark.slow
 def test_a_float32_run_goes_on_in_fp8_and_back(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
+@pytest.mark.slow
 def test_logits_of_each_policy_are_those_of_the_model(folder: Path) -> None:
     """Less rounding: an epsilon of the products' format, over some ten products in a row."""
     found = {}

@@ -43,6 +43,7 @@ def shares(row: dict) -> dict[str, float]:
     return {key: value for key, value in row.items() if key.startswith("saturated/")}
 
 
+@pytest.mark.slow
 def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfig) -> None:
     """Steps of this size bring weights beyond 448."""
     plain, said_plain, none = run(make_config(*FP8, "name=plain"))

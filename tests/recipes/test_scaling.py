@@ -35,6 +35,7 @@ def losses(config) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_losses_follow_the_plain_program(make_config) -> None:
     words = ["model.dropout=0.0"]
     expected = losses(make_config(*words))

@@ -92,6 +92,7 @@ class StopAfter(Metrics):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", PRECISIONS.values(), ids=PRECISIONS)
 def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
     make_config: MakeConfig, overrides: list[str], monkeypatch: pytest.MonkeyPatch
