@@ -15,7 +15,7 @@ from ..errors import RecipeError
 from ..evaluate import make_evaluation, mean_loss
 from ..state import load_trained
 from ..task import Data
-from ..train import train
+from ..train import Outcome, train
 
 PARITY = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
 
@@ -77,13 +77,23 @@ def trained(config: Kind, corpus: Data, fresh: bool, console: Console) -> Run[Ki
     Raises:
       RecipeError: A signal stopped the run.
     """
+    finished(config, fresh, console)
+    return measured(config, corpus, console)
+
+
+def finished(config: RunConfig, fresh: bool, console: Console) -> Outcome:
+    """Trains or resumes a run, if it is not finished.
+
+    Raises:
+      RecipeError: A signal stopped the run.
+    """
     outcome = train(config, fresh=fresh, console=console)
     if outcome.signal is not None:
         raise RecipeError(
             f"stopped by signal {outcome.signal}; run the same command to resume",
             exit_code=128 + outcome.signal,
         )
-    return measured(config, corpus, console)
+    return outcome
 
 
 def measured(config: Kind, corpus: Data, console: Console) -> Run[Kind]:

@@ -19,7 +19,7 @@ from ..finetune.config import FinetuneConfig
 from ..finetune.squad_data import read_squad
 from ..finetune.task import SCORES
 from ..rundir import run_folder
-from ..train import train
+from ._runs import finished
 from ._table import Table, within
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bert"
@@ -117,13 +117,8 @@ def tuned_scores(config: FinetuneConfig, fresh: bool, console: Console) -> dict[
     Raises:
       RecipeError: A signal stopped the run.
     """
-    outcome = train(config, fresh=fresh, console=console)
-    if outcome.signal is not None:
-        raise RecipeError(
-            f"stopped by signal {outcome.signal}; run the same command to resume",
-            exit_code=128 + outcome.signal,
-        )
-    return json.loads((outcome.folder / SCORES).read_text(encoding="utf-8"))
+    folder = finished(config, fresh, console).folder
+    return json.loads((folder / SCORES).read_text(encoding="utf-8"))
 
 
 def scores_table(found: Mapping[tuple[str, str], Sequence[float]]) -> Table:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipes.bench import _tasks
+from recipes.bench import _runs
 from recipes.bench._tasks import (
     question_words,
     scores_table,
@@ -73,10 +73,10 @@ def test_scores_are_those_that_the_run_left(
 ) -> None:
     config = task_config("sst2", bert_config(write_bert(tmp_path)), 0, FILES)
     outcome = Outcome(tmp_path, 1, 0.5, None)
-    monkeypatch.setattr(_tasks, "train", lambda *args, **kwargs: outcome)
+    monkeypatch.setattr(_runs, "train", lambda *args, **kwargs: outcome)
     (tmp_path / SCORES).write_text('{"accuracy": 0.75}', encoding="utf-8")
     assert tuned_scores(config, False, Console(quiet=True)) == {"accuracy": 0.75}
-    monkeypatch.setattr(_tasks, "train", lambda *a, **k: outcome._replace(signal=15))
+    monkeypatch.setattr(_runs, "train", lambda *a, **k: outcome._replace(signal=15))
     with pytest.raises(RecipeError, match="stopped by signal 15; run the same command to resume"):
         tuned_scores(config, False, Console(quiet=True))
 
