@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 
 
@@ -16,6 +18,22 @@ class RecipeError(Exception):
     def __init__(self, message: str, *, exit_code: int = 2):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def cannot_write(folder: Path, error: OSError, *, kept: str | None = None) -> RecipeError:
+    """The error of a run whose folder cannot be written.
+
+    Args:
+      folder: The run's.
+      error: What the system said.
+      kept: What of the run is safe, in words.
+    """
+    safe = "" if kept is None else f"{kept}; "
+    return RecipeError(
+        f"cannot write to {folder}: {error.strerror or error}; {safe}free space or change "
+        "permissions, then run the same command again",
+        exit_code=1,
+    )
 
 
 def complain(message: str) -> None:

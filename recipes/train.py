@@ -26,7 +26,7 @@ from .checkpoint import Checkpoints
 from .config import RunConfig
 from .convert import formats
 from .data import Batches
-from .errors import RecipeError
+from .errors import RecipeError, cannot_write
 from .evaluate import make_evaluation, mean_loss, shown
 from .metrics import Metrics, NoMetrics
 from .monitor import watch
@@ -116,12 +116,7 @@ def train(
             return Outcome(folder, step, None, int(signal))
         return _finish(run, say)
     except OSError as error:
-        raise RecipeError(
-            f"cannot write to {folder}: {error.strerror or error}; "
-            f"{run.checkpoints.what_is_safe}; "
-            "free space or change permissions, then run the same command again",
-            exit_code=1,
-        ) from error
+        raise cannot_write(folder, error, kept=run.checkpoints.what_is_safe) from error
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if lost := is_lost(error):
             safe = run.checkpoints.what_is_complete

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from ..errors import RecipeError
+from ..errors import RecipeError, cannot_write
 from ..metrics import Metrics
 from ..plots import plot_loss
 from ..progress import Reporter
@@ -63,11 +63,7 @@ def train(config: CharlmConfig, *, fresh: bool = False, console: Console | None 
         if outcome.signal is None:
             plot_loss(folder, per="character")
     except OSError as error:
-        raise RecipeError(
-            f"cannot write to {folder}: {error.strerror or error}; free space or change "
-            "permissions, then run the same command again",
-            exit_code=1,
-        ) from error
+        raise cannot_write(folder, error) from error
     if outcome.signal is not None:
         name = Signals(outcome.signal).name
         _say(console, f"stopped by {name} after step {outcome.step}; run it again to start anew")

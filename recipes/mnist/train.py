@@ -25,7 +25,7 @@ from rich.console import Console
 from unitscale import as_scaled, to_array
 from unitscale.transforms import scalify
 
-from ..errors import RecipeError
+from ..errors import RecipeError, cannot_write
 from ..metrics import Metrics
 from ..plots import plot_loss
 from ..progress import Reporter
@@ -153,11 +153,7 @@ def train(config: MnistConfig, *, fresh: bool = False, console: Console | None =
         if outcome.signal is None:
             plot_loss(folder, per="image")
     except OSError as error:
-        raise RecipeError(
-            f"cannot write to {folder}: {error.strerror or error}; free space or change "
-            "permissions, then run the same command again",
-            exit_code=1,
-        ) from error
+        raise cannot_write(folder, error) from error
     if outcome.signal is not None:
         name = Signals(outcome.signal).name
         say(f"stopped by {name} after step {outcome.step}; run the same command to start again")
