@@ -14,6 +14,8 @@ from .dataconfig import (
     BatchConfig as BatchConfig,
     DataConfig as DataConfig,
     TokenizerConfig as TokenizerConfig,
+    check_context,
+    check_vocab,
     with_vocab,
 )
 from .schema import (
@@ -344,12 +346,7 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        kind = self.data.tokenizer.kind  # of a file, which may have moved, the run has a copy
-        if kind != "file" and self.model.vocab < self.data.tokenizer.ids:
-            raise ValueError(
-                f"model.vocab must be at least the {self.data.tokenizer.ids} ids of the {kind} "
-                f"tokenizer; got {self.model.vocab}; set model.vocab null"
-            )
+        check_vocab(self.model.vocab, self.data.tokenizer)
         if self.model.library == "plain" and "fp8" in self.policy:
             raise ValueError(
                 f"policy {self.policy} needs model.library unitscale; got model.library plain; "
@@ -379,12 +376,7 @@ class Config(RunConfig):
                 "optimizer.weights needs model.library unitscale; got model.library plain; "
                 "set optimizer.weights null (optimizer.moments works with both)"
             )
-        if self.context < self.data.sequence_length:
-            raise ValueError(
-                "model.context must be at least data.sequence_length; "
-                f"got {self.model.context} and {self.data.sequence_length}; "
-                "set model.context null to use data.sequence_length"
-            )
+        check_context(self.model.context, self.data.sequence_length)
         return self
 
 

@@ -101,3 +101,29 @@ def with_vocab(model: Any, data: DataConfig | None) -> Any:
     if data is None or not isinstance(given, dict) or given.get("vocab") is not None:
         return model
     return {**given, "vocab": data.tokenizer.ids}
+
+
+def check_vocab(vocab: int, tokenizer: TokenizerConfig) -> None:
+    """A model must have all ids of its tokenizer.
+
+    Raises:
+      ValueError: It has fewer. A file, which may have moved, is not asked: the run has a copy.
+    """
+    if tokenizer.kind != "file" and vocab < tokenizer.ids:
+        raise ValueError(
+            f"model.vocab must be at least the {tokenizer.ids} ids of the {tokenizer.kind} "
+            f"tokenizer; got {vocab}; set model.vocab null"
+        )
+
+
+def check_context(context: int | None, length: int) -> None:
+    """Positions must reach to the end of a sequence; None has as many as it has tokens.
+
+    Raises:
+      ValueError: They do not.
+    """
+    if context is not None and context < length:
+        raise ValueError(
+            f"model.context must be at least data.sequence_length; got {context} and {length}; "
+            "set model.context null to use data.sequence_length"
+        )

@@ -15,7 +15,7 @@ from ..config import (
     Section,
     TokenizerConfig,
 )
-from ..dataconfig import with_vocab
+from ..dataconfig import check_context, check_vocab, with_vocab
 
 Pairs = Literal["none", "next_sentence", "sentence_order"]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
@@ -162,21 +162,11 @@ class BertConfig(RunConfig):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        tokenizer = self.data.tokenizer
-        if tokenizer.kind != "file" and self.model.vocab < tokenizer.ids:
-            raise ValueError(
-                f"model.vocab must be at least the {tokenizer.ids} ids of the {tokenizer.kind} "
-                f"tokenizer; got {self.model.vocab}; set model.vocab null"
-            )
+        check_vocab(self.model.vocab, self.data.tokenizer)
         if self.scalify is not None:
             raise ValueError(
                 "scalify is for plain models; this recipe has unitscale models only; set scalify "
                 "null"
             )
-        if self.context < self.data.sequence_length:
-            raise ValueError(
-                "model.context must be at least data.sequence_length; "
-                f"got {self.model.context} and {self.data.sequence_length}; "
-                "set model.context null to use data.sequence_length"
-            )
+        check_context(self.model.context, self.data.sequence_length)
         return self
