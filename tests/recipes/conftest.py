@@ -40,6 +40,19 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def short_training(folder: Path) -> dict[str, Any]:
+    """A `train` section of a few steps, whose runs are in a folder."""
+    return {
+        "steps": 6,
+        "eval_every": 3,
+        "eval_batches": 2,
+        "checkpoint_every": 3,
+        "log_every": 1,
+        "sample_tokens": 0,
+        "runs_dir": str(folder / "runs"),
+    }
+
+
 def write_config(folder: Path) -> Path:
     """Writes a text and a complete config into a folder; returns the path of the config."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
@@ -48,15 +61,7 @@ def write_config(folder: Path) -> Path:
         "data": {"path": str(folder / "text.txt"), "sequence_length": 16, "batch_size": 4},
         "model": {"library": "plain", "width": 16, "layers": 1, "heads": 2, "dropout": 0.1},
         "optimizer": {"umup": False, "learning_rate": 1e-2},
-        "train": {
-            "steps": 6,
-            "eval_every": 3,
-            "eval_batches": 2,
-            "checkpoint_every": 3,
-            "log_every": 1,
-            "sample_tokens": 0,
-            "runs_dir": str(folder / "runs"),
-        },
+        "train": short_training(folder),
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

@@ -15,7 +15,7 @@ from recipes.rundir import open_run
 from recipes.state import init_state
 from recipes.task import load_data
 
-from .conftest import TEXT
+from .conftest import TEXT, short_training
 
 
 def write_bert(folder: Path) -> Path:
@@ -33,15 +33,7 @@ def write_bert(folder: Path) -> Path:
         },
         "model": {"vocab": None, "width": 16, "layers": 1, "heads": 2, "dropout": 0.1},
         "optimizer": {"learning_rate": 0.3},
-        "train": {
-            "steps": 6,
-            "eval_every": 3,
-            "eval_batches": 2,
-            "checkpoint_every": 3,
-            "log_every": 1,
-            "sample_tokens": 0,
-            "runs_dir": str(folder / "runs"),
-        },
+        "train": short_training(folder),
     }
     path = folder / "tiny-bert.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
