@@ -132,6 +132,16 @@ class ModelConfig(Section):
         return self
 
 
+class MultipliersConfig(Section):
+    """What learning rates are multiplied by, beside u-muP's factors, by the role of a parameter."""
+
+    weight: NonNegative = Field(default=1.0, description="matrices of dense layers")
+    readout: NonNegative = Field(default=1.0, description="the matrix of an untied readout")
+    embedding: NonNegative = Field(default=1.0, description="tables of tokens and positions")
+    bias: NonNegative = Field(default=1.0, description="biases of dense layers")
+    norm: NonNegative = Field(default=1.0, description="gains and biases of norms")
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
@@ -171,6 +181,9 @@ class OptimizerConfig(Section):
     umup: Flag = Field(
         default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
     )
+    multipliers: MultipliersConfig = Field(
+        default_factory=MultipliersConfig, description="with umup, further factors by role"
+    )
 
     @property
     def scaled(self) -> bool:
@@ -183,6 +196,15 @@ class OptimizerConfig(Section):
             raise ValueError(
                 "rounding stochastic needs weights or moments; got null for both; set them, or "
                 "rounding nearest"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _multipliers_need_umup(self) -> Self:
+        if not self.umup and self.multipliers != MultipliersConfig():
+            raise ValueError(
+                "multipliers need umup true, which knows the roles of parameters; got umup false; "
+                "remove multipliers or set umup true"
             )
         return self
 

@@ -64,7 +64,12 @@ def make_optimizer(
             mask=decays,
         )
     if settings.umup:
-        rule = umup(rule, params, optimizer="sgd" if settings.name == "sgd" else "adam")
+        rule = umup(
+            rule,
+            params,
+            optimizer="sgd" if settings.name == "sgd" else "adam",
+            multipliers=settings.multipliers.model_dump(),
+        )
     chain: list[optax.GradientTransformation] = [rule]
     if settings.clip_norm is not None:
         chain.insert(0, optax.clip_by_global_norm(settings.clip_norm))

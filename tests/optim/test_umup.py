@@ -76,6 +76,32 @@ def test_the_updates_of_the_inner_rule_are_multiplied_not_its_gradients() -> Non
     jax.tree.map(np.testing.assert_array_equal, state, plain_state)
 
 
+def test_multipliers_by_role() -> None:
+    params = parameters()
+    tx = umup(optax.identity(), params, multipliers={"embedding": 8.0, "norm": 0.5, "bias": 0.0})
+    updates, _ = tx.update(ones(params), tx.init(params), params)
+    found = {path: u.ravel()[0] for path, u in by_path(updates).items()}
+    times = {"embedding": 8.0, "gain": 0.5, "kernel": 1.0}
+    expected = {
+        path: factor * (0.5 if "norm" in path else times.get(path.rpartition(".")[2], 0.0))
+        for path, factor in EXPECTED.items()
+    }
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "message"),
+    [
+        ({"embeding": 2.0}, "role must be one of .* got 'embeding'. Did you mean 'embedding'?"),
+        ({"bias": -1.0}, r"multipliers\['bias'\] must be finite and not negative; got -1.0"),
+        ({"norm": float("nan")}, r"multipliers\['norm'\] must be finite and not negative; got nan"),
+    ],
+)
+def test_multipliers_that_cannot_be(multipliers, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        umup(optax.identity(), parameters(), multipliers=multipliers)
+
+
 def test_under_jit_and_in_a_chain() -> None:
     """Decay after it takes the same share of every parameter, whatever the schedule."""
     params = parameters()

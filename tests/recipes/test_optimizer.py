@@ -79,16 +79,18 @@ def test_decay_under_umup_depends_on_neither_learning_rate_nor_role() -> None:
 
 
 def test_umup_gives_each_role_its_rate() -> None:
-    config = make()
-    _, _, state = init_state(config)
-    ones = jax.tree.map(jnp.ones_like, state.params)
-    out = nnx.to_pure_dict(updates(config, state.params, ones))
-    rates = {
-        "embedding": float(np.abs(out["embed"]["embedding"]).max()),
-        "readout": float(np.abs(out["readout"]["kernel"]).max()),
-    }
+    def rates(config) -> dict[str, float]:
+        _, _, state = init_state(config)
+        ones = jax.tree.map(jnp.ones_like, state.params)
+        out = nnx.to_pure_dict(updates(config, state.params, ones))
+        found = {"embedding": out["embed"]["embedding"], "readout": out["readout"]["kernel"]}
+        return {role: float(np.abs(update).max()) for role, update in found.items()}
+
     # u-muP, table 2: embedding fan-out^-1/2, readout 1
-    assert rates == pytest.approx({"embedding": 0.5 * 8**-0.5, "readout": 0.5}, rel=1e-5)
+    expected = {"embedding": 0.5 * 8**-0.5, "readout": 0.5}
+    assert rates(make()) == pytest.approx(expected, rel=1e-5)
+    expected["embedding"] *= 4.0
+    assert rates(make(multipliers={"embedding": 4.0})) == pytest.approx(expected, rel=1e-5)
 
 
 def test_formats_of_weights_and_moments() -> None:

@@ -1,5 +1,7 @@
 """u-muP: one learning rate for every width and depth."""
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -34,6 +36,7 @@ def umup(
     *,
     optimizer: Literal["adam", "sgd"] = "adam",
     readout_constraint: Literal["to_output_scale"] | None = None,
+    multipliers: Mapping[str, float] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Gives every parameter its u-muP learning rate.
 
@@ -47,6 +50,10 @@ def umup(
         with a constraint takes its width from the gradients of all that comes before it; with
         ``optimizer="sgd"`` and that constraint the factors give it back.
 
+        ``multipliers`` are constants beside these: the best ones do not move with width either. The
+        global learning rate is the size of one update of a bias or a gain, but an update of a
+        weight is spread over its fan-in: where gradients are noisy, gains and biases want less.
+
     Args:
         inner: an optax transformation.
         params: the parameters that will be trained, as variables that carry metadata:
@@ -54,14 +61,15 @@ def umup(
         optimizer: "adam" where updates do not depend on the size of gradients (adam, lion,
             rmsprop, muon, ...), "sgd" where they are in proportion to it.
         readout_constraint: that of the model's readout; it matters to "sgd" alone.
+        multipliers: a further factor by role, 1 for those that are not named.
 
     Returns:
         optax.GradientTransformation over trees of the same structure, of variables or of arrays.
 
     Raises:
-        ValueError: if a parameter has no role or an unknown one, or for an unknown optimizer or
-            constraint; in ``update``, if the tree of
-            updates differs from ``params``.
+        ValueError: if a parameter has no role or an unknown one, for an unknown optimizer or
+            constraint, or a multiplier of an unknown role or that is negative or not finite; in
+            ``update``, if the tree of updates differs from ``params``.
 
     Example:
         >>> from flax import nnx
@@ -78,7 +86,17 @@ def umup(
     inner = optax.with_extra_args_support(inner)
     variables, treedef = jax.tree.flatten(params, is_leaf=_has_role)
     settings = {"optimizer": optimizer, "readout_constraint": readout_constraint}
-    factors = [_factor(variable, **settings) for variable in variables]
+    own = dict(multipliers or {})
+    for role, multiplier in own.items():
+        rules.umup_learning_rate(role, fan_in=1, fan_out=1)  # complains of a role that there is not
+        if not 0 <= multiplier < math.inf:
+            raise ValueError(
+                f"unitscale.optim.umup: multipliers[{role!r}] must be finite and not negative; got "
+                f"{multiplier}"
+            )
+    factors = [
+        _factor(variable, **settings) * own.get(variable.role, 1.0) for variable in variables
+    ]
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = inner.update(updates, state, params, **extra_args)
