@@ -165,7 +165,7 @@ def test_scales_beyond_float16() -> None:
     [{}, {"is_causal": True}, {"mask": MASK}, {"mask": MASK, "is_causal": True}],
     ids=str,
 )
-def test_float16_on_the_cpu_takes_the_plain_path_to_the_same_result(kwargs) -> None:
+def test_float16_takes_the_plain_path_to_the_same_result(kwargs) -> None:
     args = [np.float16(a) for a in normal("path", (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))]
     (ct,) = normal("ct", args[0].shape)
     results = []
@@ -179,6 +179,22 @@ def test_float16_on_the_cpu_takes_the_plain_path_to_the_same_result(kwargs) -> N
         # Roundings of the weights, the result, its factor and the cotangent.
         scale = np.abs(single).max()
         np.testing.assert_allclose(np.float32(half), single, atol=4 * 2**-10 * scale, rtol=0)
+
+
+def test_float16_gradients_overflow_only_where_they_are_beyond_its_range() -> None:
+    """The weights' gradient, a sum over the head, is larger than those of q, k and v."""
+    shape = (1, 64, 2, 64)
+    q, k, v, ct = (np.float16(a) for a in normal("range", shape, shape, shape, shape))
+    v, ct = np.float16(2) * abs(v), np.float16(400) * abs(ct)
+    grads = []
+    for dtype in (jnp.float16, jnp.float32):
+        inputs = [jnp.asarray(a, dtype) for a in (3 * q, 3 * k, v)]
+        _, vjp = jax.vjp(lambda *a: ops.dot_product_attention(*a).data, *inputs)
+        grads.append(vjp(jnp.asarray(ct, dtype)))
+    for half, single in zip(*grads, strict=True):
+        largest = np.abs(single).max()
+        assert 1000 < largest < jnp.finfo(jnp.float16).max
+        np.testing.assert_allclose(np.float32(half), single, atol=4 * 2**-10 * largest, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

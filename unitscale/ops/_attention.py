@@ -116,12 +116,14 @@ def dot_product_attention(
     logit_factor = rules.logit_factor(qd.shape[-1], mult)
     half = vd.dtype == jnp.float16
     rate = 0.0 if deterministic else dropout_rate
-    # XLA's CPU backend has no float16 attention, a traced scale can leave the range of float16, and
-    # jax.nn has no dropout, and computes the softmax of float64 in float32.
+    # jax.nn has no dropout, and computes the softmax of float64 in float32. Without a fused kernel
+    # it rounds the weights' gradient to float16, which overflows long before q's, k's and v's do;
+    # and a traced scale can leave the range of float16.
+    fused = implementation == "cudnn" and jax.default_backend() != "cpu"
     if (
         rate
         or vd.dtype == jnp.float64
-        or (half and (jax.default_backend() == "cpu" or not is_static(multiply_scales(qs, ks))))
+        or (half and not (fused and is_static(multiply_scales(qs, ks))))
     ):
         logit_scale = multiply_scales(qs, ks)
         y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scale, rate, dropout_key)
@@ -185,8 +187,35 @@ def _attend(q, k, v, mask, is_causal, logit_factor, logit_scale, dropout_rate, d
     if dropout_rate:
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, weights.shape)
         weights = jnp.where(keep, weights / (1 - dropout_rate), 0.0)
-    y = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=wide)
+    y = _average(weights, v)
     return y.reshape(batch, time, heads, d).astype(v.dtype)
+
+
+@jax.custom_vjp
+def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Averages v over float32 weights, rounded to its dtype; their gradient stays in float32.
+
+    That gradient is a sum over a head's features, which the softmax's own gradient then shrinks by
+    the number of keys: between the two, float16 would overflow.
+    """
+    return jnp.einsum(
+        "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype
+    )
+
+
+def _average_forward(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
+    return _average(weights, v), (weights.astype(v.dtype), v)
+
+
+def _average_backward(saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weights, v = saved
+    cotangent, wide = cotangent.astype(v.dtype), cotangent.dtype
+    by_weights = jnp.einsum("btkgd,bskd->bkgts", cotangent, v, preferred_element_type=wide)
+    by_v = jnp.einsum("bkgts,btkgd->bskd", weights, cotangent, preferred_element_type=wide)
+    return by_weights, by_v.astype(v.dtype)
+
+
+_average.defvjp(_average_forward, _average_backward)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
