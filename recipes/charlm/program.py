@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,10 +80,9 @@ def make_batches(config: CharlmConfig, corpus: Corpus) -> tuple[np.ndarray, np.n
 
 
 class Runs:
-    """Whole runs of one config at several learning rates and seeds, as one compiled program.
+    """Whole runs of one config at several learning rates and seeds, compiled once.
 
-    On a CPU a convolution with a kernel for each run is a grouped one, which XLA does slowly: those
-    runs take turns inside the program. All others are batched by vmap.
+    They are one program, batched by vmap; but see `_in_turn`.
 
     Args:
       config: The runs; its own learning rate is not used.
@@ -91,29 +91,54 @@ class Runs:
     """
 
     def __init__(self, config: CharlmConfig, training: np.ndarray, validation: np.ndarray):
-        program = Program(config)
-        steps = jnp.arange(config.train.steps)
-
-        def run(rate: jax.Array, seed: jax.Array, training, validation) -> jax.Array:
-            def step(state: TrainState, item):
-                return program.step(state, item[0], item[1], rate)
-
-            state, losses = jax.lax.scan(step, program.init(seed), (training, steps))
-            loss = program.evaluate(state.params, validation)
-            # A run that was lost on the way is not saved by a good end.
-            return jnp.where(jnp.isfinite(losses).all(), loss, jnp.nan)
-
-        in_turn = config.model.kind == "conv" and jax.default_backend() == "cpu"
-
-        def runs(rates, seeds, training, validation):
-            if in_turn:
-                return jax.lax.map(lambda r: run(r[0], r[1], training, validation), (rates, seeds))
-            return jax.vmap(run, (0, 0, None, None))(rates, seeds, training, validation)
-
-        self._runs, self._data = jax.jit(runs), (training, validation)
+        slow = config.model.kind == "conv" and jax.default_backend() == "cpu"
+        self._runs = (_in_turn if slow else _at_once)(Program(config))
+        self._data = training, validation
 
     def __call__(self, rates: list[float], seeds: list[int]) -> list[float]:
         """The validation loss of each run; infinite for a run whose loss was not finite."""
         runs = np.asarray(rates, np.float32), np.asarray(seeds, np.uint32)
         losses = np.asarray(self._runs(*runs, *self._data), np.float64)
         return [float(x) if math.isfinite(x) else math.inf for x in losses]
+
+
+def _at_once(program: Program) -> Callable[..., Any]:
+    """All runs as one program."""
+
+    def run(rate: jax.Array, seed: jax.Array, training, validation) -> jax.Array:
+        def step(state: TrainState, item):
+            return program.step(state, item[0], item[1], rate)
+
+        items = training, jnp.arange(program.config.train.steps)
+        state, losses = jax.lax.scan(step, program.init(seed), items)
+        return _unless_lost(program.evaluate(state.params, validation), losses)
+
+    return jax.jit(jax.vmap(run, (0, 0, None, None)))
+
+
+def _in_turn(program: Program) -> Callable[..., Any]:
+    """Run after run, step after step, for convolutions on a CPU.
+
+    Batched, with a kernel for each run, they are grouped convolutions, which XLA's CPU backend does
+    slowly; and so it does every convolution inside a loop of a program.
+    """
+    init, evaluate = jax.jit(program.init), jax.jit(program.evaluate)
+    train_step = jax.jit(program.step, donate_argnums=0)
+
+    def run(rate: np.float32, seed: np.uint32, training, validation) -> jax.Array:
+        state, losses = init(seed), []
+        for done, batch in enumerate(training):
+            state, loss = train_step(state, batch, done, rate)
+            losses.append(loss)
+        return _unless_lost(evaluate(state.params, validation), jnp.stack(losses))
+
+    def runs(rates, seeds, training, validation) -> jax.Array:
+        pairs = zip(rates, seeds, strict=True)
+        return jnp.stack([run(rate, seed, training, validation) for rate, seed in pairs])
+
+    return runs
+
+
+def _unless_lost(loss: jax.Array, losses: jax.Array) -> jax.Array:
+    """A run that was lost on the way is not saved by a good end."""
+    return jnp.where(jnp.isfinite(losses).all(), loss, jnp.nan)
