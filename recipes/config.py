@@ -5,9 +5,9 @@ key never falls back to a default in silence. `recipes.configfile` reads YAML in
 turns what pydantic reports into messages that name the full dotted key.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .dataconfig import (
     BYTES as BYTES,
@@ -18,6 +18,7 @@ from .dataconfig import (
     check_vocab,
     with_vocab,
 )
+from .optimizerconfig import OptimizerConfig as OptimizerConfig, StateFormat
 from .schema import (
     Count as Count,
     Flag as Flag,
@@ -30,9 +31,6 @@ from .schema import (
 )
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
-
-WeightFormat = Literal["float32", "bfloat16", "float16"]
-StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 
 class ResidualConfig(Section):
@@ -128,92 +126,6 @@ class ModelConfig(Section):
             raise ValueError(
                 "mlp_ratio * width must be at least 1; "
                 f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
-            )
-        return self
-
-
-class MultipliersConfig(Section):
-    """What learning rates are multiplied by, beside u-muP's factors, by the role of a parameter."""
-
-    weight: NonNegative = Field(default=1.0, description="matrices of dense layers")
-    readout: NonNegative = Field(default=1.0, description="the matrix of an untied readout")
-    embedding: NonNegative = Field(default=1.0, description="tables of tokens and positions")
-    bias: NonNegative = Field(default=1.0, description="biases of dense layers")
-    norm: NonNegative = Field(default=1.0, description="gains and biases of norms")
-
-
-class OptimizerConfig(Section):
-    """The optimizer and its learning-rate schedule."""
-
-    name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
-    learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
-    warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="how the learning rate falls after the warm-up"
-    )
-    final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
-        default=0.1, description="the last learning rate over the peak (cosine and linear)"
-    )
-    b1: Fraction = Field(default=0.9, description="decay of the first moment; momentum of sgd")
-    b2: Fraction = Field(default=0.95, description="decay of the second moment")
-    eps: NonNegative = Field(default=1e-8, description="added to the root of the second moment")
-    weight_decay: NonNegative = Field(
-        default=0.0,
-        description="decoupled weight decay of adamw; with umup, the share each step removes",
-    )
-    clip_norm: Positive | None = Field(
-        default=None, description="largest global norm of the gradient"
-    )
-    skip_nonfinite: Whole = Field(
-        default=0, description="steps in a row left out where loss or gradient is not finite"
-    )
-    weights: WeightFormat | None = Field(
-        default=None,
-        description="format that weights are kept in, with a scale; null keeps float32",
-    )
-    moments: Annotated[list[StateFormat], Field(min_length=2, max_length=2)] | None = Field(
-        default=None,
-        description="formats of the first and second moment, with scales; null keeps float32",
-    )
-    rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest", description="how weights and moments are rounded into their formats"
-    )
-    umup: Flag = Field(
-        default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
-    )
-    multipliers: MultipliersConfig = Field(
-        default_factory=MultipliersConfig, description="with umup, further factors by role"
-    )
-
-    @property
-    def scaled(self) -> bool:
-        """Whether weights or moments are kept in formats of their own."""
-        return self.weights is not None or self.moments is not None
-
-    @model_validator(mode="after")
-    def _rounding_needs_formats(self) -> Self:
-        if self.rounding != "nearest" and not self.scaled:
-            raise ValueError(
-                "rounding stochastic needs weights or moments; got null for both; set them, or "
-                "rounding nearest"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _multipliers_need_umup(self) -> Self:
-        if not self.umup and self.multipliers != MultipliersConfig():
-            raise ValueError(
-                "multipliers need umup true, which knows the roles of parameters; got umup false; "
-                "remove multipliers or set umup true"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _decay_needs_adamw(self) -> Self:
-        if self.weight_decay and self.name != "adamw":
-            raise ValueError(
-                f"weight_decay needs name adamw; got name {self.name} and weight_decay "
-                f"{self.weight_decay}; set name adamw or weight_decay 0"
             )
         return self
 
