@@ -50,9 +50,9 @@ def umup(
         with a constraint takes its width from the gradients of all that comes before it; with
         ``optimizer="sgd"`` and that constraint the factors give it back.
 
-        ``multipliers`` are constants beside these: the best ones do not move with width either. The
-        global learning rate is the size of one update of a bias or a gain, but an update of a
-        weight is spread over its fan-in: where gradients are noisy, gains and biases want less.
+        ``multipliers`` are constants beside these. The global learning rate is the size of one
+        update of a bias or a gain, but an update of a weight is spread over its fan-in: where
+        gradients are noisy, gains and biases want less.
 
     Args:
         inner: an optax transformation.
