@@ -13,7 +13,9 @@ from flax import nnx
 
 from recipes.config import Config, OptimizerConfig
 from recipes.optimizer import make_optimizer, make_schedule
+from recipes.optimizerconfig import MultipliersConfig
 from recipes.state import init_state
+from unitscale.nn import ROLES
 from unitscale.optim import ScaledTransformation
 
 
@@ -91,6 +93,10 @@ def test_umup_gives_each_role_its_rate() -> None:
     assert rates(make()) == pytest.approx(expected, rel=1e-5)
     expected["embedding"] *= 4.0
     assert rates(make(multipliers={"embedding": 4.0})) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_role_has_a_multiplier() -> None:
+    assert set(MultipliersConfig.model_fields) == set(ROLES)
 
 
 def test_formats_of_weights_and_moments() -> None:
