@@ -4,7 +4,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
+from unitscale import rules
+
 from ..config import Count, DataConfig, Name, Positive, Section, Whole
+from ..optimizerconfig import MultipliersConfig
 
 Parametrization = Literal["regular", "unit"]
 Precision = Literal["float32", "float16", "fp8"]
@@ -31,11 +34,21 @@ class ModelConfig(Section):
         default="fixed", description="how the weight tau of each residual branch is chosen"
     )
     tau: Positive = Field(default=0.5, description="the weight of every branch (residual fixed)")
+    attention_ratio: Positive = Field(
+        default=1.0, description="what tau is multiplied by in branches of attention"
+    )
     layers: Count = Field(default=2, description="layers, each a mixing branch and an MLP branch")
     width: Count = Field(default=64, description="size of the residual stream")
     heads: Count = Field(default=4, description="heads of attention; divides the width")
     kernel: Count = Field(default=5, description="characters that a convolution sees")
     mlp_ratio: Count = Field(default=2, description="hidden size of the MLP over the width")
+
+    @property
+    def taus(self) -> list[float]:
+        """The tau of every residual branch: one that mixes characters and an MLP in each layer."""
+        mixing = self.attention_ratio if self.kind == "attention" else 1.0
+        taus = rules.residual_taus(self.residual, 2 * self.layers, tau=self.tau)
+        return [tau if index % 2 else tau * mixing for index, tau in enumerate(taus)]
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -61,6 +74,10 @@ class OptimizerConfig(Section):
     momentum: Annotated[float, Strict(), Field(ge=0, lt=1)] = Field(
         default=0.9, description="momentum of sgd; first decay of adam"
     )
+    multipliers: MultipliersConfig = Field(
+        default_factory=MultipliersConfig,
+        description="of learning rates by role, beside u-muP's factors, in a unit model",
+    )
 
 
 class TrainConfig(Section):
@@ -77,10 +94,10 @@ class TrainConfig(Section):
 class StartConfig(Section):
     """The learning rate in the middle of the first search, for each kind of run."""
 
-    regular_sgd: Positive = Field(default=0.5, description="of a regular model under SGD")
-    regular_adam: Positive = Field(default=0.008, description="of a regular model under Adam")
-    unit_sgd: Positive = Field(default=0.125, description="of a unit-scaled model under SGD")
-    unit_adam: Positive = Field(default=0.0625, description="of a unit-scaled model under Adam")
+    regular_sgd: Positive = Field(default=0.25, description="of a regular model under SGD")
+    regular_adam: Positive = Field(default=0.03, description="of a regular model under Adam")
+    unit_sgd: Positive = Field(default=0.004, description="of a unit-scaled model under SGD")
+    unit_adam: Positive = Field(default=1.0, description="of a unit-scaled model under Adam")
 
 
 class SweepConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from unitscale import nn, ops, rules
+from unitscale import nn, ops
 
 from ..config import BYTES
 from .config import ModelConfig
@@ -43,8 +43,7 @@ class UnitModel(nnx.Module):
             if config.kind == "attention"
             else None
         )
-        count = 2 * config.layers
-        taus = rules.residual_taus(config.residual, count, tau=config.tau)
+        taus, count = config.taus, 2 * config.layers
         branches = [
             nn.MLP(width, config.mlp_ratio * width, policy=policy, rngs=rngs)
             if index % 2

@@ -89,8 +89,7 @@ class RegularModel(nnx.Module):
             nnx.Embed(length, width, dtype=dtype, rngs=rngs) if config.kind == "attention" else None
         )
         count = 2 * config.layers
-        taus = rules.residual_taus(config.residual, count, tau=config.tau)
-        weights = [rules.residual(tau) for tau in taus]
+        weights = [rules.residual(tau) for tau in config.taus]
         self.weights = tuple((w.branch, w.skip) for w in weights)
         hidden = config.mlp_ratio * width
         self.branches = nnx.List(

@@ -12,6 +12,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from unitscale.optim import umup
+
 from ..data import ByteTokenizer, Corpus, load_corpus
 from .config import CharlmConfig
 from .model import UnitModel
@@ -39,7 +41,10 @@ class Program:
             self.rule = optax.trace(settings.momentum) if settings.momentum else optax.identity()
         else:
             self.rule = optax.scale_by_adam(b1=settings.momentum)
-        self.graphdef, _ = nnx.split(nnx.eval_shape(lambda: self._model(0)), nnx.Param)
+        self.graphdef, params = nnx.split(nnx.eval_shape(lambda: self._model(0)), nnx.Param)
+        if config.model.parametrization == "unit":
+            own = settings.multipliers.model_dump()
+            self.rule = umup(self.rule, params, optimizer=settings.name, multipliers=own)
 
     def _model(self, seed: Any) -> UnitModel | RegularModel:
         model = self.config.model
@@ -47,8 +52,8 @@ class Program:
         rngs = nnx.Rngs(params=jax.random.key(seed))
         return kind(model, self.config.data.sequence_length, rngs=rngs)
 
-    def init(self, seed: Any) -> TrainState:
-        """Fresh parameters of a seed, which may be traced."""
+    def init(self, seed: int) -> TrainState:
+        """Fresh parameters of a seed."""
         params = nnx.state(self._model(seed), nnx.Param)
         return TrainState(params, self.rule.init(params))
 
@@ -92,28 +97,38 @@ class Runs:
 
     def __init__(self, config: CharlmConfig, training: np.ndarray, validation: np.ndarray):
         slow = config.model.kind == "conv" and jax.default_backend() == "cpu"
-        self._runs = (_in_turn if slow else _at_once)(Program(config))
+        self._program = Program(config)
+        self._train = (_in_turn if slow else _at_once)(self._program)
         self._data = training, validation
 
     def __call__(self, rates: list[float], seeds: list[int]) -> list[float]:
         """The validation loss of each run; infinite for a run whose loss was not finite."""
-        runs = np.asarray(rates, np.float32), np.asarray(seeds, np.uint32)
-        losses = np.asarray(self._runs(*runs, *self._data), np.float64)
+        # Not compiled with the rest: the generator of random numbers takes longer to compile than a
+        # step, while its kernels for single arrays serve the next model too.
+        fresh = {seed: self._program.init(seed) for seed in set(seeds)}
+        states = [fresh[seed] for seed in seeds]
+        losses = np.asarray(self._train(states, rates, *self._data), np.float64)
         return [float(x) if math.isfinite(x) else math.inf for x in losses]
 
 
 def _at_once(program: Program) -> Callable[..., Any]:
     """All runs as one program."""
 
-    def run(rate: jax.Array, seed: jax.Array, training, validation) -> jax.Array:
+    def run(state: TrainState, rate: jax.Array, training, validation) -> jax.Array:
         def step(state: TrainState, item):
             return program.step(state, item[0], item[1], rate)
 
         items = training, jnp.arange(program.config.train.steps)
-        state, losses = jax.lax.scan(step, program.init(seed), items)
+        state, losses = jax.lax.scan(step, state, items)
         return _unless_lost(program.evaluate(state.params, validation), losses)
 
-    return jax.jit(jax.vmap(run, (0, 0, None, None)))
+    many = jax.jit(jax.vmap(run, (0, 0, None, None)))
+
+    def runs(states, rates, training, validation) -> jax.Array:
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        return many(stacked, np.asarray(rates, np.float32), training, validation)
+
+    return runs
 
 
 def _in_turn(program: Program) -> Callable[..., Any]:
@@ -122,19 +137,18 @@ def _in_turn(program: Program) -> Callable[..., Any]:
     Batched, with a kernel for each run, they are grouped convolutions, which XLA's CPU backend does
     slowly; and so it does every convolution inside a loop of a program.
     """
-    init, evaluate = jax.jit(program.init), jax.jit(program.evaluate)
-    train_step = jax.jit(program.step, donate_argnums=0)
+    step, evaluate = jax.jit(program.step), jax.jit(program.evaluate)
 
-    def run(rate: np.float32, seed: np.uint32, training, validation) -> jax.Array:
-        state, losses = init(seed), []
+    def run(state: TrainState, rate: float, training, validation) -> jax.Array:
+        losses = []
         for done, batch in enumerate(training):
-            state, loss = train_step(state, batch, done, rate)
+            state, loss = step(state, batch, np.int32(done), np.float32(rate))
             losses.append(loss)
         return _unless_lost(evaluate(state.params, validation), jnp.stack(losses))
 
-    def runs(rates, seeds, training, validation) -> jax.Array:
-        pairs = zip(rates, seeds, strict=True)
-        return jnp.stack([run(rate, seed, training, validation) for rate, seed in pairs])
+    def runs(states, rates, training, validation) -> jax.Array:
+        pairs = zip(states, rates, strict=True)
+        return jnp.stack([run(state, rate, training, validation) for state, rate in pairs])
 
     return runs
 

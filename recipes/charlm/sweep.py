@@ -22,6 +22,7 @@ from ..errors import RecipeError
 from ..rundir import open_run
 from .config import CharlmConfig
 from .grid import Point, describe, make_points
+from .program import Runs, load_text, make_batches
 from .results import report
 from .rows import Row, append_row, key_of, read_rows
 from .search import search
@@ -126,7 +127,10 @@ def _shares(jobs: int) -> list[set[int]]:
 
 
 def _pin(cores: Any) -> None:
-    """Keeps a process on its own cores, so that its threads do not wait for those of others."""
+    """Keeps a process on its own cores, so that its threads do not wait for those of others.
+
+    It comes before JAX's first computation, which counts the cores.
+    """
     share = cores.get()
     if share:
         os.sched_setaffinity(0, share)
@@ -188,7 +192,4 @@ def _search(
 
 
 def _make_runs(config: CharlmConfig) -> Callable[..., list[float]]:
-    # Imported where it is used: JAX counts the cores when it is imported, after `_pin`.
-    from .program import Runs, load_text, make_batches
-
     return Runs(config, *make_batches(config, load_text(config)))

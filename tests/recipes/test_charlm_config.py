@@ -9,7 +9,7 @@ from recipes.charlm.grid import make_points
 from recipes.configfile import RECIPES, load_any_config
 from recipes.errors import RecipeError
 
-from .characters import write
+from .characters import make, write
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "charlm"
 WRONG = [
@@ -37,3 +37,13 @@ def test_the_studies_are_the_paper_s_grid(name, points) -> None:
     assert isinstance(config, CharlmConfig)
     assert len(make_points(config)) == points
     assert RECIPES["charlm"] is CharlmConfig
+
+
+def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:
+    shape = {"layers": 2, "tau": 0.5, "attention_ratio": 0.4}
+    attention = make(tmp_path, model={**shape, "kind": "attention"}).model
+    assert attention.taus == [0.2, 0.5, 0.2, 0.5]
+    assert make(tmp_path, model={**shape, "kind": "conv"}).model.taus == [0.5] * 4
+    assert make(tmp_path, model={**shape, "residual": "running_mean"}).model.taus == pytest.approx(
+        [0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5]
+    )

@@ -61,6 +61,30 @@ def test_a_model_sees_no_later_character(parametrization, tmp_path) -> None:
         assert whole != whole_changed
 
 
+def test_parameters_of_a_unit_model_learn_at_rates_of_their_role(tmp_path) -> None:
+    config = make(tmp_path, optimizer={"multipliers": {"readout": 3.0, "bias": 0.25}})
+    program = Program(config)
+    params = program.init(0).params
+    # Adam's first update is 1 wherever there is a gradient, but for 1 - b2, rounded to float32.
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = program.rule.update(grads, program.rule.init(params), params)
+
+    def largest(name: str) -> float:
+        paths = jax.tree_util.tree_leaves_with_path(updates)
+        (found,) = [x for path, x in paths if jax.tree_util.keystr(path).startswith(name)]
+        return float(jnp.abs(found).max())
+
+    width, branches = config.model.width, 2 * config.model.layers
+    mlp = "['branches'][1]['branch']['up']"
+    expected = {
+        f"{mlp}['kernel']": 1 / math.sqrt(width * branches),
+        f"{mlp}['bias']": 0.25 / math.sqrt(branches),
+        "['readout']['kernel']": 3.0,
+        "['embed']": 1 / math.sqrt(width),
+    }
+    assert {name: largest(name) for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
 def test_many_runs_in_one_program_are_those_runs(tmp_path) -> None:
     config = make(tmp_path)
     training, validation = make_batches(config, load_text(config))
