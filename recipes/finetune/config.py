@@ -5,7 +5,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from ..config import BatchConfig, Count, Flag, Fraction, RunConfig, ScalifyConfig, Section
+from ..config import (
+    BatchConfig,
+    Count,
+    Flag,
+    Fraction,
+    NonNegative,
+    RunConfig,
+    ScalifyConfig,
+    Section,
+)
 from ..errors import RecipeError
 
 Task = Literal["squad", "classification"]
@@ -46,6 +55,11 @@ class SquadConfig(Section):
         default=None,
         description="tokens from the start of a window to the start of the next; null for half of "
         "what a window holds of the context",
+    )
+    negatives: NonNegative | None = Field(
+        default=None,
+        description="windows without the answer that are trained on, for each with it; null for "
+        "all of them",
     )
     n_best: Count = Field(default=20, description="answers that are listed for each question")
     max_answer_length: Count = Field(default=30, description="tokens of the longest answer")

@@ -19,7 +19,7 @@ from .config import FinetuneConfig
 from .pretrained import limits_of, tokenizer_of
 from .records import RecordSource
 from .squad_data import read_squad
-from .squad_features import SquadFeatures, make_squad_features
+from .squad_features import SquadFeatures, make_squad_features, with_answers
 
 Batch = tuple[np.ndarray, ...]
 INPUTS = "ids", "segments", "mask"
@@ -122,7 +122,10 @@ def _squad(
             (config.data.validation, "data.validation"),
         )
     )
-    return train.records, scored.records, scored
+    negatives, records = config.squad.negatives, train.records
+    if negatives is not None:
+        records = with_answers(records, negatives, config.seed)
+    return records, scored.records, scored
 
 
 def _rows(

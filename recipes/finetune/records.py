@@ -71,6 +71,16 @@ class RecordSource:
         labels = {name: values[index] for name, values in records.labels.items()}
         return {"ids": ids, "segments": segments, "mask": mask, **labels}
 
+    def take(self, indices: Sequence[int] | np.ndarray) -> RecordSource:
+        """The records of these indices, in this order."""
+        old = self.records
+        sequences = (
+            (old.ids[a:b], old.segments[a:b])
+            for a, b in ((old.bounds[i], old.bounds[i + 1]) for i in indices)
+        )
+        labels = {name: values[np.asarray(indices, int)] for name, values in old.labels.items()}
+        return make_records(sequences, labels, old.length, old.pad)
+
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         """One pass in order, for evaluation.
 
@@ -84,7 +94,7 @@ class RecordSource:
 
 def make_records(
     sequences: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]],
-    labels: Mapping[str, Sequence[int]],
+    labels: Mapping[str, Sequence[int] | np.ndarray],
     length: int,
     pad: int,
 ) -> RecordSource:

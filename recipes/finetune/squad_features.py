@@ -99,6 +99,24 @@ def make_squad_features(
     return SquadFeatures(questions, records, windows)
 
 
+def with_answers(records: RecordSource, others: float, seed: int) -> RecordSource:
+    """The records that hold their answer and some, chosen by the seed, of those that do not.
+
+    Of a long context nearly all windows are without the answer: a model that trains on every one of
+    them learns above all to point at [CLS].
+
+    Args:
+      records: As of `make_squad_features`.
+      others: Records without the answer for each record with it; all of them where there are fewer.
+      seed: Chooses them.
+    """
+    answered = records.records.labels["start"] > 0
+    held, without = np.flatnonzero(answered), np.flatnonzero(~answered)
+    count = min(len(without), round(others * len(held)))
+    chosen = np.random.default_rng(seed).choice(without, count, replace=False)
+    return records.take(np.sort(np.concatenate([held, chosen])))
+
+
 def _slices(tokens: int, room: int, stride: int) -> Iterator[slice]:
     """Windows of at most `room` tokens; the first that reaches the end is the last."""
     step = min(stride, room)

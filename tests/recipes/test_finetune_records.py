@@ -33,6 +33,17 @@ def test_records_are_padded(source: RecordSource) -> None:
         source[3]
 
 
+def test_some_records_can_be_taken(source: RecordSource) -> None:
+    taken = source.take([2, 1])
+    for found, index in zip(taken, (2, 1), strict=True):
+        expected = source[index]
+        assert {name: array.tolist() for name, array in found.items()} == {
+            name: array.tolist() for name, array in expected.items()
+        }
+    assert len(taken) == 2
+    assert len(source.take([])) == 0
+
+
 def test_a_source_can_be_iterated(source: RecordSource) -> None:
     assert [int(record["mask"].sum()) for record in source] == [3, 5, 1]
 

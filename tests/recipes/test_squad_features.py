@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from recipes.errors import RecipeError
 from recipes.finetune.squad_data import Answer, Question
-from recipes.finetune.squad_features import SquadFeatures, make_squad_features
+from recipes.finetune.squad_features import SquadFeatures, make_squad_features, with_answers
 
 from .wordpiece import WORDS, make_tokenizer
 
@@ -174,3 +174,24 @@ def test_no_room_for_the_context() -> None:
         RecipeError, match=r"data\.sequence_length: .* 8 tokens .* 3 special .* got 11;"
     ):
         features(ask("1878"), sequence_length=11)
+
+
+@pytest.mark.parametrize(("others", "count"), [(0.0, 0), (1.0, 2), (100.0, None)])
+def test_windows_without_the_answer_are_thinned(others: float, count: int | None) -> None:
+    made = features(
+        ask("1878"), ask(None), ask("closed"), sequence_length=24, max_question_length=8, stride=4
+    )
+
+    def found(source):
+        return [(r["ids"].tolist(), int(r["start"]), int(r["end"])) for r in source]
+
+    every = found(made.records)
+    held = [record for record in every if record[1]]
+    without = [record for record in every if not record[1]]
+    assert len(held) > 1
+    thinned = found(with_answers(made.records, others, seed=0))
+    expected = len(without) if count is None else round(others * len(held))
+    assert [record for record in thinned if record[1]] == held
+    assert len(thinned) == len(held) + expected
+    assert all(record in without for record in thinned if not record[1])
+    assert thinned == found(with_answers(made.records, others, seed=0))
