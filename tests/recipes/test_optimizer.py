@@ -15,8 +15,8 @@ from recipes.config import Config, OptimizerConfig
 from recipes.optimizer import make_optimizer, make_schedule
 from recipes.optimizerconfig import MultipliersConfig
 from recipes.state import init_state
-from unitscale.nn import ROLES
 from unitscale.optim import ScaledTransformation
+from unitscale.rules import ROLES
 
 
 def make(**optimizer: Any) -> Config:

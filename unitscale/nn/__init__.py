@@ -15,7 +15,6 @@ from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._optimizer import Optimizer as Optimizer
 from ._policy import (
     PRESETS as PRESETS,
-    ROLES as ROLES,
     Policy as Policy,
     as_policy as as_policy,
 )

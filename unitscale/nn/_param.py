@@ -7,7 +7,8 @@ from flax import nnx
 from jax import lax
 
 from ..core import ScaledArray, is_zero
-from ._policy import ROLES, Policy
+from ..rules import ROLES
+from ._policy import Policy
 
 
 def weight(

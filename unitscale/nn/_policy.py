@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from ..core import ScaledArray, format_of
 from ..ops import ArrayLike
 from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy
-
-ROLES = ("weight", "bias", "norm", "readout", "embedding")
-"""What a parameter is for, in its metadata: `Policy` and `unitscale.optim.umup` go by it."""
+from ..rules import ROLES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from ._dropout import dropout as dropout
 from ._elementwise import elementwise as elementwise, glu as glu
 from ._embed import embed as embed
 from ._factors import Factors as Factors
-from ._learning_rate import umup_learning_rate as umup_learning_rate
+from ._learning_rate import ROLES as ROLES, umup_learning_rate as umup_learning_rate
 from ._linear import conv as conv, dense as dense, matmul as matmul, readout as readout
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
 from ._norm import norm as norm

@@ -7,7 +7,9 @@ import math
 
 from ._checks import positive_sizes
 
-_ROLES = ("weight", "readout", "embedding", "bias", "norm")
+ROLES = ("weight", "bias", "norm", "readout", "embedding")
+"""What a parameter can be for: `umup_learning_rate` and `unitscale.nn.Policy` go by it."""
+
 _OPTIMIZERS = ("adam", "sgd")
 _CONSTRAINTS = (None, "to_output_scale")
 
@@ -62,10 +64,10 @@ def umup_learning_rate(
         (depth); unit-scaling, `optim.py` (SGD and the readout's constraint).
     """
     positive_sizes("umup_learning_rate", {"fan_in": fan_in, "fan_out": fan_out, "depth": depth})
-    if role not in _ROLES:
-        near = difflib.get_close_matches(str(role), _ROLES, 1)
+    if role not in ROLES:
+        near = difflib.get_close_matches(str(role), ROLES, 1)
         raise ValueError(
-            f"unitscale.rules.umup_learning_rate: role must be one of {', '.join(_ROLES)}; got "
+            f"unitscale.rules.umup_learning_rate: role must be one of {', '.join(ROLES)}; got "
             f"{role!r}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
     if optimizer not in _OPTIMIZERS:
