@@ -16,7 +16,8 @@ from ._table import Table, within
 
 MOST_ABOVE = 0.005
 LEAST_NO_WORSE = 0.9
-UNIT, HALF, REGULAR = ("unit", "float32"), ("unit", "float16"), ("regular", "float32")
+UNIT, HALF = ("unit", "float32"), ("unit", "float16")
+REGULAR, REGULAR_HALF = ("regular", "float32"), ("regular", "float16")
 
 
 def read_best(path: Path) -> Best:
@@ -43,15 +44,15 @@ def read_best(path: Path) -> Best:
 
 def counts(best: Best) -> Table:
     """How many models of the grid keep their FP32 loss in FP16, and are no worse unit scaled."""
-    converged = {name: x for name, x in best.items() if math.isfinite(x.get(UNIT, math.inf))}
-    pairs = [(x[UNIT], x[HALF]) for x in converged.values() if HALF in x]
-    kept = sum(half <= (1 + MOST_ABOVE) * full for full, half in pairs)
-    near = sum(abs(half / full - 1) <= MOST_ABOVE for full, half in pairs)
+    unit, regular = _pairs(best, UNIT, HALF), _pairs(best, REGULAR, REGULAR_HALF)
+    near = sum(abs(half / full - 1) <= MOST_ABOVE for full, half in unit)
     both = [(x[UNIT], x[REGULAR]) for x in best.values() if UNIT in x and REGULAR in x]
     no_worse = sum(unit <= regular for unit, regular in both)
+    above = f"FP16 at most {MOST_ABOVE:.1%} above"
     rows: list[dict[str, Any]] = [
-        _row(f"unit FP16 at most {MOST_ABOVE:.1%} above unit FP32", kept, len(pairs), 1.0),
-        _row(f"unit FP16 within {MOST_ABOVE:.1%} of unit FP32 either way", near, len(pairs)),
+        _row(f"unit {above} unit FP32", _kept(unit), len(unit), 1.0),
+        _row(f"unit FP16 within {MOST_ABOVE:.1%} of unit FP32 either way", near, len(unit)),
+        _row(f"regular {above} regular FP32", _kept(regular), len(regular)),
         _row("unit FP32 no worse than regular FP32", no_worse, len(both), LEAST_NO_WORSE),
     ]
     columns = {
@@ -63,6 +64,16 @@ def counts(best: Best) -> Table:
         "within": "",
     }
     return Table("Character models, each at its best learning rate", columns, rows)
+
+
+def _pairs(best: Best, full: tuple[str, str], half: tuple[str, str]) -> list[tuple[float, float]]:
+    """Losses in two formats of the models that converge in the first."""
+    models = [losses for losses in best.values() if full in losses and half in losses]
+    return [(x[full], x[half]) for x in models if math.isfinite(x[full])]
+
+
+def _kept(pairs: list[tuple[float, float]]) -> int:
+    return sum(half <= (1 + MOST_ABOVE) * full for full, half in pairs)
 
 
 def _row(what: str, count: int, total: int, least: float | None = None) -> dict[str, Any]:

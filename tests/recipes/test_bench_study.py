@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.bench._study import HALF, REGULAR, UNIT, counts, read_best
+from recipes.bench._study import HALF, REGULAR, REGULAR_HALF, UNIT, counts, read_best
 from recipes.charlm.rows import Row, append_row
 from recipes.errors import RecipeError
 
@@ -18,14 +18,15 @@ from .characters import tree
 def test_models_are_counted() -> None:
     best = {
         "kept": {UNIT: 2.0, HALF: 2.01, REGULAR: 2.0},
-        "better": {UNIT: 2.0, HALF: 1.9, REGULAR: 2.1},
-        "worse": {UNIT: 2.0, HALF: 2.02, REGULAR: 1.9},
+        "better": {UNIT: 2.0, HALF: 1.9, REGULAR: 2.1, REGULAR_HALF: 2.1},
+        "worse": {UNIT: 2.0, HALF: 2.02, REGULAR: 1.9, REGULAR_HALF: math.inf},
         "lost": {UNIT: 2.0, HALF: math.inf},
         "diverges in FP32": {UNIT: math.inf, HALF: math.inf, REGULAR: math.inf},
     }
-    above, near, no_worse = counts(best).rows
+    above, near, regular, no_worse = counts(best).rows
     assert (above["count"], above["of"], above["within"]) == (2, 4, False)
     assert (near["count"], near["of"]) == (1, 4)
+    assert (regular["count"], regular["of"]) == (1, 2)
     assert (no_worse["count"], no_worse["of"]) == (3, 4)
     assert no_worse["within"] is False
 
