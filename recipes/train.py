@@ -106,9 +106,9 @@ def train(
     lost = False
     try:
         with together():
-            if is_first():
-                data.save(folder)
             start = run.resume(say)
+            if is_first():
+                data.save(folder)  # of what was resumed from other data, nothing is overwritten
         signal = run.loop(start, console)
         if signal is not None:
             step = int(run.state.step)

@@ -275,10 +275,13 @@ def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
 
 
 def test_another_text_is_not_resumed(make_config: MakeConfig, text_file: Path) -> None:
-    run(make_config())
-    text_file.write_text(text_file.read_text("utf-8")[1:], encoding="utf-8")
+    words = "data.tokenizer={kind: bpe, vocab: 270}", "model.vocab=270"
+    outcome, _ = run(make_config(*words))
+    tokenizer = (outcome.folder / "tokenizer.json").read_bytes()
+    text_file.write_text(text_file.read_text("utf-8").upper(), encoding="utf-8")
     with pytest.raises(RecipeError, match=r"data: it is not what .* was trained on"):
-        run(make_config())
+        run(make_config(*words))
+    assert (outcome.folder / "tokenizer.json").read_bytes() == tokenizer
 
 
 def test_another_config_is_not_resumed_and_fresh_moves_the_old_run(make_config: MakeConfig) -> None:
