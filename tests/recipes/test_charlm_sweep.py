@@ -111,7 +111,8 @@ def test_a_process_that_dies_costs_its_own_point(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_the_command_trains_in_processes_of_its_own(tmp_path, capsys) -> None:
     grid = {"model.parametrization": ["regular", "unit"]}
-    path = write(tmp_path, sweep={"grid": grid, "rates": 3, "rounds": 1})
+    start = {"regular_adam": 0.01, "unit_adam": 0.1}  # three steps: far from where losses grow
+    path = write(tmp_path, sweep={"grid": grid, "rates": 3, "rounds": 1, "start": start})
     assert main(["sweep", str(path), "model.layers=1", "--jobs", "2"]) == 0
     assert "2/2  parametrization=" in capsys.readouterr().out
     rows = read_rows(tmp_path / "runs" / "tiny-sweep")
