@@ -70,7 +70,9 @@ class OptimizerConfig(Section):
     """The optimizer; its learning rate falls linearly to zero."""
 
     name: Literal["sgd", "adam"] = Field(default="adam", description="the update rule")
-    learning_rate: Positive = Field(default=0.01, description="the learning rate at the start")
+    learning_rate: Positive | None = Field(
+        default=None, description="the learning rate at the start; null for that of sweep.start"
+    )
     momentum: Annotated[float, Strict(), Field(ge=0, lt=1)] = Field(
         default=0.9, description="momentum of sgd; first decay of adam"
     )
@@ -134,3 +136,8 @@ class CharlmConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
     train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
     sweep: SweepConfig = Field(default_factory=SweepConfig, description="the study around the run")
+
+    @property
+    def start_rate(self) -> float:
+        """The learning rate of `sweep.start` for this kind of run."""
+        return getattr(self.sweep.start, f"{self.model.parametrization}_{self.optimizer.name}")

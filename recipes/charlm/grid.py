@@ -30,8 +30,7 @@ class Point:
     @property
     def start(self) -> float:
         """The learning rate in the middle of the first search."""
-        kind = f"{self.config.model.parametrization}_{self.config.optimizer.name}"
-        return getattr(self.config.sweep.start, kind)
+        return self.config.start_rate
 
 
 def make_points(config: CharlmConfig) -> list[Point]:

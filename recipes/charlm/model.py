@@ -43,7 +43,8 @@ class UnitModel(nnx.Module):
             if config.kind == "attention"
             else None
         )
-        taus, count = config.taus, 2 * config.layers
+        taus = config.taus
+        count = len(taus)
         branches = [
             nn.MLP(width, config.mlp_ratio * width, policy=policy, rngs=rngs)
             if index % 2

@@ -88,8 +88,8 @@ class RegularModel(nnx.Module):
         self.positions = (
             nnx.Embed(length, width, dtype=dtype, rngs=rngs) if config.kind == "attention" else None
         )
-        count = 2 * config.layers
         weights = [rules.residual(tau) for tau in config.taus]
+        count = len(weights)
         self.weights = tuple((w.branch, w.skip) for w in weights)
         hidden = config.mlp_ratio * width
         self.branches = nnx.List(

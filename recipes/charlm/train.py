@@ -86,7 +86,7 @@ def _loop(config: CharlmConfig, program: Program, state, corpus, folder, console
     step = jax.jit(program.step, donate_argnums=0)
     batches = corpus.training(config.seed)
     per_step = config.data.batch_size * config.data.sequence_length
-    rate = np.float32(config.optimizer.learning_rate)
+    rate = np.float32(config.optimizer.learning_rate or config.start_rate)
     metrics = Metrics(folder)
     try:
         with StopRequest() as stop, Reporter(settings.steps, 0, per_step, console) as bar:

@@ -59,7 +59,7 @@ class RecordSource:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         records = self.records
         index = range(len(self))[index]  # raises IndexError past the end
-        tokens = slice(records.bounds[index], records.bounds[index + 1])
+        tokens = self._tokens(index)
         count = tokens.stop - tokens.start
         ids = np.full(records.length, records.pad, np.int32)
         segments, mask = np.zeros((2, records.length), np.int32)
@@ -71,12 +71,14 @@ class RecordSource:
         labels = {name: values[index] for name, values in records.labels.items()}
         return {"ids": ids, "segments": segments, "mask": mask, **labels}
 
+    def _tokens(self, index: int) -> slice:
+        return slice(self.records.bounds[index], self.records.bounds[index + 1])
+
     def take(self, indices: Sequence[int] | np.ndarray) -> RecordSource:
         """The records of these indices, in this order."""
         old = self.records
         sequences = (
-            (old.ids[a:b], old.segments[a:b])
-            for a, b in ((old.bounds[i], old.bounds[i + 1]) for i in indices)
+            (old.ids[tokens], old.segments[tokens]) for tokens in map(self._tokens, indices)
         )
         labels = {name: values[np.asarray(indices, int)] for name, values in old.labels.items()}
         return make_records(sequences, labels, old.length, old.pad)
