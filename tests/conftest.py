@@ -1,12 +1,22 @@
-"""What every test run shares: platform, deterministic property tests, choice of hardware tests."""
+"""What every test run shares: platform, quick compilation, deterministic property tests, marks."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 
-# Before jax is imported. A value that the user has set wins: `JAX_PLATFORMS=cuda pytest -m gpu`.
+from tests.compilation import cache_folder
+
+# Before jax and NumPy are imported. A value that the user has set wins:
+# `JAX_PLATFORMS=cuda pytest -m gpu`.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiled programs are kept, for all workers and for the next run; see `tests.compilation`.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Each worker has a core; more threads only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     devices = "--xla_force_host_platform_device_count=8"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
@@ -33,6 +43,15 @@ def _can_run(mark: str) -> bool:
     if mark == "gpu":
         return any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu", "rocm"))
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are compiled often here and run once; `OPTIMIZED = True` in a module says not so."""
+    quick = not getattr(request.module, "OPTIMIZED", False)
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,9 +1,9 @@
-"""What the layers' tests share: quick compilation, a Monte Carlo check of unit scale."""
+"""What the layers' tests share: a Monte Carlo check of unit scale."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,6 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly() -> Iterator[None]:
-    """Layers are compiled often here and run once each."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tests.h200 import FP8_GEMM, compile_h200, library_calls, spec
 from unitscale import nn, ops, quant
 
 pytestmark = pytest.mark.h200
+OPTIMIZED = True
 
 LAYERS, WIDTH, VOCAB, BATCH, TIME = 2, 256, 1024, 4, 128
 # XLA merges the three projections of attention, which share their input, into one forward product

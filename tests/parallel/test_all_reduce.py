@@ -16,8 +16,6 @@ from unitscale import ScaledArray
 from unitscale.core import format_of
 from unitscale.parallel import all_reduce
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"]
 
 

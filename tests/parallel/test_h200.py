@@ -14,6 +14,7 @@ from tests.h200 import topology
 from unitscale.parallel import all_reduce, bytes_on_wire, collectives
 
 pytestmark = pytest.mark.h200
+OPTIMIZED = True
 
 DEVICES, SIZE = 8, 65536
 PART = (DEVICES - 1) / DEVICES

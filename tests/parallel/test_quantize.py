@@ -14,8 +14,6 @@ from tests.parallel.devices import on_each
 from unitscale.core import format_of
 from unitscale.parallel._quantize import agree, axis_size, decode, encode, wire_format
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 DEVICES = 4
 
 

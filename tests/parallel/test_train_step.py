@@ -22,8 +22,6 @@ from unitscale.parallel import (
     train_step,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 WIDTH, HIDDEN, BATCH, STEPS = 16, 64, 32, 5
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,14 +26,6 @@ MakeConfig = Callable[..., Config]
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
 DEVICES = 4
 ON_FOUR = "mesh={data: 4, gradients: %s}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly() -> Iterator[None]:
-    """Programs that run for a few steps."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def arrays(tree: Any) -> list[np.ndarray]:
