@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from recipes.bert.config import BertConfig
-from recipes.checkpoint import Checkpoints
-from recipes.configfile import load_any_config
-from recipes.convert import formats
-from recipes.rundir import open_run
-from recipes.state import init_state
-from recipes.task import load_data
+from recipes.run.checkpoint import Checkpoints
+from recipes.registry import load_any_config
+from recipes.run.convert import formats
+from recipes.run.folder import open_run
+from recipes.run.state import init_state
+from recipes.run.recipe import load_data
 
 from .conftest import TEXT, short_training
 

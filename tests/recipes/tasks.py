@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from recipes.configfile import load_any_config
+from recipes.registry import load_any_config
 from recipes.finetune.config import FinetuneConfig
 
 FILES = {"squad": "squad.json", "classification": "rows.tsv"}

@@ -14,7 +14,7 @@ from recipes.bench import lms
 from recipes.bench._runs import Run
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.configfile import load_run_config
+from recipes.registry import load_run_config
 
 from .conftest import write_config
 from .masked import bert_config, write_bert

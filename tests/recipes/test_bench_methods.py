@@ -25,7 +25,7 @@ from recipes.bench._loss_scale import (
     trained_with,
 )
 from recipes.cli import main
-from recipes.data import load_corpus
+from recipes.text import load_corpus
 from recipes.errors import RecipeError
 from recipes.gpt import build
 

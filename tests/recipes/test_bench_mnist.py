@@ -10,8 +10,8 @@ import pytest
 
 from recipes.bench import mnist
 from recipes.cli import main
-from recipes.mnist.config import MnistConfig
-from recipes.mnist.train import Outcome
+from recipes.images.config import MnistConfig
+from recipes.images.train import Outcome
 
 from .idx import write_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.bench import optim
 from recipes.cli import main
-from recipes.configfile import load_config
+from recipes.registry import load_config
 from tests.recipes.conftest import write_config
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from recipes.bench import _pipeline
 from recipes.bench._pipeline import pipeline_speed
-from recipes.config import Config
+from recipes.gpt.config import GPTConfig
 
 
 def test_speeds_are_tokens_over_seconds(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
 

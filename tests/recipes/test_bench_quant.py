@@ -20,7 +20,7 @@ from recipes.bench._converted import (
 )
 from recipes.bench.parity import Run
 from recipes.cli import main
-from recipes.data import ByteTokenizer, load_corpus
+from recipes.text import ByteTokenizer, load_corpus
 from recipes.gpt import build
 from unitscale.quant import Fp8Report, Matmul
 

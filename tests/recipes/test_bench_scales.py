@@ -11,15 +11,16 @@ import pytest
 
 from recipes.bench import scales
 from recipes.cli import main
-from recipes.config import Config, ModelConfig
+from recipes.config import GPTModelConfig
+from recipes.gpt.config import GPTConfig
 from recipes.gpt import build
 
 
 @pytest.fixture(scope="module")
 def measured():
     """A model and what `measure` says of it."""
-    shape = ModelConfig(layers=2, width=32, heads=2, vocab=256)
-    config = Config.model_validate({"name": "x", "model": shape.model_dump()})
+    shape = GPTModelConfig(layers=2, width=32, heads=2, vocab=256)
+    config = GPTConfig.model_validate({"name": "x", "model": shape.model_dump()})
     tokens = np.random.default_rng(1).integers(0, 256, (2, 9)).astype(np.int32)
     return build(config), tokens, scales.measure(config, tokens)
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from recipes.bench import transfer
 from recipes.cli import main
-from recipes.configfile import load_config
-from recipes.data import ByteTokenizer, load_corpus
+from recipes.registry import load_config
+from recipes.text import ByteTokenizer, load_corpus
 from recipes.errors import RecipeError
-from recipes.evaluate import make_evaluation, mean_loss
-from recipes.state import init_state
+from recipes.run.evaluate import make_evaluation, mean_loss
+from recipes.run.state import init_state
 from recipes.train import make_train_step
 
 INFINITE = math.inf

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.configfile import load_any_config
+from recipes.registry import load_any_config
 from recipes.errors import RecipeError
 
 from .masked import bert_config, write_bert

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipes.bert.data import MaskedCorpus, Vocabulary, load_masked_corpus
-from recipes.data import ByteTokenizer
+from recipes.text import ByteTokenizer
 from recipes.errors import RecipeError
 
 from .masked import bert_config, write_bert

@@ -15,8 +15,8 @@ from recipes import train as train_module
 from recipes.bert.config import BertConfig
 from recipes.bert.task import abstract_batch, build, closing, load_data
 from recipes.cli import main
-from recipes.metrics import Metrics
-from recipes.state import load_trained
+from recipes.run.metrics import Metrics
+from recipes.run.state import load_trained
 from recipes.train import Outcome, train
 
 from .masked import bert_config, write_bert

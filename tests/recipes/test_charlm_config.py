@@ -6,7 +6,7 @@ import pytest
 
 from recipes.charlm.config import CharlmConfig
 from recipes.charlm.grid import make_points
-from recipes.configfile import RECIPES, load_any_config
+from recipes.registry import RECIPES, load_any_config
 from recipes.errors import RecipeError
 
 from .characters import make, write

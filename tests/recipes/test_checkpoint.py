@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from recipes.checkpoint import Checkpoints
+from recipes.run.checkpoint import Checkpoints
 from recipes.errors import RecipeError
 from unitscale.parallel import make_mesh, param_shardings
 
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, when: str) 
         import resource, sys
         from pathlib import Path
         import jax.numpy as jnp, numpy as np
-        from recipes.checkpoint import Checkpoints
+        from recipes.run.checkpoint import Checkpoints
         from recipes.errors import RecipeError
 
         wait = sys.argv[2] == "wait"

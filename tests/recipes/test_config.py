@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from pydantic import ValidationError
 
-from recipes.config import Config, Policy
-from recipes.configfile import load_config, valid_keys
+from recipes.config import Policy
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config, valid_keys
 from recipes.gpt import build
 from unitscale import nn
 
@@ -43,7 +44,7 @@ def test_every_key_is_described() -> None:
 
 
 def test_config_is_frozen() -> None:
-    config = Config(name="x")
+    config = GPTConfig(name="x")
     with pytest.raises(ValidationError, match="frozen"):
         config.seed = 1
 
@@ -55,7 +56,7 @@ def test_biases_of_linear_layers(library: str) -> None:
     optimizer = {"umup": library == "unitscale"}
     count = {}
     for bias in (False, True):
-        config = Config.model_validate(
+        config = GPTConfig.model_validate(
             {"name": "x", "model": model | {"bias": bias}, "optimizer": optimizer}
         )
         state = nnx.eval_shape(lambda config=config: nnx.state(build(config), nnx.Param))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.configfile import dump_config, load_config, valid_keys
+from recipes.registry import dump_config, load_config, valid_keys
 from recipes.errors import RecipeError
 
 # overrides, and what the message has to say

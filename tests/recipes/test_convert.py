@@ -15,16 +15,16 @@ from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.config import Config
-from recipes.convert import convert, formats, with_formats
+from recipes.gpt.config import GPTConfig
+from recipes.run.convert import convert, formats, with_formats
 from recipes.errors import RecipeError
-from recipes.state import init_state, load_trained
+from recipes.run.state import init_state, load_trained
 from recipes.train import train
 from unitscale import to_array
 from unitscale.core import format_of
 from unitscale.quant import AmaxState
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 FORMATS = {
     "float32": (),

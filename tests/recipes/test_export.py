@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.export import load_tensors, save_tensors
+from recipes.hf.export import load_tensors, save_tensors
 from unitscale import nn
 from unitscale.quant import convert, to_static
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from recipes.configfile import valid_keys
+from recipes.registry import valid_keys
 from recipes.finetune.config import ClassificationConfig, TaskConfig
 
 FILES = {"train": "train.json", "validation": "dev.json"}

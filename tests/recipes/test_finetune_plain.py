@@ -13,7 +13,7 @@ from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.finetune.plain import PlainModel
 from recipes.finetune.task import build, load_data, predict
-from recipes.pretrained import load
+from recipes.hf import load
 
 from .pretrained import copied, one_layer
 from .tasks import tuned, write_tasks

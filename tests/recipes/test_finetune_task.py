@@ -14,12 +14,12 @@ from flax import nnx
 from recipes import train as train_module
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.data import TOKENIZER_FILE
+from recipes.text import TOKENIZER_FILE
 from recipes.errors import RecipeError
 from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.pretrained import pretraining_of, tokenizer_of
 from recipes.finetune.task import SCORES, abstract_batch, build, load_data, predict
-from recipes.state import load_trained
+from recipes.run.state import load_trained
 from unitscale import to_array
 
 from .masked import write_run

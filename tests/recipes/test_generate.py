@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig
-from recipes.data import ByteTokenizer
+from recipes.config import GPTModelConfig
+from recipes.text import ByteTokenizer
 from recipes.errors import RecipeError
-from recipes.generate import generate, sample_text
+from recipes.gpt.generate import generate, sample_text
 from recipes.gpt import model as unitscale_gpt, plain
 
 SHAPES = [
@@ -26,7 +26,7 @@ SHAPES = [
 
 
 def make(library: str, **shape: Any) -> Any:
-    config = ModelConfig.model_validate(
+    config = GPTModelConfig.model_validate(
         {"vocab": 11, "width": 16, "layers": 2, "heads": 4, "context": 12} | shape
     )
     rngs = nnx.Rngs(0)

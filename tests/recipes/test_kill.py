@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.configfile import load_config
-from recipes.metrics import read_metrics
+from recipes.registry import load_config
+from recipes.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -29,7 +29,7 @@ SETTINGS = [
 TRAIN = """
 import sys
 from recipes import train
-from recipes.configfile import load_config
+from recipes.registry import load_config
 train.plot_run = lambda run: None
 outcome = train.train(load_config(sys.argv[1], sys.argv[2:]))
 print("final", outcome.validation_loss.hex())

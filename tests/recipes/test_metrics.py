@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.metrics import Metrics, read_metrics
+from recipes.run.metrics import Metrics, read_metrics
 
 
 def scalars(folder: Path, tag: str) -> dict[int, float]:

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from recipes.cli import main
-from recipes.configfile import RECIPES, dump_config, load_any_config, load_config, valid_keys
+from recipes.registry import RECIPES, dump_config, load_any_config, load_config, valid_keys
 from recipes.errors import RecipeError
-from recipes.mnist.config import DataConfig, MnistConfig
+from recipes.images.config import DataConfig, MnistConfig
 
 from .idx import write_config
 

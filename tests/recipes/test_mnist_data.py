@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.mnist.config import DataConfig
-from recipes.mnist.data import Split, load_dataset, read_idx
+from recipes.images.config import DataConfig
+from recipes.images.data import Split, load_dataset, read_idx
 
 from .idx import CLASSES, CODES, HEIGHT, WIDTH, draw, encode, write_files
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.mnist.config import DataConfig, Format, MnistConfig, ModelConfig
-from recipes.mnist.model import build
+from recipes.images.config import DataConfig, Format, MnistConfig, ModelConfig
+from recipes.images.model import build
 
 from .classifiers import logits
 

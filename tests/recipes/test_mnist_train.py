@@ -16,14 +16,14 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from recipes.configfile import load_any_config
+from recipes.registry import load_any_config
 from recipes.errors import RecipeError
-from recipes.metrics import Metrics, read_metrics
-from recipes.mnist import train as train_module
-from recipes.mnist.config import Format, MnistConfig
-from recipes.mnist.data import load_dataset
-from recipes.mnist.model import build
-from recipes.mnist.train import (
+from recipes.run.metrics import Metrics, read_metrics
+from recipes.images import train as train_module
+from recipes.images.config import Format, MnistConfig
+from recipes.images.data import load_dataset
+from recipes.images.model import build
+from recipes.images.train import (
     STORAGE,
     Outcome,
     Program,

@@ -11,16 +11,16 @@ from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.config import Config
+from recipes.gpt.config import GPTConfig
 from recipes.errors import RecipeError
-from recipes.metrics import read_metrics
-from recipes.monitor import monitored
-from recipes.state import load_trained
+from recipes.run.metrics import read_metrics
+from recipes.run.monitor import monitored
+from recipes.run.state import load_trained
 from recipes.train import train
 from unitscale import nn
 from unitscale.quant import AmaxState, QuantState
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 FP8 = ["model.library=unitscale", "policy=fp8", "optimizer={learning_rate: 1000.0}"]
 
 
@@ -29,7 +29,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
-def run(config: Config) -> tuple[list[dict], str, list[QuantState]]:
+def run(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
     """The metrics, what was said, and the states of quantized products at the end."""
     output = io.StringIO()
     folder = train(config, console=Console(file=output, width=200)).folder

@@ -11,16 +11,16 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.config import Config, OptimizerConfig
-from recipes.optimizer import make_optimizer, make_schedule
-from recipes.optimizerconfig import MultipliersConfig
-from recipes.state import init_state
+from recipes.config import MultipliersConfig, OptimizerConfig
+from recipes.gpt.config import GPTConfig
+from recipes.run.optimizer import make_optimizer, make_schedule
+from recipes.run.state import init_state
 from unitscale.optim import ScaledTransformation
 from unitscale.rules import ROLES
 
 
-def make(**optimizer: Any) -> Config:
-    return Config.model_validate(
+def make(**optimizer: Any) -> GPTConfig:
+    return GPTConfig.model_validate(
         {
             "name": "x",
             "model": {"width": 8, "layers": 1, "heads": 2},
@@ -42,7 +42,7 @@ def test_schedule(schedule: str, middle: float, last: float) -> None:
     np.testing.assert_allclose(found, [0.0, 0.5, 1.0, middle, last], rtol=1e-6)
 
 
-def updates(config: Config, params: Any, grads: Any) -> Any:
+def updates(config: GPTConfig, params: Any, grads: Any) -> Any:
     optimizer = make_optimizer(config, params)
     return optimizer.update(grads, optimizer.init(params), params)[0]
 

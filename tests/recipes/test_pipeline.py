@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipes.config import DataConfig
-from recipes.data import ByteTokenizer, Corpus, load_corpus
+from recipes.text import ByteTokenizer, Corpus, load_corpus
 from recipes.errors import RecipeError
 
 

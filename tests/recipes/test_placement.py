@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.config import Config
+from recipes.gpt.config import GPTConfig
 from recipes.errors import RecipeError
-from recipes.placement import on_mesh, open_mesh, place, place_batch, share, whole
-from recipes.state import init_state
+from recipes.run.placement import on_mesh, open_mesh, place, place_batch, share, whole
+from recipes.run.state import init_state
 from recipes.train import make_train_step, train
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
 WIDE = "model.width=64"  # so that matrices are large enough to be cut
 
@@ -26,7 +26,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
-def loss_of(config: Config) -> float:
+def loss_of(config: GPTConfig) -> float:
     outcome = train(config, console=Console(file=io.StringIO()))
     assert outcome.validation_loss is not None
     return outcome.validation_loss

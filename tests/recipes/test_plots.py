@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import matplotlib.image
 import pytest
 
-from recipes.metrics import Metrics
-from recipes.plots import plot_loss, plot_rms
-from recipes.probe import Reading
+from recipes.run.metrics import Metrics
+from recipes.run.plots import plot_loss, plot_rms
+from recipes.run.probe import Reading
 
 
 def ink(path: Path) -> int:

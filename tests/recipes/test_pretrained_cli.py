@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from recipes.cli import main
-from recipes.configfile import load_config
-from recipes.pretrained import load
-from recipes.state import load_trained
-from tests.recipes.pretrained import FIXTURES, copied, one_layer
+from recipes.registry import load_config
+from recipes.hf import load
+from recipes.run.state import load_trained
+from tests.recipes.hf import FIXTURES, copied, one_layer
 
 from .conftest import TEXT
 

@@ -15,9 +15,9 @@ import pytest
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.pretrained import Pretrained, join, load, save, split
+from recipes.hf import Pretrained, join, load, save, split
 from tests.recipes import make_pretrained_fixtures as fixtures
-from tests.recipes.pretrained import (
+from tests.recipes.hf import (
     FIXTURES,
     FOLDERS,
     WEIGHTS,

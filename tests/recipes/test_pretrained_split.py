@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 
-from recipes.pretrained import join, load, split
-from tests.recipes.pretrained import FIXTURES
+from recipes.hf import join, load, split
+from tests.recipes.hf import FIXTURES
 from unitscale import ScaledArray
 
 DTYPES = ["float32", "float16", "bfloat16"]

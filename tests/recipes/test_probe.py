@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.probe import probe
+from recipes.run.probe import probe
 
 
 class Toy(nnx.Module):

@@ -16,13 +16,13 @@ import jax
 import pytest
 
 from recipes import processes, train as train_module
-from recipes.config import Config
-from recipes.configfile import load_config
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
 from recipes.errors import RecipeError
-from recipes.metrics import read_metrics
-from recipes.placement import open_mesh
-from recipes.processes import Processes, SharedError, joined
-from recipes.signals import StopRequest
+from recipes.run.metrics import read_metrics
+from recipes.run.placement import open_mesh
+from recipes.run.processes import Processes, SharedError, joined
+from recipes.run.signals import StopRequest
 from recipes.train import asked_to_stop
 
 ROOT = Path(__file__).parents[2]
@@ -180,7 +180,7 @@ def test_one_process() -> None:
         raise RecipeError("as it was")
 
 
-def test_refusals(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(RecipeError, match=r"processes: .*processes must be given too; got only"),
         joined(Processes(address="localhost:1", index=0)),

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from recipes.progress import Reporter
+from recipes.run.progress import Reporter
 
 
 def report(terminal: bool, unit: str = "tokens") -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.config import Config
-from recipes.configfile import load_config
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
 from recipes.errors import RecipeError
-from recipes.rundir import existing_run, open_run
+from recipes.run.folder import existing_run, open_run
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 
 
 def test_made_once_and_opened_again(make_config: MakeConfig) -> None:

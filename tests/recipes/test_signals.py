@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.signals import StopRequest
+from recipes.run.signals import StopRequest
 
 ROOT = Path(__file__).parents[2]
 

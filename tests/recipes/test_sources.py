@@ -15,7 +15,7 @@ import pytest
 from datasets.table import InMemoryTable
 
 from recipes.config import DataConfig
-from recipes.data import _rows, _text, documents
+from recipes.text import _rows, _text, documents
 from recipes.errors import RecipeError
 
 TEXTS = ["one\n", "zwei — ü", "", "three 🦊"]

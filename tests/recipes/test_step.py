@@ -12,17 +12,17 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.config import Config
-from recipes.configfile import load_config
-from recipes.placement import on_mesh, place, place_batch
-from recipes.state import TrainState, init_state
-from recipes.step import make_train_step
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.run.placement import on_mesh, place, place_batch
+from recipes.run.state import TrainState, init_state
+from recipes.run.step import make_train_step
 from tests.recipes.conftest import write_config
 from unitscale.core import rebalance
 from unitscale.parallel import make_mesh
 from unitscale.quant import AmaxState
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
 DEVICES = 4
 ON_FOUR = "mesh={data: 4, gradients: %s}"
@@ -99,7 +99,7 @@ def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[st
     assert memory.alias_size_in_bytes == sum(array.nbytes for array in arrays(state))
 
 
-def exchange(config: Config, steps: int = 4) -> tuple[list[float], TrainState]:
+def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState]:
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
     graphdef, optimizer, state = init_state(config)
     state = place(state, mesh)

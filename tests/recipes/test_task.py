@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from recipes import task
-from recipes.batch import loss_inputs
+from recipes.run.batch import loss_inputs
 from recipes.config import RunConfig
-from recipes.configfile import RECIPES
+from recipes.registry import RECIPES
 
 
 def test_windows_are_ids_and_targets_one_further():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import DataConfig
-from recipes.data import ByteTokenizer, documents
+from recipes.text import ByteTokenizer, documents
 from recipes.errors import RecipeError
 
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from recipes.config import DataConfig
-from recipes.data import (
+from recipes.text import (
     BERT_TOKENS,
     ByteTokenizer,
     SubwordTokenizer,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from recipes.config import DataConfig
-from recipes.data import (
+from recipes.text import (
     ByteTokenizer,
     Tokens,
     _tokens,

@@ -19,17 +19,17 @@ from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.checkpoint import Checkpoints
-from recipes.config import Config
-from recipes.configfile import load_config
-from recipes.data import Corpus
+from recipes.run.checkpoint import Checkpoints
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.text import Corpus
 from recipes.errors import RecipeError
-from recipes.metrics import Metrics, read_metrics
-from recipes.state import init_state, load_trained
+from recipes.run.metrics import Metrics, read_metrics
+from recipes.run.state import init_state, load_trained
 from recipes.train import Outcome, make_train_step, train
 from unitscale.quant import AmaxState
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 UNITSCALE = [
     "model.library=unitscale",
     "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
@@ -61,13 +61,13 @@ def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
-def run(config: Config, *, fresh: bool = False) -> tuple[Outcome, str]:
+def run(config: GPTConfig, *, fresh: bool = False) -> tuple[Outcome, str]:
     output = io.StringIO()
     outcome = train(config, fresh=fresh, console=Console(file=output, width=200))
     return outcome, output.getvalue()
 
 
-def final_arrays(config: Config) -> list[np.ndarray]:
+def final_arrays(config: GPTConfig) -> list[np.ndarray]:
     _, state = load_trained(config, print)
     leaves = jax.tree.leaves(state)
     keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
