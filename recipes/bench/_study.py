@@ -11,8 +11,8 @@ from ..charlm.grid import make_points
 from ..charlm.results import Best, best_losses
 from ..charlm.rows import read_rows
 from ..errors import RecipeError
-from ..registry import load_any_config
-from ._table import Table, within
+from ..registry import load_config
+from ._table import Table, asked
 
 MOST_ABOVE = 0.005
 LEAST_NO_WORSE = 0.9
@@ -32,7 +32,7 @@ def read_best(path: Path) -> Best:
             f"--charlm: expected the folder of a sweep, with config.yaml and rows.jsonl; got "
             f"{path}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
         )
-    config = load_any_config(folder / "config.yaml")
+    config = load_config(folder / "config.yaml")
     rows = read_rows(folder)
     if not isinstance(config, CharlmConfig) or not rows:
         raise RecipeError(
@@ -55,15 +55,7 @@ def counts(best: Best) -> Table:
         _row(f"regular {above} regular FP32", _kept(regular), len(regular)),
         _row("unit FP32 no worse than regular FP32", no_worse, len(both), LEAST_NO_WORSE),
     ]
-    columns = {
-        "models with": "",
-        "count": "d",
-        "of": "d",
-        "share": ".1%",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Character models, each at its best learning rate", columns, rows)
+    return Table("Character models, each at its best learning rate", rows)
 
 
 def _pairs(best: Best, full: tuple[str, str], half: tuple[str, str]) -> list[tuple[float, float]]:
@@ -79,6 +71,4 @@ def _kept(pairs: list[tuple[float, float]]) -> int:
 def _row(what: str, count: int, total: int, least: float | None = None) -> dict[str, Any]:
     share = count / total if total else math.nan
     row = {"models with": what, "count": count, "of": total, "share": share}
-    if least is not None:
-        row |= {"asked": f">= {least:.0%}", "within": within(share, (least, None))}
-    return row
+    return row if least is None else row | asked(share, least=least, form=".0%")

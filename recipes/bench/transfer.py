@@ -285,19 +285,7 @@ def best_rates(losses: Losses) -> Table:
                     edges = any(best[s] in (min(f), max(f)) for s, f in by_width.items())
                     row["within"] = within(apart, (None, MOST_RATIO)) and not edges
             rows.append(row)
-    columns = {
-        "parametrization": "",
-        "width": "d",
-        "loss": ".4f",
-        "best": ".4g",
-        "vertex": ".4g",
-        "cost": "+.2%",
-        "at edge": "",
-        "apart": ".2f",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Learning rate of least validation loss, by width", columns, rows)
+    return Table("Learning rate of least validation loss, by width", rows)
 
 
 def plot(path: Path, losses: Losses) -> Path:
