@@ -5,8 +5,10 @@ import math
 
 import pytest
 
-from recipes.charlm.rows import NAME, Row, append_row, key_of, read_rows
 from recipes.errors import RecipeError
+from recipes.sweep import Row, append_row, read_rows
+from recipes.sweep._points import key_of
+from recipes.sweep._rows import NAME
 
 ROWS = [
     Row({"model.kind": "rnn"}, 0.25, 0, 2.5),

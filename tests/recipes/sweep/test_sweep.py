@@ -7,16 +7,16 @@ import math
 import pytest
 from rich.console import Console
 
-from recipes.charlm import sweep as module
-from recipes.charlm.rows import append_row, read_rows
-from recipes.charlm.sweep import sweep
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.sweep import _sweep as module, append_row, read_rows, sweep
+from recipes.sweep._pool import each
 
-from .characters import make, write
-from .dying import dies_at_two
+from ..characters import make, write
+from ..dying import dies_at_two
 
-GRID = {"grid": {"model.norm": ["pre", "post", "none"]}, "rates": 3, "rounds": 2}
+NORMS = ["pre", "post", "none"]
+GRID = {"grid": {"model.norm": NORMS}, "rates": 3, "rounds": 2}
 QUIET = Console(quiet=True)
 
 
@@ -25,21 +25,24 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.broken: set[str] = set()
-        self.trained: list[tuple[str, float]] = []
-        monkeypatch.setattr(module, "_make_runs", self.make_runs)
+        self.trained: list[tuple[str, float, int]] = []
+        monkeypatch.setattr(module, "Trials", self.make_trials)
 
-    def make_runs(self, config):
+    def make_trials(self, config):
         norm = config.model.norm
+        middle = 4 * config.optimizer.learning_rate
 
-        def runs(rates, seeds):
+        def trials(rates, seed):
             if norm in self.broken:
                 raise MemoryError(f"no room for {norm}\nand more")
-            assert len(rates) == len(seeds) == config.sweep.rates * len(config.sweep.seeds)
-            self.trained += [(norm, rate) for rate in dict.fromkeys(rates)]
-            middle = 4 * config.sweep.start.unit_adam
+            self.trained += [(norm, rate, seed) for rate in rates]
             return [math.inf if r > 5 * middle else abs(math.log(r / middle)) for r in rates]
 
-        return runs
+        return trials
+
+    @property
+    def norms(self) -> set[str]:
+        return {norm for norm, *_ in self.trained}
 
 
 @pytest.fixture
@@ -54,25 +57,24 @@ def test_one_failure_stops_nothing_and_is_tried_again(machine, tmp_path) -> None
         sweep(config, console=QUIET)
     folder = tmp_path / "runs" / "tiny-sweep"
     rows = read_rows(folder)
-    failed = [row for row in rows if row.error]
-    assert [(r.point, r.error) for r in failed] == [
+    assert [(r.point, r.error) for r in rows if r.error] == [
         ({"model.norm": "post"}, "MemoryError: no room for post")
     ]
     # Three rates and, because the best was the highest, three more; the last ones diverge.
     assert len(rows) == 6 + 1 + 6
     assert math.inf in [row.loss for row in rows]
-    assert (folder / "scatter.png").exists()
+    assert (folder / "curves.png").exists()
     machine.broken, machine.trained = set(), []
     sweep(config, console=QUIET)
-    assert {norm for norm, _ in machine.trained} == {"post"}
+    assert machine.norms == {"post"}
     machine.trained = []
     sweep(config, console=QUIET)
     assert machine.trained == []
     assert len(read_rows(folder)) == 19
 
 
-def test_a_sweep_goes_on_within_a_point(machine, tmp_path) -> None:
-    config = make(tmp_path, sweep=GRID)
+def test_a_sweep_goes_on_within_a_point_and_over_more_of_them(machine, tmp_path) -> None:
+    config = make(tmp_path, sweep=GRID | {"seeds": [0, 1]})
     folder = sweep(config, console=QUIET)
     rows = read_rows(folder)
     kept = [r for r in rows if r.point == {"model.norm": "pre"}][:2]
@@ -81,9 +83,13 @@ def test_a_sweep_goes_on_within_a_point(machine, tmp_path) -> None:
         append_row(folder, row)
     machine.trained = []
     sweep(config, console=QUIET)
-    again = read_rows(folder)
-    assert sorted(map(str, again)) == sorted(map(str, rows))
-    assert ("pre", kept[0].learning_rate) not in machine.trained
+    assert sorted(map(str, read_rows(folder))) == sorted(map(str, rows))
+    assert not {("pre", r.learning_rate, r.seed) for r in kept} & set(machine.trained)
+    machine.trained = []
+    # A point that has other settings is another one; more points are no other sweep.
+    when = {"model.norm=pre": {"model.layers": 3}}
+    sweep(make(tmp_path, sweep=GRID | {"when": when}), console=QUIET)
+    assert machine.norms == {"pre"}
 
 
 def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
@@ -94,27 +100,27 @@ def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
 
 
-def test_a_process_that_dies_costs_its_own_point(tmp_path, monkeypatch) -> None:
-    failed = []
-    monkeypatch.setattr(module, "_fail", lambda task, message: failed.append(task))
+def test_a_process_that_dies_costs_its_own_point(tmp_path) -> None:
     tasks = [(number, str(tmp_path)) for number in range(5)]
-    ended = dict(module._each(tasks, 2, dies_at_two))
+    ended = dict(each(tasks, 2, dies_at_two))
     assert set(ended) == set(tasks)
-    message = ended[2, str(tmp_path)]
-    assert message is not None
-    assert "its process was killed" in message
-    assert [task for task in failed if task[0] == 2] == [tasks[2]]
+    assert "its process was killed" in str(ended[2, str(tmp_path)])
     done = {int(path.name) for path in tmp_path.iterdir()}
     assert done >= {number for (number, _), error in ended.items() if error is None}
 
 
 @pytest.mark.slow
 def test_the_command_trains_in_processes_of_its_own(tmp_path, capsys) -> None:
-    grid = {"model.parametrization": ["regular", "unit"]}
-    start = {"regular_adam": 0.01, "unit_adam": 0.1}  # three steps: far from where losses grow
-    path = write(tmp_path, sweep={"grid": grid, "rates": 3, "rounds": 1, "start": start})
+    plain = {"optimizer.umup": False, "optimizer.learning_rate": 0.01}
+    grid = {"model.library": ["plain", "unitscale"]}
+    # Three steps: far from where losses grow.
+    path = write(
+        tmp_path,
+        optimizer={"learning_rate": 0.1},
+        sweep={"grid": grid, "when": {"model.library=plain": plain}, "rates": 3, "rounds": 1},
+    )
     assert main(["sweep", str(path), "model.layers=1", "--jobs", "2"]) == 0
-    assert "2/2  parametrization=" in capsys.readouterr().out
+    assert "2/2  library=" in capsys.readouterr().out
     rows = read_rows(tmp_path / "runs" / "tiny-sweep")
     assert len(rows) == 6
     assert all(row.loss is not None and 2 < row.loss < 12 for row in rows)
@@ -127,7 +133,3 @@ def test_errors_of_the_command(tmp_path, capsys) -> None:
     assert "model.kid is not a key of the config; did you mean model.kind?" in (
         capsys.readouterr().err
     )
-    other = tmp_path / "gpt.yaml"
-    other.write_text("name: g\n")
-    assert main(["sweep", str(other)]) == 2
-    assert "expected a config of recipe charlm; got recipe gpt" in capsys.readouterr().err
