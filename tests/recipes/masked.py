@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from recipes.bert.config import BertConfig
+from recipes.registry import load_kind
 from recipes.run.checkpoint import Checkpoints
-from recipes.registry import load_any_config
 from recipes.run.convert import formats
 from recipes.run.folder import open_run
+from recipes.run.recipe import recipe_of
 from recipes.run.state import init_state
-from recipes.run.recipe import load_data
 
 from .conftest import TEXT, short_training
 
@@ -42,9 +42,7 @@ def write_bert(folder: Path) -> Path:
 
 def bert_config(path: Path, *overrides: str) -> BertConfig:
     """The tiny config with overrides."""
-    config = load_any_config(path, overrides)
-    assert isinstance(config, BertConfig)
-    return config
+    return load_kind(BertConfig, path, overrides)
 
 
 def write_run(folder: Path) -> Path:
@@ -54,7 +52,7 @@ def write_run(folder: Path) -> Path:
     """
     config = bert_config(write_bert(folder), "data.sequence_length=32")
     run = open_run(config)
-    load_data(config).save(run)
+    recipe_of(config).load_data(config).save(run)
     checkpoints = Checkpoints(run)
     facts = {"formats": formats(config), "text": ""}
     checkpoints.save(0, init_state(config)[2], {}, facts)

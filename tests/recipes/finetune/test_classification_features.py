@@ -8,7 +8,7 @@ from recipes.errors import RecipeError
 from recipes.finetune.classification_data import Row
 from recipes.finetune.classification_features import make_classification_features
 
-from .wordpiece import make_tokenizer
+from ..wordpiece import make_tokenizer
 
 SINGLE = [Row("the mine opened", None, 1, 2), Row("closed", None, 0, 3), Row("", None, 2, 4)]
 PAIRS = [Row("the copper mine", "when did the mine open", 1, 1), Row("the mine", "", 0, 2)]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, processors
 from recipes.errors import RecipeError
 from recipes.finetune.layout import layout_of_pairs, working_copy
 
-from .wordpiece import make_tokenizer
+from ..wordpiece import make_tokenizer
 
 CLS, SEP = ("[CLS]", 2), ("[SEP]", 3)
 TEMPLATES = {

@@ -15,8 +15,8 @@ from recipes.finetune.plain import PlainModel
 from recipes.finetune.task import build, load_data, predict
 from recipes.hf import load
 
-from .pretrained import copied, one_layer
-from .tasks import tuned, write_tasks
+from ..pretrained import copied, one_layer
+from ..tasks import tuned, write_tasks
 
 Captured = pytest.CaptureFixture[str]
 STANDARD = "optimizer={umup: false, name: sgd, b1: 0.0, learning_rate: 0.05}"

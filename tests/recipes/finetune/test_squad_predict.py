@@ -21,7 +21,7 @@ from recipes.finetune.squad_predict import (
 )
 from recipes.finetune.squad_score import score_predictions, version_of
 
-from .wordpiece import make_tokenizer
+from ..wordpiece import make_tokenizer
 
 CONTEXT = "The copper mine opened in 1878. In 1901, Café 9 did open the mine. The mine closed."
 LENGTH = 24

@@ -14,7 +14,7 @@ from flax import nnx
 from recipes import train as train_module
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.text import TOKENIZER_FILE
+from recipes.config import TOKENIZER_FILE
 from recipes.errors import RecipeError
 from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.pretrained import pretraining_of, tokenizer_of
@@ -22,8 +22,8 @@ from recipes.finetune.task import SCORES, abstract_batch, build, load_data, pred
 from recipes.run.state import load_trained
 from unitscale import to_array
 
-from .masked import write_run
-from .tasks import tuned, write_tasks
+from ..masked import write_run
+from ..tasks import tuned, write_tasks
 
 SGD = "optimizer={name: sgd, b1: 0.0, learning_rate: 0.05}"  # a smaller program than adam's
 

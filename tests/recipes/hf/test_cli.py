@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from recipes.cli import main
-from recipes.registry import load_config
 from recipes.hf import load
+from recipes.registry import load_config
 from recipes.run.state import load_trained
-from tests.recipes.hf import FIXTURES, copied, one_layer
+from tests.recipes.pretrained import FIXTURES, copied, one_layer
 
-from .conftest import TEXT
+from ..conftest import TEXT
 
 Captured = pytest.CaptureFixture[str]
-SHIPPED = Path(__file__).parents[2] / "configs" / "gpt2" / "finetune.yaml"
+SHIPPED = Path(__file__).parents[3] / "configs" / "gpt2" / "finetune.yaml"
 FOLDER = FIXTURES / "gpt2"
 
 

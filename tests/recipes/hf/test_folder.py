@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from recipes.errors import RecipeError
 from recipes.hf import load, save
-from tests.recipes.hf import FIXTURES, WEIGHTS, change_config, change_tensors, copied
+from tests.recipes.pretrained import FIXTURES, WEIGHTS, change_config, change_tensors, copied
 
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

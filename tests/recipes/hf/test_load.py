@@ -17,7 +17,7 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.hf import Pretrained, join, load, save, split
 from tests.recipes import make_pretrained_fixtures as fixtures
-from tests.recipes.hf import (
+from tests.recipes.pretrained import (
     FIXTURES,
     FOLDERS,
     WEIGHTS,

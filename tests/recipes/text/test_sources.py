@@ -15,8 +15,8 @@ import pytest
 from datasets.table import InMemoryTable
 
 from recipes.config import DataConfig
-from recipes.text import _rows, _text, documents
 from recipes.errors import RecipeError
+from recipes.text import _rows, _text, documents
 
 TEXTS = ["one\n", "zwei — ü", "", "three 🦊"]
 

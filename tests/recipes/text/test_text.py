@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes.config import DataConfig
-from recipes.text import ByteTokenizer, documents
 from recipes.errors import RecipeError
+from recipes.text import ByteTokenizer, documents
 
 
 def read(config: DataConfig) -> str:

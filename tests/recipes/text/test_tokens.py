@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from recipes.config import DataConfig
+from recipes.errors import RecipeError
 from recipes.text import (
     ByteTokenizer,
     Tokens,
@@ -23,9 +24,8 @@ from recipes.text import (
     open_tokenizer,
     tokenize,
 )
-from recipes.errors import RecipeError
 
-from .conftest import TEXT
+from ..conftest import TEXT
 
 
 @pytest.fixture
