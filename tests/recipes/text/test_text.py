@@ -13,7 +13,7 @@ from recipes.text import ByteTokenizer, documents
 
 
 def read(config: DataConfig) -> str:
-    return "".join(documents(config))
+    return "".join(text for text, _ in documents(config))
 
 
 def test_default_is_the_standard_library() -> None:
