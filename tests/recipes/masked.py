@@ -8,7 +8,12 @@ from typing import Any
 import yaml
 
 from recipes.bert.config import BertConfig
+<<<<<<< HEAD
 from recipes.registry import load_kind
+=======
+from recipes.bert.task import load_data
+from recipes.registry import load_config
+>>>>>>> redesign
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.convert import formats
 from recipes.run.folder import open_run
@@ -42,7 +47,13 @@ def write_bert(folder: Path) -> Path:
 
 def bert_config(path: Path, *overrides: str) -> BertConfig:
     """The tiny config with overrides."""
+<<<<<<< HEAD
     return load_kind(BertConfig, path, overrides)
+=======
+    config = load_config(path, overrides)
+    assert isinstance(config, BertConfig)
+    return config
+>>>>>>> redesign
 
 
 def write_run(folder: Path) -> Path:

@@ -36,5 +36,5 @@ def test_a_touched_text_and_another_tokenizer(
         row.pop("tokens_per_second", None)
     assert rows == expected
     (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text("utf-8")[::-1], "utf-8")
-    with pytest.raises(RecipeError, match="is not what .* was trained on"):
+    with pytest.raises(RecipeError, match=r"is not what .* was trained on"):
         train_module.train(config)
