@@ -8,16 +8,11 @@ from typing import Any
 import yaml
 
 from recipes.bert.config import BertConfig
-<<<<<<< HEAD
-from recipes.registry import load_kind
-=======
 from recipes.bert.task import load_data
 from recipes.registry import load_config
->>>>>>> redesign
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.convert import formats
 from recipes.run.folder import open_run
-from recipes.run.recipe import recipe_of
 from recipes.run.state import init_state
 
 from .conftest import TEXT, short_training
@@ -47,13 +42,9 @@ def write_bert(folder: Path) -> Path:
 
 def bert_config(path: Path, *overrides: str) -> BertConfig:
     """The tiny config with overrides."""
-<<<<<<< HEAD
-    return load_kind(BertConfig, path, overrides)
-=======
     config = load_config(path, overrides)
     assert isinstance(config, BertConfig)
     return config
->>>>>>> redesign
 
 
 def write_run(folder: Path) -> Path:
@@ -63,7 +54,7 @@ def write_run(folder: Path) -> Path:
     """
     config = bert_config(write_bert(folder), "data.sequence_length=32")
     run = open_run(config)
-    recipe_of(config).load_data(config).save(run)
+    load_data(config).save(run)
     checkpoints = Checkpoints(run)
     facts = {"formats": formats(config), "text": ""}
     checkpoints.save(0, init_state(config)[2], {}, facts)
