@@ -100,7 +100,7 @@ def compare(
     entry: Comparison,
     asked: Asked,
     own: Mapping[str, Sequence[str]] | None = None,
-    run: Callable[[RunConfig, bool], Mapping[str, float]] = trained,
+    run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
 ) -> Compared:
     """Trains, resumes or reads every run of a comparison, and measures it.
 
@@ -108,14 +108,14 @@ def compare(
       entry: What is compared.
       asked: What the command line says of it.
       own: Further overrides by variant.
-      run: Trains a run, unless it is finished, and gives its scores.
+      run: Trains a run, unless it is finished, and gives its scores; by default in this process.
     """
     own = {} if own is None else own
     configs = {name: configs_of(entry, asked, name, own.get(name, ())) for name in entry.variants}
     values: dict[str, list[float]] = {name: [] for name in configs}
     for name, found in values.items():
         for config in configs[name]:
-            scores = run(config, asked.fresh)
+            scores = (run or trained)(config, asked.fresh)
             found.append(loss_of(config) if entry.metric == "loss" else scores[entry.metric])
         jax.clear_caches()
     return Compared(entry, {name: found[0] for name, found in configs.items()}, values)
