@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from flax import nnx
 
@@ -27,14 +28,16 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
       RecipeError: No such run, or one whose model does not continue text.
     """
     graphdef, state = load_trained(config, say)
-    model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    model: Any = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
     data = with_run_tokenizer(config).data
     if not writes(model) or not isinstance(data, DataConfig):
         raise RecipeError(
             f"recipe: expected a model that continues text; got one of recipe {config.recipe}; "
             "name a config of recipe gpt"
         )
-    return Writer(model, open_tokenizer(data), data.sequence_length)
+    tokenizer = open_tokenizer(data)
+    require_vocab(tokenizer, model.config.vocab)
+    return Writer(model, tokenizer, data.sequence_length)
 
 
 def open_folder(folder: str) -> Writer:

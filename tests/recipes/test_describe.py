@@ -10,9 +10,9 @@ import pytest
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.gpt.config import GPTConfig
-from recipes.registry import load_run_config
 from recipes.describe import Description, describe
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
 from recipes.run.state import init_state
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_arrays(
     facts = describe(config)
     assert facts.weights == bytes_of(state.params)
     assert facts.optimizer == bytes_of(state.opt_state)
-    assert facts.tokens == 64
+    assert facts.size == 64
     total = sum(facts.parameters.values())
     assert facts.parameters["embed"] == 256 * 16
     assert facts.weights == pytest.approx(total * (2 if len(overrides) > 1 else 4), rel=0.05)
@@ -83,7 +83,7 @@ def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[
     assert main(["describe", str(config_file)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
-    assert "4 sequences of 16" in printed
+    assert "64 tokens in 4 examples" in printed
     assert not (config_file.parent / "runs").exists()
 
 
@@ -100,7 +100,7 @@ LARGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_configs_lower(name: str) -> None:
-    config = load_run_config(CONFIGS / f"{name}.yaml")
+    config = load_config(CONFIGS / f"{name}.yaml")
     assert isinstance(config, (GPTConfig, BertConfig))
     facts: Description = describe(config)
     assert sum(facts.parameters.values()) == pytest.approx(LARGE[name], rel=0.002)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.registry import dump_config, load_config, valid_keys
 from recipes.errors import RecipeError
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config, valid_keys
+from recipes.run.folder import dump_config
 
 # overrides, and what the message has to say
 WRONG = [
@@ -156,5 +158,5 @@ def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) ->
 
 
 def test_valid_keys_are_dotted() -> None:
-    keys = dict(valid_keys())
+    keys = dict(valid_keys(GPTConfig))
     assert {"name", "data.path", "model.residual.tau", "train.runs_dir"} <= keys.keys()

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.registry import load_any_config
 from recipes.errors import RecipeError
+from recipes.registry import load_config
 
-from .masked import bert_config, write_bert
+from ..masked import bert_config, write_bert
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "bert"
+CONFIGS = Path(__file__).parents[3] / "configs" / "bert"
 
 
 @pytest.fixture
@@ -51,4 +51,4 @@ def test_what_cannot_be_is_refused(path: Path, override: str, message: str) -> N
 def test_configs_are_valid(file: Path) -> None:
     words = ["init=runs/a", "data.train=a", "data.validation=b"]
     tuned = "recipe: finetune" in file.read_text(encoding="utf-8")
-    assert load_any_config(file, words if tuned else ()).name
+    assert load_config(file, words if tuned else ()).name

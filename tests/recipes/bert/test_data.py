@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from recipes.bert.data import MaskedCorpus, Vocabulary, load_masked_corpus
-from recipes.text import ByteTokenizer
 from recipes.errors import RecipeError
+from recipes.text import ByteTokenizer
 
-from .masked import bert_config, write_bert
+from ..masked import bert_config, write_bert
 
 
 @pytest.fixture(scope="module")

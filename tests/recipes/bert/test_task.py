@@ -19,7 +19,7 @@ from recipes.run.metrics import Metrics
 from recipes.run.state import load_trained
 from recipes.train import Outcome, train
 
-from .masked import bert_config, write_bert
+from ..masked import bert_config, write_bert
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_it_learns_and_stopped_and_resumed_does_so_bit_for_bit(
     assert expected.validation_loss is not None
     assert expected.validation_loss < 0.8 * np.log(whole.model.vocab) + np.log(2)
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "Metrics", StopAfter)
+        patch.setattr(train_module, "open_metrics", lambda folder, _: StopAfter(folder))
         assert run(stopped).step == 4
     assert run(stopped).validation_loss == expected.validation_loss
     ends = [jax.tree.leaves(load_trained(one, print)[1].params) for one in (whole, stopped)]

@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 from pydantic import ValidationError
 
-from recipes.config import Policy
+from recipes.config.run import Policy
+from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config, valid_keys
-from recipes.gpt import build
 from unitscale import nn
 
-SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "gpt").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "configs" / "gpt").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -39,7 +39,7 @@ def test_policies_are_presets_of_the_library() -> None:
 
 
 def test_every_key_is_described() -> None:
-    missing = [key for key, field in valid_keys() if not field.description]
+    missing = [key for key, field in valid_keys(GPTConfig) if not field.description]
     assert not missing
 
 

@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 
 from recipes.config import GPTModelConfig
-from recipes.text import ByteTokenizer
 from recipes.errors import RecipeError
-from recipes.gpt.generate import generate, sample_text
-from recipes.gpt import model as unitscale_gpt, plain
+from recipes.gpt import model as unitscale_gpt
+from recipes.gpt.generate import Writer, generate
+from recipes.hf import plain
+from recipes.text import ByteTokenizer
 
 SHAPES = [
     {},
@@ -137,8 +138,8 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_text_goes_on_past_the_context() -> None:
     model = make("plain", vocab=256, positions="learned")
     tokenizer = ByteTokenizer()
-    settings = {"seed": 0, "context": 12, "temperature": 0.0}
-    text = sample_text(model, tokenizer, "a prompt longer than it", tokens=40, **settings)
+    writer, settings = Writer(model, tokenizer, 12), {"seed": 0, "temperature": 0.0}
+    text = writer("a prompt longer than it", tokens=40, **settings)
     assert text.startswith("a prompt longer than it")
     # greedy: the first 1 token sees the last 11 of the prompt
     first = generate(
@@ -148,10 +149,10 @@ def test_text_goes_on_past_the_context() -> None:
         key=jax.random.key(0),
         temperature=0.0,
     )
-    one = sample_text(model, tokenizer, "a prompt longer than it", tokens=1, **settings)
+    one = writer("a prompt longer than it", tokens=1, **settings)
     assert one == "a prompt longer than it" + tokenizer.decode(np.asarray(first)[0, -1:])
 
 
 def test_text_needs_a_context_of_two() -> None:
     with pytest.raises(RecipeError, match="needs a context of at least 2; got 1"):
-        sample_text(make("plain"), ByteTokenizer(), "x", tokens=1, seed=0, context=1)
+        Writer(make("plain"), ByteTokenizer(), 1)("x", tokens=1, seed=0)
