@@ -116,7 +116,7 @@ def train(
         if signal is not None:
             step = int(run.state.step)
             say(f"stopped by {signal.name} after step {step}; run the same command to resume")
-            return Outcome(folder, step, None, int(signal))
+            return Outcome(folder, step, None, {}, int(signal))
         return _finish(run, say)
     except OSError as error:
         raise cannot_write(folder, error, kept=run.checkpoints.what_is_safe) from error
