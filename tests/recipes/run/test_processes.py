@@ -25,7 +25,7 @@ from recipes.run.processes import Processes, SharedError, joined
 from recipes.run.signals import StopRequest
 from recipes.train import asked_to_stop
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT = 240  # seconds; a busy machine takes a while to import
 STEPS = 12
 SETTINGS = [
