@@ -15,11 +15,12 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from recipes import processes, train as train_module
+from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.metrics import read_metrics
+from recipes.run import processes
 from recipes.run.placement import open_mesh
 from recipes.run.processes import Processes, SharedError, joined
 from recipes.run.signals import StopRequest

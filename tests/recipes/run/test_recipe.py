@@ -1,15 +1,14 @@
 """What recipes give to training: every recipe with a `task` module gives all of it."""
 
-import importlib
 import inspect
 
 import numpy as np
 import pytest
 
-from recipes import task
 from recipes.config import RunConfig
 from recipes.registry import RECIPES
 from recipes.run.batch import loss_inputs
+from recipes.run.recipe import Recipe, recipe_of
 
 
 def test_windows_are_ids_and_targets_one_further():
@@ -25,7 +24,7 @@ def test_a_tuple_is_what_the_loss_takes():
 
 @pytest.mark.parametrize("name", [n for n, kind in RECIPES.items() if issubclass(kind, RunConfig)])
 def test_every_recipe_of_runs_gives_what_training_asks(name: str):
-    module = importlib.import_module(f"recipes.{name}.task")
-    for function in ("build", "abstract_batch", "load_data", "closing"):
-        wanted = list(inspect.signature(getattr(task, function)).parameters)
-        assert list(inspect.signature(getattr(module, function)).parameters) == wanted
+    recipe = recipe_of(RunConfig(recipe=name, name="x"))
+    for function in ("build", "abstract_batch", "load_data", "scores", "closing"):
+        _, *wanted = inspect.signature(getattr(Recipe, function)).parameters  # without self
+        assert list(inspect.signature(getattr(recipe, function)).parameters) == wanted

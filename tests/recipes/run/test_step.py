@@ -46,7 +46,7 @@ def tolerant(tmp_path_factory: pytest.TempPathFactory):
     graphdef, optimizer, state = init_state(config)
     table = state.params["embed"]["embedding"]
     table[...] = table[...].at[2].set(jnp.inf)
-    return make_train_step(graphdef, optimizer, tolerated=2), state
+    return make_train_step(graphdef, optimizer, settings=config.optimizer), state
 
 
 def run(tolerant, batches: list[np.ndarray]) -> list[TrainState]:
