@@ -1,27 +1,26 @@
 """Checkpoints that a run resumes from bit for bit, and that outlive a crash while one is written.
 
 A checkpoint is the array leaves of a pytree under readable names, the position of the data
-iterator, and facts about the run. Orbax writes it while training goes on, under another name, and
-renames it when complete; checksums of the arrays tell a damaged one apart. Arrays are read back
-onto any mesh, as they are asked for.
+iterator, and facts about the run. Orbax writes it while training goes on, every process its shards,
+under another name, and renames it when complete. TensorStore does not notice all damage to array
+data, so that checksums, computed where the arrays lie, tell a damaged checkpoint apart. Arrays are
+read back onto any mesh, as they are asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from ..errors import RecipeError
-from .placement import whole
+from .checksums import checksums, crc32s, text_checksum
 from .processes import all_texts, is_first, is_lost
 
 Tree = TypeVar("Tree")
@@ -124,7 +123,10 @@ class Checkpoints:
         if step == self.newest:
             return
         arrays = _named_arrays(state)
-        described = {name: _describe(array) for name, array in arrays.items()}
+        sums = checksums(arrays)
+        described = {name: [*_shape(array), sums[name]] for name, array in arrays.items()}
+        facts = copy.deepcopy({**facts, "arrays": described})
+        facts["checksum"] = text_checksum(position, facts)
         self._writing = step
         with self._failing(step):
             # JAX does not reuse the memory of an array that Orbax has on the host still.
@@ -133,7 +135,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
                     position=ocp.args.JsonSave(copy.deepcopy(position)),
-                    facts=ocp.args.JsonSave({**copy.deepcopy(facts), "arrays": described}),
+                    facts=ocp.args.JsonSave(facts),
                 ),
             )
         if wait:
@@ -188,8 +190,7 @@ class Checkpoints:
         damaged = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                self._check_first(step)
-                restored = self._read(step, like)
+                return self._read(step, like)
             except RecipeError:
                 raise
             except Exception as error:  # whatever a cut or altered file makes Orbax raise
@@ -199,8 +200,6 @@ class Checkpoints:
                     f"checkpoint of step {step} is damaged ({_first_line(error)}); {moved}"
                     "trying the one before"
                 )
-                continue
-            return restored
         if damaged:
             raise RecipeError(
                 f"every checkpoint in {self._folder} was damaged (steps {damaged}); "
@@ -215,57 +214,58 @@ class Checkpoints:
             self.wait()
         self._manager.close()
 
-    def _check_first(self, step: int) -> None:
-        """Lets the first of several processes look for damage that others might not meet.
+    def _read(self, step: int, like: Any) -> Restored:
+        """The checkpoint of a step; where one process finds damage, all raise."""
+        found: Any = None
+        problem: Exception | None = None
+        try:
+            found = self._read_own(step, like)
+        except Exception as error:  # whatever a cut or altered file makes Orbax raise
+            problem = error
+        reasons = all_texts("" if problem is None else _first_line(problem))
+        if any(reasons):
+            raise problem or ValueError(next(filter(None, reasons)))
+        like, arrays, sums_of, known, position, facts = found
+        for name, found in sums_of(arrays).items():
+            if found != known[name]:
+                raise ValueError(f"the checksum of {name} differs")
+        return Restored(step, _rebuild(like, arrays), position, facts)
 
-        A process that fails to read its part of an array would leave the others waiting for it.
-        """
-        if jax.process_count() == 1:
-            return
-        reason = ""
-        if is_first():
-            try:
-                self._check_alone(step)
-            except Exception as error:  # whatever a cut or altered file makes Orbax raise
-                reason = f"{_first_line(error)}"
-        reason = all_texts(reason)[0]
-        if reason:
-            raise ValueError(reason)
-
-    def _check_alone(self, step: int) -> None:
+    def _read_own(self, step: int, like: Any) -> tuple[Any, ...]:
+        """What this process reads of a checkpoint, without waiting for the others."""
+        process = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
-            primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone"
+            primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
         )
         options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         with ocp.CheckpointManager(self._folder, options=options) as manager:
-            described = _restore_item(manager, step, facts=ocp.args.JsonRestore())["arrays"]
-            abstract = {
-                name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=here)
-                for name, (dtype, shape, _) in described.items()
-            }
-            state = ocp.args.StandardRestore(abstract)
-            _check_sums(_restore_item(manager, step, state=state), described)
 
-    def _read(self, step: int, like: Any) -> Restored:
-        facts = _restore_item(self._manager, step, facts=ocp.args.JsonRestore())
-        described = facts.pop("arrays")
-        like = like(facts) if callable(like) else like
-        wanted = _named_arrays(like)
-        for name in sorted(wanted.keys() | described.keys()):
-            expected = _shape(wanted[name]) if name in wanted else "nothing"
-            found = described[name][:2] if name in described else "nothing"
-            if found != expected:
-                raise RecipeError(
-                    f"the checkpoint of step {step} in {self._folder} is of another model: for "
-                    f"{name} expected {expected}; got {found}; use the config and the version "
-                    "that wrote it, or --fresh"
-                )
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-        arrays = _restore_item(self._manager, step, state=ocp.args.StandardRestore(abstract))
-        _check_sums(arrays, described)
-        position = _restore_item(self._manager, step, position=ocp.args.JsonRestore())
-        return Restored(step, _rebuild(like, arrays), position, facts)
+            def item(**args: Any) -> Any:
+                (name,) = args
+                return manager.restore(step, args=ocp.args.Composite(**args))[name]
+
+            facts = item(facts=ocp.args.JsonRestore())
+            position = item(position=ocp.args.JsonRestore())
+            checksum = facts.pop("checksum", None)  # version 0.1 wrote none
+            if checksum is not None and checksum != text_checksum(position, facts):
+                raise ValueError("the checksum of position and facts differs")
+            described = facts.pop("arrays")
+            like = like(facts) if callable(like) else like
+            wanted = _named_arrays(like)
+            for name in sorted(wanted.keys() | described.keys()):
+                expected = _shape(wanted[name]) if name in wanted else "nothing"
+                found = described[name][:2] if name in described else "nothing"
+                if found != expected:
+                    raise RecipeError(
+                        f"the checkpoint of step {step} in {self._folder} is of another model: for "
+                        f"{name} expected {expected}; got {found}; use the config and the version "
+                        "that wrote it, or --fresh"
+                    )
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+            arrays = item(state=ocp.args.StandardRestore(abstract))
+            known = {name: told[-1] for name, told in described.items()}
+            sums_of = crc32s if checksum is None else checksums
+            return like, arrays, sums_of, known, position, facts
 
     def _set_aside(self, step: int) -> Path:
         place = self._folder.parent / "damaged-checkpoints" / str(step)
@@ -278,17 +278,6 @@ class Checkpoints:
         self._manager.close()
         self._manager = self._open()
         return place
-
-
-def _restore_item(manager: ocp.CheckpointManager, step: int, **item: Any) -> Any:
-    (name,) = item
-    return manager.restore(step, args=ocp.args.Composite(**item))[name]
-
-
-def _check_sums(arrays: dict[str, jax.Array], described: dict[str, list[Any]]) -> None:
-    for name, array in arrays.items():
-        if _describe(array) != described[name]:
-            raise ValueError(f"the checksum of {name} differs")
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:
@@ -313,11 +302,6 @@ def _plain(leaf: Any) -> jax.Array:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _describe(array: jax.Array) -> list[Any]:
-    """dtype, shape and checksum, as JSON values."""
-    return [*_shape(array), zlib.crc32(np.asarray(whole(array)).tobytes())]
 
 
 def _shape(array: jax.Array) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -54,7 +55,7 @@ def test_a_scale_follows_the_gradients(make_config: Callable[..., GPTConfig]) ->
         (125, 0),
     ]
     assert [int(state.step) for state in states] == list(range(6))
-    left_out = [same(*pair) for pair in zip(states, states[1:], strict=False)]
+    left_out = [same(*pair) for pair in itertools.pairwise(states)]
     assert left_out == [True, True, False, False, True]
 
 
