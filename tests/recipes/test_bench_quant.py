@@ -146,9 +146,9 @@ def test_the_plain_model_trains_converted(make_config) -> None:
 
 
 # qwix 0.1.8 calls what Flax has deprecated.
+@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_plain_model_trains_through_qwix(make_config) -> None:
-    pytest.importorskip("qwix")
     config = make_config("train.steps=2")
     ids = jnp.zeros((1, 16), jnp.int32)
     ours, theirs = (

@@ -231,10 +231,10 @@ def test_tokenizers_are_those_of_the_folder(loaded: dict[str, Pretrained], tmp_p
     assert load(folder).tokenizer is None
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("architecture", list(fixtures.CLASSES))
 def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
-    """Another random shape, where `transformers` is installed."""
-    pytest.importorskip("transformers")
+    """Another random shape."""
     draw = np.random.default_rng()
     sizes = [int(n) for n in draw.integers(1, 5, 3)]
     if architecture.startswith("GPT2"):
