@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.architecture import PACKAGES, ROOT
+from tests.compilation import cache_folder
 from tools.mutants import MUTATED, Mutant, draw
 
 TESTED = (*MUTATED, "nn", "transforms")
@@ -153,8 +154,8 @@ def copy_tree(folder: Path, tests: str | None) -> None:
         subprocess.run(["tar", "x"], cwd=folder, input=archive, check=True)
 
 
-def digest(folder: Path, *names: str) -> str:
-    files = sorted(p for name in names for p in (folder / name).rglob("*.py"))
+def digest(folder: Path) -> str:
+    files = sorted(folder.rglob("*.py"))
     return hashlib.sha256(b"\0".join(p.read_bytes() for p in files)).hexdigest()[:12]
 
 
@@ -179,14 +180,18 @@ def main() -> None:
     if asked.report:
         return report(asked.out)
     with tempfile.TemporaryDirectory(prefix="unitscale-mutation.") as temporary:
+        # What mutants compile stays out of the folder that the tests keep.
+        if cache_folder().exists():
+            shutil.copytree(cache_folder(), Path(temporary) / "compiled")
+        copies = [Path(temporary) / str(job) for job in range(asked.jobs)]
         folders: queue.Queue[Path] = queue.Queue()
-        for job in range(asked.jobs):
-            folder = Path(temporary) / str(job)
+        for folder in copies:
             copy_tree(folder, asked.tests)
             folders.put(folder)
-        mutants = draw(folder, asked.sample, asked.seed)
-        header = {"sample": asked.sample, "seed": asked.seed, "source": digest(folder, "unitscale")}
-        results = Results(asked.out, header | {"tests": digest(folder, "tests")})
+        mutants = draw(copies[0], asked.sample, asked.seed)
+        # Not the size of the sample: a larger one goes on from a smaller one.
+        sources = {name: digest(copies[0] / name) for name in ("unitscale", "tests")}
+        results = Results(asked.out, {"seed": asked.seed} | sources)
 
         def one(mutant: Mutant) -> None:
             folder = folders.get()
