@@ -6,8 +6,9 @@
     python -m tools.mutation --report --out before.jsonl      # survivors, share killed so far
 
 Mutants are those of `tools.mutants`, made in copies of the working tree. Tests run in stages, the
-likely killers first: those of the module, of its namesakes in other packages, of its package, and
-of the packages that import that. What needs several times the usual time counts as killed.
+likely killers first: those of the module, of its namesakes in other packages, of its package, and,
+for what is undecided when all mutants have come so far, of the packages that import that. A mutant
+that needs several times the usual time counts as killed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ PYTEST = ("-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-x", "-q", "--tb
 TIMES, MORE = 4, 30
 
 
-def stages(root: Path, path: str) -> Iterator[list[str]]:
-    """Arguments of pytest, the tests that know the module best first."""
+def stages(root: Path, path: str) -> tuple[list[str], ...]:
+    """Arguments of pytest, the tests that know the module best first, other packages' last."""
     _, package, file = Path(path).parts
     above = {package}
     while more := {p for p in TESTED if p not in above and PACKAGES[p] & above}:
@@ -50,12 +51,13 @@ def stages(root: Path, path: str) -> Iterator[list[str]]:
         [n] if (root / (n := f"tests/{p}/{stem}")).exists() else [] for p in (package, *others)
     )
     twins = [name for found in twins for name in found]
-    yield [*own, path]
-    yield twins
-    yield [f"tests/{package}", f"unitscale/{package}", *(f"--ignore={n}" for n in (*own, path))]
-    if others:
-        folders = [f"{top}/{p}" for top in ("tests", "unitscale") for p in others]
-        yield [*folders, *(f"--ignore={name}" for name in twins)]
+    rest = [f"tests/{package}", f"unitscale/{package}", *(f"--ignore={n}" for n in (*own, path))]
+    folders = [f"{top}/{p}" for top in ("tests", "unitscale") for p in others]
+    return [*own, path], twins, rest, folders and [*folders, *(f"--ignore={n}" for n in twins)]
+
+
+def key_of(line: dict[str, Any]) -> tuple[str, str, int]:
+    return line["path"], line["operator"], line["occurrence"]
 
 
 class Results:
@@ -73,7 +75,17 @@ class Results:
                 f"{path} is of another run, {lines[0]}; expected {asked}. Another --out?"
             )
         self.usual = {tuple(x["tests"]): x["usual"] for x in lines if "usual" in x}
-        self.done = {(x["path"], x["operator"], x["occurrence"]) for x in lines if "outcome" in x}
+        self.outcomes = {key_of(x): x["outcome"] for x in lines if "outcome" in x}
+
+    def usual_seconds(self, tests: list[str], folder: Path) -> float:
+        """What tests take without a mutation, where they pass."""
+        if tuple(tests) not in self.usual:
+            status, seconds, output = run_tests(folder, tests, None)
+            if not passes(status):
+                raise SystemExit(f"{' '.join(tests)} fail without a mutation:\n{output}")
+            self.usual[tuple(tests)] = seconds
+            self.add({"tests": tests, "usual": round(seconds, 1)})
+        return self.usual[tuple(tests)]
 
     def add(self, line: dict[str, Any]) -> None:
         with self.lock, self.path.open("a") as file:
@@ -105,34 +117,30 @@ def passes(status: int) -> bool:
     return status in (0, 5)  # 5: no test among these
 
 
-def judge(mutant: Mutant, folder: Path, results: Results) -> None:
+def judge(mutant: Mutant, folder: Path, results: Results, last: bool) -> None:
+    """Runs all stages of tests but the last, or the last."""
     path = folder / mutant.path
     source = path.read_text("utf-8")
     mutated = mutant.applied_to(source)
     assert mutated is not None, "draw() took those that apply"
     changed = difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0, lineterm="")
     change = [x for x in changed if not x.startswith(("---", "+++", "@@"))]
-    line = mutant._asdict() | {"change": change, "outcome": "survived"}
+    *near, far = stages(folder, mutant.path)
+    outcome = "survived" if last or not far else "undecided"
+    line = mutant._asdict() | {"change": change, "outcome": outcome}
     spent = 0.0
-    for number, tests in enumerate(stages(folder, mutant.path), 1):
-        if not tests:
-            continue
-        if tuple(tests) not in results.usual:
-            status, seconds, output = run_tests(folder, tests, None)
-            if not passes(status):
-                raise SystemExit(f"{' '.join(tests)} fail without a mutation:\n{output}")
-            results.usual[tuple(tests)] = seconds
-            results.add({"tests": tests, "usual": round(seconds, 1)})
+    for tests in filter(None, [far] if last else near):
+        usual = results.usual_seconds([name for name in tests if not name.startswith("-")], folder)
         write(path, mutated)
-        limit = TIMES * results.usual[tuple(tests)] + MORE
-        status, seconds, output = run_tests(folder, tests, limit)
+        status, seconds, output = run_tests(folder, tests, TIMES * usual + MORE)
         write(path, source)
         spent += seconds
         if not passes(status):
             by = [x for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))][:1]
-            line |= {"outcome": "killed", "stage": number, "by": by or f"status {status}"}
+            line |= {"outcome": "killed", "by": by or f"status {status}"}
             break
     results.add(line | {"seconds": round(spent, 1)})
+    results.outcomes[mutant[:3]] = line["outcome"]
 
 
 def write(path: Path, source: str) -> None:
@@ -161,11 +169,15 @@ def digest(folder: Path) -> str:
 
 def report(path: Path) -> None:
     lines = [x for x in map(json.loads, path.read_text().splitlines()) if "outcome" in x]
-    survivors = [x for x in lines if x["outcome"] == "survived"]
-    for line in survivors:
-        print(json.dumps(line))
-    killed = len(lines) - len(survivors)
-    print(f"killed {killed} of {len(lines)}: {killed / max(len(lines), 1):.1%}")
+    mutants = {key_of(line): line for line in lines}.values()  # the later line of two
+    for outcome in ("undecided", "survived"):
+        for line in (x for x in mutants if x["outcome"] == outcome):
+            print(json.dumps(line))
+    counts = Counter(line["outcome"] for line in mutants)
+    share = counts["killed"] / max(len(mutants), 1)
+    print(
+        f"killed {counts['killed']} of {len(mutants)}: {share:.1%}; {counts['undecided']} undecided"
+    )
 
 
 def main() -> None:
@@ -193,14 +205,16 @@ def main() -> None:
         sources = {name: digest(copies[0] / name) for name in ("unitscale", "tests")}
         results = Results(asked.out, {"seed": asked.seed} | sources)
 
-        def one(mutant: Mutant) -> None:
+        def one(mutant: Mutant, last: bool) -> None:
             folder = folders.get()
-            judge(mutant, folder, results)
+            judge(mutant, folder, results, last)
             folders.put(folder)
 
         pool = ThreadPoolExecutor(asked.jobs)
         try:
-            list(pool.map(one, [m for m in mutants if m[:3] not in results.done]))
+            for last, due in ((False, None), (True, "undecided")):
+                todo = [m for m in mutants if results.outcomes.get(m[:3]) == due]
+                list(pool.map(one, todo, [last] * len(todo)))
         finally:
             pool.shutdown(cancel_futures=True)
     report(asked.out)
