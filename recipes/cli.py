@@ -10,17 +10,14 @@ import importlib
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from .bench import BENCHMARKS
-from .charlm.config import CharlmConfig
-from .configfile import load_any_config, load_config, load_run_config
 from .errors import RecipeError, complain
-from .finetune.config import FinetuneConfig
-from .mnist.config import MnistConfig
+from .registry import load_config
 
 app = typer.Typer(
     help="Train and use the models of unitscale.",
@@ -60,31 +57,19 @@ def train(
         int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
     ] = 100,
 ) -> None:
-    """Train a model; all runs but those of images resume from its newest checkpoint.
+    """Train a model, or go on from the newest checkpoint of the same run.
 
     Several processes train one run where each is started with the same command and either the three
     options --coordinator, --processes and --process, the environment variables
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
     """
-    settings = load_any_config(config, overrides or ())
+    settings = load_config(config, overrides or ())
     # Imported after the config is known to be right: this imports JAX.
-    from .processes import Processes, joined, require_one
+    from .run.processes import Processes, joined
+    from .train import train as train_run
 
     with joined(Processes(coordinator, processes, process, distributed, heartbeat)):
-        if isinstance(settings, MnistConfig):
-            from .mnist.train import train as train_classifier
-
-            require_one(settings.recipe)
-            outcome = train_classifier(settings, fresh=fresh, console=Console())
-        elif isinstance(settings, CharlmConfig):
-            from .charlm.train import train as train_characters
-
-            require_one(settings.recipe)
-            outcome = train_characters(settings, fresh=fresh, console=Console())
-        else:
-            from .train import train as train_run
-
-            outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
+        outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -95,13 +80,7 @@ def finetune(
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
 ) -> None:
-    """Fine-tune a pretrained BERT on a task, and score it."""
-    settings = load_any_config(config, overrides or ())
-    if not isinstance(settings, FinetuneConfig):
-        raise RecipeError(
-            f"{config}: expected a config of recipe finetune; got recipe {settings.recipe}; name "
-            "one such as configs/bert/squad.yaml"
-        )
+    """Fine-tune a pretrained model on a task, and score it: `train` by another name."""
     train(config, overrides, fresh)
 
 
@@ -120,36 +99,21 @@ def sweep(
         raise RecipeError(
             "sweep: expected a config file; got none; name one such as configs/charlm/small.yaml"
         )
-    configs = [(path, load_any_config(path, overrides)) for path in paths]
-    from .charlm.sweep import sweep as run_sweep
+    configs = [load_config(path, overrides) for path in paths]
+    from .sweep import sweep as run_sweep
 
-    for path, config in configs:
-        if not isinstance(config, CharlmConfig):
-            raise RecipeError(
-                f"{path}: expected a config of recipe charlm; got recipe {config.recipe}, which "
-                "has no sweep; use train"
-            )
+    for config in configs:
         run_sweep(config, jobs=jobs, fresh=fresh, console=Console())
 
 
 @app.command()
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the loss of a trained model over all validation data, and the scores of a task."""
-    settings = load_run_config(config, overrides or ())
-    from .evaluate import make_evaluation, mean_loss, shown
-    from .state import load_trained, with_run_tokenizer
-    from .task import load_data
+    settings = load_config(config, overrides or ())
+    from .evaluate import evaluate as evaluate_run
 
-    graphdef, state = load_trained(settings, _warn)
-    data: Any = load_data(with_run_tokenizer(settings))
-    evaluation = make_evaluation(graphdef, settings.scalify)
-    loss = mean_loss(evaluation, state.params, state.rest, list(data.validation()))
-    typer.echo(f"step {int(state.step)}  validation loss {shown(settings, loss)}")
-    if isinstance(settings, FinetuneConfig):
-        from .finetune.task import score
-
-        for line in score(settings, data, graphdef, state):
-            typer.echo(line)
+    for line in evaluate_run(settings, _warn):
+        typer.echo(line)
 
 
 @app.command()
@@ -163,50 +127,27 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="decides the draws")] = 0,
 ) -> None:
     """Continue a prompt with a trained model, or with the GPT-2 of a Hugging Face folder."""
-    if Path(config).is_dir():
-        if overrides:
-            raise RecipeError(
-                f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
-            )
-        from .data import TOKENIZER_FILE, SubwordTokenizer, require_vocab
-        from .pretrained import load
-
-        pretrained = load(config, "lm")
-        model, longest = pretrained.model, pretrained.config.context or 0
-        tokenizer = SubwordTokenizer.read(Path(config) / TOKENIZER_FILE, key=config)
-        require_vocab(tokenizer, pretrained.config.vocab, config)
-        context = min(longest, tokenizer.encode(prompt).size + tokens)  # no more than is asked for
-    else:
+    if not Path(config).is_dir():
         settings = load_config(config, overrides or ())
-        from flax import nnx
+        from .generate import open_run
 
-        from .gpt.task import load_tokenizer
-        from .scaling import plain
-        from .state import load_trained, with_run_tokenizer
+        writer = open_run(settings, _warn)
+    elif overrides:
+        raise RecipeError(
+            f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
+        )
+    else:
+        from .generate import open_folder
 
-        graphdef, state = load_trained(settings, _warn)
-        model = nnx.merge(graphdef, *plain(settings.scalify, (state.params, state.rest)))
-        tokenizer = load_tokenizer(with_run_tokenizer(settings))
-        context = settings.data.sequence_length
-    from .generate import sample_text
-
-    text = sample_text(
-        model,
-        tokenizer,
-        prompt,
-        tokens=tokens,
-        seed=seed,
-        context=context,
-        temperature=temperature,
-        top_k=top_k,
-    )
-    typer.echo(text)
+        writer = open_folder(config)
+    draws = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    typer.echo(writer(prompt, **draws))
 
 
 @app.command()
 def describe(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print parameters, FLOPs and bytes of a training run; nothing is trained or allocated."""
-    settings = load_run_config(config, overrides or ())
+    settings = load_config(config, overrides or ())
     from .describe import report
 
     for line in report(settings):

@@ -16,11 +16,11 @@ from flax import nnx
 
 from unitscale.core import is_scaled
 
-from .batch import loss_inputs
 from .config import RunConfig
-from .state import TrainState, init_state
-from .task import abstract_batch
-from .train import make_train_step
+from .run.batch import loss_inputs
+from .run.recipe import recipe_of
+from .run.state import TrainState, init_state
+from .run.step import make_train_step
 
 
 class Description(NamedTuple):
@@ -28,16 +28,16 @@ class Description(NamedTuple):
 
     Args:
       parameters: How many, by the part of the model that has them.
-      tokens: Of a step.
+      size: Of a step, in `data.step_unit`.
       flops: Of a step, forward, backward and update, as XLA counts the lowered program.
       weights: Bytes of the parameters in the format they are kept in, scales included.
       gradients: Bytes of their gradients.
       optimizer: Bytes of the optimizer's state.
-      activations: Bytes of one sequence that the backward pass is given, before XLA fuses any.
+      activations: Bytes of one example that the backward pass is given, before XLA fuses any.
     """
 
     parameters: dict[str, int]
-    tokens: int
+    size: int
     flops: float
     weights: int
     gradients: int
@@ -62,7 +62,7 @@ def describe(config: RunConfig) -> Description:
     graphdef, optimizer = found
     step = make_train_step(graphdef, optimizer, config.scalify)
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = step.lower(state, abstract_batch(config), index)
+    lowered = step.lower(state, recipe_of(config).abstract_batch(config), index)
     cost = lowered.cost_analysis()
     assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
 
@@ -76,10 +76,10 @@ def describe(config: RunConfig) -> Description:
         parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
     return Description(
         parameters,
-        config.data.batch_size * config.data.sequence_length,
+        config.data.step_size,
         cost["flops"],
         _bytes(state.params),
-        _bytes(jax.eval_shape(gradients, state, abstract_batch(config))),
+        _bytes(jax.eval_shape(gradients, state, recipe_of(config).abstract_batch(config))),
         _bytes(state.opt_state),
         two - one,
     )
@@ -89,21 +89,21 @@ def report(config: RunConfig) -> Iterator[str]:
     """The lines that `python -m recipes describe` prints."""
     facts = describe(config)
     total = sum(facts.parameters.values())
-    size, length = config.data.batch_size, config.data.sequence_length
+    size, unit = config.data.batch_size, config.data.step_unit
     yield f"{config.name}: recipe {config.recipe}, policy {config.policy}"
     yield f"parameters    {total:>22,}"
     for part, count in facts.parameters.items():
         yield f"  {part:<12}{count:>22,}"
-    yield f"step          {facts.tokens:>22,} tokens: {size} sequences of {length}"
+    yield f"step          {facts.size:>22,} {unit} in {size} examples"
     yield f"FLOPs a step  {facts.flops:>22.4g}"
-    per_token = facts.flops / facts.tokens
-    yield f"FLOPs a token {per_token:>22.4g}, {per_token / total:.2f} a parameter"
+    each = facts.flops / facts.size
+    yield f"FLOPs each    {each:>22.4g} for one of the {unit}, {each / total:.2f} a parameter"
     kept = {"weights": facts.weights, "gradients": facts.gradients, "optimizer": facts.optimizer}
     for name, count in kept.items():
         yield f"{name:<14}{count:>22,} bytes, {count / total:.2f} a parameter"
     yield f"state         {sum(kept.values()):>22,} bytes"
     yield (
-        f"activations   {facts.activations:>22,} bytes a sequence are saved for the backward pass, "
+        f"activations   {facts.activations:>22,} bytes an example are saved for the backward pass, "
         f"{size * facts.activations:,} a step, before XLA fuses any"
     )
 
@@ -117,13 +117,13 @@ def _loss(graphdef: nnx.GraphDef, state: TrainState, batch: Any) -> Any:
 
 
 def _saved_bytes(graphdef: nnx.GraphDef, state: TrainState, config: RunConfig, size: int) -> int:
-    """Bytes that the backward pass of `size` sequences is given, parameters included."""
+    """Bytes that the backward pass of `size` examples is given, parameters included."""
 
     def backward(state: TrainState, batch: Any) -> Any:
         return jax.vjp(_loss(graphdef, state, batch), state.params)[1]
 
     data = config.data.model_copy(update={"batch_size": size})
-    batch = abstract_batch(config.model_copy(update={"data": data}))
+    batch = recipe_of(config).abstract_batch(config.model_copy(update={"data": data}))
     return _bytes(jax.eval_shape(backward, state, batch))
 
 

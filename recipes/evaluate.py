@@ -1,47 +1,36 @@
-"""Validation loss."""
+"""Measures a run that was trained: its loss over all validation data, and its scores."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from .batch import loss_inputs
-from .config import RunConfig, ScalifyConfig
-from .scaling import plain, under
+from .config import RunConfig
+from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
+from .run.folder import run_folder
+from .run.recipe import recipe_of
+from .run.scaling import plain
+from .run.state import load_trained, with_run_tokenizer
 
 
-def make_evaluation(
-    graphdef: nnx.GraphDef, scalify: ScalifyConfig | None = None
-) -> Callable[..., jax.Array]:
-    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
+def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
+    """The lines that `python -m recipes evaluate` prints.
 
-    def loss(params, rest, batch):
-        model = nnx.merge(graphdef, params, rest)
-        return model.loss(*loss_inputs(batch), deterministic=True)
+    Args:
+      config: Names the run.
+      say: Called with a line for each damaged checkpoint that was passed over.
 
-    @jax.jit
-    def evaluate(params, rest, batch):
-        return plain(scalify, under(scalify, loss)(params, rest, batch))
-
-    return evaluate
-
-
-def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
-    """Mean loss over batches of one size, in nats; waits for the device once."""
-    losses = [evaluate(params, rest, batch) for batch in batches]
-    return float(jnp.mean(jnp.stack(losses)))
-
-
-def shown(config: RunConfig, loss: float) -> str:
-    """A loss of a run in words.
-
-    Example:
-      >>> shown(RunConfig(recipe="gpt", name="a"), 2.0)
-      '2.0000 nats per token, 2.8854 bits'
+    Raises:
+      RecipeError: No such run, or one of another model or without a checkpoint.
     """
-    bits = f", {loss / math.log(2):.4f} bits" if config.loss_unit == "token" else ""
-    return f"{loss:.4f} nats per {config.loss_unit}{bits}"
+    recipe = recipe_of(config)
+    graphdef, state = load_trained(config, say)
+    data = recipe.load_data(with_run_tokenizer(config))
+    evaluation = make_evaluation(graphdef, config.scalify)
+    loss = mean_loss(evaluation, state.params, state.rest, data.validation())
+    yield f"step {int(state.step)}  validation loss {shown(config, loss)}"
+    model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    folder = run_folder(config)
+    if scores := save_scores(folder, recipe.scores(config, data, model, folder)):
+        yield shown_scores(scores)

@@ -1,160 +1,54 @@
-"""Text from a trained model: the prompt in one pass, then a token at a time through the cache."""
+"""Opens a model that was trained here, or that of a Hugging Face folder, to write text with."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from .data import Tokenizer
+from .config import TOKENIZER_FILE, DataConfig, RunConfig
 from .errors import RecipeError
+from .gpt.generate import Writer, writes
+from .hf import load
+from .run.scaling import plain
+from .run.state import load_trained, with_run_tokenizer
+from .text import SubwordTokenizer, open_tokenizer, require_vocab
 
 
-def generate(
-    model: nnx.Module,
-    prompt: jax.Array,
-    *,
-    tokens: int,
-    key: jax.Array,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    max_length: int | None = None,
-) -> jax.Array:
-    """Continues each prompt of a batch.
+def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
+    """The model of a run with its tokenizer.
 
     Args:
-      model: Has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`.
-      prompt: int32 (batch, time), time at least 1.
-      tokens: How many to add.
-      key: PRNG key of the draws.
-      temperature: Divides the logits; 0 takes the most likely token.
-      top_k: Draws from the k most likely tokens only.
-      max_length: Prompt and new tokens together stop at this length.
-
-    Returns:
-      int32 (batch, time + added), added at most `tokens`.
+      config: Names the run.
+      say: Called with a line for each damaged checkpoint that was passed over.
 
     Raises:
-      ValueError: An empty prompt, one longer than `max_length`, a negative temperature, or a
-        `top_k` below 1.
+      RecipeError: No such run, or one whose model does not continue text.
     """
-    if prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(
-            "recipes.generate: prompt must be (batch, time) with time at least 1; "
-            f"got {prompt.shape}; give at least one token"
-        )
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(
-            "recipes.generate: temperature must be at least 0 and top_k at least 1; "
-            f"got {temperature} and {top_k}; temperature 0 takes the most likely token"
-        )
-    if max_length is not None:
-        if prompt.shape[1] > max_length:
-            raise ValueError(
-                f"recipes.generate: the prompt has {prompt.shape[1]} tokens, more than max_length "
-                f"{max_length}; shorten the prompt"
-            )
-        tokens = min(tokens, max_length - prompt.shape[1])
-    if tokens < 1:
-        return prompt
-    graphdef, state = nnx.split(model)
-    new = _continue(graphdef, state, prompt, key, jnp.float32(temperature), tokens, top_k)
-    return jnp.concatenate([prompt, new], axis=1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 5, 6))
-def _continue(graphdef, state, prompt, key, temperature, tokens, top_k):
-    model = nnx.merge(graphdef, state)
-    batch, time = prompt.shape
-    # The last token drawn is never fed back, so it needs no place in the cache.
-    cache = model.init_cache(batch, time + tokens - 1)
-    logits, cache = model(prompt, cache=cache)
-
-    def step(carry, key):
-        logits, cache = carry
-        token = _draw(logits, key, temperature, top_k)
-        logits, cache = model(token[:, None], cache=cache)
-        return (_last(logits), cache), token
-
-    keys = jax.random.split(key, tokens)
-    (logits, _), drawn = jax.lax.scan(step, (_last(logits), cache), keys[:-1])
-    final = _draw(logits, keys[-1], temperature, top_k)
-    return jnp.concatenate([drawn, final[None]], axis=0).T
-
-
-def _last(logits) -> jax.Array:
-    """float32 logits (batch, vocab) of the last token, from an array or a ScaledArray."""
-    return jnp.asarray(logits)[:, -1].astype(jnp.float32)
-
-
-def _draw(logits, key, temperature, top_k):
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    drawn = jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
-    return jnp.where(temperature > 0, drawn, greedy)
-
-
-def sample_text(
-    model: nnx.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    tokens: int,
-    seed: int,
-    context: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> str:
-    """Continues a text, past the context that the model was trained on if need be.
-
-    When the context is full, its second half becomes the prompt of the next stretch.
-
-    Args:
-      model: As for `generate`.
-      tokenizer: Of the model.
-      prompt: Text to continue; its last `context - 1` tokens are used.
-      tokens: How many to add.
-      seed: Decides the draws.
-      context: The longest sequence that the model has seen.
-      temperature: As for `generate`.
-      top_k: As for `generate`.
-
-    Returns:
-      The prompt and its continuation.
-
-    Raises:
-      RecipeError: An empty prompt, or a context of one token.
-    """
-    ids = tokenizer.encode(prompt).astype(np.int32)
-    if prompt and not ids.size and tokenizer.eos is not None:
-        ids = np.array([tokenizer.eos], np.int32)  # white space to WordPiece: start a document
-    if not ids.size:
-        raise RecipeError("--prompt: expected at least one character; got an empty prompt")
-    if context < 2:
+    graphdef, state = load_trained(config, say)
+    model: Any = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    data = with_run_tokenizer(config).data
+    if not writes(model) or not isinstance(data, DataConfig):
         raise RecipeError(
-            f"data.sequence_length: generation needs a context of at least 2; got {context}"
+            f"recipe: expected a model that continues text; got one of recipe {config.recipe}; "
+            "name a config of recipe gpt"
         )
-    wanted = ids.size + tokens
-    key = jax.random.key(seed)
-    window = context - 1
-    while ids.size < wanted:
-        key, draws = jax.random.split(key)
-        visible = ids[-window:]
-        out = generate(
-            model,
-            jnp.asarray(visible)[None],
-            tokens=context,  # always a whole window, so that few shapes are compiled
-            key=draws,
-            temperature=temperature,
-            top_k=top_k,
-            max_length=context,
-        )
-        ids = np.concatenate([ids, np.asarray(out)[0, visible.size :]])
-        window = max(1, context // 2)
-    return tokenizer.decode(ids[:wanted])
+    tokenizer = open_tokenizer(data)
+    require_vocab(tokenizer, model.config.vocab)
+    return Writer(model, tokenizer, data.sequence_length)
+
+
+def open_folder(folder: str) -> Writer:
+    """The GPT-2 of a Hugging Face folder with its tokenizer.
+
+    Raises:
+      RecipeError: The folder has no GPT-2, or a tokenizer of more ids.
+    """
+    pretrained = load(folder, "lm")
+    tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key=folder)
+    require_vocab(tokenizer, pretrained.config.vocab, folder)
+    longest = pretrained.config.context
+    assert longest is not None, "a GPT-2 has learned positions"
+    return Writer(pretrained.model, tokenizer, longest, whole=False)

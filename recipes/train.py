@@ -7,9 +7,10 @@ after it: the state stays that of the last good step until the loop looks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 from typing import Any, NamedTuple
@@ -21,20 +22,21 @@ from rich.console import Console
 
 from unitscale.core import is_scaled
 
-from .batch import loss_inputs
-from .checkpoint import Checkpoints
+from .batches import Batches
 from .config import RunConfig
-from .convert import formats
-from .data import Batches
 from .errors import RecipeError, cannot_write
-from .evaluate import make_evaluation, mean_loss, shown
-from .metrics import Metrics, NoMetrics
-from .monitor import watch
-from .optimizer import make_schedule
-from .placement import on_mesh, open_mesh, place, place_batch, share, whole
-from .plots import plot_loss, plot_rms
-from .probe import probe
-from .processes import (
+from .run.batch import loss_inputs
+from .run.checkpoint import Checkpoints
+from .run.convert import formats
+from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
+from .run.folder import flatten, open_run, run_folder
+from .run.metrics import Metrics, open_metrics
+from .run.monitor import watch_overflow
+from .run.optimizer import make_schedule
+from .run.placement import on_mesh, open_mesh, place, place_batch, share, whole
+from .run.plots import plot_loss, plot_rms
+from .run.probe import probe
+from .run.processes import (
     SharedError,
     check_alike,
     is_first,
@@ -43,13 +45,13 @@ from .processes import (
     lost_message,
     together,
 )
-from .progress import Reporter
-from .rundir import flatten, open_run, run_folder
-from .scaling import plain
-from .signals import StopRequest
-from .state import init_state, restore
-from .step import make_train_step
-from .task import Data, build, closing, load_data
+from .run.progress import Reporter, Stopwatch
+from .run.recipe import Data, recipe_of
+from .run.scaling import plain
+from .run.signals import StopRequest
+from .run.state import init_state, restore
+from .run.step import make_train_step
+from .run.steps import advance
 
 
 class Outcome(NamedTuple):
@@ -58,6 +60,7 @@ class Outcome(NamedTuple):
     folder: Path
     step: int
     validation_loss: float | None
+    scores: dict[str, float]
     signal: int | None
 
 
@@ -70,12 +73,12 @@ def train(
 ) -> Outcome:
     """Trains, or goes on from the newest complete checkpoint of the same run.
 
-    Of several processes (see `recipes.processes`) all call it alike, and the first reports.
+    Of several processes (see `recipes.run.processes`) all call it alike, and the first reports.
 
     Args:
       config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
       fresh: Moves an earlier run of this name aside instead of resuming it.
-      convert: Goes on with a run of other number formats (`recipes.convert.FORMAT_KEYS`).
+      convert: Goes on with a run of other number formats (`recipes.run.convert.FORMAT_KEYS`).
       console: Where to report; standard output by default.
 
     Returns:
@@ -89,7 +92,7 @@ def train(
     console = console if is_first() else Console(quiet=True)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with together():
-        data = load_data(config)
+        data = recipe_of(config).load_data(config)
     told = flatten(config.model_dump()) | {"--fresh": fresh, "--convert": convert}
     check_alike(told | {"the text's digest": data.digest})
     folder = run_folder(config)
@@ -142,7 +145,7 @@ class _Run:
             self.graphdef,
             optimizer,
             config.scalify,
-            tolerated=config.optimizer.skip_nonfinite,
+            settings=config.optimizer,
             mesh=self.mesh,
             exchange=config.mesh and config.mesh.gradients,
         )
@@ -168,67 +171,22 @@ class _Run:
         )
         return restored.step
 
-    def loop(self, start: int, console: Console) -> Any:
+    def loop(self, start: int, console: Console) -> Signals | None:
         """Trains from step `start` to the end; returns the signal that stopped it, or None."""
-        settings = self.config.train
-        tokens = self.config.data.batch_size * self.config.data.sequence_length
+        settings, data = self.config.train, self.config.data
         if start >= settings.steps:
             return None
-        recent: deque[Any] = deque(maxlen=settings.log_every + 1)
         step = on_mesh(self.train_step, self.state, self.mesh)
-        metrics = Metrics(self.folder, resume_step=start) if is_first() else NoMetrics()
-        try:
-            with StopRequest() as stop, Reporter(settings.steps, start, tokens, console) as report:
-                clock, clock_step, paused = time.perf_counter(), start, 0.0
-                for index in range(start, settings.steps):
-                    batch = next(self.batches)
-                    shares = place_batch(batch, self.mesh)
-                    recent.append(shares)
-                    self.state, values = step(self.state, shares, np.int32(index))
-                    done = index + 1
-                    report.advance(done)
-                    if index == start and settings.log_every > 1:
-                        jax.block_until_ready(values)  # keeps compilation out of the speed
-                        clock, clock_step = time.perf_counter(), done
-                    logging = done % settings.log_every == 0 or done == settings.steps
-                    signal = asked_to_stop(stop, logging=logging)  # once, so that a stop is saved
-                    stopping = signal is not None
-                    ending = done == settings.steps or stopping
-                    if logging:
-                        loss = float(values["loss"])  # waits for the device
-                        self._check_finite(done, recent)
-                        seconds = time.perf_counter() - clock - paused
-                        speed = (done - clock_step) * tokens / max(seconds, 1e-9)
-                        metrics.write(
-                            done,
-                            loss=loss,
-                            gradient_norm=float(values["gradient_norm"]),
-                            learning_rate=float(np.asarray(self.schedule(index - self.skipped))),
-                            tokens_per_second=speed,
-                            **self._watch(report.say),
-                            **({} if self.state.skips is None else {"skipped": self.skipped}),
-                        )
-                        report.report(done, loss, speed)
-                        clock, clock_step, paused = time.perf_counter(), done, 0.0
-                    validating = done % settings.eval_every == 0 and not stopping
-                    saving = done % settings.checkpoint_every == 0 or ending
-                    if validating or saving:
-                        jax.block_until_ready(values)  # these steps count, what follows does not
-                    pause = time.perf_counter()
-                    if validating:
-                        validation = self.validation_loss()
-                        metrics.write(done, validation_loss=validation)
-                        report.say(f"step {done}  validation loss {validation:.4f}")
-                    if saving:
-                        self._check_finite(done, recent)
-                        self.save(done)
-                    paused += time.perf_counter() - pause
-                    if stopping:
-                        break
-                self.checkpoints.wait()
-                return signal
-        finally:
-            metrics.close()
+        shares = (place_batch(batch, self.mesh) for batch in self.batches)
+        with (
+            contextlib.closing(open_metrics(self.folder, start)) as metrics,
+            StopRequest() as stop,
+            Reporter(settings.steps, start, data.step_size, console, data.step_unit) as report,
+        ):
+            watch = _Watch(self, start, metrics, stop, report)
+            self.state = advance(step, self.state, shares, start, settings.steps, watch)
+            self.checkpoints.wait()
+        return watch.signal
 
     def save(self, step: int) -> None:
         facts = {"formats": formats(self.config), "text": self.data.digest}
@@ -248,11 +206,7 @@ class _Run:
         params, rest = plain(self.config.scalify, whole((self.state.params, self.state.rest)))
         return nnx.merge(self.graphdef, params, rest)
 
-    def _watch(self, say) -> dict[str, float]:
-        self.state, shares = watch(self.config, self.graphdef, self.state, say)
-        return shares
-
-    def _check_finite(self, done: int, recent: deque[Any]) -> None:
+    def check_finite(self, done: int, recent: deque[Any]) -> None:
         """Stops the run when some step since the last look was not finite."""
         good = int(self.state.step)
         if good == done:
@@ -270,6 +224,68 @@ class _Run:
         )
 
 
+class _Watch:
+    """What is done after a step: log lines, validation and checkpoints, each at its interval."""
+
+    def __init__(
+        self, run: _Run, start: int, metrics: Metrics, stop: StopRequest, report: Reporter
+    ):
+        self.run, self.metrics, self.stop, self.report = run, metrics, stop, report
+        self.settings = run.config.train
+        self.start, self.signal = start, None
+        self.recent: deque[Any] = deque(maxlen=self.settings.log_every + 1)
+        self.clock = Stopwatch(start)
+
+    def __call__(
+        self, done: int, state: TrainState, values: dict[str, Any], batch: Any
+    ) -> TrainState | None:
+        run, settings = self.run, self.settings
+        run.state = state
+        self.recent.append(batch)
+        self.report.advance(done)
+        if done == self.start + 1:
+            jax.block_until_ready(values)  # keeps compilation out of the speed
+            self.clock.restart(done)
+        logging = done % settings.log_every == 0 or done == settings.steps
+        self.signal = asked_to_stop(self.stop, logging=logging)  # once, so that a stop is saved
+        ending = done == settings.steps or self.signal is not None
+        if logging:
+            self._log(done, values)
+        validating = done % settings.eval_every == 0 and self.signal is None
+        saving = done % settings.checkpoint_every == 0 or ending
+        if validating or saving:
+            jax.block_until_ready(values)  # these steps count, what follows does not
+            with self.clock.paused():
+                if validating:
+                    validation = run.validation_loss()
+                    self.metrics.write(done, validation_loss=validation)
+                    self.report.say(f"step {done}  validation loss {validation:.4f}")
+                if saving:
+                    run.check_finite(done, self.recent)
+                    run.save(done)
+        return None if self.signal is not None else run.state
+
+    def _log(self, done: int, values: dict[str, Any]) -> None:
+        run, data = self.run, self.run.config.data
+        loss = float(values["loss"])  # waits for the device
+        run.check_finite(done, self.recent)
+        speed = self.clock.speed(done, data.step_size)
+        run.state, shares = watch_overflow(run.config, run.graphdef, run.state, self.report.say)
+        facts = {
+            "loss": loss,
+            "gradient_norm": float(values["gradient_norm"]),
+            "learning_rate": float(np.asarray(run.schedule(done - 1 - run.skipped))),
+            **({} if speed is None else {f"{data.step_unit}_per_second": speed}),
+            **shares,
+            **({} if run.state.skips is None else {"skipped": run.skipped}),
+        }
+        if run.state.loss_scale is not None:
+            facts["loss_scale"] = float(run.state.loss_scale.value)
+        self.metrics.write(done, **facts)
+        self.report.report(done, loss, speed)
+        self.clock.restart(done)
+
+
 def asked_to_stop(stop: StopRequest, *, logging: bool) -> Signals | None:
     """The signal to stop at; processes agree on it where they wait for their devices anyway."""
     if jax.process_count() == 1:
@@ -278,29 +294,31 @@ def asked_to_stop(stop: StopRequest, *, logging: bool) -> Signals | None:
     return Signals(number) if number else None
 
 
-def _finish(run: _Run, say) -> Outcome:
-    """Validation loss, plots and closing lines of a run that has done all its steps."""
+def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
+    """Validation loss, scores, plots and closing lines of a run that has done all its steps."""
     config, step = run.config, int(run.state.step)
     validation = run.validation_loss()
     params, rest = whole((run.state.params, run.state.rest))  # what follows is for one process
     run.state = run.state._replace(params=params, rest=rest)
     if not is_first():
-        return Outcome(run.folder, step, validation, None)
+        return Outcome(run.folder, step, validation, {}, None)
     plot_run(run)
     say(f"validation loss {shown(config, validation)}")
-    for line in closing(config, run.data, run.model(), run.folder):
+    model, recipe = run.model(), recipe_of(config)
+    scores = save_scores(run.folder, recipe.scores(config, run.data, model, run.folder))
+    if scores:
+        say(shown_scores(scores))
+    for line in recipe.closing(config, run.data, model, run.folder):
         say(line)
     say(f"checkpoint, metrics and plots are in {run.folder}")
-    return Outcome(run.folder, step, validation, None)
+    return Outcome(run.folder, step, validation, scores, None)
 
 
 def plot_run(run: _Run) -> None:
     """Draws the losses, and the RMS of all layers before and after training."""
     batch = next(run.data.validation(1))
-    models = {"at initialisation": build(run.config)}
+    models: dict[str, Any] = {"at initialisation": recipe_of(run.config).build(run.config)}
     models[f"after {int(run.state.step)} steps"] = run.model()
     plot_loss(run.folder, per=run.config.loss_unit)
-    plot_rms(
-        run.folder,
-        {label: probe(model, *loss_inputs(batch)) for label, model in models.items()},
-    )
+    readings = {label: probe(model, *loss_inputs(batch)) for label, model in models.items()}
+    plot_rms(run.folder, readings)

@@ -29,11 +29,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.architecture import PACKAGES, ROOT
 from tests.compilation import cache_folder
-from tools.mutants import MUTATED, Mutant, draw
+from tools.mutants import Mutant, draw
 
-TESTED = (*MUTATED, "nn", "transforms")
+ROOT = Path(__file__).parents[1]
+# The packages whose tests may notice a mutant of another: those that import it, the nearest first.
+IMPORTED_BY = {
+    "core": ("rules", "quant", "ops", "optim", "transforms", "nn"),
+    "rules": ("ops", "optim", "nn"),
+    "quant": ("ops", "nn"),
+    "ops": ("nn",),
+    "optim": (),
+}
 PYTEST = ("-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-x", "-q", "--tb=line")
 # A mutant may use this many times the usual processor time, and as much more for its compilations.
 TIMES, MORE = 4, 30
@@ -42,10 +49,7 @@ TIMES, MORE = 4, 30
 def stages(root: Path, path: str) -> tuple[list[str], ...]:
     """Arguments of pytest, the tests that know the module best first, other packages' last."""
     _, package, file = Path(path).parts
-    above = {package}
-    while more := {p for p in TESTED if p not in above and PACKAGES[p] & above}:
-        above |= more
-    others = [p for p in TESTED if p in above - {package}]
+    others = IMPORTED_BY[package]
     stem = f"test{Path(file).stem}.py"
     own, *twins = (
         [n] if (root / (n := f"tests/{p}/{stem}")).exists() else [] for p in (package, *others)

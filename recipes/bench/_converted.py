@@ -17,12 +17,12 @@ from rich.console import Console
 
 from unitscale.quant import convert
 
-from ..config import Config
-from ..data import ByteTokenizer, Corpus, load_corpus
-from ..evaluate import make_evaluation, mean_loss
 from ..gpt import build
-from ..optimizer import make_optimizer
-from ..state import TrainState
+from ..gpt.config import GPTConfig
+from ..run.evaluate import make_evaluation, mean_loss
+from ..run.optimizer import make_optimizer
+from ..run.state import TrainState
+from ..text import ByteTokenizer, Corpus, load_corpus
 from ..train import make_train_step
 from ._table import Table, within
 
@@ -36,14 +36,14 @@ def has_qwix() -> bool:
     return importlib.util.find_spec("qwix") is not None
 
 
-def converted(config: Config, preset: str) -> Any:
+def converted(config: GPTConfig, preset: str) -> Any:
     """The plain model, all layers but the readout converted."""
     model = build(config)
     convert(model, {LAYERS: preset})
     return model
 
 
-def through_qwix(config: Config) -> Any:
+def through_qwix(config: GPTConfig) -> Any:
     """The plain model, the same layers through qwix: E4M3, cotangents E5M2, scales by channel."""
     qwix: Any = importlib.import_module("qwix")
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -58,7 +58,7 @@ def through_qwix(config: Config) -> Any:
     return qwix.quantize_model(build(config), qwix.QtProvider([rule]), ids)
 
 
-def validation_loss(config: Config, make: Callable[[], Any], corpus: Corpus) -> float:
+def validation_loss(config: GPTConfig, make: Callable[[], Any], corpus: Corpus) -> float:
     """Trains a model on the batches of a config; the loss over all validation text."""
     graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
     optimizer = make_optimizer(config, params)
@@ -72,7 +72,7 @@ def validation_loss(config: Config, make: Callable[[], Any], corpus: Corpus) -> 
     return mean_loss(make_evaluation(graphdef), state.params, state.rest, corpus.validation())
 
 
-def losses(config: Config, seeds: int = 1) -> Table:
+def losses(config: GPTConfig, seeds: int = 1) -> Table:
     """Validation loss of the plain model, converted by us and by qwix, after the same steps.
 
     Args:
@@ -80,7 +80,7 @@ def losses(config: Config, seeds: int = 1) -> Table:
       seeds: How many runs of each, with the seed of the config and those after it.
     """
     corpus = load_corpus(config.data, ByteTokenizer())
-    programs: dict[str, Callable[[Config], Any]] = {"float32": build}
+    programs: dict[str, Callable[[GPTConfig], Any]] = {"float32": build}
     for preset in PRESETS:
         programs[f"converted to {preset}"] = functools.partial(converted, preset=preset)
     if has_qwix():

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..errors import RecipeError
-from ..pretrained import load
+from ..hf import load
 from ._table import Table, within
 
 REFERENCE = "reference.npz"

@@ -19,15 +19,16 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from rich.console import Console
 
-from ..batch import loss_inputs
-from ..checkpoint import Checkpoints
-from ..config import Config, ScalifyConfig
-from ..data import Corpus
+from ..config import ScalifyConfig
 from ..errors import RecipeError
-from ..evaluate import make_evaluation, mean_loss
-from ..optimizer import make_optimizer
-from ..rundir import open_run
-from ..scaling import plain, scaled, under
+from ..gpt.config import GPTConfig
+from ..run.batch import loss_inputs
+from ..run.checkpoint import Checkpoints
+from ..run.evaluate import make_evaluation, mean_loss
+from ..run.folder import open_run
+from ..run.optimizer import make_optimizer
+from ..run.scaling import plain, scaled, under
+from ..text import Corpus
 from ._runs import Run
 
 Scale = jax.Array | DynamicScale | None
@@ -125,7 +126,7 @@ def make_step(
 
 
 def first_state(
-    config: Config, model: nnx.Module, scale: Scale
+    config: GPTConfig, model: nnx.Module, scale: Scale
 ) -> tuple[nnx.GraphDef, optax.GradientTransformation, LoopState]:
     """A model's structure, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -135,7 +136,12 @@ def first_state(
 
 
 def trained_with(
-    config: Config, model: nnx.Module, scale: Scale, corpus: Corpus, fresh: bool, console: Console
+    config: GPTConfig,
+    model: nnx.Module,
+    scale: Scale,
+    corpus: Corpus,
+    fresh: bool,
+    console: Console,
 ) -> tuple[Run, Scale]:
     """Trains a model of a config, or reads a run that is complete; one that was stopped restarts.
 

@@ -11,11 +11,11 @@ from flax import nnx
 
 from ..bert.config import BertModelConfig
 from ..bert.model import Bert
-from ..config import Config
 from ..gpt import build
+from ..gpt.config import GPTConfig
 
 
-def gpt(config: Config) -> Callable[[], Any]:
+def gpt(config: GPTConfig) -> Callable[[], Any]:
     """What makes the GPT of a config."""
     return lambda: build(config)
 

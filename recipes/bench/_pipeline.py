@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..config import Config
-from ..task import load_data
+from ..gpt.config import GPTConfig
+from ..run.recipe import load_data
 from ._steps import stepper
 
 SECONDS = 3.0
@@ -24,7 +24,7 @@ class Speed(NamedTuple):
         return self.given / self.taken
 
 
-def pipeline_speed(config: Config, seconds: float = SECONDS) -> Speed:
+def pipeline_speed(config: GPTConfig, seconds: float = SECONDS) -> Speed:
     """Times the input pipeline of a config alone, then its training step alone.
 
     Args:

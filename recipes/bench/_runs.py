@@ -9,12 +9,13 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import typer
 from rich.console import Console
 
-from ..config import Config, RunConfig
-from ..configfile import load_config, load_run_config
+from ..config import RunConfig
 from ..errors import RecipeError
-from ..evaluate import make_evaluation, mean_loss
-from ..state import load_trained
-from ..task import Data
+from ..gpt.config import GPTConfig
+from ..registry import load_config, load_run_config
+from ..run.evaluate import make_evaluation, mean_loss
+from ..run.recipe import Data
+from ..run.state import load_trained
 from ..train import Outcome, train
 
 PARITY = Path(__file__).parents[2] / "configs" / "gpt" / "parity.yaml"
@@ -47,7 +48,7 @@ class Run(NamedTuple, Generic[Kind]):
     loss: float
 
 
-def variant(path: str, words: Iterable[str], suffix: str, *settings: str) -> Config:
+def variant(path: str, words: Iterable[str], suffix: str, *settings: str) -> GPTConfig:
     """A GPT's config with settings of its own, named after them, that prints no sample.
 
     Args:

@@ -9,18 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..config import Config, RunConfig
-from ..state import init_state
+from ..config import RunConfig
+from ..gpt.config import GPTConfig
+from ..run.state import init_state
 from ..train import make_train_step
 
 
-def random_batch(config: Config) -> np.ndarray:
+def random_batch(config: GPTConfig) -> np.ndarray:
     """Windows of random tokens, always the same."""
     shape = (config.data.batch_size, config.data.sequence_length + 1)
     return np.random.default_rng(0).integers(0, config.model.vocab, shape).astype(np.int32)
 
 
-def stepper(config: Config) -> Callable[[], object]:
+def stepper(config: GPTConfig) -> Callable[[], object]:
     """A function that trains one step further, on the same random tokens, and waits for it."""
     return stepper_on(config, random_batch(config))
 
@@ -40,7 +41,7 @@ def stepper_on(config: RunConfig, batch: Any) -> Callable[[], object]:
     return advance
 
 
-def seconds_to_compile(config: Config) -> float:
+def seconds_to_compile(config: GPTConfig) -> float:
     """How long tracing, lowering and compiling the step takes, with nothing of it cached."""
     graphdef, optimizer, state = init_state(config)
     batch = random_batch(config)

@@ -10,8 +10,8 @@ from ..charlm.config import CharlmConfig
 from ..charlm.grid import make_points
 from ..charlm.results import Best, best_losses
 from ..charlm.rows import read_rows
-from ..configfile import load_any_config
 from ..errors import RecipeError
+from ..registry import load_any_config
 from ._table import Table, within
 
 MOST_ABOVE = 0.005

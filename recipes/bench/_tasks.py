@@ -13,12 +13,12 @@ from rich.console import Console
 
 from ..atomic import write_whole
 from ..bert.config import BertConfig
-from ..configfile import load_any_config
 from ..errors import RecipeError
 from ..finetune.config import FinetuneConfig
 from ..finetune.squad_data import read_squad
 from ..finetune.task import SCORES
-from ..rundir import run_folder
+from ..registry import load_any_config
+from ..run.folder import run_folder
 from ._runs import finished
 from ._table import Table, within
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..batch import loss_inputs
+from ..run.batch import loss_inputs
 
 
 class Underflow(NamedTuple):

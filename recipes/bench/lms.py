@@ -23,9 +23,9 @@ from rich.console import Console
 
 from ..bert.config import BertConfig
 from ..config import RunConfig
-from ..configfile import load_run_config
 from ..errors import RecipeError
-from ..task import load_data
+from ..registry import load_run_config
+from ..run.recipe import load_data
 from ._imported import folders, logits_table
 from ._runs import ConfigPath, DataPath, Fresh, Overrides, run_variant, trained
 from ._steps import stepper_on

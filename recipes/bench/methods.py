@@ -26,10 +26,10 @@ from rich.console import Console
 from unitscale.core import is_scaled
 from unitscale.quant import AmaxState
 
-from ..config import Config
-from ..data import Corpus, load_corpus
 from ..gpt import build
-from ..scaling import plain
+from ..gpt.config import GPTConfig
+from ..run.scaling import plain
+from ..text import Corpus, load_corpus
 from ._converted import converted
 from ._loss_scale import (
     Scale,
@@ -67,9 +67,9 @@ class Method(NamedTuple):
     """
 
     name: str
-    config: Config
+    config: GPTConfig
     to_choose: str
-    make: Callable[[Config], Any] = build
+    make: Callable[[GPTConfig], Any] = build
     scale: Scale = None
     own: bool = True
 
@@ -160,7 +160,7 @@ def methods(
 ) -> list[Method]:
     """The methods compared, none first."""
 
-    def half(suffix: str) -> Config:
+    def half(suffix: str) -> GPTConfig:
         return variant(path, words, suffix, "policy=float16", *PLAIN, rate)
 
     return [

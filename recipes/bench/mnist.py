@@ -13,10 +13,10 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from ..configfile import load_any_config
 from ..errors import RecipeError
-from ..mnist.config import Format, MnistConfig
-from ..mnist.train import train
+from ..images.config import Format, MnistConfig
+from ..images.train import train
+from ..registry import load_any_config
 from ._table import JsonPath, Table, publish
 
 COLUMNS = {

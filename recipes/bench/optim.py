@@ -23,11 +23,11 @@ from rich.console import Console
 from unitscale.core import is_scaled
 from unitscale.optim import scaled
 
-from ..config import Config
-from ..configfile import load_config
-from ..data import load_corpus
 from ..gpt import build
-from ..state import init_state
+from ..gpt.config import GPTConfig
+from ..registry import load_config
+from ..run.state import init_state
+from ..text import load_corpus
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, trained, variant
 from ._table import JsonPath, Table, publish, within
 from ._timing import compared, interleaved
@@ -134,7 +134,7 @@ def _bytes(tree: Any) -> int:
     return sum(x.nbytes for x in plain)
 
 
-def step_times(config: Config, rounds: int) -> Table:
+def step_times(config: GPTConfig, rounds: int) -> Table:
     """Optimizer steps of the 6-byte formats over those of plain optax, in turns."""
     params = nnx.as_pure(nnx.state(build(config), nnx.Param))
     grads = jax.tree.map(lambda x: 1e-3 * jnp.cos(x), params)

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import Config
-from ..configfile import load_config
+from ..gpt.config import GPTConfig
+from ..registry import load_config
 from ._models import bert_large, flops, gpt
 from ._steps import stepper
 from ._table import JsonPath, Table, publish, within
@@ -81,14 +81,14 @@ def main(
     publish("overhead", tables, json, notes[: 1 + count])
 
 
-def plain(config: Config) -> Config:
+def plain(config: GPTConfig) -> GPTConfig:
     """The same shape and optimizer in plain flax.nnx."""
     model = config.model.model_copy(update={"library": "plain"})
     optimizer = config.optimizer.model_copy(update={"umup": False})
     return config.model_copy(update={"model": model, "optimizer": optimizer})
 
 
-def time_steps(config: Config, rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
+def time_steps(config: GPTConfig, rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
     """One row and its columns: the training steps of a config's model in both libraries."""
     times = interleaved(stepper(config), stepper(plain(config)), rounds)
     row, columns = compared("unitscale", "plain", times, MOST_TIME)

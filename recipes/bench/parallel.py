@@ -27,8 +27,8 @@ from rich.console import Console
 from unitscale.core import CastRounding, format_of
 from unitscale.parallel import all_reduce, bytes_on_wire, make_mesh
 
-from ..data import load_corpus
 from ..errors import RecipeError
+from ..text import load_corpus
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, measured, variant
 from ._table import JsonPath, Table, publish, within
 

@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from ..config import Config
-from ..data import load_corpus
 from ..gpt import build
+from ..gpt.config import GPTConfig
+from ..text import load_corpus
 from ._runs import (
     PARITY,
     PLAIN,
@@ -111,7 +111,7 @@ def losses(
     return Table(title, columns, rows)
 
 
-def lost_gradients(run: Run[Config], batches: list, absent: np.ndarray) -> dict[str, Underflow]:
+def lost_gradients(run: Run[GPTConfig], batches: list, absent: np.ndarray) -> dict[str, Underflow]:
     """Underflow of a float16 run's gradients, with its first parameters and with its last."""
     half = build(run.config)
     full = build(run.config.model_copy(update={"policy": "float32"}))

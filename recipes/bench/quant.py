@@ -25,13 +25,13 @@ from rich.console import Console
 from unitscale import nn
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
-from ..config import Config
-from ..configfile import load_config
-from ..data import load_corpus
 from ..errors import RecipeError
 from ..gpt import build
-from ..optimizer import make_optimizer
-from ..state import TrainState
+from ..gpt.config import GPTConfig
+from ..registry import load_config
+from ..run.optimizer import make_optimizer
+from ..run.state import TrainState
+from ..text import load_corpus
 from ..train import make_train_step
 from ._converted import MISSING, converted, has_qwix, losses as converted_losses, through_qwix
 from ._h200 import NEEDS, available, compile_program, spec, specs_like
@@ -187,11 +187,11 @@ def _say(message: str) -> None:
     Console(stderr=True).print(message, markup=False, highlight=False)
 
 
-def _builder(config: Config, policy: str) -> Callable[[], Any]:
+def _builder(config: GPTConfig, policy: str) -> Callable[[], Any]:
     return lambda: build(config.model_copy(update={"policy": policy}))
 
 
-def compile_step(config: Config, make: Callable[[], Any]) -> jax.stages.Compiled:
+def compile_step(config: GPTConfig, make: Callable[[], Any]) -> jax.stages.Compiled:
     """The training step of a config, with the model that `make` makes, for an H200."""
     graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     optimizer = make_optimizer(config, params)
@@ -204,7 +204,7 @@ def compile_step(config: Config, make: Callable[[], Any]) -> jax.stages.Compiled
 
 
 def _row(
-    name: str, report: Fp8Report, config: Config, temporaries: int, reference: int
+    name: str, report: Fp8Report, config: GPTConfig, temporaries: int, reference: int
 ) -> dict[str, Any]:
     dense = [m for m in report.matmuls if _is_dense(m, config.model.vocab)]
     share = sum(m.fp8 for m in dense) / len(dense)

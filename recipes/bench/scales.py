@@ -23,12 +23,12 @@ from flax import nnx
 
 from unitscale import nn
 
-from ..batch import loss_inputs
-from ..config import Config
-from ..data import load_corpus
 from ..errors import RecipeError
 from ..gpt import build
-from ..probe import Reading, probe
+from ..gpt.config import GPTConfig
+from ..run.batch import loss_inputs
+from ..run.probe import Reading, probe
+from ..text import load_corpus
 from ._table import JsonPath, Table, publish, within
 
 BETWEEN_BLOCKS, DENSE = (0.5, 2.0), (0.8, 1.25)
@@ -104,7 +104,7 @@ def main(
     publish("scales", tables, json, _notes(batch, length))
 
 
-def measure(config: Config, tokens: np.ndarray) -> dict[Category, dict[str, float]]:
+def measure(config: GPTConfig, tokens: np.ndarray) -> dict[Category, dict[str, float]]:
     """The RMS of every tensor of a config's model, by category and by path.
 
     Args:
@@ -150,14 +150,14 @@ def _config(
     policy: str,
     vocab: int,
     path: str | None = None,
-) -> Config:
+) -> GPTConfig:
     tree = {
         "name": "scales",
         "policy": policy,
         "model": {"layers": layers, "width": width, "heads": max(1, width // HEAD), "vocab": vocab},
         "data": {"path": path, "sequence_length": length, "batch_size": batch},
     }
-    return Config.model_validate(tree)
+    return GPTConfig.model_validate(tree)
 
 
 def _summary(found: Sequence[Found]) -> Table:

@@ -21,9 +21,9 @@ from rich.console import Console
 from unitscale import as_scaled, to_array
 from unitscale.transforms import scalify as transform
 
-from ..config import Config
-from ..data import load_corpus
 from ..errors import RecipeError
+from ..gpt.config import GPTConfig
+from ..text import load_corpus
 from ._extremes import Program, error, programs
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, Run, trained, variant
 from ._steps import seconds_to_compile, stepper
@@ -117,7 +117,7 @@ def losses(reference: Run, runs: dict[str, Run]) -> Table:
     return Table("Validation loss in nats per byte", columns, rows)
 
 
-def costs(plain: Config, scaled: Config, rounds: int, compilations: int) -> Table:
+def costs(plain: GPTConfig, scaled: GPTConfig, rounds: int, compilations: int) -> Table:
     """Time of a step and time to trace and compile it, scalified over plain, both float32."""
     compiled = [
         (seconds_to_compile(scaled), seconds_to_compile(plain)) for _ in range(compilations)

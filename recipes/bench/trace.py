@@ -19,9 +19,9 @@ import typer
 
 from unitscale.analysis import trace_scales
 
-from ..config import Config
-from ..configfile import load_config
-from ..state import init_state
+from ..gpt.config import GPTConfig
+from ..registry import load_config
+from ..run.state import init_state
 from ..train import make_train_step
 from ._runs import Overrides
 from ._steps import random_batch
@@ -59,7 +59,7 @@ def main(
     publish("trace", [Table(title, columns, rows)], json, notes)
 
 
-def costs(config: Config, rounds: int) -> tuple[dict[str, str], list[dict[str, Any]]]:
+def costs(config: GPTConfig, rounds: int) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Columns, and a row each for time, memory and time to compile."""
     graphdef, optimizer, state = init_state(config)
     step = make_train_step(graphdef, optimizer, config.scalify)

@@ -26,12 +26,12 @@ import typer
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ..config import Config
-from ..data import ByteTokenizer, Corpus, load_corpus
 from ..errors import RecipeError
-from ..evaluate import make_evaluation, mean_loss
-from ..metrics import read_metrics
-from ..state import TrainState, init_state
+from ..gpt.config import GPTConfig
+from ..run.evaluate import make_evaluation, mean_loss
+from ..run.metrics import read_metrics
+from ..run.state import TrainState, init_state
+from ..text import ByteTokenizer, Corpus, load_corpus
 from ..train import make_train_step
 from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, variant
 from ._table import JsonPath, Table, publish, within
@@ -147,12 +147,12 @@ class Rows:
         except OSError as error:
             raise self._error(error) from error
 
-    def find(self, config: Config, corpus: Corpus, rate: float) -> float | None:
+    def find(self, config: GPTConfig, corpus: Corpus, rate: float) -> float | None:
         """The loss of a run, or None where it is not finished; infinite where it diverged."""
         loss = self._known.get(_identity(config, corpus, rate))
         return None if loss is None else float(loss)
 
-    def add(self, config: Config, corpus: Corpus, rate: float, loss: float) -> None:
+    def add(self, config: GPTConfig, corpus: Corpus, rate: float, loss: float) -> None:
         """Keeps the loss of a run."""
         run = _identity(config, corpus, rate)
         self._known[run] = loss
@@ -170,7 +170,7 @@ class Rows:
         )
 
 
-def _identity(config: Config, corpus: Corpus, rate: float) -> str:
+def _identity(config: GPTConfig, corpus: Corpus, rate: float) -> str:
     settings = config.model_dump(mode="json")
     del settings["train"]["runs_dir"], settings["name"], settings["data"]["path"]
     text = json.dumps([settings, corpus.digest, rate], sort_keys=True)
@@ -178,7 +178,7 @@ def _identity(config: Config, corpus: Corpus, rate: float) -> str:
 
 
 def measure(
-    config: Config,
+    config: GPTConfig,
     corpus: Corpus,
     rates: Sequence[float],
     rows: Rows,
@@ -207,7 +207,7 @@ def measure(
     return found
 
 
-def _trainer(config: Config, corpus: Corpus) -> Callable[[float], float]:
+def _trainer(config: GPTConfig, corpus: Corpus) -> Callable[[float], float]:
     """A function that trains with a learning rate and gives the validation loss."""
     settings = config.optimizer.model_copy(update={"learning_rate": 1.0})
     config = config.model_copy(update={"optimizer": settings})

@@ -14,8 +14,10 @@ from ..config import (
     RunConfig,
     Section,
     TokenizerConfig,
+    check_context,
+    check_vocab,
+    with_vocab,
 )
-from ..dataconfig import check_context, check_vocab, with_vocab
 
 Pairs = Literal["none", "next_sentence", "sentence_order"]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]

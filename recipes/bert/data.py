@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 
-from ..data import (
-    Batches,
+from ..batches import Batches, training_batches, validation_batches
+from ..errors import RecipeError
+from ..text import (
     Corpus,
     SubwordTokenizer,
     Tokenizer,
@@ -25,7 +25,6 @@ from ..data import (
     open_tokenizer,
     require_vocab,
 )
-from ..errors import RecipeError
 from .config import SPECIAL, BertConfig, BertDataConfig
 from .masking import mask_tokens
 
@@ -180,36 +179,32 @@ class MaskedCorpus:
           process: Which of the processes asks, from 0.
           processes: Number of processes that share each batch; divides `batch_size`.
         """
-        size, seed = self.config.batch_size, seed % 2**32
         windows = self._windows(self.corpus.train_tokens, 1)
-        sequences = _Sequences(self.config, self.vocabulary, windows)
-        dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat()
-        # Before sharding, so that a window's draws go by its place in the order of all.
-        dataset = dataset.random_map(sequences, seed=seed)
-        # Without a remainder: grain rounds the number of endless batches of one up too far.
-        shares = dataset[process::processes]
-        return Batches(shares.batch(size // processes, drop_remainder=True))
+        return training_batches(
+            windows,
+            seed,
+            self.config.batch_size,
+            draw=_Sequences(self.config, self.vocabulary, windows),
+            process=process,
+            processes=processes,
+        )
 
     def validation(self, batches: int | None = None) -> Iterator[Any]:
         """Validation batches, the same ones with the same tokens hidden each time.
 
         Args:
-          batches: How many; None for all. The order is shuffled once, so a few are a fair sample.
+          batches: How many; None for all.
         """
         windows = self._windows(self.corpus.validation_tokens, self.config.sequence_length)
-        size = min(self.config.batch_size, len(windows))
-        dataset = grain.MapDataset.source(windows).shuffle(seed=0)
-        sequences = _Sequences(self.config, self.vocabulary, windows)
-        dataset = dataset.random_map(sequences, seed=0).batch(size, drop_remainder=True)
-        count = len(dataset) if batches is None else min(batches, len(dataset))
-        return (dataset[index] for index in range(count))
+        draw = _Sequences(self.config, self.vocabulary, windows)
+        return validation_batches(windows, self.config.batch_size, batches, draw=draw)
 
 
 def load_masked_corpus(config: BertConfig) -> MaskedCorpus:
     """Tokenizes the text of a config, or finds its tokens in the cache.
 
     Raises:
-      RecipeError: As `recipes.data.load_corpus`; or the tokenizer has more ids than the model, or
+      RecipeError: As `recipes.text.load_corpus`; or the tokenizer has more ids than the model, or
         has not BERT's special tokens; or the validation part is shorter than two sequences.
     """
     tokenizer = open_tokenizer(config.data)

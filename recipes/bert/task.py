@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..monitor import monitored
+from ..run.monitor import monitored
 from .config import BertConfig
 from .data import MaskedCorpus, load_masked_corpus
 from .model import Bert
@@ -35,6 +35,11 @@ def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
 def load_data(config: BertConfig) -> MaskedCorpus:
     """The text of the config, in pairs of segments with hidden tokens."""
     return load_masked_corpus(config)
+
+
+def scores(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -> dict[str, float]:
+    """None: the loss says it all."""
+    return {}
 
 
 def closing(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -> Iterator[str]:

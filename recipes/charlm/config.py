@@ -1,27 +1,28 @@
 """Everything the character-model recipe can be told, each key declared once."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, model_validator
 
 from unitscale import rules
 
-from ..config import Count, DataConfig, Name, Positive, Section, Whole
-from ..optimizerconfig import MultipliersConfig
+from ..config import (
+    Count,
+    DataConfig,
+    OptimizerConfig,
+    Positive,
+    RunConfig,
+    Section,
+    SweepConfig,
+)
 
-Parametrization = Literal["regular", "unit"]
-Precision = Literal["float32", "float16", "fp8"]
 
+class CharlmModelConfig(Section):
+    """The shape of the model."""
 
-class ModelConfig(Section):
-    """The shape of the model, and the formats it computes in."""
-
-    parametrization: Parametrization = Field(
-        default="unit", description="plain flax.nnx, or unitscale.nn"
-    )
-    precision: Precision = Field(
-        default="float32",
-        description="what activations and gradients are in; fp8: bfloat16 with 8-bit products",
+    library: Literal["unitscale", "plain"] = Field(
+        default="unitscale",
+        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
     )
     kind: Literal["conv", "rnn", "attention"] = Field(
         default="rnn", description="what mixes characters in each layer"
@@ -52,92 +53,49 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.precision == "fp8" and self.parametrization == "regular":
+        if self.cell == "rhn" and self.library == "plain" and self.kind == "rnn":
             raise ValueError(
-                "precision fp8 needs parametrization unit: a regular model has no scales; "
-                "set parametrization: unit, or precision float32 or float16"
-            )
-        if self.cell == "rhn" and self.parametrization == "regular" and self.kind == "rnn":
-            raise ValueError(
-                "cell rhn needs parametrization unit: flax.nnx has no such cell; use gru or lstm"
+                "cell rhn needs library unitscale: flax.nnx has no such cell; use gru or lstm"
             )
         if self.width % self.heads:
             raise ValueError(f"heads must divide width; got {self.heads} and {self.width}")
         return self
 
 
-class OptimizerConfig(Section):
-    """The optimizer; its learning rate falls linearly to zero."""
+class CharlmConfig(RunConfig):
+    """A whole run of a character model, and the sweep of runs around it."""
 
-    name: Literal["sgd", "adam"] = Field(default="adam", description="the update rule")
-    learning_rate: Positive | None = Field(
-        default=None, description="the learning rate at the start; null for that of sweep.start"
-    )
-    momentum: Annotated[float, Strict(), Field(ge=0, lt=1)] = Field(
-        default=0.9, description="momentum of sgd; first decay of adam"
-    )
-    multipliers: MultipliersConfig = Field(
-        default_factory=MultipliersConfig,
-        description="of learning rates by role, beside u-muP's factors, in a unit model",
-    )
+    renamed: ClassVar[dict[str, str]] = {
+        "model.parametrization": "model.library (plain for regular, unitscale for unit)",
+        "model.precision": "policy",
+        "optimizer.momentum": "optimizer.b1",
+    }
 
-
-class TrainConfig(Section):
-    """How long to train and what to leave behind."""
-
-    steps: Count = Field(default=200, description="training steps")
-    log_every: Count = Field(default=20, description="steps between metric lines")
-    eval_batches: Count = Field(default=4, description="batches of validation text")
-    runs_dir: str = Field(
-        default="runs", description="the folder in which the run's own folder is made"
-    )
-
-
-class StartConfig(Section):
-    """The learning rate in the middle of the first search, for each kind of run."""
-
-    regular_sgd: Positive = Field(default=0.25, description="of a regular model under SGD")
-    regular_adam: Positive = Field(default=0.03, description="of a regular model under Adam")
-    unit_sgd: Positive = Field(default=0.004, description="of a unit-scaled model under SGD")
-    unit_adam: Positive = Field(default=1.0, description="of a unit-scaled model under Adam")
-
-
-class SweepConfig(Section):
-    """The grid, and how learning rates are searched at each of its points."""
-
-    grid: dict[str, list[Any]] = Field(
-        default_factory=dict, description="lists of values of dotted keys, such as model.kind"
-    )
-    seeds: list[Whole] = Field(default=[0], min_length=1, description="seeds to average over")
-    factor: Annotated[float, Strict(), Field(gt=1)] = Field(
-        default=4.0, description="ratio of neighbouring learning rates"
-    )
-    rates: Annotated[int, Strict(), Field(ge=3)] = Field(
-        default=5, description="learning rates trained at once"
-    )
-    rounds: Count = Field(
-        default=3, description="how often the rates are extended until the best is inside"
-    )
-    start: StartConfig = Field(default_factory=StartConfig, description="where searches start")
-
-
-class CharlmConfig(Section):
-    """A whole run, and the sweep of runs around it."""
-
-    recipe: Literal["charlm"] = Field(
-        default="charlm", description="which recipe this config is of"
-    )
-    name: Name = Field(
-        description="names the run's folder: letters, digits, dot, dash and underscore"
-    )
-    seed: Whole = Field(default=0, description="seeds the parameters and the order of the text")
+    recipe: Literal["charlm"] = Field(description="which recipe this config is of")
     data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
+    model: CharlmModelConfig = Field(default_factory=CharlmModelConfig, description="the model")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(
+            name="adam", schedule="linear", final_fraction=0.0, b2=0.999
+        ),
+        description="the optimizer and its schedule",
+    )
     sweep: SweepConfig = Field(default_factory=SweepConfig, description="the study around the run")
 
     @property
-    def start_rate(self) -> float:
-        """The learning rate of `sweep.start` for this kind of run."""
-        return getattr(self.sweep.start, f"{self.model.parametrization}_{self.optimizer.name}")
+    def loss_unit(self) -> str:
+        return "character"
+
+    @model_validator(mode="after")
+    def _library_has_formats(self) -> Self:
+        if self.model.library == "plain" and "fp8" in self.policy:
+            raise ValueError(
+                f"policy {self.policy} needs model.library unitscale: a plain model has no scales; "
+                "set model.library unitscale, or policy float32 or float16"
+            )
+        if self.model.library == "plain" and self.optimizer.umup:
+            raise ValueError(
+                "optimizer.umup needs model.library unitscale; got model.library plain; "
+                "set optimizer.umup false"
+            )
+        return self

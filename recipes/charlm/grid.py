@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..configfile import unknown_key, valid_keys
 from ..errors import RecipeError
+from ..registry import unknown_key, valid_keys
 from .config import CharlmConfig
 
 OWN = ("recipe", "name", "seed", "sweep", "optimizer.learning_rate", "train.runs_dir")

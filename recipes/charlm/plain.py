@@ -12,7 +12,7 @@ from flax import nnx
 from unitscale import rules
 
 from ..config import BYTES
-from ..gpt.plain import attend
+from ..hf.plain import attend
 from .config import ModelConfig
 
 CELLS = {"gru": nnx.GRUCell, "lstm": nnx.OptimizedLSTMCell}

@@ -14,7 +14,7 @@ from flax import nnx
 
 from unitscale.optim import umup
 
-from ..data import ByteTokenizer, Corpus, load_corpus
+from ..text import ByteTokenizer, Corpus, load_corpus
 from .config import CharlmConfig
 from .model import UnitModel
 from .plain import RegularModel

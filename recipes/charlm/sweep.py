@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import RecipeError
-from ..rundir import open_run
+from ..run.folder import open_run
 from .config import CharlmConfig
 from .grid import Point, describe, make_points
 from .program import Runs, load_text, make_batches

@@ -13,11 +13,11 @@ import numpy as np
 from rich.console import Console
 
 from ..errors import RecipeError, cannot_write
-from ..metrics import Metrics
-from ..plots import plot_loss
-from ..progress import Reporter
-from ..rundir import open_run
-from ..signals import StopRequest
+from ..run.folder import open_run
+from ..run.metrics import Metrics
+from ..run.plots import plot_loss
+from ..run.progress import Reporter
+from ..run.signals import StopRequest
 from .config import CharlmConfig
 from .program import Program, load_text
 

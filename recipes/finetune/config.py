@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, Strict, model_validator
 
 from ..config import (
-    BatchConfig,
     Count,
     Flag,
     Fraction,
@@ -14,6 +13,7 @@ from ..config import (
     RunConfig,
     ScalifyConfig,
     Section,
+    SequenceConfig,
 )
 from ..errors import RecipeError
 
@@ -27,7 +27,7 @@ Column = (
 )  # a position or a name
 
 
-class DataConfig(BatchConfig):
+class DataConfig(SequenceConfig):
     """The files of a task, and how their examples are cut into batches.
 
     A sequence has its special tokens among its tokens.
@@ -136,6 +136,10 @@ class FinetuneConfig(TaskConfig, RunConfig):
         default=None, description="share of activations dropped; null for that of the run"
     )
     data: DataConfig = Field(description="the files and their batches")
+
+    @property
+    def settled(self) -> Self:
+        return with_formats(self)
 
     @property
     def loss_unit(self) -> str:

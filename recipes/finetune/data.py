@@ -11,8 +11,9 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..data import Batches, SubwordTokenizer, save_tokenizer
+from ..batches import Batches, training_batches
 from ..errors import RecipeError
+from ..text import SubwordTokenizer, save_tokenizer
 from .classification_data import Dataset, load_classification
 from .classification_features import make_classification_features
 from .config import FinetuneConfig
@@ -64,11 +65,11 @@ class TaskData:
         return tuple(record[name] for name in self.names)
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever, reshuffled every epoch; see `recipes.data.Corpus`."""
-        source: Any = self.train
-        dataset = grain.MapDataset.source(source).map(self._tuple)
-        shares = dataset.shuffle(seed=seed % 2**32).repeat()[process::processes]
-        return Batches(shares.batch(self.batch_size // processes, drop_remainder=True))
+        """Shuffled batches for ever, reshuffled every epoch; see `recipes.text.Corpus`."""
+        dataset: Any = grain.MapDataset.source(self.train).map(self._tuple)
+        return training_batches(
+            dataset, seed, self.batch_size, process=process, processes=processes
+        )
 
     def validation(self, batches: int | None = None) -> Iterator[Batch]:
         """Validation batches in order; what is left over after the last whole one is not used."""

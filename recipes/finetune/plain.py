@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..pretrained import Pretrained, Task, load, save
+from ..hf import Pretrained, Task, load, save
 from .config import FinetuneConfig
 
 TASKS: dict[str, Task] = {"squad": "question_answering", "classification": "classification"}
 
 
 class PlainModel(nnx.Module):
-    """A model of `recipes.pretrained`, called as those of `recipes.finetune.model`."""
+    """A model of `recipes.hf`, called as those of `recipes.finetune.model`."""
 
     def __init__(self, bert: Any):
         self.bert = bert
@@ -48,7 +48,7 @@ def read_plain(config: FinetuneConfig, classes: int | None) -> Pretrained:
       classes: Number of labels; None for a task that has none.
 
     Raises:
-      RecipeError: As `recipes.pretrained.load`.
+      RecipeError: As `recipes.hf.load`.
     """
     return load(
         config.init,

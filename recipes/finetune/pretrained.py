@@ -12,11 +12,12 @@ from tokenizers import Tokenizer, processors
 from unitscale import to_array
 
 from ..bert.config import BertConfig
-from ..configfile import load_run_config
-from ..data import TOKENIZER_FILE, SubwordTokenizer
+from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..pretrained import shape_of_bert
-from ..state import load_trained
+from ..hf import shape_of_bert
+from ..run.folder import written_config
+from ..run.state import load_trained
+from ..text import SubwordTokenizer
 from .config import FinetuneConfig
 
 TAKEN = "encoder", "pooler"
@@ -36,12 +37,7 @@ def pretraining_of(init: str) -> BertConfig:
             "neither; train a model first, such as `python -m recipes train "
             "configs/bert/quickstart.yaml`, and give its folder"
         )
-    config = load_run_config(folder / "config.yaml")
-    if not isinstance(config, BertConfig):
-        raise RecipeError(
-            f"init: expected the run of a BERT; got {folder}, of recipe {config.recipe}; give the "
-            "folder of a run of recipe bert"
-        )
+    config = written_config(folder, BertConfig)
     # The folder may have been moved since.
     train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
     return config.model_copy(update={"train": train, "name": folder.name})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from unitscale import to_array
-
-from ..atomic import write_whole
-from ..config import ScalifyConfig
-from ..monitor import monitored
-from ..rundir import run_folder
-from ..scaling import plain, scaled, under
-from ..state import TrainState
+from ..run.evaluate import SCORES, predict
+from ..run.monitor import monitored
 from .classification_data import load_classification
 from .classification_predict import predict_labels, write_labels
 from .classification_score import score_classification
@@ -32,19 +25,6 @@ from .squad_predict import predict_answers, write_predictions
 from .squad_score import score_predictions, version_of
 
 Model = SpanModel | ClassificationModel | PlainModel
-
-SCORES = "scores.json"
-"""The file of scores in a run's folder, as `evaluate` returns them."""
-
-_SHOWN = {
-    "exact": "exact match",
-    "exact_match": "exact match",
-    "f1": "F1",
-    "f1_macro": "macro F1",
-    "accuracy": "accuracy",
-    "matthews": "Matthews correlation",
-}
-_SHARES = "classification"  # whose scores are shares of 1; those of SQuAD are percentages
 
 
 def build(config: FinetuneConfig) -> Model:
@@ -86,40 +66,24 @@ def load_data(config: FinetuneConfig) -> TaskData:
 
 
 def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
-    """The scores; a Hugging Face folder is written again, with what was learned."""
-    yield from _scores(config, data, model, folder)
+    """Where the predictions are; a Hugging Face folder is written again, with what was learned."""
+    yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, PlainModel):
         save_plain(config, _classes(config), model, folder / "pretrained")
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
 
 
-def score(
-    config: FinetuneConfig, data: TaskData, graphdef: nnx.GraphDef, state: TrainState
-) -> Iterator[str]:
-    """Scores a trained run on all validation data, as `closing` does, for `evaluate`."""
-    model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
-    yield from _scores(config, data, model, run_folder(config))
-
-
-def _scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
-    """Scores all validation data; leaves `predictions.json` and `scores.json` in the folder."""
-    scores = evaluate(config, data, model, folder)
-    write_whole(folder / SCORES, json.dumps(scores, indent=1) + "\n")
-    unit = "" if config.task == _SHARES else "%"
-    shown = [f"{_SHOWN[name]} {scores[name]:.4g}{unit}" for name in _SHOWN if name in scores]
-    yield ", ".join(shown)
-    yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
-
-
-def evaluate(
-    config: FinetuneConfig, data: TaskData, model: Model, folder: Path
-) -> dict[str, float]:
+def scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> dict[str, float]:
     """Scores by name; SQuAD's as percentages, those of classification as shares of 1.
+
+    Leaves `predictions.json` in the folder.
 
     Raises:
       OSError: The predictions cannot be written.
     """
-    logits = predict(model, data, config.scalify)
+    batches = data.scored.batches(min(data.batch_size, len(data.scored)))
+    inputs = (tuple(batch[name] for name in INPUTS) for batch in batches)
+    logits = predict(model, inputs, config.scalify)[: len(data.scored)]
     if isinstance(data.source, SquadFeatures):
         features = data.source
         version = version_of(features.questions, config.squad)
@@ -138,20 +102,3 @@ def evaluate(
     write_labels(folder, rows, logits, labels)
     truth = np.array([row.label for row in rows])
     return score_classification(predict_labels(logits), truth, len(labels))
-
-
-def predict(model: Model, data: TaskData, scalify: ScalifyConfig | None = None) -> np.ndarray:
-    """Float32 logits of all validation records, dropout off; of a plain model under scalify."""
-    graphdef, state = nnx.split(model)
-    state = scaled(scalify, state)
-
-    def logits(state, inputs):
-        return nnx.merge(graphdef, state)(*inputs, deterministic=True)
-
-    @jax.jit
-    def run(state, inputs):
-        return to_array(under(scalify, logits)(state, inputs)).astype(np.float32)
-
-    batches = data.scored.batches(min(data.batch_size, len(data.scored)))
-    parts = [run(state, tuple(batch[name] for name in INPUTS)) for batch in batches]
-    return np.concatenate(jax.device_get(parts))[: len(data.scored)]

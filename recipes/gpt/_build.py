@@ -5,14 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from ..config import Config
-from ..monitor import monitored
-from . import model, plain
+from ..hf import plain
+from ..run.monitor import monitored
+from . import model
+from .config import GPTConfig
 
 GPT = model.GPT | plain.GPT
 
 
-def build(config: Config) -> GPT:
+def build(config: GPTConfig) -> GPT:
     """The GPT that a config describes, its parameters drawn from `config.seed`."""
     rngs = nnx.Rngs(config.seed)
     shape = config.model.model_copy(update={"context": config.context})

@@ -8,7 +8,7 @@ from flax import nnx
 
 from unitscale import nn, ops
 
-from ..config import ModelConfig
+from ..config import GPTModelConfig
 
 Cache = tuple[nn.KVCache, ...]
 
@@ -23,7 +23,7 @@ class GPT(nnx.Module):
       rngs: Streams `params` and `dropout`.
     """
 
-    def __init__(self, config: ModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
+    def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
         if config.context is None:
             raise ValueError(
                 "recipes.gpt.model.GPT: config.context must be a sequence length; got None; set it "

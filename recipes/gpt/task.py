@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..config import Config
-from ..data import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from ..errors import RecipeError
-from ..generate import sample_text
-from ..pretrained import load, save
+from ..hf import load, save
+from ..text import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from . import _build
 from ._build import GPT
+from .config import GPTConfig
+from .generate import Writer
+
+START = "\n"  # what a sample begins with
 
 
-def build(config: Config) -> GPT:
+def build(config: GPTConfig) -> GPT:
     """The GPT that a config describes, with the weights of `config.init` or drawn ones.
 
     Raises:
@@ -39,18 +41,18 @@ def build(config: Config) -> GPT:
     if pretrained.config != config.model:
         raise RecipeError(
             f"model: expected the shape of init {config.init}; got another; read the config with "
-            "recipes.configfile, which fills it in"
+            "recipes.registry, which fills it in"
         )
     return cast(GPT, pretrained.model)
 
 
-def abstract_batch(config: Config) -> jax.ShapeDtypeStruct:
+def abstract_batch(config: GPTConfig) -> jax.ShapeDtypeStruct:
     """Windows (batch, length + 1) of ids."""
     shape = (config.data.batch_size, config.data.sequence_length + 1)
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
+def load_tokenizer(config: GPTConfig) -> Tokenizer:
     """The tokenizer of the config.
 
     Raises:
@@ -61,23 +63,21 @@ def load_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def load_data(config: Config) -> Corpus:
+def load_data(config: GPTConfig) -> Corpus:
     """The text of the config, in windows."""
     return load_corpus(config.data, load_tokenizer(config))
 
 
-def closing(config: Config, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:
+def scores(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> dict[str, float]:
+    """None: the loss says it all."""
+    return {}
+
+
+def closing(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:
     """A sample of the model's own text; with `config.init`, the tuned model in such a folder."""
     if config.train.sample_tokens:
-        text = sample_text(
-            model,
-            data.tokenizer,
-            "\n",
-            tokens=config.train.sample_tokens,
-            seed=config.seed,
-            context=config.data.sequence_length,
-        )
-        yield f"sample:{text}"
+        writer = Writer(model, data.tokenizer, config.data.sequence_length)
+        yield f"sample:{writer(START, tokens=config.train.sample_tokens, seed=config.seed)}"
     if config.init is not None:
         save(load(config.init, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig, ResidualConfig
+from recipes.config import GPTModelConfig, ResidualConfig
 from recipes.gpt.model import GPT
 from tests.gradients import FLOAT64, WrongGradient, check, model_loss
 from unitscale import nn, ops
@@ -214,9 +214,9 @@ def test_a_negative_constant_a_lost_and_an_unexpected_gradient_are_caught() -> N
         check(loss, x, gradient=jax.grad(loss)(x) | {"b": 3 * x["b"] ** 2 + 1e-3})
 
 
-def gpt_config(**options: Any) -> ModelConfig:
+def gpt_config(**options: Any) -> GPTModelConfig:
     shape = {"vocab": 11, "width": 8, "layers": 2, "heads": 4, "mlp_ratio": 2.0, "context": 8}
-    return ModelConfig(**(shape | options))
+    return GPTModelConfig(**(shape | options))
 
 
 # Every pair of choices stands in at least one row.
@@ -250,7 +250,7 @@ GPTS = {
 }
 
 
-def gpt_loss(config: ModelConfig, policy: nn.Policy):
+def gpt_loss(config: GPTModelConfig, policy: nn.Policy):
     model = perturb(GPT(config, policy=policy, rngs=rngs()))
     tokens = np.random.default_rng(5).integers(0, config.vocab, (2, 7))
     return model_loss(

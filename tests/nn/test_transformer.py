@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig
+from recipes.config import GPTModelConfig
 from recipes.gpt.model import GPT
 from tests.gradients import jit
 from unitscale import nn, ops, rules
@@ -139,7 +139,7 @@ MODELS = {
 
 
 def gpt(name: str, policy: str = "float32") -> GPT:
-    config = ModelConfig(
+    config = GPTModelConfig(
         vocab=11, width=WIDTH, layers=2, heads=4, mlp_ratio=2.0, context=8, **MODELS[name]
     )
     return GPT(config, policy=policy, rngs=nnx.Rngs(0))

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig
+from recipes.config import GPTModelConfig
 from recipes.gpt.model import GPT
 from unitscale import nn, ops
 from unitscale.optim import umup
@@ -169,7 +169,7 @@ def test_plain_arrays_as_updates_and_extra_arguments() -> None:
 
 
 def test_the_gpt_of_the_recipes_has_a_role_for_every_parameter() -> None:
-    config = ModelConfig(vocab=7, width=8, layers=2, heads=2, context=4, positions="learned")
+    config = GPTModelConfig(vocab=7, width=8, layers=2, heads=2, context=4, positions="learned")
     params = parameters(GPT(config, policy="float32", rngs=nnx.Rngs(0)))
     tx = umup(optax.identity(), params)
     updates, _ = tx.update(ones(params), tx.init(params), params)

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.checkpoint import Checkpoints
+from recipes.run.checkpoint import Checkpoints
 from unitscale import nn, quant
 from unitscale.core import ScaledArray
 from unitscale.quant import (

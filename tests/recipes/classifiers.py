@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
-from recipes.mnist.model import CNN, MLP
+from recipes.images.model import CNN, MLP
 
 Array = np.ndarray
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.config import Config
-from recipes.configfile import load_config
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(200))
 
@@ -62,6 +62,6 @@ def text_file(config_file: Path) -> Path:
 
 
 @pytest.fixture
-def make_config(config_file: Path) -> Callable[..., Config]:
+def make_config(config_file: Path) -> Callable[..., GPTConfig]:
     """The tiny config with overrides: `make_config("train.steps=3")`."""
     return lambda *overrides: load_config(config_file, overrides)

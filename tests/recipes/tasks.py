@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from recipes.configfile import load_any_config
 from recipes.finetune.config import FinetuneConfig
+from recipes.registry import load_config
 
 FILES = {"squad": "squad.json", "classification": "rows.tsv"}
 ANIMALS = ["fox", "jumper", "line", "dog"] * 3
@@ -61,6 +61,6 @@ def write_tasks(folder: Path, init: Path) -> None:
 
 def tuned(folder: Path, task: str, *overrides: str) -> FinetuneConfig:
     """The config of a task with overrides."""
-    config = load_any_config(folder / f"{task}.yaml", overrides)
+    config = load_config(folder / f"{task}.yaml", overrides)
     assert isinstance(config, FinetuneConfig)
     return config

@@ -10,16 +10,16 @@ import pytest
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.config import Config
-from recipes.configfile import load_run_config
 from recipes.describe import Description, describe
-from recipes.state import init_state
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.run.state import init_state
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 UNITSCALE = "model.library=unitscale"
 
 
-def product_flops(config: Config | BertConfig) -> float:
+def product_flops(config: GPTConfig | BertConfig) -> float:
     """FLOPs of all products, forward and backward: 6 a weight and token, and attention's own."""
     shape, length = config.model, config.data.sequence_length
     attention = shape.layers * 2 * length * shape.width
@@ -47,28 +47,28 @@ def bytes_of(tree: object) -> int:
     ids=["float32", "few bits"],
 )
 def test_bytes_are_those_of_the_arrays(
-    make_config: Callable[..., Config], overrides: list[str]
+    make_config: Callable[..., GPTConfig], overrides: list[str]
 ) -> None:
     config = make_config(*overrides)
     _, _, state = init_state(config)
     facts = describe(config)
     assert facts.weights == bytes_of(state.params)
     assert facts.optimizer == bytes_of(state.opt_state)
-    assert facts.tokens == 64
+    assert facts.size == 64
     total = sum(facts.parameters.values())
     assert facts.parameters["embed"] == 256 * 16
     assert facts.weights == pytest.approx(total * (2 if len(overrides) > 1 else 4), rel=0.05)
 
 
 def test_activations_grow_with_the_sequence_and_not_with_the_batch(
-    make_config: Callable[..., Config],
+    make_config: Callable[..., GPTConfig],
 ) -> None:
     short = describe(make_config()).activations
     assert describe(make_config("data.batch_size=8")).activations == short
     assert describe(make_config("data.sequence_length=32")).activations > 2 * short
 
 
-def test_flops_are_products_and_a_little_more(make_config: Callable[..., Config]) -> None:
+def test_flops_are_products_and_a_little_more(make_config: Callable[..., GPTConfig]) -> None:
     config = make_config(
         "model={library: plain, width: 512, layers: 2, heads: 4, mlp: gated, kv_heads: 2}",
         "data.batch_size=32",
@@ -83,7 +83,7 @@ def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[
     assert main(["describe", str(config_file)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
-    assert "4 sequences of 16" in printed
+    assert "64 tokens in 4 examples" in printed
     assert not (config_file.parent / "runs").exists()
 
 
@@ -100,8 +100,8 @@ LARGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_configs_lower(name: str) -> None:
-    config = load_run_config(CONFIGS / f"{name}.yaml")
-    assert isinstance(config, (Config, BertConfig))
+    config = load_config(CONFIGS / f"{name}.yaml")
+    assert isinstance(config, (GPTConfig, BertConfig))
     facts: Description = describe(config)
     assert sum(facts.parameters.values()) == pytest.approx(LARGE[name], rel=0.002)
     products = product_flops(config)

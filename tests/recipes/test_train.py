@@ -19,17 +19,18 @@ from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.checkpoint import Checkpoints
-from recipes.config import Config
-from recipes.configfile import load_config
-from recipes.data import Corpus
 from recipes.errors import RecipeError
-from recipes.metrics import Metrics, read_metrics
-from recipes.state import init_state, load_trained
-from recipes.train import Outcome, make_train_step, train
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.run.checkpoint import Checkpoints
+from recipes.run.metrics import Metrics, read_metrics
+from recipes.run.state import init_state, load_trained
+from recipes.run.step import make_train_step
+from recipes.text import Corpus
+from recipes.train import Outcome, train
 from unitscale.quant import AmaxState
 
-MakeConfig = Callable[..., Config]
+MakeConfig = Callable[..., GPTConfig]
 UNITSCALE = [
     "model.library=unitscale",
     "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
@@ -61,13 +62,13 @@ def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
-def run(config: Config, *, fresh: bool = False) -> tuple[Outcome, str]:
+def run(config: GPTConfig, *, fresh: bool = False) -> tuple[Outcome, str]:
     output = io.StringIO()
     outcome = train(config, fresh=fresh, console=Console(file=output, width=200))
     return outcome, output.getvalue()
 
 
-def final_arrays(config: Config) -> list[np.ndarray]:
+def final_arrays(config: GPTConfig) -> list[np.ndarray]:
     _, state = load_trained(config, print)
     leaves = jax.tree.leaves(state)
     keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
@@ -105,7 +106,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "Metrics", StopAfter)
+        patch.setattr(train_module, "open_metrics", lambda folder, _: StopAfter(folder))
         outcome, said = run(stopped)
     assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
     assert "stopped by SIGTERM after step 4; run the same command to resume" in said
@@ -325,12 +326,15 @@ def test_reads_no_device_value_between_log_lines(
     config = make_config("train={steps: 6, log_every: 6, eval_every: 9, checkpoint_every: 9}")
     reads: list[int] = []
     batches: list[int] = []
-    original, finite = Corpus.training, train_module._Run._check_finite
+    original, finite = Corpus.training, train_module._Run.check_finite
 
     class Counted:
         def __init__(self, corpus, *args, **kwargs):
             self._batches = original(corpus, *args, **kwargs)
             self.get_state, self.set_state = self._batches.get_state, self._batches.set_state
+
+        def __iter__(self):
+            return self
 
         def __next__(self):
             batches.append(len(batches))
@@ -341,7 +345,7 @@ def test_reads_no_device_value_between_log_lines(
         return finite(self, *args)
 
     monkeypatch.setattr(Corpus, "training", lambda self, *a, **k: Counted(self, *a, **k))
-    monkeypatch.setattr(train_module._Run, "_check_finite", check)
+    monkeypatch.setattr(train_module._Run, "check_finite", check)
     run(config)
     assert set(reads) == {6}
 

@@ -1,0 +1,33 @@
+"""The sections that configs are made of; a recipe's own are in its `config` module."""
+
+from .data import (
+    BYTES as BYTES,
+    BatchConfig as BatchConfig,
+    DataConfig as DataConfig,
+    SequenceConfig as SequenceConfig,
+    TokenizerConfig as TokenizerConfig,
+    check_context as check_context,
+    check_vocab as check_vocab,
+    with_vocab as with_vocab,
+)
+from .optimizer import MultipliersConfig as MultipliersConfig, OptimizerConfig as OptimizerConfig
+from .run import (
+    MeshConfig as MeshConfig,
+    MonitorConfig as MonitorConfig,
+    RunConfig as RunConfig,
+    ScalifyConfig as ScalifyConfig,
+    TrainConfig as TrainConfig,
+)
+from .schema import (
+    Count as Count,
+    Flag as Flag,
+    Fraction as Fraction,
+    Name as Name,
+    NonNegative as NonNegative,
+    Positive as Positive,
+    Section as Section,
+    Whole as Whole,
+)
+from .shapes import GPTModelConfig as GPTModelConfig, ResidualConfig as ResidualConfig
+from .sweep import SweepConfig as SweepConfig
+from .tokenizer import TOKENIZER_FILE as TOKENIZER_FILE

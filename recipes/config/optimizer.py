@@ -1,0 +1,113 @@
+"""The `optimizer` section of a config: update rule, learning rates and formats of its state."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, Strict, model_validator
+
+from .schema import Count, Flag, Fraction, NonNegative, Positive, Section, Whole
+
+WeightFormat = Literal["float32", "bfloat16", "float16"]
+StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+
+
+class MultipliersConfig(Section):
+    """What learning rates are multiplied by, beside u-muP's factors, by the role of a parameter."""
+
+    weight: NonNegative = Field(default=1.0, description="matrices of dense layers")
+    readout: NonNegative = Field(default=1.0, description="the matrix of an untied readout")
+    embedding: NonNegative = Field(default=1.0, description="tables of tokens and positions")
+    bias: NonNegative = Field(default=1.0, description="biases of dense layers")
+    norm: NonNegative = Field(default=1.0, description="gains and biases of norms")
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
+    learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
+    warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="how the learning rate falls after the warm-up"
+    )
+    final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
+        default=0.1, description="the last learning rate over the peak (cosine and linear)"
+    )
+    b1: Fraction = Field(default=0.9, description="decay of the first moment; momentum of sgd")
+    b2: Fraction = Field(default=0.95, description="decay of the second moment")
+    eps: NonNegative = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(
+        default=0.0,
+        description="decoupled weight decay of adamw; with umup, the share each step removes",
+    )
+    clip_norm: Positive | None = Field(
+        default=None, description="largest global norm of the gradient"
+    )
+    skip_nonfinite: Whole = Field(
+        default=0, description="steps in a row left out where loss or gradient is not finite"
+    )
+    loss_scale: Positive | Literal["dynamic"] | None = Field(
+        default=None,
+        description="what the loss is multiplied by while it is differentiated, for comparison: a "
+        "number, or dynamic for one that halves where a gradient is not finite; null for none",
+    )
+    loss_scale_interval: Count = Field(
+        default=2000, description="finite steps in a row after which a dynamic scale doubles"
+    )
+    weights: WeightFormat | None = Field(
+        default=None,
+        description="format that weights are kept in, with a scale; null keeps float32",
+    )
+    moments: Annotated[list[StateFormat], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="formats of the first and second moment, with scales; null keeps float32",
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="how weights and moments are rounded into their formats"
+    )
+    umup: Flag = Field(
+        default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
+    )
+    multipliers: MultipliersConfig = Field(
+        default_factory=MultipliersConfig, description="with umup, further factors by role"
+    )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether weights or moments are kept in formats of their own."""
+        return self.weights is not None or self.moments is not None
+
+    @model_validator(mode="after")
+    def _one_rule_for_nonfinite(self) -> Self:
+        if self.loss_scale == "dynamic" and self.skip_nonfinite:
+            raise ValueError(
+                "loss_scale dynamic leaves out steps that are not finite itself; got "
+                f"skip_nonfinite {self.skip_nonfinite}; set it 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounding_needs_formats(self) -> Self:
+        if self.rounding != "nearest" and not self.scaled:
+            raise ValueError(
+                "rounding stochastic needs weights or moments; got null for both; set them, or "
+                "rounding nearest"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _multipliers_need_umup(self) -> Self:
+        if not self.umup and self.multipliers != MultipliersConfig():
+            raise ValueError(
+                "multipliers need umup true, which knows the roles of parameters; got umup false; "
+                "remove multipliers or set umup true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decay_needs_adamw(self) -> Self:
+        if self.weight_decay and self.name != "adamw":
+            raise ValueError(
+                f"weight_decay needs name adamw; got name {self.name} and weight_decay "
+                f"{self.weight_decay}; set name adamw or weight_decay 0"
+            )
+        return self

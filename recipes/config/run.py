@@ -1,0 +1,157 @@
+"""What every run is told, whatever it trains, each key declared once with its meaning beside it.
+
+The sections are frozen pydantic models. A key that is not declared is an error: a misspelt key
+never falls back to a default in silence. `recipes.registry` reads YAML into these models and turns
+what pydantic reports into messages that name the full dotted key.
+"""
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .data import BatchConfig
+from .optimizer import OptimizerConfig, StateFormat
+from .schema import Count, Flag, Fraction, Name, Section, Whole
+
+Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
+
+
+class ScalifyConfig(Section):
+    """Formats of a plain model that trains under `unitscale.scalify`."""
+
+    storage: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float16", description="format of parameters, optimizer state and activations"
+    )
+    products: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
+        default=None, description="format of the operands of linear layers; null for storage"
+    )
+    gradients: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
+        default=None, description="format of their output's gradient; null for storage"
+    )
+
+
+class TrainConfig(Section):
+    """How long to train and what to leave behind."""
+
+    steps: Count = Field(default=1000, description="optimizer steps")
+    eval_every: Count = Field(default=200, description="steps between validation losses")
+    eval_batches: Count = Field(default=16, description="validation batches during training")
+    checkpoint_every: Count = Field(default=200, description="steps between checkpoints")
+    keep: Count = Field(default=2, description="checkpoints to keep, the newest ones")
+    log_every: Count = Field(default=20, description="steps between metric lines")
+    sample_tokens: Whole = Field(default=200, description="tokens generated at the end; 0 for none")
+    runs_dir: str = Field(
+        default="runs", description="the folder in which the run's own folder is made"
+    )
+
+
+class MeshConfig(Section):
+    """Devices by what they divide; together they are all that JAX sees."""
+
+    data: Count = Field(default=1, description="devices that divide the batch")
+    fsdp: Count = Field(
+        default=1, description="devices that divide the batch, parameters and optimizer state"
+    )
+    tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
+    gradients: StateFormat | None = Field(
+        default=None, description="format that devices exchange gradients in; null: as XLA does"
+    )
+
+
+class MonitorConfig(Section):
+    """What to do about elements of FP8 tensors that are beyond the format's largest value."""
+
+    limit: Fraction = Field(
+        default=1e-4, description="share of a tensor's elements that may saturate"
+    )
+    rebalance: Flag = Field(
+        default=False, description="double the scales of tensors above the limit, at log lines"
+    )
+
+
+class RunConfig(Section):
+    """What every run of `recipes.train` is told, whatever it trains."""
+
+    renamed: ClassVar[dict[str, str]] = {}
+    """Keys of earlier versions, and what to set in their place."""
+
+    recipe: str = Field(description="which recipe this config is of")
+    name: Name = Field(
+        description="names the run's folder: letters, digits, dot, dash and underscore"
+    )
+    seed: Whole = Field(
+        default=0, description="seeds the parameters, the order of the data and dropout"
+    )
+    policy: Policy = Field(
+        default="float32", description="the number formats the model computes in"
+    )
+    data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="the optimizer and its schedule"
+    )
+    scalify: ScalifyConfig | None = Field(
+        default=None, description="train the plain model under unitscale.scalify; null for not"
+    )
+    train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
+    mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
+    monitor: MonitorConfig | None = Field(
+        default=None, description="count saturated elements of FP8 tensors as metrics; null for not"
+    )
+
+    @classmethod
+    def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a file, with what it leaves to the model that `init` names, not validated."""
+        return tree
+
+    @property
+    def settled(self) -> Self:
+        """The valid config, with what follows from the files that it names."""
+        return self
+
+    @property
+    def resumed(self) -> Self:
+        """The config without what only the first start reads: a checkpoint has the rest."""
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model can be given; None for no limit."""
+        return None
+
+    @property
+    def loss_unit(self) -> str:
+        """What the loss is a mean over: it is in nats per this."""
+        return "example"
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        if self.optimizer.warmup_steps >= self.train.steps:
+            raise ValueError(
+                "optimizer.warmup_steps must be less than train.steps; "
+                f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _monitor_has_scales(self) -> Self:
+        if self.monitor and self.policy not in ("fp8", "fp8_delayed"):
+            raise ValueError(
+                "monitor needs a policy whose scales are not those of the data: fp8 or "
+                f"fp8_delayed; got policy {self.policy}; change policy or set monitor null"
+            )
+        if self.monitor and self.monitor.rebalance and self.policy != "fp8":
+            raise ValueError(
+                f"monitor.rebalance needs policy fp8; got policy {self.policy}, whose scales "
+                "follow the data by themselves; set monitor.rebalance false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mesh_divides_batch(self) -> Self:
+        ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
+        if self.data.batch_size % ways:
+            raise ValueError(
+                f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
+                f"{self.data.batch_size}; change data.batch_size or the mesh"
+            )
+        return self

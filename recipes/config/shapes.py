@@ -1,0 +1,110 @@
+"""Shapes of models that more than one recipe has."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from .data import BYTES
+from .schema import Count, Flag, Fraction, Positive, Section
+
+
+class ResidualConfig(Section):
+    """How a residual branch is weighed against the stream it joins (unitscale models)."""
+
+    scheme: Literal["fixed", "running_mean", "depth"] = Field(
+        default="depth", description="how the weight tau of each residual branch is chosen"
+    )
+    tau: Positive | None = Field(
+        default=None,
+        description="the weight of every branch; needed by, and only read under, scheme fixed",
+    )
+    mult: Positive = Field(
+        default=1.0, description="weight of all branches together (scheme depth)"
+    )
+    attention_ratio: Positive = Field(
+        default=1.0, description="weight of attention branches over MLP branches (scheme depth)"
+    )
+
+    @model_validator(mode="after")
+    def _tau_belongs_to_fixed(self) -> Self:
+        if (self.scheme == "fixed") != (self.tau is not None):
+            raise ValueError(
+                "tau is set when scheme is fixed, and only then; "
+                f"got scheme {self.scheme} and tau {self.tau}; "
+                f"{'set tau, such as 0.5' if self.tau is None else 'remove tau'}"
+            )
+        return self
+
+
+class GPTModelConfig(Section):
+    """The shape of the GPT."""
+
+    library: Literal["unitscale", "plain"] = Field(
+        default="unitscale",
+        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
+    )
+    vocab: Count = Field(
+        default=BYTES, description="number of token ids; null for those of data.tokenizer"
+    )
+    width: Count = Field(default=128, description="size of the residual stream")
+    layers: Count = Field(default=4, description="number of Transformer layers")
+    heads: Count = Field(default=4, description="number of attention heads")
+    kv_heads: Count | None = Field(
+        default=None,
+        description="heads of keys and values (grouped-query attention); null for `heads`",
+    )
+    mlp: Literal["plain", "gated"] = Field(
+        default="plain", description="gelu MLP, or gated silu MLP"
+    )
+    mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
+    norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
+    norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
+    bias: Flag = Field(default=False, description="whether linear layers add a bias")
+    positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
+    context: Count | None = Field(
+        default=None,
+        description="longest sequence of learned positions; null for data.sequence_length",
+    )
+    tied_readout: Flag = Field(default=False, description="use the embedding table as the readout")
+    dropout: Fraction = Field(
+        default=0.0, description="share of activations dropped in each branch"
+    )
+    residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        return round(self.width * self.mlp_ratio)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads must divide width; got heads {self.heads} and width {self.width}; "
+                f"use heads {_nearest_divisor(self.width, self.heads)}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                "rope needs an even head size (width / heads); "
+                f"got width {self.width} and heads {self.heads}, a head size of {self.head_dim}; "
+                "change heads, or use positions learned"
+            )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads must divide heads; got kv_heads {self.kv_heads} and heads {self.heads}; "
+                f"use kv_heads {_nearest_divisor(self.heads, self.kv_heads)}"
+            )
+        if self.hidden < 1:
+            raise ValueError(
+                "mlp_ratio * width must be at least 1; "
+                f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
+            )
+        return self
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), -d))

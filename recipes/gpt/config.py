@@ -1,0 +1,104 @@
+"""What a GPT can be told, each key declared once, with its meaning beside it."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from ..config import (
+    TOKENIZER_FILE,
+    DataConfig,
+    GPTModelConfig,
+    RunConfig,
+    check_context,
+    check_vocab,
+    with_vocab,
+)
+
+
+class GPTConfig(RunConfig):
+    """A whole run of a GPT."""
+
+    recipe: Literal["gpt"] = Field(default="gpt", description="which recipe this config is of")
+    data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
+    model: GPTModelConfig = Field(
+        default_factory=GPTModelConfig, description="the shape of the model"
+    )
+    init: str | None = Field(
+        default=None, description="a Hugging Face folder of GPT-2 to start from; null for none"
+    )
+
+    @classmethod
+    def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """With the shape and the tokenizer of the folder in `init`.
+
+        Raises:
+          RecipeError: It is no folder of GPT-2.
+        """
+        init, data = tree.get("init"), tree.get("data", {})
+        if not isinstance(init, str):
+            return tree
+        from ..hf import with_shape  # imports JAX, which a wrong key need not wait for
+
+        if isinstance(data, dict):
+            own = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
+            data = {"tokenizer": own, **data}
+        return tree | {"model": with_shape(init, tree.get("model")), "data": data}
+
+    @property
+    def resumed(self) -> Self:
+        return self.model_copy(update={"init": None})
+
+    @property
+    def loss_unit(self) -> str:
+        return "token"
+
+    @property
+    def context(self) -> int:
+        """The longest sequence that learned positions cover."""
+        return self.model.context or self.data.sequence_length
+
+    @property
+    def longest(self) -> int | None:
+        return self.context if self.model.positions == "learned" else None
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
+        """Fills in `vocab`, so that a run's config tells its model's shape by itself."""
+        return with_vocab(model, info.data.get("data"))
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        check_vocab(self.model.vocab, self.data.tokenizer)
+        if self.model.library == "plain" and "fp8" in self.policy:
+            raise ValueError(
+                f"policy {self.policy} needs model.library unitscale; got model.library plain; "
+                "use policy float32, bfloat16 or float16, or model.library unitscale"
+            )
+        if self.model.library != "plain" and self.model.norm_eps is not None:
+            raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
+        if self.model.library == "plain" and self.optimizer.umup:
+            raise ValueError(
+                "optimizer.umup needs model.library unitscale; got model.library plain; "
+                "set optimizer.umup false"
+            )
+        if self.scalify and (self.model.library != "plain" or self.policy != "float32"):
+            raise ValueError(
+                "scalify needs model.library plain and policy float32: the program is plain "
+                f"float32, and its formats are those of scalify; got {self.model.library} and "
+                f"{self.policy}; set model.library plain and policy float32"
+            )
+        if self.scalify and (self.optimizer.weights or self.optimizer.moments):
+            raise ValueError(
+                "scalify stores parameters and optimizer state itself; got optimizer.weights "
+                f"{self.optimizer.weights} and optimizer.moments {self.optimizer.moments}; set "
+                "both null, and scalify.storage instead"
+            )
+        if self.model.library == "plain" and self.optimizer.weights is not None:
+            raise ValueError(
+                "optimizer.weights needs model.library unitscale; got model.library plain; "
+                "set optimizer.weights null (optimizer.moments works with both)"
+            )
+        check_context(self.model.context, self.data.sequence_length)
+        return self

@@ -1,0 +1,271 @@
+"""From a Hugging Face folder to a model, and back to the same files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..config import GPTModelConfig, ScalifyConfig
+from ..errors import RecipeError
+from ._bert import BERTS, Bert
+from ._config import TASKS, BertConfig, Task, bert_shape, gpt2_shape, model_type, task_of
+from ._folder import CONFIG, SINGLE, TOKENIZER, Folder, read_folder, write_folder
+from ._names import Table, bert_table, full_name, gpt2_table, head_part, is_buffer, is_other_head
+from ._split import join
+from ._tensors import make_header
+from ._tokenizer import PretrainedTokenizer
+from .plain import GPT
+
+_FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model that was read from a folder.
+
+    Attributes:
+      model: A plain `flax.nnx` model, of standard parametrization.
+      config: Its shape.
+      task: What its head is for.
+      tokenizer: Its tokenizer; None where the folder has no tokenizer.json.
+      drawn: Names of the tensors of a new head, which the folder does not have.
+      unused: Names of the tensors of other heads.
+      source: The folder, as it was read.
+    """
+
+    model: GPT | Bert
+    config: GPTModelConfig | BertConfig
+    task: Task
+    tokenizer: PretrainedTokenizer | None
+    drawn: tuple[str, ...]
+    unused: tuple[str, ...]
+    source: Folder
+
+    @property
+    def params(self) -> nnx.State:
+        """The parameters: a state to `split` into ScaledArrays, or to train."""
+        return nnx.state(self.model, nnx.Param)
+
+
+def load(
+    folder: str | Path,
+    task: Task | None = None,
+    *,
+    new_head: bool = False,
+    classes: int | None = None,
+    dropout: float | None = None,
+    dtype: Any = jnp.float32,
+    param_dtype: Any = None,
+    scalify: ScalifyConfig | None = None,
+    seed: int = 0,
+) -> Pretrained:
+    """Reads GPT-2 or BERT from a local folder.
+
+    Args:
+      folder: Has config.json and model.safetensors (or shards with their index), and for text
+        tokenizer.json.
+      task: "lm" for GPT-2; "masked_lm", "question_answering" or "classification" for BERT. None
+        takes that of the architecture that config.json names.
+      new_head: Draws the head of the task from `seed` where the folder has none of it; a pooler
+        that the folder has is kept.
+      classes: Labels of a new classification head; None for those of config.json.
+      dropout: Share of activations dropped in training; None for that of config.json (BERT) or
+        none (GPT-2). Attention has no dropout of its own.
+      dtype: What activations are computed in.
+      param_dtype: What parameters are stored in; None keeps the types of the files.
+      scalify: Formats of the products of linear layers, where the model runs under
+        `unitscale.scalify`.
+      seed: Decides a new head and the draws of dropout.
+
+    Raises:
+      RecipeError: A file is missing or damaged, the weights are pickle files, the architecture is
+        not supported, or tensors are missing, unknown or of other shapes; the message names them.
+    """
+    source = read_folder(folder)
+    kind, task = model_type(source.config, source.path), task_of(source.config, task, source.path)
+    config = _shape(kind, source, dropout, classes if new_head else None)
+    model = _build(config, task, dtype, param_dtype, scalify, seed)
+    tokenizer = None
+    if TOKENIZER in source.texts:
+        where = str(source.path / TOKENIZER)
+        tokenizer = PretrainedTokenizer(source.texts[TOKENIZER], where, vocab=config.vocab)
+    table = _table(config, task)
+    drawn, unused = _matched(table, kind, source, task, new_head)
+    if classes is not None and not drawn and getattr(config, "classes", None) != classes:
+        raise RecipeError(
+            f"{source.path}: expected classes to be None or that of the folder; got {classes}; "
+            "remove it, or load a folder without a head and draw a new one"
+        )
+    _fill(model, table, kind, source, param_dtype)
+    return Pretrained(model, config, task, tokenizer, drawn, unused, source)
+
+
+def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None:
+    """Writes the folder of a model: the same files, byte for byte where nothing was trained.
+
+    Tensors keep their names, order and types. With a new head there is one model.safetensors,
+    without the heads of other tasks, and config.json names the new architecture.
+
+    Args:
+      pretrained: From `load`.
+      folder: Where to write; it may be the one that was read.
+      params: Trained parameters, a state of arrays or ScaledArrays; None for the model's own.
+
+    Raises:
+      RecipeError: A weight is not finite in the type of its file, or a file cannot be written.
+    """
+    source, kind = pretrained.source, model_type(pretrained.source.config, pretrained.source.path)
+    table = _table(pretrained.config, pretrained.task)
+    flat = nnx.to_flat_state(pretrained.params if params is None else params)
+    values = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    if pretrained.drawn:
+        source = _with_new_head(pretrained, table, kind)
+    tensors = {}
+    for name, old in source.tensors.items():
+        entry = table.get(full_name(name, kind))
+        if entry is None:
+            tensors[name] = old
+            continue
+        tensors[name] = entry.pack({path: join(values[path], old.dtype) for path in entry.paths})
+        if not np.isfinite(tensors[name]).all() and np.isfinite(old).all():
+            raise RecipeError(
+                f"{name} has values that are not finite in {old.dtype}, the type of its file; "
+                "save an earlier state, or train in a wider type"
+            )
+    write_folder(Path(folder), source, tensors)
+
+
+def _shape(
+    kind: str, source: Folder, dropout: float | None, classes: int | None
+) -> GPTModelConfig | BertConfig:
+    read = {"gpt2": gpt2_shape, "bert": bert_shape}[kind]
+    shape = read(source.config, source.path)
+    changes: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+    if classes is not None:
+        changes["classes"] = classes
+    return shape.model_copy(update=changes)
+
+
+def _build(
+    config: GPTModelConfig | BertConfig,
+    task: Task,
+    dtype: Any,
+    param_dtype: Any,
+    scalify,
+    seed: int,
+) -> GPT | Bert:
+    build: Any = GPT if isinstance(config, GPTModelConfig) else BERTS[task]
+    kept = jnp.float32 if param_dtype is None else param_dtype
+    rngs = nnx.Rngs(params=seed, dropout=seed)
+    return build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
+
+
+def _table(config: GPTModelConfig | BertConfig, task: Task) -> Table:
+    return gpt2_table(config) if isinstance(config, GPTModelConfig) else bert_table(config, task)
+
+
+def _matched(
+    table: Table, kind: str, source: Folder, task: Task, new_head: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tensors that are to be drawn and those not used, or complaints about the rest."""
+    names = {name: full_name(name, kind) for name in source.tensors}
+    found = set(names.values())
+    missing = [name for name, tensor in table.items() if not tensor.tied and name not in found]
+    head = [name for name, tensor in table.items() if tensor.head and not tensor.tied]
+    gone = {head_part(name) for name in missing}
+    # Whole parts of the head: a classifier is new on a pooler that is there.
+    if missing and set(missing) == {name for name in head if head_part(name) in gone}:
+        if not new_head:
+            raise RecipeError(
+                f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
+                "choose the task that it was trained for, or draw a new head"
+            )
+    elif missing:
+        raise RecipeError(
+            f"{source.path}: expected every tensor of the model; {_list(missing)} missing; "
+            "copy the whole folder"
+        )
+    others = {name for name, full in names.items() if full not in table}
+    buffers = {name for name in others if is_buffer(names[name], kind)}
+    unused = {name for name in others if is_other_head(names[name], kind)}
+    if extra := sorted(others - buffers - unused):
+        raise RecipeError(
+            f"{source.path}: expected only tensors that {CONFIG} accounts for; {_list(extra)} "
+            f"extra; give the {CONFIG} that belongs to the weights"
+        )
+    return tuple(missing), tuple(sorted(unused))
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
+
+
+def _fill(model: nnx.Module, table: Table, kind: str, source: Folder, param_dtype: Any) -> None:
+    """Sets the parameters of a model to what the tensors hold."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
+    filled: dict[str, str] = {}
+    for name, array in source.tensors.items():
+        entry = table.get(full_name(name, kind))
+        if entry is None:
+            continue
+        shapes = {path: np.empty(variables[path].get_value().shape) for path in entry.paths}
+        if array.shape != (wanted := entry.pack(shapes).shape) or array.dtype not in _FLOATS:
+            raise RecipeError(
+                f"{source.path}: {name} must be {list(wanted)} of float32, float16 or bfloat16; "
+                f"got {list(array.shape)} of {array.dtype}; give the {CONFIG} that belongs to the "
+                "weights"
+            )
+        for path, piece in entry.unpack(array).items():
+            if path in filled:
+                _check_tied(source, filled[path], name)
+                continue
+            filled[path] = name
+            value = np.ascontiguousarray(piece)
+            variables[path].set_value(jnp.asarray(value, param_dtype or value.dtype))
+    if param_dtype is None:  # a new head takes the type of the rest
+        kept = next(iter(filled.values()))
+        for path in variables.keys() - filled.keys():
+            value = variables[path].get_value()
+            variables[path].set_value(value.astype(source.tensors[kept].dtype))
+
+
+def _check_tied(source: Folder, first: str, second: str) -> None:
+    if source.tensors[first].tobytes() != source.tensors[second].tobytes():
+        raise RecipeError(
+            f"{source.path}: expected {first} and {second} to be equal, as they are tied; got "
+            f"different numbers; set tie_word_embeddings false in {CONFIG} if they are not"
+        )
+
+
+def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
+    """The folder with one file of weights, the new head in it, and a config.json that says so."""
+    source = pretrained.source
+    kept = {
+        name: array
+        for name, array in source.tensors.items()
+        if name not in pretrained.unused and full_name(name, kind) in table
+    }
+    dtype = next(iter(kept.values())).dtype
+    tensors = {full_name(name, kind): array for name, array in kept.items()}
+    flat = nnx.to_flat_state(pretrained.params)
+    drawn = {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
+    tensors |= {name: table[name].pack(drawn).astype(dtype) for name in pretrained.drawn}
+    config = source.config | {"architectures": [TASKS[kind][pretrained.task]]}
+    if isinstance(pretrained.config, BertConfig) and pretrained.task == "classification":
+        labels = [f"LABEL_{index}" for index in range(pretrained.config.classes)]
+        config |= {
+            "id2label": {str(index): label for index, label in enumerate(labels)},
+            "label2id": {label: index for index, label in enumerate(labels)},
+        }
+    texts = {name: text for name, text in source.texts.items() if not name.endswith("index.json")}
+    texts[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    header = make_header(tensors, {"format": "pt"})
+    return replace(source, config=config, texts=texts, headers={SINGLE: header}, tensors=tensors)

@@ -1,0 +1,176 @@
+"""Which parameter each tensor of a Hugging Face file holds.
+
+GPT-2's projections are (in, out), as ours; BERT's are (out, in). GPT-2 keeps query, key and value
+in one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..config import GPTModelConfig
+from ._config import BertConfig, Task
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file and the parameters in it.
+
+    Attributes:
+      paths: Parameters, as dotted paths in the model; several lie side by side on the last axis.
+      transposed: Whether the file has the transpose.
+      tied: Whether another tensor holds the same parameter, so that this one may be left out.
+      head: Whether it belongs to the head of a task.
+    """
+
+    paths: tuple[str, ...]
+    transposed: bool = False
+    tied: bool = False
+    head: bool = False
+
+    def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The tensor of a model's parameters."""
+        joined = np.concatenate([parameters[path] for path in self.paths], axis=-1)
+        return joined.T if self.transposed else joined
+
+    def unpack(self, array: np.ndarray) -> dict[str, np.ndarray]:
+        """The parameters in a tensor."""
+        array = array.T if self.transposed else array
+        pieces = np.split(array, len(self.paths), axis=-1)
+        return dict(zip(self.paths, pieces, strict=True))
+
+
+Table = dict[str, Tensor]
+
+
+def gpt2_table(shape: GPTModelConfig) -> Table:
+    """The tensors of GPT2LMHeadModel by name."""
+    table = {
+        "transformer.wte.weight": Tensor(("embed.embedding",)),
+        "transformer.wpe.weight": Tensor(("positions.embedding",)),
+        **_norm("transformer.ln_f", "norm"),
+    }
+    for index in range(shape.layers):
+        theirs, ours = f"transformer.h.{index}", f"layers.{index}"
+        table |= _norm(f"{theirs}.ln_1", f"{ours}.attention_norm")
+        table |= _norm(f"{theirs}.ln_2", f"{ours}.mlp_norm")
+        attention = tuple(f"{ours}.attention.{name}" for name in ("query", "key", "value"))
+        table |= _linear(f"{theirs}.attn.c_attn", *attention, transposed=False)
+        table |= _linear(f"{theirs}.attn.c_proj", f"{ours}.attention.out", transposed=False)
+        table |= _linear(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", transposed=False)
+        table |= _linear(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", transposed=False)
+    if shape.tied_readout:
+        table["lm_head.weight"] = Tensor(("embed.embedding",), tied=True)
+    else:
+        table["lm_head.weight"] = Tensor(("readout.kernel",), transposed=True, head=True)
+    return table
+
+
+def bert_table(shape: BertConfig, task: Task) -> Table:
+    """The tensors of BERT with the head of a task, by name."""
+    table: Table = {}
+    for theirs, ours in (("word", "embed"), ("position", "positions"), ("token_type", "segments")):
+        name = f"bert.embeddings.{theirs}_embeddings.weight"
+        table[name] = Tensor((f"encoder.{ours}.embedding",))
+    table |= _norm("bert.embeddings.LayerNorm", "encoder.norm")
+    for index in range(shape.layers):
+        theirs, ours = f"bert.encoder.layer.{index}", f"encoder.layers.{index}"
+        for name in ("query", "key", "value"):
+            table |= _linear(f"{theirs}.attention.self.{name}", f"{ours}.attention.{name}")
+        table |= _linear(f"{theirs}.attention.output.dense", f"{ours}.attention.out")
+        table |= _norm(f"{theirs}.attention.output.LayerNorm", f"{ours}.attention_norm")
+        table |= _linear(f"{theirs}.intermediate.dense", f"{ours}.up")
+        table |= _linear(f"{theirs}.output.dense", f"{ours}.down")
+        table |= _norm(f"{theirs}.output.LayerNorm", f"{ours}.mlp_norm")
+    return table | {
+        name: tensor._replace(head=True) for name, tensor in _bert_head(shape, task).items()
+    }
+
+
+def _bert_head(shape: BertConfig, task: Task) -> Table:
+    if task == "question_answering":
+        return _linear("qa_outputs", "ends")
+    if task == "classification":
+        return _linear("bert.pooler.dense", "pooler") | _linear("classifier", "classes")
+    embedding = (
+        Tensor(("encoder.embed.embedding",), tied=True)
+        if shape.tied_readout
+        else Tensor(("readout.kernel",), transposed=True)
+    )
+    return {
+        "cls.predictions.bias": Tensor(("bias",)),
+        **_linear("cls.predictions.transform.dense", "transform"),
+        **_norm("cls.predictions.transform.LayerNorm", "norm"),
+        "cls.predictions.decoder.weight": embedding,
+        "cls.predictions.decoder.bias": Tensor(("bias",), tied=True),
+    }
+
+
+def _linear(theirs: str, *ours: str, transposed: bool = True) -> Table:
+    return {
+        f"{theirs}.weight": Tensor(tuple(f"{path}.kernel" for path in ours), transposed),
+        f"{theirs}.bias": Tensor(tuple(f"{path}.bias" for path in ours)),
+    }
+
+
+def _norm(theirs: str, ours: str) -> Table:
+    return {
+        f"{theirs}.weight": Tensor((f"{ours}.scale",)),
+        f"{theirs}.bias": Tensor((f"{ours}.bias",)),
+    }
+
+
+# Tensors that are no parameters: masks and position numbers that old versions saved.
+_BUFFERS = {
+    "gpt2": re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
+    "bert": re.compile(r"bert\.embeddings\.(position|token_type)_ids"),
+}
+# What stands at the top of each model; a bare encoder's names start below the first.
+_TOPS = {"gpt2": ("transformer", "lm_head"), "bert": ("bert", "cls", "qa_outputs", "classifier")}
+# Parameters of the heads of other tasks.
+_HEADS = {
+    "gpt2": re.compile(r"(?!)"),
+    "bert": re.compile(
+        r"(cls\.(predictions|seq_relationship)|qa_outputs|classifier|bert\.pooler\.dense)\..*"
+    ),
+}
+
+
+def full_name(name: str, kind: str) -> str:
+    """The name that a tensor has in the table, from the one that it has in a file.
+
+    A bare encoder leaves the first part out, and BERT's first files say gamma and beta.
+
+    Example:
+      >>> full_name("embeddings.LayerNorm.gamma", "bert")
+      'bert.embeddings.LayerNorm.weight'
+    """
+    if name.split(".")[0] not in _TOPS[kind]:
+        name = f"{_TOPS[kind][0]}.{name}"
+    for old, new in (("gamma", "weight"), ("beta", "bias")):
+        name = re.sub(rf"\.LayerNorm\.{old}$", f".LayerNorm.{new}", name)
+    return name
+
+
+def head_part(name: str) -> str:
+    """The part of a head that a tensor is of, which a file has whole or not at all.
+
+    Example:
+      >>> head_part("bert.pooler.dense.bias"), head_part("cls.predictions.bias")
+      ('bert.pooler', 'cls')
+    """
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}" if first == "bert" else first
+
+
+def is_buffer(name: str, kind: str) -> bool:
+    """Whether a full name is that of a tensor which is no parameter."""
+    return _BUFFERS[kind].fullmatch(name) is not None
+
+
+def is_other_head(name: str, kind: str) -> bool:
+    """Whether a full name is that of a head, of whichever task."""
+    return _HEADS[kind].fullmatch(name) is not None

@@ -1,0 +1,74 @@
+"""What a classifier of images can be told, each key declared once, with its meaning beside it."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ..config import BatchConfig, Count, OptimizerConfig, RunConfig, Section
+
+
+class ImageDataConfig(BatchConfig):
+    """The idx files; each may be compressed with gzip."""
+
+    train_images: str = Field(description="path of the idx file of the training images")
+    train_labels: str = Field(description="path of the idx file of the training labels")
+    test_images: str = Field(description="path of the idx file of the test images")
+    test_labels: str = Field(description="path of the idx file of the test labels")
+    classes: Count | None = Field(
+        default=None, description="number of classes; null for the largest training label plus 1"
+    )
+    batch_size: Count = Field(default=128, description="images per step, over all processes")
+
+    @property
+    def step_unit(self) -> str:
+        return "images"
+
+
+class ImageModelConfig(Section):
+    """The shape of the classifier."""
+
+    kind: Literal["mlp", "cnn"] = Field(
+        default="mlp", description="dense layers alone, or two convolutions before them"
+    )
+    hidden: Count = Field(default=256, description="units of each hidden dense layer")
+    layers: Count = Field(default=2, description="hidden dense layers (mlp; a cnn has one)")
+    channels: Count = Field(
+        default=16, description="channels of the first convolution, half those of the second (cnn)"
+    )
+
+
+class ImagesConfig(RunConfig):
+    """A whole run of a classifier of images."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "format": "scalify (null for plain; storage, products and gradients are the formats)",
+        "train.epochs": "train.steps",
+        "optimizer.momentum": "optimizer.b1",
+    }
+
+    recipe: Literal["images"] = Field(description="which recipe this config is of")
+    data: ImageDataConfig = Field(description="the images, their labels and batches")
+    model: ImageModelConfig = Field(
+        default_factory=ImageModelConfig, description="the shape of the model"
+    )
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(
+            name="sgd", learning_rate=0.05, schedule="constant", umup=False
+        ),
+        description="the optimizer and its schedule",
+    )
+
+    @property
+    def loss_unit(self) -> str:
+        return "image"
+
+    @model_validator(mode="after")
+    def _plain_models(self) -> Self:
+        if self.policy != "float32":
+            raise ValueError(
+                "policy is of unitscale models; these are plain ones, whose formats are those of "
+                f"scalify; got {self.policy}; set policy float32, and scalify instead"
+            )
+        if self.optimizer.umup:
+            raise ValueError("optimizer.umup is for unitscale models; set optimizer.umup false")
+        return self

@@ -1,0 +1,98 @@
+"""What a trained model is worth: its validation loss, and its outputs for whoever scores them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from unitscale import to_array
+
+from ..atomic import write_whole
+from ..config import RunConfig, ScalifyConfig
+from .batch import loss_inputs
+from .scaling import fed, plain, scaled, under
+
+SCORES = "scores.json"
+"""The file of scores in a run's folder."""
+_IN_BITS = ("token", "character")  # whose losses the literature gives in bits too
+
+
+def make_evaluation(
+    graphdef: nnx.GraphDef, scalify: ScalifyConfig | None = None
+) -> Callable[..., jax.Array]:
+    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
+
+    def loss(params, rest, batch):
+        model = nnx.merge(graphdef, params, rest)
+        return model.loss(*loss_inputs(batch), deterministic=True)
+
+    @jax.jit
+    def evaluate(params, rest, batch):
+        return plain(scalify, under(scalify, loss)(params, rest, fed(scalify, batch)))
+
+    return evaluate
+
+
+def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
+    """Mean loss over batches of one size, in nats; waits for the device once."""
+    losses = [evaluate(params, rest, batch) for batch in batches]
+    return float(jnp.mean(jnp.stack(losses)))
+
+
+def predict(
+    model: nnx.Module, batches: Iterable[tuple[Any, ...]], scalify: ScalifyConfig | None = None
+) -> np.ndarray:
+    """Float32 outputs of a model for the inputs of all batches, one after another, dropout off.
+
+    Args:
+      model: Called as `model(*inputs, deterministic=True)`.
+      batches: Inputs, in batches of one size.
+      scalify: Formats to run it in, or None.
+    """
+    graphdef, state = nnx.split(model)
+    state = scaled(scalify, state)
+
+    def outputs(state, inputs):
+        return nnx.merge(graphdef, state)(*inputs, deterministic=True)
+
+    @jax.jit
+    def run(state, inputs):
+        return to_array(under(scalify, outputs)(state, fed(scalify, inputs))).astype(jnp.float32)
+
+    return np.concatenate(jax.device_get([run(state, batch) for batch in batches]))
+
+
+def save_scores(folder: Path, scores: dict[str, float]) -> dict[str, float]:
+    """Leaves scores, if there are any, in `SCORES` of a run's folder; returns them."""
+    if scores:
+        write_whole(folder / SCORES, json.dumps(scores, indent=1) + "\n")
+    return scores
+
+
+def shown_scores(scores: dict[str, float]) -> str:
+    """Scores in words.
+
+    Example:
+      >>> shown_scores({"f1": 91.25, "exact_match": 84.0})
+      'f1 91.25, exact match 84'
+    """
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
+
+
+def shown(config: RunConfig, loss: float) -> str:
+    """A loss of a run in words.
+
+    Example:
+      >>> shown(RunConfig(recipe="gpt", name="a"), 2.0)
+      '2.0000 nats per example'
+    """
+    bits = f", {loss / math.log(2):.4f} bits" if config.loss_unit in _IN_BITS else ""
+    return f"{loss:.4f} nats per {config.loss_unit}{bits}"

@@ -1,0 +1,152 @@
+"""A run's folder: made once, and resumed only by the config that made it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from ..atomic import write_whole
+from ..config import RunConfig
+from ..errors import RecipeError
+from .convert import FORMAT_KEYS
+
+Config = TypeVar("Config", bound=RunConfig)
+
+# Runs and caches may be moved, and runs resumed on other devices: these say nothing about what
+# they hold.
+_FREE = ("train.runs_dir", "data.cache_dir", "mesh.data", "mesh.fsdp", "mesh.tensor")
+
+
+def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
+    """Makes the folder of a run, or opens the one that an earlier start of the same run made.
+
+    Args:
+      config: Its `name` and `train.runs_dir` say where; it is written there as `config.yaml`.
+      fresh: Moves an existing folder aside, to `<name>.old-1` and so on.
+      convert: Lets the number formats of the run change.
+
+    Returns:
+      The folder.
+
+    Raises:
+      RecipeError: The folder belongs to another config, is no run, or cannot be written.
+    """
+    folder = run_folder(config)
+    try:
+        if fresh and folder.exists():
+            folder.rename(_free_name(folder))
+        if folder.exists():
+            _check_same(config, folder, free=FORMAT_KEYS if convert else ())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.yaml", dump_config(config))
+    except OSError as error:
+        raise RecipeError(
+            f"train.runs_dir: cannot write the run folder {folder}: {error.strerror}; "
+            "free space, change its permissions, or set train.runs_dir to another folder"
+        ) from error
+    return folder
+
+
+def existing_run(config: RunConfig) -> Path:
+    """The folder of a run that has been trained, for evaluation and generation.
+
+    Raises:
+      RecipeError: There is none, or its model is not the one of this config.
+    """
+    folder = run_folder(config)
+    if not (folder / "config.yaml").exists():
+        raise RecipeError(
+            f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
+            "that exists"
+        )
+    _check_same(config, folder, sections=("model", "policy"))
+    return folder
+
+
+def written_config(folder: Path, kind: type[Config]) -> Config:
+    """The config of the run in a folder.
+
+    Raises:
+      RecipeError: There is none, or one of another recipe or version.
+    """
+    path = folder / "config.yaml"
+    try:
+        return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise RecipeError(
+            f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "
+            "folder of such a run"
+        ) from error
+
+
+def run_folder(config: RunConfig) -> Path:
+    return Path(config.train.runs_dir) / config.name
+
+
+def _check_same(
+    config: RunConfig,
+    folder: Path,
+    sections: tuple[str, ...] | None = None,
+    free: tuple[str, ...] = (),
+) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        if folder.is_dir() and not any(folder.iterdir()):
+            return
+        raise RecipeError(
+            f"name: {folder} exists but is not a run (it has no config.yaml); change name"
+        )
+    old = yaml.safe_load(path.read_text(encoding="utf-8"))
+    new = config.model_dump()
+    if not isinstance(old, dict):
+        raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
+    # A key that is newer than the run had its default.
+    with contextlib.suppress(ValidationError):
+        old = type(config).model_validate(old).model_dump()
+    before, after = flatten(old), flatten(new)
+    keys = [key for key in after if sections is None or key.split(".")[0] in sections]
+    if sections is None:
+        keys += [key for key in before if key not in after]
+    free = (*_FREE, *free)
+    keys = [key for key in keys if not key.startswith(free)]
+    changed = [key for key in keys if before.get(key) != after.get(key)]
+    if changed:
+        listed = "\n".join(f"  {key}: {before.get(key)} -> {after.get(key)}" for key in changed)
+        convertible = all(key.startswith(FORMAT_KEYS) for key in changed)
+        raise RecipeError(
+            f"name: {folder} holds a run of another config:\n{listed}\nchange name to start a "
+            "new run, use the config of that run to resume it, or pass --fresh to move it aside"
+            + (", or --convert to go on in these formats" if convertible else "")
+        )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _free_name(folder: Path) -> Path:
+    number = 1
+    while (free := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    return free
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML, every key written out.
+
+    Example:
+      >>> dump_config(RunConfig(recipe="gpt", name="demo")).splitlines()[:2]
+      ['recipe: gpt', 'name: demo']
+    """
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)

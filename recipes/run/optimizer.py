@@ -1,0 +1,89 @@
+"""The optimizer that a config describes, as one optax transformation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
+
+from ..config import OptimizerConfig, RunConfig
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step: linear warm-up from 0, then the schedule down to `final_fraction`.
+
+    Example:
+      >>> schedule = make_schedule(OptimizerConfig(learning_rate=1.0, schedule="linear"), 100)
+      >>> float(schedule(0)), round(float(schedule(100)), 3)
+      (1.0, 0.1)
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    last = peak * config.final_fraction
+    falling = {
+        "cosine": optax.cosine_decay_schedule(peak, steps - warmup, config.final_fraction),
+        "linear": optax.linear_schedule(peak, last, steps - warmup),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    if not warmup:
+        return falling
+    rising = optax.linear_schedule(0.0, peak, warmup)
+    return optax.join_schedules([rising, falling], [warmup])
+
+
+def make_optimizer(
+    config: RunConfig, params: Any
+) -> optax.GradientTransformation | ScaledTransformation:
+    """The update rule with clipping, schedule and weight decay, in the formats of the config.
+
+    Args:
+      config: The whole config; the schedule ends at `train.steps`.
+      params: The model's `nnx.Param` state, which tells which parameters decay (those with two or
+        more axes: not norms and biases).
+
+    Returns:
+      An optax transformation for gradients of the same tree. Where the config names formats of
+      weights or moments, it is one of `unitscale.optim.scaled`, for `scale_params(params)`.
+    """
+    settings = config.optimizer
+    schedule = make_schedule(settings, config.train.steps)
+    decays = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+    if settings.name == "sgd":
+        rule = optax.sgd(schedule, momentum=settings.b1 or None)
+    elif settings.name == "adam" or settings.umup:
+        rule = optax.adam(schedule, b1=settings.b1, b2=settings.b2, eps=settings.eps)
+    else:
+        rule = optax.adamw(
+            schedule,
+            b1=settings.b1,
+            b2=settings.b2,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            mask=decays,
+        )
+    if settings.umup:
+        rule = umup(
+            rule,
+            params,
+            optimizer="sgd" if settings.name == "sgd" else "adam",
+            multipliers=settings.multipliers.model_dump(),
+        )
+    chain: list[optax.GradientTransformation] = [rule]
+    if settings.clip_norm is not None:
+        chain.insert(0, optax.clip_by_global_norm(settings.clip_norm))
+    if settings.umup and settings.weight_decay:
+        # After the learning rates: the share of a weight that a step removes depends on neither
+        # them nor the schedule.
+        chain.append(independent_weight_decay(settings.weight_decay, decays))
+    if not settings.scaled:
+        return optax.chain(*chain)
+    first, second = settings.moments or (None, None)
+    return scaled(
+        optax.chain(*chain),
+        weights=settings.weights,
+        moments=(first, second),
+        rounding=settings.rounding,
+        key=config.seed,
+    )

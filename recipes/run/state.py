@@ -1,0 +1,154 @@
+"""What training changes from step to step, and how it is made and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from unitscale.optim import ScaledTransformation
+from unitscale.parallel import AutoScale
+
+from ..config import TOKENIZER_FILE, DataConfig, RunConfig, SequenceConfig, TokenizerConfig
+from ..errors import RecipeError
+from .checkpoint import Checkpoints, Restored
+from .convert import convert, formats, with_formats
+from .folder import existing_run, written_config
+from .loss_scale import LossScale
+from .optimizer import make_optimizer
+from .placement import place
+from .recipe import recipe_of
+from .scaling import scaled
+
+Run = TypeVar("Run", bound=RunConfig)
+
+
+class Skips(NamedTuple):
+    """Steps left out, as their loss or gradient was not finite: in all, and since a good one."""
+
+    total: jax.Array
+    in_a_row: jax.Array
+
+
+class TrainState(NamedTuple):
+    """All that a step changes: parameters, other model state (PRNG), optimizer, steps done."""
+
+    params: nnx.State
+    rest: nnx.State
+    opt_state: optax.OptState
+    step: jax.Array
+    auto: AutoScale | None = None  # of gradients that are exchanged in FP8
+    skips: Skips | None = None  # where steps may be left out
+    loss_scale: LossScale | None = None  # of one that follows the gradients
+
+
+def init_state(
+    config: RunConfig,
+) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
+    """The model's structure, its optimizer, and the state before the first step."""
+    graphdef, params, rest = nnx.split(recipe_of(config).build(config), nnx.Param, ...)
+    optimizer = make_optimizer(config, params)
+    if isinstance(optimizer, ScaledTransformation):
+        params = optimizer.scale_params(params)
+    none = jnp.zeros((), jnp.int32)
+    skips = Skips(none, none.copy()) if config.optimizer.skip_nonfinite else None
+    narrow = config.mesh is not None and (config.mesh.gradients or "").startswith("float8")
+    auto = AutoScale.create(params) if narrow else None
+    loss_scale = LossScale.create() if config.optimizer.loss_scale == "dynamic" else None
+    opt_state = optimizer.init(params)
+    state = TrainState(params, rest, opt_state, none.copy(), auto, skips, loss_scale)
+    return graphdef, optimizer, scaled(config.scalify, state)
+
+
+def restore(
+    config: RunConfig,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    mesh: Mesh | None,
+    say: Callable[[str], None],
+) -> Restored | None:
+    """The newest whole checkpoint of a run, in the formats of its config and spread over its mesh.
+
+    Args:
+      config: The run; the mesh and the formats may differ from those of the checkpoint.
+      checkpoints: Of its folder.
+      state: As `init_state` made it and `place` spread it.
+      mesh: Of the config.
+      say: Called with a line for each damaged checkpoint, and for other formats.
+
+    Raises:
+      RecipeError: As `Checkpoints.restore`.
+    """
+
+    def is_same(facts: dict[str, Any]) -> bool:
+        return facts.get("formats", formats(config)) == formats(config)
+
+    def like(facts: dict[str, Any]) -> TrainState:
+        if is_same(facts):
+            return state
+        return place(init_state(with_formats(config, facts["formats"]))[2], mesh)
+
+    restored = checkpoints.restore(like, say)
+    if restored is None or is_same(restored.facts):
+        return restored
+    say(f"continuing in other formats than those of the checkpoint of step {restored.step}")
+    written = with_formats(config, restored.facts["formats"])
+    _, optimizer, first = init_state(config)
+    converted = convert(restored.state, written, config, optimizer, first)
+    return restored._replace(state=place(converted, mesh))
+
+
+def with_run_tokenizer(config: Run) -> Run:
+    """A config with the tokenizer that its run was trained with, whatever its own says.
+
+    Args:
+      config: Names the run.
+
+    Raises:
+      RecipeError: No such run, or one of another model.
+    """
+    folder = existing_run(config)
+    trained = written_config(folder, type(config))
+    if not isinstance(config.data, DataConfig) or not isinstance(trained.data, DataConfig):
+        return config
+    tokenizer = (
+        TokenizerConfig()
+        if trained.data.tokenizer.kind == "byte"
+        else TokenizerConfig(kind="file", path=str(folder / TOKENIZER_FILE))
+    )
+    data = config.data.model_copy(update={"tokenizer": tokenizer})
+    return config.model_copy(update={"data": data})
+
+
+def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
+    """The model of a run, from its newest whole checkpoint; nothing on disk is changed.
+
+    Args:
+      config: Names the run; its model and policy must be the run's.
+      say: Called with a line for each damaged checkpoint that was passed over.
+
+    Raises:
+      RecipeError: No such run, one of another model, or one without a whole checkpoint.
+    """
+    folder = existing_run(config)
+    trained = written_config(folder, type(config)).resumed
+    longest, data = trained.longest, config.data
+    if longest is not None and isinstance(data, SequenceConfig) and data.sequence_length > longest:
+        raise RecipeError(
+            f"data.sequence_length: the run in {folder} learned {longest} positions; got "
+            f"{data.sequence_length}; use at most {longest}"
+        )
+    graphdef, _, state = init_state(trained)
+    checkpoints = Checkpoints(folder, read_only=True)
+    try:
+        restored = restore(trained, checkpoints, state, None, say)
+    finally:
+        checkpoints.close()
+    if restored is None:
+        raise RecipeError(f"name: the run in {folder} has no checkpoint yet; train it first")
+    return graphdef, restored.state

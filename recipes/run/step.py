@@ -1,0 +1,153 @@
+"""One training step: loss, gradients, their exchange between devices, update."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from unitscale.core import widen_data
+from unitscale.optim import ScaledTransformation, value_gradients
+from unitscale.parallel import all_reduce, batch_axes
+from unitscale.quant import AmaxState, QuantState
+
+from ..config import OptimizerConfig, ScalifyConfig
+from .batch import loss_inputs
+from .scaling import fed, plain, under
+from .state import Skips, TrainState
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    scalify: ScalifyConfig | None = None,
+    *,
+    settings: OptimizerConfig | None = None,
+    mesh: Mesh | None = None,
+    exchange: str | None = None,
+):
+    """The compiled step `(state, batch, index) -> (state, metrics)`.
+
+    Args:
+      graphdef: Of a model of `recipes.run.recipe`.
+      optimizer: Of its parameters.
+      scalify: Formats to run the step in under `unitscale.scalify`, or None.
+      settings: What they say of steps that are not finite and of a loss scale; the rest is the
+        optimizer's.
+      mesh: Of the exchange.
+      exchange: Format that the devices of the mesh exchange gradients in; None leaves them to XLA.
+
+    Returns:
+      A function of a `TrainState`, whose memory is reused, a batch (see `recipes.run.batch`), and
+      the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
+      not finite, the state comes back as it went in; of a step that is left out it comes back with
+      the step counted.
+    """
+
+    settings = OptimizerConfig() if settings is None else settings
+
+    def loss_and_rest(params, amax, rest, batch, scale):
+        model = nnx.merge(graphdef, params, amax, rest, copy=True)
+        loss = model.loss(*loss_inputs(batch), deterministic=False)
+        rest = nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
+        return loss if scale is None else loss * scale, (loss, rest)
+
+    by_params_and_amax = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+
+    def compute(params, amax, rest, batch, scale):
+        params = widen_data(params)
+        (_, aux), (grads, seen) = by_params_and_amax(params, amax, rest, batch, scale)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g / scale, grads)
+        return *aux, grads, seen
+
+    def differentiate(params, amax, rest, batch, scale, auto):
+        return *compute(params, amax, rest, batch, scale), auto
+
+    if exchange is not None:
+        if mesh is None:
+            raise ValueError("recipes.run.step.make_train_step: exchange needs mesh; got None")
+        differentiate = _exchanged(compute, mesh, exchange)
+
+    constant = settings.loss_scale if isinstance(settings.loss_scale, float) else None
+
+    def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
+        amax, rest = nnx.split_state(state.rest, AmaxState, ...)
+        follows = state.loss_scale
+        scale = constant if follows is None else follows.value
+        loss, rest, grads, seen, auto = differentiate(
+            state.params, amax, rest, batch, scale, state.auto
+        )
+        # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
+        amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=_is_amax)
+        rest = nnx.merge_state(amax, rest)
+        norm = optax.tree.norm(value_gradients(grads, state.params))
+        params: Any
+        if isinstance(optimizer, ScaledTransformation):
+            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
+        else:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        due, finite = state.step == index, jnp.isfinite(loss) & jnp.isfinite(norm)
+        skips, kept = state.skips, state
+        if follows is not None:
+            follows = follows.after(finite, settings.loss_scale_interval)
+            counted = state._replace(step=state.step + 1, loss_scale=follows)
+            kept = _select(due & ~finite, counted, state)
+        elif skips is not None:
+            left_out = Skips(skips.total + 1, skips.in_a_row + 1)
+            counted = state._replace(step=state.step + 1, skips=left_out)
+            tolerated = skips.in_a_row < settings.skip_nonfinite
+            kept = _select(due & ~finite & tolerated, counted, state)
+            skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
+        fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips, follows)
+        return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
+
+    def run(state: TrainState, batch: jax.Array, index: jax.Array):
+        state, values = under(scalify, train_step)(state, fed(scalify, batch), index)
+        return state, plain(scalify, values)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def _exchanged(compute: Any, mesh: Mesh, dtype: str):
+    """Each device differentiates the loss of its share of the batch; gradients are averaged."""
+    axes, whole = batch_axes(mesh), PartitionSpec()
+
+    def local(params, amax, rest, batch, scale, auto):
+        # Dropout is another on every device; the keys that come back are the same.
+        keys, counts = nnx.split_state(rest, nnx.RngKey, ...)
+        device = lax.axis_index(axes)
+        own = jax.tree.map(lambda key: jax.random.fold_in(key, device), keys)
+        rest = nnx.merge_state(own, counts)
+        loss, rest, grads, seen = compute(params, amax, rest, batch, scale)
+        _, counts = nnx.split_state(rest, nnx.RngKey, ...)
+        if auto is None:
+            grads = all_reduce(grads, axes, dtype)
+        else:
+            grads, auto = auto.all_reduce(grads, axes, dtype)
+        rest, seen = nnx.merge_state(keys, counts), lax.psum(seen, axes)
+        return lax.pmean(loss, axes), rest, grads, seen, auto
+
+    # Unchecked, so that gradients of replicated parameters stay those of this device.
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(whole, whole, whole, PartitionSpec(axes), whole, whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+
+
+def _select(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
+
+
+def _is_amax(node: Any) -> bool:
+    return isinstance(node, QuantState)

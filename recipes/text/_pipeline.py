@@ -1,0 +1,149 @@
+"""Windows of tokens in a seeded order, as a grain pipeline whose position can be saved.
+
+Training draws windows that start at any token, each once per epoch in an order that the seed
+decides. Validation reads the end of the text once, in windows that do not overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..batches import Batches, training_batches, validation_batches
+from ..config import DataConfig
+from ..errors import RecipeError
+from ._sources import describe_sources
+from ._tokenizer import ByteTokenizer, Tokenizer
+from ._tokens import tokenize
+from ._vocabulary import open_tokenizer, save_tokenizer
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Window i is `length + 1` tokens from token i * stride: inputs and, one further, targets."""
+
+    tokens: np.ndarray
+    length: int
+    stride: int
+
+    def __len__(self) -> int:
+        return max(0, (self.tokens.size - 1 - self.length) // self.stride + 1)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = index * self.stride
+        return self.tokens[start : start + self.length + 1].astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens for training and validation, and the batches cut from them.
+
+    Args:
+      train_tokens: Ids (tokens,).
+      validation_tokens: Ids (tokens,).
+      sequence_length: Inputs of a window; it has one token more.
+      batch_size: Windows of a batch, over all processes.
+      tokenizer: Of the ids.
+    """
+
+    train_tokens: np.ndarray
+    validation_tokens: np.ndarray
+    sequence_length: int
+    batch_size: int
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+
+    @property
+    def summary(self) -> str:
+        """How much there is to learn from, in words."""
+        return f"{self.train_tokens.size:,} training tokens"
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two corpora hold the same tokens, split in the same place."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256(self.train_tokens.data)
+        digest.update(b"|")
+        digest.update(self.validation_tokens.data)
+        return digest.hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Leaves the tokenizer in the run's folder."""
+        save_tokenizer(self.tokenizer, folder)
+
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+        """Shuffled batches for ever, reshuffled every epoch.
+
+        Args:
+          seed: Decides the order.
+          process: Which of the processes asks, from 0.
+          processes: Number of processes that share each batch; divides `batch_size`.
+
+        Raises:
+          ValueError: The processes do not divide the batch.
+        """
+        # Grain shuffles at most 2**32 elements.
+        stride = 1 + self.train_tokens.size // 2**32
+        windows = _Windows(self.train_tokens, self.sequence_length, stride)
+        return training_batches(
+            windows, seed, self.batch_size, process=process, processes=processes
+        )
+
+    def validation(self, batches: int | None = None) -> Iterator[np.ndarray]:
+        """Validation batches (batch, length + 1), the same ones each time.
+
+        Args:
+          batches: How many; None for all.
+        """
+        windows = _Windows(self.validation_tokens, self.sequence_length, self.sequence_length)
+        return validation_batches(windows, self.batch_size, batches)
+
+
+def load_corpus(
+    config: DataConfig,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = print,
+) -> Corpus:
+    """Tokenizes the text of a config, or finds its tokens in the cache, and splits them.
+
+    Args:
+      config: The `data` section.
+      tokenizer: Turns the text into ids; by default the one that the config asks for.
+      say: Called with a line about a tokenizer that is trained, and about a damaged cache.
+
+    Returns:
+      The corpus. Validation is the last `validation_fraction` of the tokens.
+
+    Raises:
+      RecipeError: The text is missing, empty, not UTF-8, malformed, shorter than one sequence, or
+        has fewer sequences than a batch; or the cache cannot be written.
+    """
+    tokenizer = open_tokenizer(config, say) if tokenizer is None else tokenizer
+    tokens = tokenize(config, tokenizer, say).ids
+    split = tokens.size - round(tokens.size * config.validation_fraction)
+    parts = tokens[:split], tokens[split:]
+    corpus = Corpus(*parts, config.sequence_length, config.batch_size, tokenizer)
+    source = describe_sources(config)
+    length = config.sequence_length
+    for part, part_tokens in zip(("training", "validation"), parts, strict=True):
+        if part_tokens.size < length + 1:
+            raise RecipeError(
+                f"data.sequence_length: one sequence needs {length + 1} tokens, its targets "
+                f"included; the {part} part of {source} has {part_tokens.size} of the "
+                f"{tokens.size} tokens; use more text, a shorter data.sequence_length, or another "
+                f"data.validation_fraction ({config.validation_fraction})"
+            )
+    sequences = (split - 1) // length
+    if sequences < config.batch_size:
+        raise RecipeError(
+            f"data.batch_size: expected at most the {sequences} sequences of {length} tokens that "
+            f"{source} has for training; got {config.batch_size}; use more text or a smaller batch"
+        )
+    return corpus

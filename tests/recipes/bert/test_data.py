@@ -1,0 +1,140 @@
+"""Pairs of segments with hidden tokens: layout, draws, shards, and positions that come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes.bert.data import MaskedCorpus, Vocabulary, load_masked_corpus
+from recipes.errors import RecipeError
+from recipes.text import ByteTokenizer
+
+from ..masked import bert_config, write_bert
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("bert"))
+
+
+def load(path: Path, *overrides: str) -> MaskedCorpus:
+    return load_masked_corpus(bert_config(path, *overrides))
+
+
+def whole(batch) -> np.ndarray:
+    """The ids of a batch with its hidden tokens put back."""
+    ids, _, positions, targets, counts = batch[:5]
+    ids = ids.copy()
+    for row in range(len(ids)):
+        ids[row, positions[row][counts[row]]] = targets[row][counts[row]]
+    return ids
+
+
+def texts(data: MaskedCorpus, batch) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The two segments of each sequence."""
+    found = []
+    for ids, segments in zip(whole(batch), batch[1], strict=True):
+        assert ids[0] == data.vocabulary.first
+        assert ids[-1] == data.vocabulary.end
+        cut = int(segments.sum())
+        assert ids[-cut - 1] == data.vocabulary.end
+        np.testing.assert_array_equal(segments, np.arange(ids.size) >= ids.size - cut)
+        found.append((ids[1 : -cut - 1], ids[-cut:-1]))
+    return found
+
+
+def test_segments_follow_one_another_in_the_text(path: Path) -> None:
+    data = load(path)
+    batch = next(data.training(0))
+    assert [part.shape for part in batch] == [(4, 16), (4, 16), (4, 2), (4, 2), (4, 2)]
+    text = data.corpus.train_tokens.astype(np.int32)
+    places = np.lib.stride_tricks.sliding_window_view(text, 13)
+    for left, right in texts(data, batch):
+        assert left.size > 0
+        assert right.size > 0
+        assert data.vocabulary.begins[left[0]]
+        assert data.vocabulary.begins[right[0]]
+        assert (places == np.concatenate([left, right])).all(-1).any()
+
+
+def test_special_tokens_are_not_hidden(path: Path) -> None:
+    data = load(path, "data.masking.share=0.9")
+    for _, batch in zip(range(20), data.training(0), strict=False):
+        assert not data.vocabulary.special[batch[3][batch[4]]].any()
+
+
+def test_whole_words_are_hidden_whole(path: Path) -> None:
+    words = "data.masking={share: 0.4, masked: 1.0, random: 0.0, whole_words: true}"
+    data = load(path, words)
+    seen = 0
+    for _, batch in zip(range(20), data.training(0), strict=False):
+        for ids, hidden in zip(whole(batch), batch[0] == data.vocabulary.mask, strict=True):
+            inside = ~data.vocabulary.begins[ids]
+            np.testing.assert_array_equal(hidden[1:][inside[1:]], hidden[:-1][inside[1:]])
+            seen += inside.sum()
+    assert seen
+
+
+@pytest.mark.parametrize("pairs", ["next_sentence", "sentence_order"])
+def test_the_answer_says_what_was_done_to_the_pair(path: Path, pairs: str) -> None:
+    data = load(path, f"data.pairs={pairs}")
+    text = data.corpus.train_tokens.astype(np.int32)
+    places = np.lib.stride_tricks.sliding_window_view(text, 13)
+    answers, agree = [], []
+    for _, batch in zip(range(25), data.training(0), strict=False):
+        for (left, right), answer in zip(texts(data, batch), batch[5], strict=True):
+            turned = [right, left] if pairs == "sentence_order" and answer else [left, right]
+            agree.append((places == np.concatenate(turned)).all(-1).any())
+            answers.append(int(answer))
+    answers, agree = np.array(answers), np.array(agree)
+    assert 0.3 < answers.mean() < 0.7  # of 100 fair draws: four standard deviations
+    if pairs == "sentence_order":
+        assert agree.all()
+    else:
+        np.testing.assert_array_equal(agree[answers == 0], True)
+        assert agree[answers == 1].mean() < 0.5
+
+
+def test_masks_are_drawn_anew_each_epoch_and_fixed_in_validation(path: Path) -> None:
+    data = load(path, "data.max_bytes=2000", "data.batch_size=1")
+    epoch = len(data._windows(data.corpus.train_tokens, 1))
+    batches = data.training(0)
+    drawn: dict[bytes, list[bytes]] = {}
+    for _ in range(2 * epoch):
+        batch = next(batches)
+        drawn.setdefault(whole(batch).tobytes(), []).append(batch[2].tobytes())
+    assert any(len(set(positions)) > 1 for positions in drawn.values())
+    for one, other in zip(data.validation(), data.validation(), strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_saved_position_brings_back_the_same_batches(path: Path) -> None:
+    data = load(path, "data.pairs=next_sentence")
+    batches = data.training(3)
+    for _ in range(4):
+        next(batches)
+    state = batches.get_state()
+    expected = [next(batches) for _ in range(3)]
+    again = data.training(3)
+    again.set_state(state)
+    for batch in expected:
+        for a, b in zip(batch, next(again), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_processes_share_the_same_batch(path: Path) -> None:
+    data = load(path)
+    alone = next(data.training(1))
+    halves = [next(data.training(1, process=i, processes=2)) for i in range(2)]
+    for part, *shares in zip(alone, *halves, strict=True):
+        np.testing.assert_array_equal(part, np.stack(shares, 1).reshape(part.shape))
+
+
+def test_what_cannot_be_used_is_refused(path: Path) -> None:
+    with pytest.raises(RecipeError, match="expected one with the tokens"):
+        Vocabulary.of(ByteTokenizer())
+    with pytest.raises(RecipeError, match="sequence"):
+        load(path, "data.max_bytes=500")

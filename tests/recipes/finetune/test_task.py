@@ -1,0 +1,160 @@
+"""Fine-tuning a tiny pretrained BERT on both tasks, from files to scores."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from flax import nnx
+
+from recipes import train as train_module
+from recipes.bert.config import BertConfig
+from recipes.cli import main
+from recipes.text import TOKENIZER_FILE
+from recipes.errors import RecipeError
+from recipes.finetune.config import FinetuneConfig
+from recipes.finetune.pretrained import pretraining_of, tokenizer_of
+from recipes.finetune.task import SCORES, abstract_batch, build, load_data, predict
+from recipes.run.state import load_trained
+from unitscale import to_array
+
+from .masked import write_run
+from .tasks import tuned, write_tasks
+
+SGD = "optimizer={name: sgd, b1: 0.0, learning_rate: 0.05}"  # a smaller program than adam's
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained run, and two tasks."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_tasks(folder, write_run(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+
+
+def trained_parameters(config: FinetuneConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Values before training and after, by name."""
+    before = nnx.to_flat_state(nnx.state(build(config), nnx.Param))
+    after = dict(nnx.to_flat_state(load_trained(config, pytest.fail)[1].params))
+    return {
+        ".".join(map(str, path)): (
+            np.asarray(to_array(one.get_value())),
+            np.asarray(to_array(after[path].get_value())),
+        )
+        for path, one in before
+    }
+
+
+def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two words decide the label: a linear model over the first states could tell them apart."""
+    words = [str(folder / "classification.yaml"), "train.steps=60", SGD]
+    assert main(["finetune", *words]) == 0
+    said = re.split(r", |\n", capsys.readouterr().out)
+    assert {"accuracy 1", "F1 1", "Matthews correlation 1"} <= set(said), said
+    run = folder / "runs" / "classification"
+    predictions = json.loads((run / "predictions.json").read_text("utf-8"))
+    assert len(predictions) == 20
+    scores = json.loads((run / SCORES).read_text("utf-8"))
+    assert (scores["accuracy"], scores["matthews"]) == (1.0, 1.0)
+    assert (run / TOKENIZER_FILE).exists()
+    (run / "predictions.json").unlink()
+    assert main(["evaluate", *words]) == 0
+    again = capsys.readouterr().out
+    assert again.startswith("step 60  validation loss 0.")
+    assert " nats per row\n" in again
+    assert "accuracy 1" in again
+    assert json.loads((run / "predictions.json").read_text("utf-8")) == predictions
+    moved = trained_parameters(tuned(folder, "classification", *words[1:]))
+    assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
+
+
+def test_questions_are_answered_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(folder / "squad.yaml"), "policy=fp8", SGD]
+    assert main(["finetune", *words]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^exact match [\d.]+%, F1 [\d.]+%$", said, re.MULTILINE), said
+    assert "nats per end of an answer" in said
+    predictions = json.loads((folder / "runs" / "squad" / "predictions.json").read_text("utf-8"))
+    assert len(predictions) == 12
+    moved = trained_parameters(tuned(folder, "squad", *words[1:]))
+    assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
+    assert main(["finetune", *words]) == 0
+    assert "all 4 steps are done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["squad", "classification"])
+def test_weights_of_the_encoder_are_those_of_the_run(folder: Path, task: str) -> None:
+    config = tuned(folder, task)
+    model = build(config)
+    _, state = load_trained(pretraining_of(config.init), print)
+    expected = dict(nnx.to_flat_state(state.params))
+    own = nnx.to_flat_state(nnx.state(model.encoder, nnx.Param))
+    assert len(list(own)) > 10
+    for path, variable in own:
+        found = to_array(expected["encoder", *path].get_value())
+        np.testing.assert_array_equal(to_array(variable.get_value()), found)
+
+
+def test_padding_changes_no_score(folder: Path) -> None:
+    short, long = (
+        tuned(folder, "classification", f"data.sequence_length={n}", f"name=n{n}") for n in (8, 16)
+    )
+    model = build(short)
+    scores = [predict(model, load_data(config)) for config in (short, long)]
+    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["squad", "classification"])
+def test_abstract_batches_are_like_those_of_the_data(folder: Path, task: str) -> None:
+    config = tuned(folder, task)
+    expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
+    assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
+
+
+def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"init: expected the folder of a run, or .* got nowhere"):
+        build(tuned(folder, "squad", "init=nowhere"))
+    with pytest.raises(RecipeError, match="learned 32 positions; got 64"):
+        load_data(tuned(folder, "squad", "data.sequence_length=64"))
+    with pytest.raises(RecipeError, match=r"data\.batch_size: expected at most the 20 records"):
+        load_data(tuned(folder, "classification", "data.batch_size=40"))
+    with pytest.raises(RecipeError, match="scalify is for plain models"):
+        tuned(folder, "squad", "scalify={}")
+    run = folder / "runs" / "tiny-bert"
+    config = pretraining_of(str(run))
+    assert isinstance(config, BertConfig)
+    other = tmp_path / "other"
+    other.mkdir()
+    shape = config.model.model_copy(update={"vocab": 50})
+    changed = config.model_copy(update={"model": shape}).model_dump()
+    changed["data"]["tokenizer"] = {"kind": "file", "path": str(run / TOKENIZER_FILE)}
+    (other / "config.yaml").write_text(yaml.safe_dump(changed), encoding="utf-8")
+    (other / TOKENIZER_FILE).write_bytes((run / TOKENIZER_FILE).read_bytes())
+    with pytest.raises(RecipeError, match=r"at most the 50 ids of the model .* got 120"):
+        tokenizer_of(tuned(folder, "squad", f"init={other}"))
+
+
+def test_command_takes_configs_of_its_recipe_only(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["finetune", str(folder / "tiny-bert.yaml")]) == 2
+    assert "expected a config of recipe finetune; got recipe bert" in capsys.readouterr().err
+    for config, recipe in (("tiny-bert", "bert"), ("squad", "finetune")):
+        assert main(["generate", str(folder / f"{config}.yaml")]) == 2
+        assert f"expected a config of recipe gpt; got recipe {recipe}" in capsys.readouterr().err
+
+
+def test_a_run_is_described_without_its_weights(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", str(folder / "squad.yaml")]) == 0
+    assert "squad: recipe finetune, policy float32" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""The shipped configs are valid, and what the schema promises about itself holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from flax import nnx
+from pydantic import ValidationError
+
+from recipes.config.run import Policy
+from recipes.gpt import build
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config, valid_keys
+from unitscale import nn
+
+SHIPPED = sorted((Path(__file__).parents[3] / "configs" / "gpt").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_config_is_valid(path: Path) -> None:
+    assert load_config(path).name == path.stem
+
+
+def test_shipped_configs() -> None:
+    assert {path.stem for path in SHIPPED} >= {"gpt2-small", "parity", "quickstart"}
+
+
+def test_parity_is_the_documented_size() -> None:
+    config = load_config(next(path for path in SHIPPED if path.stem == "parity"))
+    shape = config.model.width, config.model.layers, config.data.sequence_length
+    assert (*shape, config.data.batch_size, config.train.steps) == (128, 4, 128, 16, 1200)
+
+
+def test_policies_are_presets_of_the_library() -> None:
+    for policy in get_args(Policy):
+        assert nn.as_policy(policy)
+
+
+def test_every_key_is_described() -> None:
+    missing = [key for key, field in valid_keys(GPTConfig) if not field.description]
+    assert not missing
+
+
+def test_config_is_frozen() -> None:
+    config = GPTConfig(name="x")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
+
+
+@pytest.mark.parametrize("library", ["unitscale", "plain"])
+def test_biases_of_linear_layers(library: str) -> None:
+    """All six linear layers of a Transformer layer have one; the readout has not."""
+    model = {"library": library, "layers": 1, "norm": "layer", "norm_eps": None}
+    optimizer = {"umup": library == "unitscale"}
+    count = {}
+    for bias in (False, True):
+        config = GPTConfig.model_validate(
+            {"name": "x", "model": model | {"bias": bias}, "optimizer": optimizer}
+        )
+        state = nnx.eval_shape(lambda config=config: nnx.state(build(config), nnx.Param))
+        names = [str(path[-1]) for path, _ in nnx.to_flat_state(state)]
+        count[bias] = names.count("bias")
+    assert count[True] - count[False] == 6

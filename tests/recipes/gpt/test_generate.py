@@ -1,0 +1,158 @@
+"""Generation through the cache draws what the uncached model would."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.config import GPTModelConfig
+from recipes.errors import RecipeError
+from recipes.gpt import model as unitscale_gpt
+from recipes.gpt.generate import Writer, generate
+from recipes.hf import plain
+from recipes.text import ByteTokenizer
+
+SHAPES = [
+    {},
+    {"positions": "learned", "norm": "layer", "mlp": "gated", "tied_readout": True},
+    {"kv_heads": 2, "mlp": "gated"},
+]
+
+
+def make(library: str, **shape: Any) -> Any:
+    config = GPTModelConfig.model_validate(
+        {"vocab": 11, "width": 16, "layers": 2, "heads": 4, "context": 12} | shape
+    )
+    rngs = nnx.Rngs(0)
+    if library == "plain":
+        model = plain.GPT(config, rngs=rngs)
+        # GPT-2's small weights make every token alike.
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        return nnx.merge(graphdef, jax.tree.map(lambda p: p * 5, params), rest)
+    return unitscale_gpt.GPT(config, policy="float32", rngs=rngs)
+
+
+def jitted(model: Any) -> Callable[..., Any]:
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def call(state, ids, cache=None):
+        out = nnx.merge(graphdef, state)(ids, cache=cache)
+        return jnp.asarray(out) if cache is None else (jnp.asarray(out[0]), out[1])
+
+    return functools.partial(call, state)
+
+
+@pytest.fixture(params=["plain", "unitscale"])
+def library(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+IDS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]], jnp.int32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["default", "learned", "grouped"])
+def test_cached_logits_are_the_uncached_ones(library: str, shape: dict[str, Any]) -> None:
+    model = make(library, **shape)
+    call = jitted(model)
+    expected = np.asarray(call(IDS))
+    cache = model.init_cache(2, 12)  # longer than needed
+    prefill, cache = call(IDS[:, :5], cache)
+    pieces = [prefill]
+    for index in range(5, 8):
+        logits, cache = call(IDS[:, index : index + 1], cache)
+        pieces.append(logits)
+    # float32 sums of at most 64 terms in another order, two layers deep
+    tolerance = 64 * np.finfo(np.float32).eps * np.abs(expected).max()
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=tolerance, rtol=0)
+
+
+def test_greedy_is_argmax_of_the_uncached_model(library: str) -> None:
+    model = make(library)
+    call = jitted(model)
+    expected = np.zeros((2, 9), np.int32)  # of one shape; what is yet to come is not looked at
+    expected[:, :3] = IDS[:, :3]
+    for end in range(3, 9):
+        expected[:, end] = np.asarray(call(jnp.asarray(expected)))[:, end - 1].argmax(-1)
+    out = generate(model, IDS[:, :3], tokens=6, key=jax.random.key(0), temperature=0.0)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_draws_follow_the_softmax(library: str) -> None:
+    """Frequencies of the first token over many copies of one prompt."""
+    model = make(library)
+    prompt = jnp.tile(IDS[:1, :4], (4000, 1))
+    logits = jitted(model)(prompt[:1])[0, -1].astype(jnp.float32)
+    for temperature, top_k in ((1.0, None), (2.0, 3)):
+        out = generate(
+            model, prompt, tokens=1, key=jax.random.key(1), temperature=temperature, top_k=top_k
+        )
+        kept = logits if top_k is None else jnp.where(logits >= jnp.sort(logits)[-3], logits, -1e9)
+        expected = np.asarray(jax.nn.softmax(kept / temperature))
+        found = np.bincount(np.asarray(out[:, -1]), minlength=11) / 4000
+        # five standard errors of a frequency
+        assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / 4000)).all()
+
+
+def test_the_key_decides(library: str) -> None:
+    model = make(library)
+    one, same, other = (
+        generate(model, IDS[:, :2], tokens=9, key=jax.random.key(seed)) for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+
+
+def test_stops_at_the_longest_length() -> None:
+    model = make("plain", positions="learned")
+    key = jax.random.key(0)
+    assert generate(model, IDS, tokens=100, key=key, max_length=12).shape == (2, 12)
+    assert generate(model, IDS, tokens=100, key=key, max_length=8).shape == (2, 8)
+    assert generate(model, IDS, tokens=2, key=key, max_length=12).shape == (2, 10)
+    assert generate(model, IDS, tokens=0, key=key).shape == (2, 8)
+
+
+WRONG = [
+    ({"prompt": IDS[:, :0]}, r"prompt must be \(batch, time\) with time at least 1; got \(2, 0\)"),
+    ({"prompt": IDS[0]}, r"prompt must be \(batch, time\) .*got \(8,\)"),
+    ({"max_length": 7}, r"the prompt has 8 tokens, more than max_length 7; shorten the prompt"),
+    ({"temperature": -1.0}, r"temperature must be at least 0 .*; got -1\.0 and None"),
+    ({"top_k": 0}, r"top_k at least 1; got 1\.0 and 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    settings = {"prompt": IDS, "tokens": 3, "key": jax.random.key(0)} | arguments
+    with pytest.raises(ValueError, match=message):
+        generate(make("plain"), settings.pop("prompt"), **settings)
+
+
+def test_text_goes_on_past_the_context() -> None:
+    model = make("plain", vocab=256, positions="learned")
+    tokenizer = ByteTokenizer()
+    writer, settings = Writer(model, tokenizer, 12), {"seed": 0, "temperature": 0.0}
+    text = writer("a prompt longer than it", tokens=40, **settings)
+    assert text.startswith("a prompt longer than it")
+    # greedy: the first 1 token sees the last 11 of the prompt
+    first = generate(
+        model,
+        jnp.asarray(tokenizer.encode("a prompt longer than it")[-11:].astype(np.int32))[None],
+        tokens=1,
+        key=jax.random.key(0),
+        temperature=0.0,
+    )
+    one = writer("a prompt longer than it", tokens=1, **settings)
+    assert one == "a prompt longer than it" + tokenizer.decode(np.asarray(first)[0, -1:])
+
+
+def test_text_needs_a_context_of_two() -> None:
+    with pytest.raises(RecipeError, match="needs a context of at least 2; got 1"):
+        Writer(make("plain"), ByteTokenizer(), 1)("x", tokens=1, seed=0)

@@ -1,0 +1,116 @@
+"""GPT-2 from a Hugging Face folder on the command line: generated from, and tuned in FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes.cli import main
+from recipes.registry import load_config
+from recipes.hf import load
+from recipes.run.state import load_trained
+from tests.recipes.hf import FIXTURES, copied, one_layer
+
+from .conftest import TEXT
+
+Captured = pytest.CaptureFixture[str]
+SHIPPED = Path(__file__).parents[2] / "configs" / "gpt2" / "finetune.yaml"
+FOLDER = FIXTURES / "gpt2"
+
+
+def words(folder: Path, init: Path = FOLDER) -> list[str]:
+    """The shipped config with a small text, two steps, and the folder to start from."""
+    (folder / "text.txt").write_text(TEXT, "utf-8")
+    return [
+        str(SHIPPED),
+        f"init={init}",
+        f"data.path={folder / 'text.txt'}",
+        "data.sequence_length=8",
+        "data.batch_size=2",
+        f"train.runs_dir={folder / 'runs'}",
+        "train.steps=2",
+        "train.log_every=1",
+        "train.sample_tokens=0",
+        "optimizer.warmup_steps=0",
+        "optimizer.name=sgd",  # half the program of adam
+        "optimizer.b1=0.0",
+        "optimizer.learning_rate=1.0",
+    ]
+
+
+@pytest.mark.slow
+def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
+    init = one_layer(copied("gpt2", tmp_path))
+    command = words(tmp_path, init)
+    assert main(["train", *command]) == 0
+    written = tmp_path / "runs" / "finetune" / "pretrained"
+    assert f"the tuned model as a Hugging Face folder is in {written}" in capsys.readouterr().out
+    assert {file.name for file in written.iterdir()} == {
+        file.name for file in init.iterdir() if file.name != "reference.npz"
+    }
+    (init / "model.safetensors").unlink()  # the checkpoint has the weights from here on
+    config = load_config(command[0], command[1:])
+    _, state = load_trained(config, pytest.fail)
+    tuned, before = load(written), load(FOLDER)
+    table = tuned.model.embed.embedding[...]
+    np.testing.assert_array_equal(table, state.params["embed"]["embedding"].get_value().value)
+    assert np.abs(table - before.model.embed.embedding[...]).max() > 1e-3
+    assert main(["generate", *command, "--prompt", "line", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("line")
+
+
+def test_generation_from_a_folder(capsys: Captured) -> None:
+    command = ["generate", str(FOLDER), "--prompt", "The scale", "--tokens", "6"]
+    assert main([*command, "--temperature", "0"]) == 0
+    text = capsys.readouterr().out.removesuffix("\n")
+    pretrained = load(FOLDER)
+    assert pretrained.tokenizer is not None
+    prompt, ids = (pretrained.tokenizer.encode(words) for words in ("The scale", text))
+    likeliest = np.argmax(pretrained.model(ids[None])[0], axis=-1)
+    assert ids.size == prompt.size + 6
+    np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
+
+
+def test_the_shape_is_that_of_the_folder() -> None:
+    config = load_config(SHIPPED, [f"init={FOLDER}", "data.sequence_length=32"])
+    assert config.model == load(FOLDER, dropout=0.1).config
+    assert (config.model.width, config.context, config.model.dropout) == (16, 32, 0.1)
+
+
+# more arguments of train or generate, and what standard error has to say
+WRONG = [
+    (["train", "init=/nowhere"], "error: /nowhere: expected a folder of a Hugging Face model"),
+    (["train", f"init={FIXTURES / 'bert-mlm'}"], "model_type: expected 'gpt2'; got 'bert'"),
+    (["train", "model.width=32"], "model.width: expected 16, that of init"),
+    (["train", "model.widht=32"], "model.widht is not a key of the config; did you mean"),
+    (["train", "model=3"], "model (the shape of the model): expected a mapping"),
+    (["train", "data.sequence_length=33"], "context must be at least data.sequence_length; got 32"),
+    (["train", "optimizer.umup=true"], "optimizer.umup needs model.library unitscale"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_configs(
+    arguments: list[str], message: str, tmp_path: Path, capsys: Captured
+) -> None:
+    command, *rest = arguments
+    assert main([command, *words(tmp_path), *rest]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_wrong_folders(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["generate", str(FOLDER), "seed=1"]) == 2
+    assert "error: override 'seed=1': expected none, as" in capsys.readouterr().err
+    assert main(["generate", str(FIXTURES / "bert-mlm")]) == 2
+    assert "expected a task of bert" in capsys.readouterr().err
+    folder = copied("gpt2", tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert main(["generate", str(folder)]) == 2
+    assert "tokenizer.json cannot be read: No such file or directory; give the tokenizer.json" in (
+        capsys.readouterr().err
+    )
+    assert main(["generate", str(FOLDER), "--prompt", ""]) == 2
+    assert "--prompt: expected at least one character" in capsys.readouterr().err

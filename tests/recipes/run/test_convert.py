@@ -1,0 +1,120 @@
+"""A run goes on in other number formats, and back, and on other devices."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from recipes import train as train_module
+from recipes.gpt.config import GPTConfig
+from recipes.run.convert import convert, formats, with_formats
+from recipes.errors import RecipeError
+from recipes.run.state import init_state, load_trained
+from recipes.train import train
+from unitscale import to_array
+from unitscale.core import format_of
+from unitscale.quant import AmaxState
+
+MakeConfig = Callable[..., GPTConfig]
+OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
+FORMATS = {
+    "float32": (),
+    "fp8": ("policy=fp8",),
+    "fp8_delayed": ("policy=fp8_delayed",),
+    "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
+    "skips": ("optimizer.skip_nonfinite=3",),
+    "exchange": ("mesh={data: 2, gradients: float8_e4m3fn}",),
+}
+
+
+def values(tree: Any) -> Any:
+    return to_array(tree, jnp.float32)
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("source", ["float32", "6 bytes"])
+def test_values_are_carried_over(make_config: MakeConfig, source: str, target: str) -> None:
+    old, new = (make_config(*OURS, *FORMATS[name]) for name in (source, target))
+    _, _, first = init_state(old.model_copy(update={"seed": 5}))
+    saved = first._replace(step=first.step + 7)
+    _, optimizer, like = init_state(new)
+    state = convert(saved, old, new, optimizer, like)
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    assert int(state.step) == 7
+    half = format_of("float16").eps / 2 if "6 bytes" in (source, target) else 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=half, atol=half * 2**-3),
+        values(state.params),
+        values(saved.params),
+    )
+    gone, there = (nnx.to_flat_state(nnx.filter_state(s.rest, AmaxState)) for s in (saved, state))
+    assert (len(gone), len(there)) == (0, 6 if target == "fp8_delayed" else 0)
+
+
+def test_the_config_of_the_saved_state_comes_back(make_config: MakeConfig) -> None:
+    for name, words in FORMATS.items():
+        config = make_config(*OURS, *words)
+        again = with_formats(make_config(*OURS), formats(config))
+        assert formats(again) == formats(config), name
+        plain = formats(make_config(*OURS))
+        assert formats(with_formats(config, plain)) == plain, name
+
+
+def test_scalify_and_plain(make_config: MakeConfig) -> None:
+    old = make_config("scalify={storage: float16}")
+    new = make_config()
+    _, _, saved = init_state(old)
+    _, optimizer, like = init_state(new)
+    state = convert(saved, old, new, optimizer, like)
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-11, atol=2**-11),
+        state.params,
+        values(saved.params),
+    )
+    _, optimizer, back_like = init_state(old)
+    back = convert(state, new, old, optimizer, back_like)
+    jax.tree.map(np.testing.assert_array_equal, values(back.params), values(saved.params))
+
+
+@pytest.mark.slow
+def test_a_float32_run_goes_on_in_fp8_and_back(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+
+    def go_on(*words: str, convert: bool = False) -> tuple[float, str]:
+        config, said = make_config(*OURS, *words), io.StringIO()
+        outcome = train(config, convert=convert, console=Console(file=said, width=300))
+        assert outcome.validation_loss is not None
+        return outcome.validation_loss, said.getvalue()
+
+    few = ("policy=fp8", *FORMATS["6 bytes"])
+    expected, _ = go_on()
+    folder = train_module.open_run(make_config(*OURS)) / "checkpoints"
+    whole = folder.with_name("whole")
+    shutil.move(folder / "6", whole)
+    with pytest.raises(RecipeError, match=r"(?s)policy: float32 -> fp8.*or --convert to go on in"):
+        go_on(*few)
+    loss, said = go_on(*few, convert=True)
+    assert "continuing in other formats than those of the checkpoint of step 3" in said
+    assert "resuming after step 3 of 6" in said
+    assert loss != expected
+    assert loss == pytest.approx(expected, rel=0.01)
+    _, state = load_trained(make_config(*OURS, *few), print)
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float16", "float32"}
+    # Back: from the float32 checkpoint of step 3 under the config in FP8, and from FP8 itself.
+    assert go_on(convert=True)[0] == pytest.approx(loss, rel=0.01)
+    shutil.rmtree(folder / "6")
+    assert go_on()[0] == expected
+    with pytest.raises(RecipeError, match=r"seed: 0 -> 1\nchange name .* aside$"):
+        go_on("seed=1", convert=True)

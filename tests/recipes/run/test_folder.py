@@ -1,0 +1,81 @@
+"""A run's folder belongs to one config, and nothing in it is ever deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.errors import RecipeError
+from recipes.run.folder import existing_run, open_run
+
+MakeConfig = Callable[..., GPTConfig]
+
+
+def test_made_once_and_opened_again(make_config: MakeConfig) -> None:
+    config = make_config()
+    folder = open_run(config)
+    (folder / "kept").write_text("x")
+    assert open_run(config) == folder
+    assert (folder / "kept").exists()
+    assert load_config(folder / "config.yaml") == config
+
+
+def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    open_run(make_config())
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    moved = make_config(f"train.runs_dir={tmp_path / 'elsewhere'}")
+    assert open_run(moved) == existing_run(moved) == tmp_path / "elsewhere" / "tiny"
+
+
+def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None:
+    path = open_run(make_config()) / "config.yaml"
+    tree = yaml.safe_load(path.read_text("utf-8"))
+    del tree["recipe"], tree["optimizer"]["clip_norm"]
+    path.write_text(yaml.safe_dump(tree), "utf-8")
+    open_run(make_config())
+    path.write_text(yaml.safe_dump(tree), "utf-8")
+    with pytest.raises(RecipeError, match=r"optimizer\.clip_norm: None -> 1\.0"):
+        open_run(make_config("optimizer.clip_norm=1.0"))
+
+
+def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
+    open_run(make_config())
+    with pytest.raises(RecipeError) as caught:
+        open_run(make_config("seed=3", "train.steps=9"))
+    assert "  seed: 0 -> 3\n  train.steps: 6 -> 9\n" in str(caught.value)
+
+
+def test_fresh_moves_aside(make_config: MakeConfig) -> None:
+    folder = open_run(make_config())
+    for number in (1, 2):
+        (folder / "mark").write_text(str(number))
+        assert open_run(make_config("seed=9"), fresh=True) == folder
+        assert (folder.with_name(f"tiny.old-{number}") / "mark").read_text() == str(number)
+        assert not (folder / "mark").exists()
+
+
+def test_a_folder_that_is_no_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    assert open_run(make_config()) == folder  # empty: as good as none
+    (folder / "config.yaml").unlink()
+    (folder / "thesis.txt").write_text("x")
+    with pytest.raises(RecipeError, match=r"exists but is not a run .*; change name"):
+        open_run(make_config())
+    (folder / "config.yaml").write_text("- damaged")
+    with pytest.raises(RecipeError, match="is damaged; change name"):
+        open_run(make_config())
+
+
+def test_only_model_and_policy_matter_to_an_existing_run(make_config: MakeConfig) -> None:
+    with pytest.raises(RecipeError, match=r"no run at .*train it first"):
+        existing_run(make_config())
+    folder = open_run(make_config())
+    assert existing_run(make_config("data.batch_size=2", "train.steps=5")) == folder
+    with pytest.raises(RecipeError, match="policy: float32 -> float16"):
+        existing_run(make_config("policy=float16"))

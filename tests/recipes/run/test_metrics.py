@@ -1,0 +1,60 @@
+"""Metrics can be read back, by us and by TensorBoard, also after a crash and a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes.run.metrics import Metrics, read_metrics
+
+
+def scalars(folder: Path, tag: str) -> dict[int, float]:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_both_files_hold_the_same(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.write(1, loss=2.5, speed=100.0)
+    metrics.write(2, loss=1.5)
+    metrics.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 2.5, "speed": 100.0},
+        {"step": 2, "loss": 1.5},
+    ]
+    assert scalars(tmp_path, "loss") == {1: 2.5, 2: 1.5}
+
+
+def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.write(1, loss=2.5)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    assert scalars(tmp_path, "loss") == {1: 2.5}
+    metrics.close()
+
+
+def test_resuming_drops_what_is_computed_again(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    for step in (1, 2, 3):
+        metrics.write(step, loss=float(step))
+    metrics.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # the crash
+    metrics = Metrics(tmp_path, resume_step=2)
+    metrics.write(3, loss=30.0)
+    metrics.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars(tmp_path, "loss") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+def test_no_metrics_yet(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_unwritable_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Metrics(tmp_path / "missing")

@@ -1,0 +1,89 @@
+"""Saturated elements are metrics, and move scales where the config says so."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from recipes import train as train_module
+from recipes.gpt.config import GPTConfig
+from recipes.errors import RecipeError
+from recipes.run.metrics import read_metrics
+from recipes.run.monitor import monitored
+from recipes.run.state import load_trained
+from recipes.train import train
+from unitscale import nn
+from unitscale.quant import AmaxState, QuantState
+
+MakeConfig = Callable[..., GPTConfig]
+FP8 = ["model.library=unitscale", "policy=fp8", "optimizer={learning_rate: 1000.0}"]
+
+
+@pytest.fixture(autouse=True)
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+
+
+def run(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
+    """The metrics, what was said, and the states of quantized products at the end."""
+    output = io.StringIO()
+    folder = train(config, console=Console(file=output, width=200)).folder
+    _, state = load_trained(config, print)
+    own = nnx.to_flat_state(nnx.filter_state(state.rest, AmaxState))
+    rows = read_metrics(folder / "metrics.jsonl")
+    return rows, output.getvalue(), [variable.get_value() for _, variable in own]
+
+
+def shares(row: dict) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key.startswith("saturated/")}
+
+
+@pytest.mark.slow
+def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfig) -> None:
+    """Steps of this size bring weights beyond 448."""
+    plain, said_plain, none = run(make_config(*FP8, "name=plain"))
+    seen, said_seen, still = run(make_config(*FP8, "name=seen", "monitor={}"))
+    moved, said, states = run(make_config(*FP8, "name=moved", "monitor={rebalance: true}"))
+    logged = [row for row in seen if "loss" in row]
+    # query, key, value, out, up and down, three tensors each
+    assert {len(shares(row)) for row in logged} == {18}
+    assert "saturated/stack.layers.0.mlp.up.rhs" in logged[0]
+    assert all(0 <= share <= 1 for row in logged for share in shares(row).values())
+    assert max(shares(logged[-1]).values()) > 1e-4
+    # Counting changes no number, and there is none of it without a monitor.
+    assert [row["loss"] for row in plain if "loss" in row] == [row["loss"] for row in logged]
+    assert not any(map(shares, plain))
+    assert none == []
+    assert all(np.all(np.asarray(state.scale) == 1) for state in still)
+    scales = np.stack([state.scale for state in states])
+    assert np.any(scales > 1)
+    assert np.all(np.frexp(scales)[0] == 0.5)
+    assert "saturated, scale now 2\n" in said
+    assert "scale now" not in said_plain + said_seen
+    assert [row.get("loss") for row in moved] != [row.get("loss") for row in plain]
+
+
+def test_policies_without_a_scale_to_watch_are_as_they_are(make_config: MakeConfig) -> None:
+    config = make_config("model.library=unitscale", "policy=fp8_delayed", "monitor={}")
+    assert monitored(config) == nn.as_policy("fp8_delayed")
+    assert monitored(make_config(*FP8)) == nn.as_policy("fp8")
+    assert monitored(make_config(*FP8, "monitor={}")) != nn.as_policy("fp8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["policy=bfloat16", "monitor={}"], "monitor needs a policy whose scales .* got policy bf"),
+        (["policy=fp8_dynamic", "monitor={}"], "fp8 or fp8_delayed; got policy fp8_dynamic"),
+        (["policy=fp8_delayed", "monitor={rebalance: true}"], "rebalance needs policy fp8; got"),
+        (["policy=fp8", "monitor={limit: 1.5}"], "monitor.limit"),
+    ],
+)
+def test_mistakes(make_config: MakeConfig, words: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_config("model.library=unitscale", *words)

@@ -1,0 +1,123 @@
+"""Schedules and update rules are those the config names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from recipes.config import MultipliersConfig, OptimizerConfig
+from recipes.gpt.config import GPTConfig
+from recipes.run.optimizer import make_optimizer, make_schedule
+from recipes.run.state import init_state
+from unitscale.optim import ScaledTransformation
+from unitscale.rules import ROLES
+
+
+def make(**optimizer: Any) -> GPTConfig:
+    return GPTConfig.model_validate(
+        {
+            "name": "x",
+            "model": {"width": 8, "layers": 1, "heads": 2},
+            "optimizer": {"schedule": "constant", "learning_rate": 0.5} | optimizer,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"),
+    [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)],
+)
+def test_schedule(schedule: str, middle: float, last: float) -> None:
+    config = OptimizerConfig.model_validate(
+        {"learning_rate": 1.0, "warmup_steps": 10, "schedule": schedule, "final_fraction": 0.1}
+    )
+    rate = make_schedule(config, 110)
+    found = [float(np.asarray(rate(step))) for step in (0, 5, 10, 60, 110)]
+    np.testing.assert_allclose(found, [0.0, 0.5, 1.0, middle, last], rtol=1e-6)
+
+
+def updates(config: GPTConfig, params: Any, grads: Any) -> Any:
+    optimizer = make_optimizer(config, params)
+    return optimizer.update(grads, optimizer.init(params), params)[0]
+
+
+PARAMS = {"kernel": jnp.full((3, 4), 2.0), "gain": jnp.full((4,), 2.0)}
+GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
+
+
+def test_sgd_and_clipping() -> None:
+    out = updates(make(name="sgd", b1=0.0, umup=False), PARAMS, GRADS)
+    np.testing.assert_allclose(out["kernel"], -1.5)
+    out = updates(make(name="sgd", b1=0.0, umup=False, clip_norm=1.0), PARAMS, GRADS)
+    assert float(optax.tree.norm(out)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_adamw_decays_matrices_only() -> None:
+    out = updates(make(name="adamw", umup=False, weight_decay=0.1), PARAMS, GRADS)
+    np.testing.assert_allclose(out["kernel"], -0.5 * (1 + 0.1 * 2.0), rtol=1e-5)
+    np.testing.assert_allclose(out["gain"], -0.5, rtol=1e-5)
+    out = updates(make(name="adam", umup=False), PARAMS, GRADS)
+    np.testing.assert_allclose(out["kernel"], -0.5, rtol=1e-5)
+
+
+def test_decay_under_umup_depends_on_neither_learning_rate_nor_role() -> None:
+    def decay(**settings: Any) -> Any:
+        config = make(name="adamw", **settings)
+        _, _, state = init_state(config)
+        zero = jax.tree.map(jnp.zeros_like, state.params)
+        return jax.tree.map(jnp.divide, updates(config, state.params, zero), state.params)
+
+    for rate in (0.5, 0.001):
+        shares = nnx.to_pure_dict(decay(learning_rate=rate, weight_decay=0.01))
+        np.testing.assert_allclose(shares["readout"]["kernel"], -0.01, rtol=1e-5)
+        np.testing.assert_allclose(shares["embed"]["embedding"], -0.01, rtol=1e-5)
+        np.testing.assert_allclose(shares["norm"]["gain"], 0.0)
+
+
+def test_umup_gives_each_role_its_rate() -> None:
+    def rates(config) -> dict[str, float]:
+        _, _, state = init_state(config)
+        ones = jax.tree.map(jnp.ones_like, state.params)
+        out = nnx.to_pure_dict(updates(config, state.params, ones))
+        found = {"embedding": out["embed"]["embedding"], "readout": out["readout"]["kernel"]}
+        return {role: float(np.abs(update).max()) for role, update in found.items()}
+
+    # u-muP, table 2: embedding fan-out^-1/2, readout 1
+    expected = {"embedding": 0.5 * 8**-0.5, "readout": 0.5}
+    assert rates(make()) == pytest.approx(expected, rel=1e-5)
+    expected["embedding"] *= 4.0
+    assert rates(make(multipliers={"embedding": 4.0})) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_role_has_a_multiplier() -> None:
+    assert set(MultipliersConfig.model_fields) == set(ROLES)
+
+
+def test_formats_of_weights_and_moments() -> None:
+    _, optimizer, state = init_state(make(weights="float16", moments=["float8_e4m3fn", "float16"]))
+    assert isinstance(optimizer, ScaledTransformation)
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
+    assert dtypes == {"float16", "float32"}  # data and scales
+    paths = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    found = {
+        (field, leaf.dtype.name)
+        for path, leaf in paths
+        for field in ("mu", "nu")
+        if f".{field}" in jax.tree_util.keystr(path) and leaf.ndim
+    }
+    assert found == {("mu", "float8_e4m3fn"), ("nu", "float16")}
+    _, optimizer, state = init_state(make(moments=["float8_e4m3fn", "float16"]))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    _, optimizer, _ = init_state(make())
+    assert not isinstance(optimizer, ScaledTransformation)
+
+
+def test_umup_needs_roles() -> None:
+    with pytest.raises(ValueError, match="params must be variables with role"):
+        make_optimizer(make(), PARAMS)

@@ -1,0 +1,244 @@
+"""Two processes train one run: as one would, with one voice, and again after one was lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from recipes import processes, train as train_module
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.errors import RecipeError
+from recipes.run.metrics import read_metrics
+from recipes.run.placement import open_mesh
+from recipes.run.processes import Processes, SharedError, joined
+from recipes.run.signals import StopRequest
+from recipes.train import asked_to_stop
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 240  # seconds; a busy machine takes a while to import
+STEPS = 12
+SETTINGS = [
+    "mesh.data=2",
+    "model.dropout=0.0",  # its draws depend on where the rows of a batch lie
+    f"train.steps={STEPS}",
+    "train.checkpoint_every=1",
+    "train.eval_every=5",
+]
+
+# The command line, without plots, which take most of the time of so small a run.
+COMMAND = """
+import sys
+from recipes import cli, train
+train.plot_run = lambda run: None
+sys.exit(cli.main(["train", *sys.argv[1:]]))
+"""
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str
+    errors: str
+
+
+class Pair:
+    """The same command in two processes, each with one device."""
+
+    def __init__(self, config: Path, words: list[str], own: tuple[list[str], list[str]]) -> None:
+        environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_COMPILATION_CACHE_DIR": str(config.with_name("compiled")),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", COMMAND, str(config), *SETTINGS, *words, *own[index]],
+                env=environment | {"JAX_PROCESS_ID": str(index)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(2)
+        ]
+
+    def end(self, index: int) -> Ended:
+        process = self.processes[index]
+        output, errors = process.communicate(timeout=TIMEOUT)
+        said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+        return Ended(process.returncode, "\n".join(said), errors)
+
+    def ends(self) -> list[Ended]:
+        return [self.end(index) for index in range(2)]
+
+
+Start = Callable[..., Pair]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def start(config_file: Path) -> Iterator[Start]:
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, own: tuple[list[str], list[str]] = ([], [])) -> Pair:
+        pair = Pair(config_file, list(words), own)
+        running.extend(pair.processes)
+        return pair
+
+    yield start
+    for one in running:
+        one.kill()
+        one.communicate()
+
+
+def losses(folder: Path) -> list[tuple]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in rows]
+
+
+def saved(folder: Path) -> list[int]:
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+@pytest.mark.slow
+def test_processes_that_disagree(start: Start, config_file: Path) -> None:
+    other = config_file.with_name("other.txt")
+    other.write_text(config_file.with_name("text.txt").read_text("utf-8").upper(), "utf-8")
+    rate = "optimizer.learning_rate=0.5"
+    for ended in start(own=([rate], [f"data.path={other}"])).ends():
+        assert ended.code == 2, ended
+        assert "error: processes: expected the same config, data and versions" in ended.errors
+        assert "optimizer.learning_rate: 0.5 and 0.01" in ended.errors
+        assert "data.path:" in ended.errors
+        assert "the text's digest:" in ended.errors
+        assert "model.width" not in ended.errors
+        assert ended.output == ""
+    assert not Path(load_config(config_file).train.runs_dir).exists()
+
+
+@pytest.mark.slow
+def test_lost_processes(start: Start, config_file: Path) -> None:
+    """One is killed, later one falls silent, later the first is killed: nothing else changes."""
+    runs = Path(load_config(config_file).train.runs_dir)
+    whole = start("name=whole").ends()
+    assert [one.code for one in whole] == [0, 0], whole
+    assert "validation loss" in whole[0].output
+    assert whole[1].output == ""  # one voice
+    folder = runs / "lost"
+    blows = ((3, 1, signal.SIGKILL), (6, 1, signal.SIGSTOP), (9, 0, signal.SIGKILL))
+    for step, victim, blow in blows:
+        pair = start("name=lost", "--heartbeat", "5")
+        while all(row[0] < step for row in losses(folder)):
+            assert pair.processes[victim].poll() is None, pair.ends()
+            time.sleep(0.001)
+        before = saved(folder)
+        pair.processes[victim].send_signal(blow)
+        left = pair.end(1 - victim)
+        assert left.code not in (0, -signal.SIGKILL)
+        # Ours; or that of JAX, where it is faster, or nothing else notices.
+        assert "no longer answers" in left.errors or "another task died" in left.errors
+        pair.processes[victim].kill()
+        assert pair.end(victim).code == -signal.SIGKILL
+        assert saved(folder)[-1] >= before[-1] > 0
+    newest = saved(folder)[-1]
+    file = max((folder / f"checkpoints/{newest}/state").rglob("*"), key=lambda p: p.stat().st_size)
+    file.write_bytes(b"")
+    ended = start("name=lost").ends()
+    assert [one.code for one in ended] == [0, 0], ended
+    assert f"checkpoint of step {newest} is damaged" in ended[0].output
+    assert losses(folder) == losses(runs / "whole")
+    assert saved(folder) == [STEPS - 1, STEPS]
+
+
+def test_one_process() -> None:
+    with joined(Processes()):
+        assert processes.is_first()
+    assert processes.all_texts("here") == ["here"]
+    assert processes.largest(3) == 3
+    processes.check_alike({"name": "tiny"})
+    processes.require_one("mnist")
+    with pytest.raises(RecipeError, match="as it was"), processes.together():
+        raise RecipeError("as it was")
+
+
+def test_refusals(make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(RecipeError, match=r"processes: .*processes must be given too; got only"),
+        joined(Processes(address="localhost:1", index=0)),
+    ):
+        pass
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RecipeError, match=r"processes: expected one for recipe mnist; got 2"):
+        processes.require_one("mnist")
+    count = jax.device_count()
+    with pytest.raises(RecipeError, match=rf"mesh: .* got null; set mesh\.data={count}"):
+        open_mesh(make_config())
+
+
+def test_what_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore")
+    assert not processes.is_lost(error)  # there is no other process
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert processes.is_lost(error)
+    assert not processes.is_lost(ValueError("expected a matrix"))
+    assert not processes.is_lost(OSError("NCCL"))
+    assert not processes.is_lost(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+    message = processes.lost_message(error, "the checkpoint of step 3 is untouched")
+    assert message == (
+        "process 0 of 2: another process no longer answers (UNKNOWN: Gloo all-reduce failed: "
+        "Connection closed by peer); its own log says why, if it could; the checkpoint of step 3 "
+        "is untouched; run the same command again in every process to resume"
+    )
+
+
+def test_processes_with_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others would say is made up."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gathered: list[str] = []
+
+    def all_texts(text: str) -> list[str]:
+        return [text, *gathered]
+
+    monkeypatch.setattr(processes, "all_texts", all_texts)
+    gathered[:] = ["data.path: no such file"]
+    with (
+        pytest.raises(SharedError, match=r"process 1 of 2: data\.path: no such file"),
+        processes.together(),
+    ):
+        pass
+    with pytest.raises(SharedError, match=r"^mesh: too many$"), processes.together():
+        raise RecipeError("mesh: too many")
+    gathered[:] = ['{"unitscale": "\'9\'", "seed": "1"}']
+    with pytest.raises(
+        SharedError, match=r"(?s)processes 0 and 1\n  unitscale: .* and '9'\n  jax:"
+    ):
+        processes.check_alike({"seed": 1})
+
+
+def test_a_stop_is_agreed_on_at_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process was told to stop, this one was not."""
+    stop = StopRequest()
+    assert asked_to_stop(stop, logging=True) is None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(train_module, "largest", lambda own: max(own, signal.SIGTERM))
+    assert asked_to_stop(stop, logging=False) is None
+    assert asked_to_stop(stop, logging=True) is signal.SIGTERM

@@ -1,0 +1,31 @@
+"""What recipes give to training: every recipe with a `task` module gives all of it."""
+
+import importlib
+import inspect
+
+import numpy as np
+import pytest
+
+from recipes import task
+from recipes.run.batch import loss_inputs
+from recipes.config import RunConfig
+from recipes.registry import RECIPES
+
+
+def test_windows_are_ids_and_targets_one_further():
+    ids, targets = loss_inputs(np.arange(8).reshape(2, 4))
+    np.testing.assert_array_equal(ids, [[0, 1, 2], [4, 5, 6]])
+    np.testing.assert_array_equal(targets, [[1, 2, 3], [5, 6, 7]])
+
+
+def test_a_tuple_is_what_the_loss_takes():
+    batch = (np.zeros(2), np.ones(2), np.ones(3))
+    assert loss_inputs(batch) is batch
+
+
+@pytest.mark.parametrize("name", [n for n, kind in RECIPES.items() if issubclass(kind, RunConfig)])
+def test_every_recipe_of_runs_gives_what_training_asks(name: str):
+    module = importlib.import_module(f"recipes.{name}.task")
+    for function in ("build", "abstract_batch", "load_data", "closing"):
+        wanted = list(inspect.signature(getattr(task, function)).parameters)
+        assert list(inspect.signature(getattr(module, function)).parameters) == wanted

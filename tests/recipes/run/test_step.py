@@ -1,0 +1,194 @@
+"""One step: what it leaves out, and gradients that devices exchange in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config
+from recipes.run.placement import on_mesh, place, place_batch
+from recipes.run.state import TrainState, init_state
+from recipes.run.step import make_train_step
+from tests.recipes.conftest import write_config
+from unitscale.core import rebalance
+from unitscale.parallel import make_mesh
+from unitscale.quant import AmaxState
+
+MakeConfig = Callable[..., GPTConfig]
+GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
+DEVICES = 4
+ON_FOUR = "mesh={data: 4, gradients: %s}"
+
+
+def arrays(tree: Any) -> list[np.ndarray]:
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tree)]
+    leaves = zip(jax.tree.leaves(tree), keys, strict=True)
+    return [np.asarray(jax.random.key_data(x) if is_key else x) for x, is_key in leaves]
+
+
+def weights(state: TrainState) -> list[np.ndarray]:
+    return arrays((state.params, state.opt_state, state.rest))
+
+
+@pytest.fixture(scope="module")
+def tolerant(tmp_path_factory: pytest.TempPathFactory):
+    """A step that leaves out two bad ones in a row, of a model that token 2 breaks."""
+    path = write_config(tmp_path_factory.mktemp("tolerant"))
+    config = load_config(path, ["optimizer.skip_nonfinite=2"])
+    graphdef, optimizer, state = init_state(config)
+    table = state.params["embed"]["embedding"]
+    table[...] = table[...].at[2].set(jnp.inf)
+    return make_train_step(graphdef, optimizer, tolerated=2), state
+
+
+def run(tolerant, batches: list[np.ndarray]) -> list[TrainState]:
+    step, state = tolerant
+    states = [jax.tree.map(jnp.copy, state)]
+    for index, batch in enumerate(batches):
+        state, _ = step(jax.tree.map(jnp.copy, states[-1]), batch, np.int32(index))
+        states.append(state)
+    return states
+
+
+def test_a_bad_step_is_left_out_and_counted(tolerant) -> None:
+    states = run(tolerant, [GOOD, BAD, BAD, GOOD, BAD])
+    found = [(int(s.step), int(s.skips.total), int(s.skips.in_a_row)) for s in states]
+    assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 2, 0), (5, 3, 1)]
+    for before, after, is_bad in zip(states, states[1:], (0, 1, 1, 0, 1), strict=False):
+        pairs = zip(weights(before), weights(after), strict=True)
+        same = [a.tobytes() == b.tobytes() for a, b in pairs]
+        assert all(same) == bool(is_bad)
+
+
+def test_one_too_many_stops_the_state_where_it_is(tolerant) -> None:
+    states = run(tolerant, [GOOD, BAD, BAD, BAD, GOOD])
+    assert [int(s.step) for s in states] == [0, 1, 2, 3, 3, 3]
+    assert [int(s.skips.total) for s in states] == [0, 0, 1, 2, 2, 2]
+
+
+STORED = (
+    "model.library=unitscale",
+    "optimizer={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], rounding: stochastic}",
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("data.batch_size=8", *STORED, ON_FOUR % "float8_e4m3fn")],
+    ids=["float32", "stored in few bits, on a mesh"],
+)
+def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    """The compiled program writes all of the new state over the old."""
+    config = make_config(*words)
+    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES]) if config.mesh else None
+    graphdef, optimizer, state = init_state(config)
+    state = place(state, mesh)
+    narrow = config.mesh and config.mesh.gradients
+    step = make_train_step(graphdef, optimizer, config.scalify, mesh=mesh, exchange=narrow)
+    batch = place_batch(np.ones((config.data.batch_size, 17), np.int32), mesh)
+    program = on_mesh(step, state, mesh).lower(state, batch, np.int32(0)).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(array.nbytes for array in arrays(state))
+
+
+def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState]:
+    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
+    graphdef, optimizer, state = init_state(config)
+    state = place(state, mesh)
+    assert config.mesh is not None
+    step = make_train_step(graphdef, optimizer, mesh=mesh, exchange=config.mesh.gradients)
+    step, losses = on_mesh(step, state, mesh), []
+    random = np.random.default_rng(0)
+    for index in range(steps):
+        batch = random.integers(0, 99, (8, 17)).astype(np.int32)
+        state, values = step(state, place_batch(batch, mesh), np.int32(index))
+        losses.append(float(values["loss"]))
+    return losses, state
+
+
+WIDE = ("data.batch_size=8", "model.width=32", "model.dropout=0.0")
+
+
+def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) -> None:
+    settings = (*WIDE, "optimizer={name: sgd, b1: 0.0, learning_rate: 0.1, umup: false}")
+    full, wide = exchange(make_config(*settings, ON_FOUR % "float32"))
+    few, narrow = exchange(make_config(*settings, ON_FOUR % "float8_e4m3fn"))
+    left, wide_left = exchange(make_config(*settings, ON_FOUR % "null"))
+    np.testing.assert_allclose(left, full, rtol=1e-5)  # a mean of means is the mean
+    _, _, first = init_state(make_config(*settings, ON_FOUR % "null"))
+    moved, error = (
+        float(optax.tree.norm(jax.tree.map(jnp.subtract, other.params, wide.params)))
+        for other in (jax.device_put(first, jax.tree.map(lambda x: x.sharding, wide_left)), narrow)
+    )
+    # Two roundings of at most 2^-4 each to nearest, and no more as the steps go on.
+    assert 0 < error < 2 * 2**-4 * moved
+    assert few != full
+    assert few == pytest.approx(full, rel=1e-2)
+
+
+def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None:
+    _, state = exchange(make_config(*WIDE, ON_FOUR % "float8_e4m3fn"), steps=2)
+    assert state.auto is not None
+    mus = [float(mu) for mu in jax.tree.leaves(state.auto.mu)]
+    assert mus == [pytest.approx(2 ** (2 / 1000))] * len(mus)  # nothing overflows: it grows
+    _, _, state = init_state(make_config(*WIDE, ON_FOUR % "bfloat16"))
+    assert state.auto is None
+
+
+def test_dropout_differs_between_devices(make_config: MakeConfig) -> None:
+    """With the same rows on all devices, another mask on each gives another mean."""
+    config = make_config("data.batch_size=8", "model.dropout=0.5", ON_FOUR % "float32")
+    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
+    graphdef, optimizer, state = init_state(config)
+    before = arrays(state.rest)
+    row = np.random.default_rng(0).integers(0, 99, (1, 17)).astype(np.int32)
+    losses = []
+    for rows, shown in ((4, mesh), (1, make_mesh({"data": 1}, devices=jax.devices()[:1]))):
+        step = make_train_step(graphdef, optimizer, mesh=shown, exchange="float32")
+        batch = place_batch(np.repeat(row, rows, 0), shown)
+        placed = place(jax.tree.map(jnp.copy, state), shown)
+        after, values = on_mesh(step, placed, shown)(placed, batch, np.int32(0))
+        losses.append(float(values["loss"]))
+        moved = zip(arrays(after.rest), before, strict=True)
+        assert any(a.tobytes() != b.tobytes() for a, b in moved)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
+def test_scales_that_follow_amax_see_all_devices(make_config: MakeConfig) -> None:
+    library = ["model.library=unitscale", "optimizer.umup=true", "policy=fp8_delayed"]
+    config = make_config(*WIDE, *library, ON_FOUR % "float32")
+    _, many = exchange(config, steps=1)
+    _, one = exchange(make_config(*WIDE, *library, ON_FOUR % "null"), steps=1)
+    mine, theirs = (
+        np.stack([own.get_value().scale for _, own in nnx.to_flat_state(amax)])
+        for amax in (nnx.filter_state(state.rest, AmaxState) for state in (many, one))
+    )
+    assert np.all(mine < 1)  # they have moved
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_an_exchange_needs_a_mesh(make_config: MakeConfig) -> None:
+    graphdef, optimizer, _ = init_state(make_config())
+    with pytest.raises(ValueError, match="make_train_step: exchange needs mesh; got None"):
+        make_train_step(graphdef, optimizer, exchange="float32")
+
+
+def test_weights_of_a_large_scale_have_finite_gradients(tmp_path) -> None:
+    # Readout columns of tokens that never occur only grow, and all weights have one scale.
+    words = ["model.library=unitscale", "optimizer.weights=float16", "model.dropout=0"]
+    config = load_config(write_config(tmp_path), words)
+    graphdef, optimizer, state = init_state(config)
+    kernel = state.params["readout"]["kernel"]
+    kernel.set_value(rebalance(kernel.get_value(), 2.0**14))
+    step = make_train_step(graphdef, optimizer)
+    new, values = step(jax.tree.map(jnp.copy, state), GOOD, np.int32(0))
+    assert int(new.step) == 1
+    assert np.isfinite(values["gradient_norm"])

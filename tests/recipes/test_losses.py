@@ -1,0 +1,93 @@
+"""Losses of the shipped configs over 50 steps, against numbers that were stored once.
+
+They tell whether a change of the code changed what is trained. Stored numbers are those of one
+machine; rounding on another one, or by another XLA, moves a loss in float32 by less than the
+tolerance, and one whose products are rounded to 8 bits by more.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from recipes.registry import load_config
+from recipes.run.metrics import read_metrics
+from recipes.train import train
+
+from .idx import write_files
+from .pretrained import FIXTURES
+
+pytestmark = pytest.mark.slow
+OPTIMIZED = True  # as the stored numbers were made
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+STORED: dict[str, dict[str, float]] = json.loads(
+    Path(__file__).with_name("losses.json").read_text(encoding="utf-8")
+)
+TRAINING = (
+    "train={steps: 50, log_every: 10, eval_every: 50, eval_batches: 2, checkpoint_every: 50, "
+    "sample_tokens: 0}",
+)
+WARM = "optimizer.warmup_steps=10"
+TOKENIZER = FIXTURES / "bert-mlm" / "tokenizer.json"
+PLAIN = ("model.library=plain", "optimizer.umup=false", "optimizer.multipliers={}")
+SMALL = ("data.batch_size=16", "optimizer.learning_rate=0.002", "optimizer.b1=0.5")
+FP8 = "scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}"
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "quickstart": ("gpt/quickstart", WARM),
+    "parity": ("gpt/parity", WARM),
+    "books": (
+        "bert/books",
+        WARM,
+        f"data.tokenizer={{kind: file, path: '{TOKENIZER}', vocab: null, lowercase: false}}",
+    ),
+    "charlm-unit": ("charlm/small", "optimizer.learning_rate=1.0"),
+    "charlm-regular": ("charlm/small", *PLAIN, "optimizer.learning_rate=0.03"),
+    "charlm-attention-sgd": (
+        "charlm/small",
+        "model.kind=attention",
+        "optimizer.name=sgd",
+        "optimizer.learning_rate=0.004",
+    ),
+    "mlp-plain": ("mnist/mlp", *SMALL),
+    "mlp-fp8": ("mnist/mlp", *SMALL, FP8),
+    "cnn-plain": ("mnist/cnn", *SMALL),
+    "cnn-fp8": ("mnist/cnn", *SMALL, FP8),
+}
+
+
+def write_text(path: Path) -> Path:
+    """Words of a small vocabulary by Zipf's law, the same on every machine."""
+    rng = random.Random(0)
+    letters = "etaoinshrdlucmfwyp"
+    words = ["".join(rng.choices(letters, k=rng.randint(1, 8))) for _ in range(400)]
+    weights = [1 / rank for rank in range(1, 401)]
+    drawn = rng.choices(words, weights, k=60_000)
+    lines = [" ".join(drawn[start : start + 12]) for start in range(0, len(drawn), 12)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_loss_is_the_stored_one(name: str, tmp_path: Path) -> None:
+    path, *words = RUNS[name]
+    if path.startswith("mnist"):
+        data = [f"data.{key}={value}" for key, value in write_files(tmp_path).items()]
+    else:
+        data = [f"data.path={write_text(tmp_path / 'text.txt')}"]
+    own = (f"train.runs_dir={tmp_path}",)
+    config = load_config(CONFIGS / f"{path}.yaml", [*TRAINING, *own, *words, *data])
+    rows = read_metrics(train(config, console=Console(quiet=True)).folder / "metrics.jsonl")
+    found: dict[str, Any] = {str(row["step"]): row["loss"] for row in rows if "loss" in row}
+    assert found.keys() == STORED[name].keys()
+    narrow = name == "quickstart" or name.endswith("fp8")
+    np.testing.assert_allclose(
+        list(found.values()), list(STORED[name].values()), rtol=5e-3 if narrow else 1e-4
+    )

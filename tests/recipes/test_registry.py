@@ -1,0 +1,162 @@
+"""What is wrong in a config file is said with the key, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.errors import RecipeError
+from recipes.gpt.config import GPTConfig
+from recipes.registry import load_config, valid_keys
+from recipes.run.folder import dump_config
+
+# overrides, and what the message has to say
+WRONG = [
+    (["train.step=5"], r"train\.step is not a key of the config; did you mean train\.steps\?"),
+    (["steps=5"], r"steps is not a key of the config; did you mean train\.steps\?"),
+    (["polcy=fp8"], r"polcy is not a key of the config; did you mean policy\?"),
+    (["train.lr=1"], r"train\.lr is not a key .*; train has the keys steps, eval_every"),
+    (["zzz=1"], r"zzz is not a key .*; the top-level keys are recipe, name, seed, policy"),
+    (["optimizer={lr: 1}"], r"optimizer\.lr is not a key of the config"),
+    (["train.steps=0"], r"train\.steps \(optimizer steps\): expected greater than 0; got 0"),
+    (["train.steps=true"], r"train\.steps .*expected a valid integer; got True"),
+    (["train.steps='5'"], r"train\.steps .*expected a valid integer; got '5'"),
+    (["train.steps=1.5"], r"train\.steps .*expected .*integer.*; got 1\.5"),
+    (["optimizer.learning_rate=.nan"], r"optimizer\.learning_rate .*finite number; got nan"),
+    (["optimizer.learning_rate=-1"], r"optimizer\.learning_rate .*greater than 0; got -1"),
+    (["data.validation_fraction=1"], r"data\.validation_fraction .*less than 1; got 1"),
+    (["data.tokenizer={kind: bpe, path: x}"], r"data\.tokenizer: path is set when kind is file"),
+    (["data.tokenizer={lowercase: true}"], r"data\.tokenizer: vocab and lowercase are of kind bpe"),
+    (
+        ["data.tokenizer={kind: bpe}", "model.vocab=300"],
+        r"the 8192 ids of the bpe tokenizer; got 300",
+    ),
+    (
+        ["data.tokenizer={kind: file, path: gone}"],
+        r"data\.tokenizer\.path: gone cannot be read: No such",
+    ),
+    (["policy=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
+    (
+        ["model.residual.scheme=runing_mean"],
+        r"model\.residual\.scheme .*did you mean running_mean\?",
+    ),
+    (["model.residual.scheme=fixed"], r"model\.residual: tau is set when scheme is fixed.*set tau"),
+    (["model.residual.tau=0.5"], r"model\.residual: tau is set when scheme is fixed.*remove tau"),
+    (["model.heads=3"], r"model: heads must divide width; got heads 3 and width 16; use heads 4"),
+    (["model.kv_heads=3"], r"model: kv_heads must divide heads; got kv_heads 3 and heads 2"),
+    (["model.heads=16"], r"model: rope needs an even head size.*got width 16 and heads 16"),
+    (
+        ["model.mlp_ratio=0.01"],
+        r"model: mlp_ratio \* width must be at least 1; got mlp_ratio 0\.01",
+    ),
+    (["policy=fp8"], r"policy fp8 needs model\.library unitscale; got model\.library plain"),
+    (["policy=mxfp8"], r"policy mxfp8 needs model\.library unitscale; got model\.library plain"),
+    (["optimizer.weights=float16"], r"optimizer\.weights needs model\.library unitscale; got"),
+    (["optimizer.weights=fp16"], r"optimizer\.weights .*expected .*'float16'; got 'fp16'"),
+    (["optimizer.moments=[float16]"], r"optimizer\.moments.*expected"),
+    (["optimizer.rounding=stochastic"], r"rounding stochastic needs weights or moments"),
+    (["optimizer.multipliers.norm=0.1"], r"multipliers need umup true.*; got umup false"),
+    (["optimizer.multipliers.norms=0.1"], r"did you mean optimizer\.multipliers\.norm\?"),
+    (["optimizer.multipliers.norm=-1"], r"multipliers\.norm .*expected greater than or equal to 0"),
+    (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
+    (["model.library=unitscale", "model.norm_eps=1e-5"], r"norm_eps needs model\.library plain"),
+    (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
+    (["model.vocab=255"], r"model\.vocab must be at least the 256 ids of the byte .*; got 255"),
+    (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
+    (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),
+    (["name=a/b"], r"name .*expected a name without spaces or slashes; got 'a/b'"),
+    (["name=12"], r"name .*expected a valid string; got 12"),
+    (["data=7"], r"data .*expected a mapping of keys to values; got 7"),
+    (["train.steps"], r"override 'train\.steps': expected key=value"),
+    (["=5"], r"override '=5': expected key=value"),
+    (["train.steps=[5"], r"override 'train\.steps=\[5'.*not valid YAML"),
+]
+
+
+@pytest.mark.parametrize("vocab", ["", "vocab: null,", "vocab: 300,"])
+def test_vocab_is_the_tokenizers_unless_given(config_file: Path, vocab: str) -> None:
+    words = [f"model={{{vocab} width: 8, heads: 2}}", "data.tokenizer={kind: bpe, vocab: 280}"]
+    words += ["policy=float32"]
+    assert load_config(config_file, words).model.vocab == (300 if "300" in vocab else 280)
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_config(config_file, overrides)
+    assert caught.value.exit_code == 2
+
+
+WRONG_FILES = [
+    ("", r"expected a mapping of keys to values; got nothing"),
+    ("- 1\n- 2\n", r"expected a mapping of keys to values; got list"),
+    ("name: x\nmodel: {layers: [\n", r"line 3, column 1: not valid YAML"),
+    (
+        "name: x\nseed: 1\nseed: 2\n",
+        r"line 3, column 1: not valid YAML: the key 'seed' is given twice",
+    ),
+    ("seed: 1\n", r"name: expected a value; got none; set it: names the run's folder"),
+    ("name: x\nmodel: {layer: 3}\n", r"model\.layer is not a key .*did you mean model\.layers\?"),
+    (b"name: \xff\n", r"is not UTF-8 text \(byte 6\)"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_FILES)
+def test_wrong_file(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RecipeError, match=message):
+        load_config(path)
+
+
+def test_every_problem_is_reported_at_once(config_file: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_config(config_file, ["train.steps=0", "seed=-1", "policy=x"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
+    with pytest.raises(RecipeError, match=r"does not exist.*did you mean .*tiny\.yaml\?"):
+        load_config(config_file.with_name("tinny.yaml"))
+
+
+def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_overrides_are_yaml(config_file: Path) -> None:
+    config = load_config(
+        config_file,
+        ["optimizer.learning_rate=1e-4", "data.path=null", "model.residual={scheme: running_mean}"],
+    )
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.data.path is None
+    assert config.model.residual.scheme == "running_mean"
+
+
+def test_keys_of_a_section_that_is_null(config_file: Path) -> None:
+    assert load_config(config_file).mesh is None
+    mesh = load_config(config_file, ["mesh.data=2", "mesh.tensor=4"]).mesh
+    assert mesh is not None
+    assert (mesh.data, mesh.fsdp, mesh.tensor) == (2, 1, 4)
+    with pytest.raises(RecipeError, match=r"mesh\.tensors is not a key.*mesh\.tensor\?"):
+        load_config(config_file, ["mesh.tensors=4"])
+
+
+def test_a_section_override_keeps_its_other_keys(config_file: Path) -> None:
+    config = load_config(config_file, ["model={layers: 3}"])
+    assert (config.model.layers, config.model.width) == (3, 16)
+
+
+def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) -> None:
+    config = load_config(config_file, ["optimizer.eps=1e-12"])
+    path = tmp_path / "dumped.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_valid_keys_are_dotted() -> None:
+    keys = dict(valid_keys(GPTConfig))
+    assert {"name", "data.path", "model.residual.tau", "train.runs_dir"} <= keys.keys()

@@ -1,0 +1,140 @@
+"""Tokenizers: trained on the text, read from a file, and kept with the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from recipes.config import DataConfig
+from recipes.text import (
+    BERT_TOKENS,
+    ByteTokenizer,
+    SubwordTokenizer,
+    Tokenizer,
+    _tokenizer,
+    open_tokenizer,
+    require_vocab,
+    save_tokenizer,
+)
+from recipes.errors import RecipeError
+
+from .conftest import TEXT
+
+
+def config_of(folder: Path, **tokenizer: Any) -> DataConfig:
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return DataConfig.model_validate({"path": str(folder / "text.txt"), "tokenizer": tokenizer})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("text")
+
+
+@pytest.fixture(scope="module")
+def bpe(folder: Path) -> Tokenizer:
+    return open_tokenizer(config_of(folder, kind="bpe", vocab=300))
+
+
+@pytest.fixture(scope="module")
+def wordpiece(folder: Path) -> Tokenizer:
+    return open_tokenizer(config_of(folder, kind="wordpiece", vocab=100, lowercase=True))
+
+
+@pytest.mark.parametrize("text", ["", "line 7: the quick", "naïve € 🦊\n\0  x\r\n"])
+def test_bpe_goes_through_any_text_unchanged(bpe: Tokenizer, text: str) -> None:
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert ids.dtype == np.uint16
+    assert bpe.eos not in ids
+
+
+def test_bpe_makes_text_shorter_and_keeps_to_its_ids(bpe: Tokenizer) -> None:
+    assert bpe.vocab == 300
+    assert bpe.eos == 0
+    ids = bpe.encode(TEXT)
+    assert ids.size < len(TEXT) / 1.5
+    assert ids.max() < 300
+
+
+def test_wordpiece_is_berts(wordpiece: Tokenizer) -> None:
+    assert isinstance(wordpiece, SubwordTokenizer)
+    assert wordpiece.vocab <= 100
+    assert [wordpiece.id(token) for token in BERT_TOKENS] == [0, 1, 2, 3, 4]
+    assert wordpiece.eos == wordpiece.id("[SEP]")
+    np.testing.assert_array_equal(wordpiece.encode("Lazy DOGS"), wordpiece.encode("lazy dogs"))
+    assert wordpiece.decode(wordpiece.encode("The lazy dogs")) == "the lazy dogs"
+    assert wordpiece.id("[UNK]") in wordpiece.encode("🦊")
+    with pytest.raises(RecipeError, match=r"with the token <pad>; got one of \d+ ids without it"):
+        wordpiece.id("<pad>")
+
+
+def test_many_texts_are_encoded_as_one_by_one(bpe: Tokenizer) -> None:
+    texts = ["one two", "", TEXT]
+    for one, many in zip(texts, bpe.encode_many(texts), strict=True):
+        np.testing.assert_array_equal(bpe.encode(one), many)
+
+
+def test_long_texts_are_encoded_in_parts(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bpe.encode(TEXT)
+    monkeypatch.setattr(_tokenizer, "_LONG", 100)
+    assert bpe.decode(bpe.encode(TEXT)) == TEXT
+    assert whole.size <= bpe.encode(TEXT).size < whole.size * 1.1
+    assert bpe.decode(bpe.encode("x" * 1000)) == "x" * 1000
+
+
+def test_training_again_gives_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    config = config_of(folder, kind="bpe", vocab=280)
+    first = open_tokenizer(config, said.append)
+    assert said == ["training a bpe tokenizer of 280 ids on the text"]
+    again = open_tokenizer(config, said.append)
+    elsewhere = config.model_copy(update={"cache_dir": str(tmp_path)})
+    anew = open_tokenizer(elsewhere, said.append)
+    assert len(said) == 2
+    assert first.identity == again.identity == anew.identity
+
+
+def test_a_run_keeps_its_tokenizer(folder: Path, tmp_path: Path, bpe: Tokenizer) -> None:
+    save_tokenizer(bpe, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+    as_file = config_of(folder, kind="file", path=str(tmp_path / "tokenizer.json"))
+    assert as_file.tokenizer.ids == 300
+    assert open_tokenizer(as_file).identity == bpe.identity
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(
+        RecipeError, match=r"tokenizer\.path: .*tokenizer\.json cannot be read: No "
+    ):
+        open_tokenizer(as_file)
+    save_tokenizer(ByteTokenizer(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_padding_and_truncation_of_a_file_are_switched_off(bpe: Tokenizer, tmp_path: Path) -> None:
+    assert isinstance(bpe, SubwordTokenizer)
+    inner = tokenizers.Tokenizer.from_str(bpe.inner.to_str())
+    inner.enable_truncation(3)
+    inner.enable_padding(length=3)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    read = SubwordTokenizer.read(tmp_path / "tokenizer.json")
+    np.testing.assert_array_equal(read.encode(TEXT), bpe.encode(TEXT))
+
+
+def test_tokenizers_that_do_not_fit(bpe: Tokenizer, folder: Path) -> None:
+    require_vocab(bpe, 300)
+    with pytest.raises(RecipeError, match=r"at most the 299 ids that the run has; got a tokenizer"):
+        require_vocab(bpe, 299, "the run")
+    with pytest.raises(RecipeError, match=r"tokenizer\.vocab: expected at least the 257 ids .*200"):
+        open_tokenizer(config_of(folder, kind="bpe", vocab=200))
+
+
+@pytest.mark.parametrize("raw", [b"{}", b"not JSON", b"\xff"])
+def test_files_that_are_no_tokenizer(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(raw)
+    with pytest.raises(RecipeError, match=r"data\.tokenizer\.path: .*tokenizer\.json .*; give "):
+        SubwordTokenizer.read(path)
