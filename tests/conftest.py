@@ -36,13 +36,15 @@ _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {
     "gpu": "a GPU and JAX_PLATFORMS=cuda",
     "h200": "the packages jax-cuda13-plugin (of jax's version), nvidia-cuda-nvcc and nvidia-nvvm",
+    "peers": 'the packages of pip install ".[peers]"',
 }
+_PACKAGES = {"h200": ("jax_cuda13_plugin",), "peers": ("qwix", "torch", "transformers")}
 
 
 def _can_run(mark: str) -> bool:
     if mark == "gpu":
         return any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu", "rocm"))
-    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+    return all(importlib.util.find_spec(package) for package in _PACKAGES[mark])
 
 
 @pytest.fixture(scope="module", autouse=True)
