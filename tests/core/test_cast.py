@@ -24,7 +24,13 @@ ALL_16_BIT = {
 }
 
 
-quick_cast = jax.jit(cast, static_argnums=(1, 2, 4))
+# XLA's older emitter, quicker to compile, loses NaN in some formats of 8 bits and rounds to 4 bits
+# wrongly: these casts go through the one that users have.
+quick_cast = jax.jit(
+    cast,
+    static_argnums=(1, 2, 4),
+    compiler_options={"xla_cpu_use_fusion_emitters": True},
+)
 
 
 def stochastic(x: np.ndarray, name: str, seed: int) -> np.ndarray:
