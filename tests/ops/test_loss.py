@@ -12,13 +12,7 @@ import pytest
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import (
-    DTYPES,
-    SCALES,
-    assert_scales_are_constants,
-    check,
-    normal,
-)
+from .conformance import DTYPES, SCALES, TRANSFORMS, assert_scales_are_constants, check, normal
 
 VOCAB = 5
 LABELS = np.array([[0, 3, 1], [4, 4, 2]])
@@ -50,7 +44,15 @@ def logits(*shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy(dtype: str) -> None:
     # The 1/N of the mean is kept out of the backward.
-    check(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,), dtype=dtype)
+    check(
+        loss,
+        cross_entropy,
+        logits(),
+        fwd=1.0,
+        bwd=(FACTOR * TOKENS,),
+        dtype=dtype,
+        transforms=TRANSFORMS[dtype],
+    )
 
 
 @pytest.mark.parametrize("where", [None, WHERE], ids=["all", "where"])
@@ -67,8 +69,6 @@ def test_reductions(mult: float, reduction, where) -> None:
         logits(),
         fwd=1.0,
         bwd=(bwd,),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -76,17 +76,7 @@ def test_reductions(mult: float, reduction, where) -> None:
     "scale", [*SCALES, np.float32([[[1], [2], [0.5]]]), np.float32([3] * 5), 0]
 )
 def test_scale_is_folded_in(scale) -> None:
-    check(
-        loss,
-        cross_entropy,
-        logits(),
-        fwd=1.0,
-        bwd=(FACTOR * TOKENS,),
-        scales=(scale,),
-        dtype="float32",
-        transforms=("jit",),
-        slack=4,
-    )
+    check(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,), scales=(scale,), slack=4)
     assert_scales_are_constants(loss, ScaledArray(jnp.asarray(logits()[0]), scale))
 
 
@@ -159,6 +149,7 @@ def test_mse(dtype: str) -> None:
         fwd=1.0,
         bwd=(12 * 8**-0.5, 12 * 8**-0.5),
         dtype=dtype,
+        transforms=TRANSFORMS[dtype],
     )
 
 
@@ -174,8 +165,6 @@ def test_mse_scales(scales) -> None:
         fwd=1.0,
         bwd=(12 * 8**-0.5, 12 * 8**-0.5),
         scales=scales,
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -198,11 +187,7 @@ def test_mse_is_summed_wide() -> None:
 
 x = jnp.ones((2, 3, VOCAB))
 ERRORS = [
-    (
-        ValueError,
-        lambda: loss(x, reduction="avg"),
-        r"reduction must be 'mean', 'sum' or 'none'; got",
-    ),
+    (ValueError, lambda: loss(x, reduction="avg"), "reduction must .* got 'avg'"),
     (ValueError, lambda: loss(x[0]), r"got logits \(3, 5\), labels \(2, 3\).*class indices"),
     (ValueError, lambda: loss(x, where=WHERE[0]), r"where \(3,\)"),
     (ValueError, lambda: loss(x[..., :1]), "vocab must be at least 2"),
@@ -210,11 +195,7 @@ ERRORS = [
     (TypeError, lambda: loss(x, where=WHERE.astype(int)), "where must be boolean; got dtype int32"),
     (TypeError, lambda: ops.softmax_cross_entropy(x, x[..., 0]), "labels must be integers; got"),
     (TypeError, lambda: loss(x > 0), r"softmax_cross_entropy: logits must be a floating array"),
-    (
-        ValueError,
-        lambda: ops.mse_loss(x, x[0]),
-        r"ops\.mse_loss: pred and target must have the same",
-    ),
+    (ValueError, lambda: ops.mse_loss(x, x[0]), r"mse_loss: pred and target must"),
     (TypeError, lambda: ops.mse_loss(x, x > 0), r"ops\.mse_loss: target must be a floating array"),
 ]
 

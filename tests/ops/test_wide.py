@@ -10,7 +10,7 @@ import pytest
 from unitscale import ops
 from unitscale.ops._wide import wide_op
 
-from .conformance import DTYPES, check, normal
+from .conformance import DTYPES, TRANSFORMS, check, normal
 
 
 def ratio(x, y, shift):
@@ -26,6 +26,7 @@ def test_factors_forward_and_backward(dtype: str) -> None:
         fwd=0.5,
         bwd=(3.0, 0.25),
         dtype=dtype,
+        transforms=TRANSFORMS[dtype],
     )
 
 
