@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.compilation import USUAL_EMITTER
 from unitscale.core import ScaledArray, cast, format_of, narrow, widen
 
 from .grids import LAYOUTS, Layout, nearest, neighbours, probes
@@ -24,13 +25,7 @@ ALL_16_BIT = {
 }
 
 
-# XLA's older emitter, quicker to compile, loses NaN in some formats of 8 bits and rounds to 4 bits
-# wrongly: these casts go through the one that users have.
-quick_cast = jax.jit(
-    cast,
-    static_argnums=(1, 2, 4),
-    compiler_options={"xla_cpu_use_fusion_emitters": True},
-)
+quick_cast = jax.jit(cast, static_argnums=(1, 2, 4), compiler_options=USUAL_EMITTER)
 
 
 def stochastic(x: np.ndarray, name: str, seed: int) -> np.ndarray:
