@@ -105,8 +105,9 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfi
     for override in overrides:
         _apply_override(tree, override, schema)
     if schema is Config and isinstance(tree.get("init"), str):
-        from .data import TOKENIZER_FILE
-        from .pretrained import with_shape  # imports JAX, which a wrong key need not wait for
+        # These import JAX, which a wrong key need not wait for.
+        from .data import TOKENIZER_FILE  # noqa: PLC0415
+        from .pretrained import with_shape  # noqa: PLC0415
 
         tree["model"] = with_shape(tree["init"], tree.get("model"))
         data = tree.setdefault("data", {})

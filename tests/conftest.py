@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from importlib.metadata import version
 
-from tests.compilation import cache_folder
+from tests.compilation import cache_folder, with_flags
 
 # Before jax and NumPy are imported. A value that the user has set wins:
 # `JAX_PLATFORMS=cuda pytest -m gpu`.
@@ -18,14 +17,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Each worker has a core; more threads only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-_flags = {"--xla_force_host_platform_device_count": "8"}
-if version("jaxlib") == "0.10.2":
-    # XLA's older emitters compile 2.5 times as quickly. Later releases may not know the option, and
-    # an unknown one ends the process.
-    _flags["--xla_cpu_use_fusion_emitters"] = "false"
-_given = os.environ.get("XLA_FLAGS", "")
-_more = [f"{flag}={value}" for flag, value in _flags.items() if flag not in _given]
-os.environ["XLA_FLAGS"] = " ".join([_given, *_more]).strip()
+os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
 
 from collections.abc import Iterator
 
