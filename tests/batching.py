@@ -21,7 +21,7 @@ import pytest
 Name = TypeVar("Name")
 
 
-def chunks(names: Iterable[Any], size: int = 12) -> list[Any]:
+def chunks(names: Iterable[Any], size: int = 32) -> list[Any]:
     """Parameters of a test that checks some entries of a table at a time; ids say which."""
     names = list(names)
     parts = [names[i : i + size] for i in range(0, len(names), size)]
