@@ -23,6 +23,11 @@ def xla_flags(given: str) -> str:
     return " ".join([given, *(f for f in flags if f.split("=")[0] not in given)]).strip()
 
 
+# Options of `jax.jit` for programs that cast to FP8 without a negative zero or to 4 bits, which the
+# older emitter rounds wrongly.
+FAITHFUL = {"xla_cpu_use_fusion_emitters": True} if version("jaxlib").startswith("0.10.") else {}
+
+
 def cache_folder() -> Path:
     """A folder of the user's cache, one for each kind of processor.
 
