@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +27,6 @@ def test_roots_have_the_scale_of_their_own_size(scale: float) -> None:
 def test_small_second_moments_survive_float16() -> None:
     """g**2, its average and the ratio to its root are rounded once, at the end."""
     g = as_scaled(jnp.asarray([1e-4, 3e-8, -2e-7]), dtype=jnp.float16)
-    update = scalify(lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-12))(g)
+    update = jax.jit(scalify(lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-12)))(g)
     assert update.dtype == jnp.float16
     np.testing.assert_allclose(update.value, np.sign(g.value) * 1000**0.5, rtol=2e-3)
