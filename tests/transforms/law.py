@@ -81,7 +81,7 @@ def law(entries: list[Entry]) -> Any:
         record_property(ASKED, len(names))
         programs = {name: _plain_and_scaled(_both(table[name])) for name in names}
         results = compute({name: (programs[name], *table[name].args) for name in names})
-        for name, (expected, found) in results.items():
+        for name, (expected, found) in jax.device_get(results).items():
             for i, scale in enumerate(SCALES):
                 with entry(f"{name} at scale {scale}"):
                     close([x[i] for x in jax.tree.leaves(found)], expected, table[name].steps, name)

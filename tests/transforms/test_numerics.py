@@ -93,7 +93,7 @@ def plain_and_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_same_pattern_of_infinities_and_nans(names: list[str]) -> None:
     args = np.stack(list(INPUTS.values())), np.asarray(SCALES, np.float32)
     results = compute({name: (plain_and_scaled(CAREFUL[name]), *args) for name in names})
-    for name, (plain, scaled) in results.items():
+    for name, (plain, scaled) in jax.device_get(results).items():
         for i, kind in enumerate(INPUTS):
             for j, scale in enumerate(SCALES):
                 same_pattern(scaled[i, j], plain[i], 1e-5, f"{name}, {kind}, scale {scale}")
@@ -165,7 +165,7 @@ def test_masks_do_not_take_the_scale(dtype: Any) -> None:
     table = {
         (name, added): (masked(MASKS[name], added), *args) for name in MASKS for added in (0, 1)
     }
-    for name, (plain, found) in compute(table).items():
+    for name, (plain, found) in jax.device_get(compute(table)).items():
         for expected, actual, scale in zip(plain, found, scales, strict=True):
             most = 4 * HALF * max(1.0, float(np.max(X * scale)))
             tolerance = most if dtype == np.float16 else 1e-6
@@ -212,7 +212,7 @@ def test_float16_data_keeps_type_and_value(names: list[str]) -> None:
         return np.asarray([2.0**-most, 1.0, 2.0**most], np.float32)
 
     table = {name: (plain_and_half(HALF_FUNCTIONS[name]), scales_of(name)) for name in names}
-    for name, (plain, half) in compute(table).items():
+    for name, (plain, half) in jax.device_get(compute(table)).items():
         for expected, actual in zip(plain, half, strict=True):
             same_pattern(actual, expected, 16 * HALF, name)
 
