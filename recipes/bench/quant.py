@@ -23,6 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from unitscale import nn
+from unitscale.analysis import compile_h200, h200_available
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..config import Config
@@ -34,7 +35,6 @@ from ..optimizer import make_optimizer
 from ..state import TrainState
 from ..train import make_train_step
 from ._converted import MISSING, converted, has_qwix, losses as converted_losses, through_qwix
-from ._h200 import NEEDS, available, compile_program, spec, specs_like
 from ._runs import (
     PARITY,
     PLAIN,
@@ -91,7 +91,7 @@ def main(
         rate = f"optimizer.learning_rate={plain_learning_rate}"
         base = load_config(config, [*words, "policy=float32", *PLAIN, rate])
         tables.append(converted_losses(base, seeds))
-    if compile and available():
+    if compile and h200_available():
         tables += [kernels(names), memory(names)]
         notes.append(
             "Compiled, not run. Dense: all products but attention's own and the readout's. amax: "
@@ -100,7 +100,10 @@ def main(
         if not has_qwix():
             notes.append(f"The program through qwix: {MISSING}")
     elif compile:
-        notes.append(f"FP8 kernels and memory: not compiled; that needs {NEEDS}.")
+        notes.append(
+            "FP8 kernels and memory: not compiled; that needs the CUDA plugin for JAX, see "
+            "unitscale.analysis.compile_h200."
+        )
     if jax.default_backend() == "gpu":
         tables.append(speeds(names, steps))
     else:
@@ -197,10 +200,10 @@ def compile_step(config: Config, make: Callable[[], Any]) -> jax.stages.Compiled
     optimizer = make_optimizer(config, params)
     moments = jax.eval_shape(optimizer.init, params)
     done: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    state = specs_like(TrainState(params, rest, moments, done))
-    batch = (config.data.batch_size, config.data.sequence_length + 1)
+    shape = (config.data.batch_size, config.data.sequence_length + 1)
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32)
     step = make_train_step(graphdef, optimizer)
-    return compile_program(step, state, spec(batch, jnp.int32), spec((), jnp.int32))
+    return compile_h200(step, TrainState(params, rest, moments, done), batch, done)
 
 
 def _row(
@@ -274,9 +277,8 @@ def _temporaries(layers: int, width: int, hidden: int, tokens: int, policy: str)
             x = layer(x)
         return jnp.mean(x.value.astype(jnp.float32) ** 2)
 
-    x = spec((tokens, width), jnp.bfloat16)
-    step = jax.value_and_grad(loss)
-    analysis: Any = compile_program(step, specs_like(params), specs_like(rest), x).memory_analysis()
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    analysis: Any = compile_h200(jax.value_and_grad(loss), params, rest, x).memory_analysis()
     return analysis.temp_size_in_bytes
 
 

@@ -1,4 +1,4 @@
-"""Every parameter's gradient is a positive constant times the truth: each layer, the whole GPT."""
+"""Every parameter's gradient is a positive constant times the truth: each layer, a whole model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig, ResidualConfig
-from recipes.gpt.model import GPT
 from tests.gradients import FLOAT64, WrongGradient, check, model_loss
 from unitscale import nn, ops
 from unitscale.core import ScaledArray
+
+from .models import Decoder
 
 BATCH, TIME, WIDTH = 2, 5, 4
 
@@ -148,7 +148,7 @@ def test_attention(name) -> None:
     assert len(constants) == 10 - len(zero)
 
 
-# The GPT below has all schemes with norms before the branches.
+# The models below have all schemes with norms before the branches.
 @pytest.mark.parametrize(
     ("placement", "scheme"),
     [
@@ -214,59 +214,36 @@ def test_a_negative_constant_a_lost_and_an_unexpected_gradient_are_caught() -> N
         check(loss, x, gradient=jax.grad(loss)(x) | {"b": 3 * x["b"] ** 2 + 1e-3})
 
 
-def gpt_config(**options: Any) -> ModelConfig:
-    shape = {"vocab": 11, "width": 8, "layers": 2, "heads": 4, "mlp_ratio": 2.0, "context": 8}
-    return ModelConfig(**(shape | options))
-
-
-# Every pair of choices stands in at least one row.
-GPTS = {
-    "default": {},
-    "tied": {"tied_readout": True},
-    "gated": {"mlp": "gated", "residual": ResidualConfig(scheme="running_mean")},
-    "learned": {"positions": "learned", "mlp": "gated", "kv_heads": 2},
-    "grouped": {"kv_heads": 1, "residual": ResidualConfig(scheme="fixed", tau=0.4)},
-    "tied learned": {
-        "tied_readout": True,
-        "positions": "learned",
+DECODERS = {
+    "plain": {},
+    "tied, learned": {
+        "tied": True,
+        "learned": True,
+        "residual_scheme": "running_mean",
         "norm": "layer",
-        "residual": ResidualConfig(scheme="running_mean"),
     },
-    "tied gated grouped": {
-        "tied_readout": True,
-        "mlp": "gated",
-        "kv_heads": 2,
-        "norm": "layer",
-        "dropout": 0.2,
-        "residual": ResidualConfig(scheme="fixed", tau=0.4),
+    "tied, gated, grouped": {
+        "tied": True,
+        "rotary_base": 50.0,
+        "activation": "silu_glu",
+        "num_kv_heads": 2,
+        "dropout_rate": 0.2,
+        "residual_scheme": "fixed",
+        "residual_tau": 0.4,
     },
-    "learned grouped": {
-        "positions": "learned",
+    "learned, grouped": {
+        "learned": True,
+        "num_kv_heads": 1,
         "norm": "layer",
-        "kv_heads": 2,
-        "dropout": 0.2,
-        "residual": ResidualConfig(mult=0.7, attention_ratio=1.5),
+        "residual_mult": 0.7,
+        "residual_attention_ratio": 1.5,
     },
 }
 
 
-def gpt_loss(config: ModelConfig, policy: nn.Policy):
-    model = perturb(GPT(config, policy=policy, rngs=rngs()))
-    tokens = np.random.default_rng(5).integers(0, config.vocab, (2, 7))
-    return model_loss(
-        model,
-        lambda m: m.loss(tokens[:, :-1], tokens[:, 1:], deterministic=config.dropout == 0),
-    )
-
-
-@pytest.mark.parametrize("name", GPTS)
-def test_gpt(name) -> None:
-    constants = check(*gpt_loss(gpt_config(**GPTS[name]), FLOAT64), directions=2)
-    count = {"learned": 1}.get(GPTS[name].get("positions", ""), 0) + (
-        1 if GPTS[name].get("norm") != "layer" else 2
-    )
-    per_layer = (6 + (GPTS[name].get("mlp") == "gated")) + (
-        2 if GPTS[name].get("norm") != "layer" else 4
-    )
-    readout = 0 if GPTS[name].get("tied_readout") else 1
-    assert len(constants) == 1 + count + readout + 2 * per_layer
+@pytest.mark.parametrize("name", DECODERS)
+def test_language_model(name) -> None:
+    """From ids to the loss, with norms before the branches; each row has what others leave out."""
+    model = perturb(Decoder(8, policy=FLOAT64, **DECODERS[name]))
+    ids = np.random.default_rng(5).integers(0, 11, (2, 7))
+    check(*model_loss(model, lambda m: m.loss(ids[:, :-1], ids[:, 1:])), directions=2)

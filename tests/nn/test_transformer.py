@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig
-from recipes.gpt.model import GPT
 from tests.gradients import jit
-from unitscale import nn, ops, rules
+from unitscale import nn, rules
+
+from .models import Decoder
 
 WIDTH, TIME = 16, 5
 
@@ -132,30 +132,28 @@ def test_errors() -> None:
 
 
 MODELS = {
-    "rope": {},
-    "learned": {"positions": "learned", "tied_readout": True},
-    "grouped": {"kv_heads": 2, "mlp": "gated", "norm": "layer"},
+    "rope": {"rotary_base": 10000.0},
+    "learned": {"learned": True, "tied": True},
+    "grouped": {
+        "rotary_base": 10000.0,
+        "num_kv_heads": 2,
+        "activation": "silu_glu",
+        "norm": "layer",
+    },
 }
-
-
-def gpt(name: str, policy: str = "float32") -> GPT:
-    config = ModelConfig(
-        vocab=11, width=WIDTH, layers=2, heads=4, mlp_ratio=2.0, context=8, **MODELS[name]
-    )
-    return GPT(config, policy=policy, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("policy", ["float32", "float16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
-    model = gpt(name, policy)
+    model = Decoder(WIDTH, policy=policy, **MODELS[name])
     ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
     uncached = np.asarray(jit(lambda ids: model(ids).value)(ids), np.float64)
-    step = jit(lambda ids, cache: model(ids, cache=cache))
+    step = jit(model)
     # Rounding a few times per layer, relative to logits of RMS below 1.
     tolerance = 32 * float(jnp.finfo(policy).eps)
     for chunks in ((1,) * 7, (4, 3)):
-        cache, start, parts = model.init_cache(2, 8), 0, []
+        cache, start, parts = model.stack.init_cache(2, 8), 0, []
         for size in chunks:
             logits, cache = step(ids[:, start : start + size], cache)
             parts.append(np.asarray(logits.value, np.float64))
@@ -177,10 +175,10 @@ def test_float32_gradients_are_those_of_float64() -> None:
     ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
 
     def grads(policy):
-        graphdef, params = nnx.split(gpt("grouped", policy))
+        graphdef, params = nnx.split(Decoder(WIDTH, policy=policy, **MODELS["grouped"]))
         single = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         cast = jax.tree.map(lambda p: p.astype(policy.param_dtype), single)
-        run = jit(jax.grad(lambda p: ops.softmax_cross_entropy(nnx.merge(graphdef, p)(ids), ids)))
+        run = jit(jax.grad(lambda p: nnx.merge(graphdef, p).loss(ids, ids)))
         return [np.asarray(g, np.float64) for g in jax.tree.leaves(run(cast))]
 
     single = grads(nn.Policy())

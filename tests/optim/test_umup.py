@@ -7,8 +7,6 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.config import ModelConfig
-from recipes.gpt.model import GPT
 from unitscale import nn, ops
 from unitscale.optim import umup
 
@@ -166,18 +164,6 @@ def test_plain_arrays_as_updates_and_extra_arguments() -> None:
     tx = optax.chain(umup(inner, params), optax.identity())
     updates, _ = tx.update(ones(params), tx.init(params), params, times=4.0)
     assert by_path(updates)["embed.embedding"][0, 0] == 1.0
-
-
-def test_the_gpt_of_the_recipes_has_a_role_for_every_parameter() -> None:
-    config = ModelConfig(vocab=7, width=8, layers=2, heads=2, context=4, positions="learned")
-    params = parameters(GPT(config, policy="float32", rngs=nnx.Rngs(0)))
-    tx = umup(optax.identity(), params)
-    updates, _ = tx.update(ones(params), tx.init(params), params)
-    found = by_path(updates)
-    assert found["stack.layers.0.attention_norm.gain"][0] == pytest.approx(4**-0.5)
-    assert found["stack.layers.1.mlp.up.kernel"][0, 0] == pytest.approx((8 * 4) ** -0.5)
-    assert found["positions.embedding"][0, 0] == pytest.approx(8**-0.5)
-    assert found["norm.gain"][0] == 1
 
 
 class Chain(nnx.Module):

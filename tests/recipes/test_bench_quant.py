@@ -85,10 +85,10 @@ def test_the_unit_scaled_program_is_judged(make_config, fp8: bool, amax: int, wi
 def test_what_cannot_be_measured_is_said(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quant, "available", lambda: False)
+    monkeypatch.setattr(quant, "h200_available", lambda: False)
     assert main(["bench", "quant", "--no-train"]) == 0
     printed = capsys.readouterr().out
-    assert "FP8 kernels and memory: not compiled; that needs the packages jax-cuda13" in printed
+    assert "FP8 kernels and memory: not compiled; that needs the CUDA plugin" in printed
     assert "Tokens per second: not measured, no GPU; on one, run JAX_PLATFORMS=cuda" in printed
 
 
