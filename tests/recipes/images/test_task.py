@@ -109,7 +109,7 @@ def test_scales_propagate_through_the_whole_step(
 @pytest.mark.parametrize("name", ["plain", "float32", "bfloat16", "float16"])
 def test_the_first_step_is_within_rounding_of_numpy(make: MakeConfig, name: str) -> None:
     config = make(FORMATS[name])
-    model = task.build(config)
+    model: Any = task.build(config)
     step, state, (images, labels) = first_step(config)
     state, values = step(state, (images, labels), np.int32(0))
 
@@ -163,7 +163,8 @@ def test_it_learns(make: MakeConfig, overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("size", [1, 7, 16])
 def test_accuracy_is_over_all_test_images(make: MakeConfig, size: int) -> None:
     config = make(f"data.batch_size={size}")
-    data, model = task.load_data(config), task.build(config)
+    data = task.load_data(config)
+    model: Any = task.build(config)
     found = logits(model, data.standardized(data.test.images)).values
     right = found.argmax(-1) == data.test.labels
     assert 0 < right.mean() < 1
