@@ -74,7 +74,13 @@ class GPTConfig(RunConfig):
         if self.model.library == "plain" and "fp8" in self.policy:
             raise ValueError(
                 f"policy {self.policy} needs model.library unitscale; got model.library plain; "
-                "use policy float32, bfloat16 or float16, or model.library unitscale"
+                "use policy float32, bfloat16 or float16, with model.products for FP8 products, or "
+                "model.library unitscale"
+            )
+        if self.model.products and (self.model.library != "plain" or self.scalify or self.init):
+            raise ValueError(
+                "model.products needs model.library plain, scalify null and init null; got "
+                f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
             )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from ..config import ScalifyConfig
-from ..hf.plain import make_product
+from ..hf.layers import make_product
 from .config import ImageModelConfig
 
 

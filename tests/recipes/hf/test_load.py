@@ -17,7 +17,7 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.hf import Pretrained, join, load, save, split
 from tests.recipes import make_pretrained_fixtures as fixtures
-from tests.recipes.hf import (
+from tests.recipes.pretrained import (
     FIXTURES,
     FOLDERS,
     WEIGHTS,
@@ -212,23 +212,6 @@ def test_dropout_is_that_of_the_config(loaded: dict[str, Pretrained]) -> None:
     assert loaded["bert-qa"].config.dropout == 0.1
     assert loaded["gpt2"].config.dropout == 0.0
     assert load(FIXTURES / "gpt2", dropout=0.3).model.dropout.rate == 0.3
-
-
-def test_tokenizers_are_those_of_the_folder(loaded: dict[str, Pretrained], tmp_path: Path) -> None:
-    text = "What is the scale, of a naïve sum?"
-    tokenizer = loaded["gpt2"].tokenizer
-    assert tokenizer is not None
-    ids = tokenizer.encode(text)
-    assert ids.dtype == np.int32
-    assert ids.max() < tokenizer.vocab == loaded["gpt2"].config.vocab
-    assert ids.size < len(text.encode())
-    assert tokenizer.decode(ids) == text
-    pieces = loaded["bert-mlm"].tokenizer
-    assert pieces is not None
-    assert pieces.decode(pieces.encode("The Quick  fox")) == "the quick fox"
-    folder = copied("gpt2", tmp_path)
-    (folder / "tokenizer.json").unlink()
-    assert load(folder).tokenizer is None
 
 
 @pytest.mark.parametrize("architecture", list(fixtures.CLASSES))

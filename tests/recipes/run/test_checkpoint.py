@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from recipes.run.checkpoint import Checkpoints
 from recipes.errors import RecipeError
+from recipes.run.checkpoint import Checkpoints
 from unitscale.parallel import make_mesh, param_shardings
 
 FSDP = {"fsdp": 2, "tensor": 2}

@@ -16,9 +16,9 @@ import jax
 import pytest
 
 from recipes import processes, train as train_module
+from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.errors import RecipeError
 from recipes.run.metrics import read_metrics
 from recipes.run.placement import open_mesh
 from recipes.run.processes import Processes, SharedError, joined
