@@ -81,10 +81,10 @@ class Compared(NamedTuple):
     def table(self) -> Table:
         """Every variant beside the reference."""
         entry, (config, *_) = self.entry, self.configs.values()
-        bounds = {name: one.bound for name, one in entry.variants.items()}
+        bounds: dict[str, Bound] = {name: one.bound for name, one in entry.variants.items()}
         rows = judged(self.values, entry.reference, bounds, entry.metric)
         seeds = len(self.values[entry.reference])
-        many = f"one seed, {config.seed}" if seeds == 1 else f"mean of {seeds} seeds"
+        many = f"seed {config.seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
         title = f"{entry.title}: {config.train.steps} steps, {many}"
         return Table(title, [row | {"variant": entry.label(row["variant"])} for row in rows])
 

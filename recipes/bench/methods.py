@@ -66,15 +66,16 @@ def main(
     corpus: Any = recipe_of(first).load_data(first)
     batches = list(corpus.validation(GRADIENT_BATCHES))
     absent = absent_tokens(corpus.train_tokens, first.model.vocab)
-    losses, costs = found.table(), {}
+    losses, rows, costs = found.table(), [], {}
     for name, row in zip(configs, losses.rows, strict=True):
-        if name == entry.reference:
-            continue
-        for when, one in zip(WHEN, lost_gradients(configs[name], batches, absent), strict=True):
-            row |= {f"lost {when}": one.lost_share}
-            row |= {f"less absent {when}": one.lost_occurring_share}
-        costs[name] = cost_of(configs[name])
-        jax.clear_caches()
+        lost = {}
+        if name != entry.reference:
+            for when, one in zip(WHEN, lost_gradients(configs[name], batches, absent), strict=True):
+                lost |= {f"lost {when}": one.lost_share}
+                lost |= {f"less absent {when}": one.lost_occurring_share}
+            costs[name] = cost_of(configs[name])
+            jax.clear_caches()
+        rows.append({**row, **lost})
     notes = [
         f"Plain models learn at {first.optimizer.learning_rate:g}, unit scaling at the config's "
         "own rate; loss over all validation text. All are float16; tensor scaling: products of "
@@ -87,8 +88,8 @@ def main(
         f"but those of a loss scale) on {jax.devices()[0].device_kind}. FLOPs: of the step before "
         "XLA optimizes it. numbers kept: what the method carries from step to step.",
     ]
-    tables = [losses, added({entry.label(name): cost for name, cost in costs.items()}, [*costs])]
-    publish("methods", tables, json, notes)
+    labels = [entry.label(name) for name in costs]
+    publish("methods", [Table(losses.title, rows), added(labels, costs)], json, notes)
 
 
 class Cost(NamedTuple):
@@ -99,7 +100,7 @@ class Cost(NamedTuple):
     kept: int
 
 
-def added(costs: dict[str, Cost], names: list[str]) -> Table:
+def added(labels: list[str], costs: dict[str, Cost]) -> Table:
     """What each method adds to the first, and leaves to be chosen."""
     none, *_ = costs.values()
     rows = [
@@ -110,7 +111,7 @@ def added(costs: dict[str, Cost], names: list[str]) -> Table:
             "numbers kept": cost.kept,
             "to choose": TO_CHOOSE.get(name, "nothing"),
         }
-        for name, (label, cost) in zip(names, costs.items(), strict=True)
+        for label, (name, cost) in zip(labels, costs.items(), strict=True)
     ]
     return Table(f"Added to a step of {none.reductions} reductions, {none.flops:.4g} FLOPs", rows)
 

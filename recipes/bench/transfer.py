@@ -57,7 +57,7 @@ Losses = dict[str, dict[int, dict[float, float]]]
 
 def main(
     overrides: Overrides = None,
-    config: ConfigPath = str(PARITY),
+    config: ConfigPath = None,
     data: DataPath = None,
     width: Annotated[
         list[int] | None, typer.Option(help="a width; give several; by default 64, 256, 1024")
@@ -73,6 +73,7 @@ def main(
     json: JsonPath = None,
 ) -> None:
     """Prints the best learning rate at each width, and draws the loss over learning rates."""
+    path = config or str(PARITY)
     words = [*SHORT, *(overrides or ()), *([] if data is None else [f"data.path={data}"])]
     widths = sorted(set(width or WIDTHS))
     rates = {
@@ -82,7 +83,7 @@ def main(
     _check(widths, rates)
     configs = {
         (library, size): variant(
-            config, words, f"transfer-{library}-{size}", *settings, *_shape(size)
+            path, words, f"transfer-{library}-{size}", *settings, *_shape(size)
         )
         for library, settings in ((UMUP_NAME, ()), (PLAIN_NAME, PLAIN))
         for size in widths
@@ -97,7 +98,7 @@ def main(
         losses[library][size] = measure(one, corpus, rates[library], rows, console, label)
     picture = plot(folder / "transfer.png", losses)
     notes = [
-        f"{first.train.steps} steps of {Path(config).name} with {first.model.layers} layer(s), "
+        f"{first.train.steps} steps of {Path(path).name} with {first.model.layers} layer(s), "
         f"{first.data.batch_size} x {first.data.sequence_length} tokens each, seed {first.seed}, "
         f"heads of {HEAD}; loss over {first.train.eval_batches} validation batches.",
         "best: of the rates tried; vertex: of the parabola through it and its neighbours, in the "

@@ -103,9 +103,10 @@ def method(name: str, config_file: Path) -> GPTConfig:
 
 
 def test_an_automatic_scale_reduces_each_gradient(config_file: Path) -> None:
-    none, auto = (method(name, config_file) for name in ("plain-float16", "auto-loss-scale"))
-    costs = {one.name: methods.cost_of(one) for one in (none, auto)}
-    rows = methods.added(costs, ["plain-float16", "auto-loss-scale"]).rows
+    names = ["plain-float16", "auto-loss-scale"]
+    none, auto = (method(name, config_file) for name in names)
+    costs = {name: methods.cost_of(one) for name, one in zip(names, (none, auto), strict=True)}
+    rows = methods.added(names, costs).rows
     parameters = len(jax.tree.leaves(nnx.state(build(none), nnx.Param)))
     assert [row["reductions"] for row in rows] == [0, parameters]
     assert rows[0]["FLOPs"] == 0 < rows[1]["FLOPs"]
