@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -30,7 +30,7 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.recipe import recipe_of
 from ._compare import compare, comparison, judged
-from ._h200 import NEEDS, available, compile_program, spec, specs_like
+from ._h200 import NEEDS, available, compile_program, specs_like
 from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper, train_step
@@ -148,9 +148,13 @@ def compile_step(config: RunConfig) -> jax.stages.Compiled:
         made.append(step)
         return state
 
-    state = specs_like(jax.eval_shape(begin))
-    batch = specs_like(recipe_of(config).abstract_batch(config))
-    return compile_program(made[0], state, batch, spec((), jnp.int32))
+    state, index = jax.eval_shape(begin), jax.ShapeDtypeStruct((), jnp.int32)
+    return on_h200(made[0], state, recipe_of(config).abstract_batch(config), index)
+
+
+def on_h200(f: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+    """A function of abstract arguments, compiled for an H200."""
+    return compile_program(f, *specs_like(args))
 
 
 def row_of(
@@ -220,9 +224,8 @@ def _temporaries(layers: int, width: int, hidden: int, tokens: int, policy: str)
             x = layer(x)
         return jnp.mean(x.value.astype(jnp.float32) ** 2)
 
-    x = spec((tokens, width), jnp.bfloat16)
-    step = jax.value_and_grad(loss)
-    analysis: Any = compile_program(step, specs_like(params), specs_like(rest), x).memory_analysis()
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    analysis: Any = on_h200(jax.value_and_grad(loss), params, rest, x).memory_analysis()
     return analysis.temp_size_in_bytes
 
 

@@ -19,11 +19,11 @@ from flax import nnx
 
 from recipes.bench import methods, optim, parallel, parity, quant, scales, scalify
 from recipes.bench._compare import comparison, configs_of
-from recipes.bench._extremes import Program, error, programs
 from recipes.bench._runs import Asked
 from recipes.bench._timing import interleaved, ratio
 from recipes.bench._underflow import Underflow, counted, gradient
 from recipes.bench.overhead import flops, flops_of, plain as in_plain_flax, unfactored
+from recipes.bench.scalify import Program, error, programs
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.gpt import build
