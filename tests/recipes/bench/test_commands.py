@@ -66,9 +66,9 @@ def test_quant(bench: Any) -> None:
 
 
 # qwix 0.1.8 calls what Flax has deprecated.
+@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_qwix_takes_the_products_that_are_converted(config_file: Path) -> None:
-    pytest.importorskip("qwix")
     ids = jnp.zeros((1, 16), jnp.int32)
     counts = []
     for name in ("converted-fp8_dynamic", "qwix"):

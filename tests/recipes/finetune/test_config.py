@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from recipes.registry import valid_keys
 from recipes.finetune.config import ClassificationConfig, TaskConfig
+from recipes.registry import valid_keys
 
 FILES = {"train": "train.json", "validation": "dev.json"}
 
