@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..config import ScalifyConfig
 from ..gpt import build
 from ..gpt.config import GPTConfig
 from ..run.batch import loss_inputs
@@ -84,20 +83,14 @@ def lost_gradients(config: GPTConfig, sample: Sample) -> list[Underflow]:
     wide, _, rest = nnx.split(build(exact), nnx.Param, ...)
     reference = jax.jit(gradient(wide))
     graphdef, _, first = init_state(config)
-    narrow = rounded(graphdef, config.scalify)
+    rounded = under(config.scalify, gradient(graphdef))
+    narrow = jax.jit(lambda *args: plain(config.scalify, rounded(*args)[1]))
 
     def count(state: TrainState, scale: Any) -> Underflow:
         params = plain(config.scalify, state.params)
-        return counted(
-            (
-                (
-                    reference(params, rest, batch, None)[1],
-                    narrow(state.params, state.rest, batch, scale),
-                )
-                for batch in sample.batches
-            ),
-            sample.absent,
-        )
+        exact = (reference(params, rest, batch, None)[1] for batch in sample.batches)
+        half = (narrow(state.params, state.rest, batch, scale) for batch in sample.batches)
+        return counted(zip(exact, half, strict=True), sample.absent)
 
     last, constant = last_state(config), config.optimizer.loss_scale
     if first.loss_scale is None or last.loss_scale is None:
@@ -109,15 +102,6 @@ def lost_gradients(config: GPTConfig, sample: Sample) -> list[Underflow]:
             break
         scale = scale / 2
     return [found, count(last, last.loss_scale.value)]
-
-
-def rounded(graphdef: nnx.GraphDef, scalify: ScalifyConfig | None) -> Callable[..., Any]:
-    """The compiled gradient in the formats of a model: `(params, rest, batch, scale)`."""
-
-    def values(*args: Any) -> Any:
-        return under(scalify, gradient(graphdef))(*args)[1]
-
-    return jax.jit(lambda *args: plain(scalify, values(*args)))
 
 
 def gradient(graphdef: nnx.GraphDef) -> Callable[..., tuple[jax.Array, Any]]:

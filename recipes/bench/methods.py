@@ -28,7 +28,7 @@ from ..gpt.config import GPTConfig
 from ..run.scaling import under
 from ..run.state import TrainState, init_state
 from ._compare import compare, comparison
-from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, publish
 from ._timing import random_batch
 from ._underflow import WHEN, Sample, gradient, lost_gradients
@@ -58,7 +58,7 @@ def main(
     own = {name: [] for name in entry.variants} | entry.at_rate(plain_learning_rate)
     own["loss-scale"].append(f"optimizer.loss_scale={loss_scale}")
     own["auto-loss-scale"].append(f"optimizer.loss_scale_interval={growth_interval}")
-    found = compare(entry, Asked(config, overrides, seeds, fresh, data), own)
+    found = compare(entry, Told(config, overrides, seeds, fresh, data), own)
     configs: dict[str, Any] = found.configs
     first = configs[entry.reference]
     sample = Sample.of(first)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._compare import compare, comparison
-from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._underflow import WHEN, Sample, Underflow, lost_gradients
 
@@ -30,7 +30,7 @@ def main(
 ) -> None:
     """Prints validation loss by number format, and the share of gradients lost in float16."""
     entry = comparison("parity")
-    told = Asked(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data)
     found = compare(entry, told, entry.at_rate(plain_learning_rate))
     configs: dict[str, Any] = found.configs
     sample = Sample.of(configs["float32"])

@@ -22,7 +22,7 @@ from unitscale import as_scaled, to_array
 from unitscale.transforms import scalify as transform
 
 from ._compare import compare, comparison, configs_of
-from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, Seeds
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compiled, interleaved, random_batch, ratio, stepper, train_step
 
@@ -48,7 +48,7 @@ def main(
     """Prints losses, step times and compile times under scalify, and programs of wide range."""
     entry = comparison("scalify")
     wanted = entry.only("--formats", formats, prefix="scalify-")
-    told, own = Asked(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
+    told, own = Told(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
     tables = [compare(wanted, told, own).table()] if runs else []
     scaled, plain = (
         configs_of(entry, told, name, own[name])[0] for name in ("scalify-float32", "plain-float32")

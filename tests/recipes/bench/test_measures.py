@@ -19,7 +19,7 @@ from flax import nnx
 
 from recipes.bench import methods, optim, parallel, parity, quant, scales, scalify
 from recipes.bench._compare import comparison, configs_of
-from recipes.bench._runs import Asked
+from recipes.bench._runs import Told
 from recipes.bench._timing import interleaved, ratio
 from recipes.bench._underflow import Underflow, counted, gradient
 from recipes.bench.overhead import flops, flops_of, plain as in_plain_flax, unfactored
@@ -97,7 +97,7 @@ def test_gain_is_the_ratio_of_shares(own: int, other: int, within: bool) -> None
 
 def method(name: str, config_file: Path) -> GPTConfig:
     words = ["model.library=unitscale", "model.dropout=0.0", "train.steps=2"]
-    (config,) = configs_of(comparison("methods"), Asked(str(config_file), words), name)
+    (config,) = configs_of(comparison("methods"), Told(str(config_file), words), name)
     assert isinstance(config, GPTConfig)
     return config
 
