@@ -31,7 +31,7 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.recipe import recipe_of
 from ._compare import compare, comparison, judged
-from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper, train_step
 from .overhead import GPT2
@@ -69,7 +69,7 @@ def main(
     """Prints loss, FP8 kernels, amax reductions, memory and speed by policy."""
     entry = comparison("quant").only("--policies", policies)
     names = [name for name in entry.variants if name != entry.reference]
-    told = Asked(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data)
     tables, notes = [], []
     if train:
         tables.append(compare(entry, told).table())
@@ -101,7 +101,7 @@ def has_qwix() -> bool:
     return importlib.util.find_spec("qwix") is not None
 
 
-def converted(told: Asked, rate: float | None) -> list[Table]:
+def converted(told: Told, rate: float | None) -> list[Table]:
     """Losses of the plain model in FP8, and whether ours are no worse than that of qwix."""
     entry = comparison("converted")
     if not has_qwix():
