@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,13 +81,9 @@ def _learn(rows: Sequence[Row], path: str) -> list[str]:
             f"data.train: {path}: expected at least two labels; got only {shown(min(names))}; "
             "give more rows, or list classification.labels"
         )
-    return sorted(names, key=int) if all(map(_is_whole, names)) else sorted(names)
-
-
-def _is_whole(name: str) -> bool:
-    digits = name.removeprefix("-")
     # "01" and "1" would be two labels of one number.
-    return digits.isascii() and digits.isdecimal() and str(int(name)) == name
+    whole = all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names)
+    return sorted(names, key=int if whole else str)
 
 
 def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) -> Iterator[Row]:
