@@ -31,10 +31,9 @@ class TaskModel(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.encoder = Encoder(config, policy=policy, rngs=rngs)
-        self.pooler = self.dropout = None
-        if classes is not None:
-            self.pooler = Pooler(config.width, policy=policy, rngs=rngs)
-            self.dropout = nn.Dropout(config.dropout, rngs=rngs)
+        pooled = classes is not None
+        self.pooler = Pooler(config.width, policy=policy, rngs=rngs) if pooled else None
+        self.dropout = nn.Dropout(config.dropout, rngs=rngs) if pooled else None
         self.readout = nn.Readout(
             config.width, classes or 2, use_bias=True, policy=policy, rngs=rngs
         )

@@ -71,7 +71,7 @@ def load_classification(data: DataConfig, columns: ClassificationConfig) -> Data
                 f"{key}: {paths[key]}:{unknown.line}: expected a label out of {listed}; got "
                 f"{shown(unknown.label)}; correct the row, or list classification.labels"
             )
-    return Dataset(*found.values(), labels)
+    return Dataset(found["data.train"], found["data.validation"], labels)
 
 
 def _learn(rows: Sequence[Row], path: str) -> list[str]:
@@ -138,7 +138,8 @@ def _table(text: str, where: str, kind: str, header: bool) -> Iterator[_Fields]:
     """Rows by position and, with a header, by name."""
     tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == "tsv" else {}
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs)
-    names: list[str] | None = None
+    names: list[str] = []
+    width: int | None = None
     while True:
         line = reader.line_num + 1
         try:
@@ -149,10 +150,10 @@ def _table(text: str, where: str, kind: str, header: bool) -> Iterator[_Fields]:
             ) from error
         if row is None:
             return
-        if row and names is None:
+        if row and width is None:
             width = len(row)
-            names = [name.strip() for name in row] if header else []
             if header:
+                names = [name.strip() for name in row]
                 continue
         if row:
             if len(row) != width:
