@@ -49,7 +49,7 @@ from .run.progress import Reporter, Stopwatch
 from .run.recipe import Data, recipe_of
 from .run.scaling import plain
 from .run.signals import StopRequest
-from .run.state import init_state, restore, with_kept_tokenizer
+from .run.state import TrainState, init_state, restore, with_kept_tokenizer
 from .run.step import make_train_step
 from .run.steps import advance
 
@@ -116,7 +116,7 @@ def train(
         if signal is not None:
             step = int(run.state.step)
             say(f"stopped by {signal.name} after step {step}; run the same command to resume")
-            return Outcome(folder, step, None, int(signal))
+            return Outcome(folder, step, None, {}, int(signal))
         return _finish(run, say)
     except OSError as error:
         raise cannot_write(folder, error, kept=run.checkpoints.what_is_safe) from error

@@ -11,10 +11,11 @@ import numpy as np
 
 from ..errors import RecipeError
 from ..hf import load
-from ._table import Table, within
+from ._runs import CONFIGS
+from ._table import Table, asked
 
 REFERENCE = "reference.npz"
-FIXTURES = Path(__file__).parents[2] / "tests" / "recipes" / "pretrained_fixtures"
+FIXTURES = CONFIGS.parent / "tests" / "recipes" / "pretrained_fixtures"
 MOST_DIFFERENCE = 1e-4
 _INPUTS = "input_ids", "token_type_ids", "attention_mask"
 
@@ -52,17 +53,7 @@ def logits_table(compared: Iterable[Path]) -> Table:
                 "parameters": sum(leaf.size for leaf in jax.tree.leaves(pretrained.params)),
                 "largest logit": float(np.abs(expected).max()),
                 "difference": difference,
-                "asked": f"<= {MOST_DIFFERENCE:g}",
-                "within": within(difference, (None, MOST_DIFFERENCE)),
+                **asked(difference, most=MOST_DIFFERENCE),
             }
         )
-    columns = {
-        "folder": "",
-        "task": "",
-        "parameters": ",d",
-        "largest logit": ".2f",
-        "difference": ".1e",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Logits of imported weights in float32, against transformers", columns, rows)
+    return Table("Logits of imported weights in float32, against transformers", rows)

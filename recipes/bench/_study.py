@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ..charlm.config import CharlmConfig
-from ..charlm.grid import make_points
-from ..charlm.results import Best, best_losses
-from ..charlm.rows import read_rows
 from ..errors import RecipeError
-from ..registry import load_any_config
-from ._table import Table, within
+from ..registry import load_config
+from ..sweep import ByFormat, by_format, make_points, read_curves
+from ._table import Table, asked
 
 MOST_ABOVE = 0.005
 LEAST_NO_WORSE = 0.9
-UNIT, HALF = ("unit", "float32"), ("unit", "float16")
-REGULAR, REGULAR_HALF = ("regular", "float32"), ("regular", "float16")
+UNIT, HALF = ("unitscale", "float32"), ("unitscale", "float16")
+REGULAR, REGULAR_HALF = ("plain", "float32"), ("plain", "float16")
 
 
-def read_best(path: Path) -> Best:
+def read_best(path: Path) -> ByFormat:
     """Least losses of a sweep, from its folder or the file of rows in it.
 
     Raises:
@@ -32,17 +30,17 @@ def read_best(path: Path) -> Best:
             f"--charlm: expected the folder of a sweep, with config.yaml and rows.jsonl; got "
             f"{path}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
         )
-    config = load_any_config(folder / "config.yaml")
-    rows = read_rows(folder)
-    if not isinstance(config, CharlmConfig) or not rows:
+    config = load_config(folder / "config.yaml")
+    curves = read_curves(make_points(config), folder)
+    if not isinstance(config, CharlmConfig) or not curves:
         raise RecipeError(
             f"--charlm: expected the folder of a sweep; got {folder}, of recipe {config.recipe} "
-            f"with {len(rows)} rows; run the sweep first"
+            f"with {len(curves)} points; run the sweep first"
         )
-    return best_losses(make_points(config), rows)
+    return by_format(curves)
 
 
-def counts(best: Best) -> Table:
+def counts(best: ByFormat) -> Table:
     """How many models of the grid keep their FP32 loss in FP16, and are no worse unit scaled."""
     unit, regular = _pairs(best, UNIT, HALF), _pairs(best, REGULAR, REGULAR_HALF)
     near = sum(abs(half / full - 1) <= MOST_ABOVE for full, half in unit)
@@ -55,18 +53,12 @@ def counts(best: Best) -> Table:
         _row(f"regular {above} regular FP32", _kept(regular), len(regular)),
         _row("unit FP32 no worse than regular FP32", no_worse, len(both), LEAST_NO_WORSE),
     ]
-    columns = {
-        "models with": "",
-        "count": "d",
-        "of": "d",
-        "share": ".1%",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Character models, each at its best learning rate", columns, rows)
+    return Table("Character models, each at its best learning rate", rows)
 
 
-def _pairs(best: Best, full: tuple[str, str], half: tuple[str, str]) -> list[tuple[float, float]]:
+def _pairs(
+    best: ByFormat, full: tuple[str, str], half: tuple[str, str]
+) -> list[tuple[float, float]]:
     """Losses in two formats of the models that converge in the first."""
     models = [losses for losses in best.values() if full in losses and half in losses]
     return [(x[full], x[half]) for x in models if math.isfinite(x[full])]
@@ -79,6 +71,4 @@ def _kept(pairs: list[tuple[float, float]]) -> int:
 def _row(what: str, count: int, total: int, least: float | None = None) -> dict[str, Any]:
     share = count / total if total else math.nan
     row = {"models with": what, "count": count, "of": total, "share": share}
-    if least is not None:
-        row |= {"asked": f">= {least:.0%}", "within": within(share, (least, None))}
-    return row
+    return row if least is None else row | asked(share, least=least, form=".0%")

@@ -19,6 +19,38 @@ from ..errors import RecipeError
 
 WIDTH = 160  # of what is not printed to a terminal
 
+_NAMES = {
+    "d": "width, count, of, outside",
+    "+d": "reductions",
+    ",d": "parameters, entries, lost, not finite, numbers kept, sequences, tokens each, products, "
+    "FP8 kernels, lost products, amax, casts",
+    ".5f": "validation loss",
+    ".4f": "accuracy, loss, bytes per entry, over float32, over plain",
+    ".3f": "f1, ratio, ratio of medians, lower quartile, upper quartile, CPU time ratio, "
+    "scalify s, plain s, over bfloat16, weights, state, together, least, greatest",
+    ".2f": "largest logit, apart",
+    ".1f": "times smaller, without absent times smaller, traced, plain, scaled ms, optax ms, "
+    "unitscale ms, plain ms, times ahead",
+    ".4g": "best, vertex, standard deviation",
+    "+.4g": "above reference",
+    ".2g": "standard error above",
+    ".1e": "difference",
+    ".5e": "with factors, without",
+    ",.0f": "temporaries MiB, tokens per second, produced, consumed",
+    "+.3%": "over reference, FLOPs",
+    "+.2%": "cost",
+    ".4%": "share lost, without absent, share subnormal, lost at first, less absent at first, "
+    "lost at the end, less absent at the end, added",
+    ".3%": "standard error",
+    ".2%": "plain float16, scalify float16, heavy-tailed nearest, heavy-tailed stochastic, "
+    "normal nearest, normal stochastic",
+    ".1%": "share, of all FLOPs, Dense FP8",
+}
+FORMATS = {name: form for form, names in _NAMES.items() for name in names.split(", ")}
+"""How numbers of a column are shown, by its name; those of other columns are shown as they are."""
+LAST = ("asked", "within", "verdict")
+"""Columns that stand behind all others."""
+
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="also write the tables to this file, as JSON")
 ]
@@ -26,21 +58,25 @@ JsonPath = Annotated[
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of unrounded values, and how to show them.
+    """Rows of unrounded values, shown by the names of their columns.
 
     Args:
       title: Says what was measured, on what.
-      columns: Name to format specification, such as ".3f"; "" shows a value as it is.
       rows: One mapping from column name to value per row; a column may be missing.
     """
 
     title: str
-    columns: Mapping[str, str]
     rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> list[str]:
+        """Names in the order in which rows have them."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        return sorted(names, key=lambda name: LAST.index(name) + 1 if name in LAST else 0)
 
     def text(self, row: Mapping[str, Any]) -> list[str]:
         """One row as it is shown: yes or no for booleans, nothing for a missing value."""
-        return [_text(row.get(name), form) for name, form in self.columns.items()]
+        return [_text(row.get(name), FORMATS.get(name, "")) for name in self.columns]
 
 
 def publish(
@@ -56,8 +92,8 @@ def publish(
         console = Console(width=WIDTH)
     for table in tables:
         shown = RichTable(title=table.title, title_justify="left")
-        for column, form in table.columns.items():
-            shown.add_column(column, justify="right" if form else "left")
+        for column in table.columns:
+            shown.add_column(column, justify="right" if column in FORMATS else "left")
         for row in table.rows:
             shown.add_row(*table.text(row))
         console.print(shown)
@@ -65,12 +101,11 @@ def publish(
         console.print(note, markup=False, highlight=False)
     if path is None:
         return
-    device = jax.devices()[0].device_kind
     document = {
         "benchmark": name,
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "device": device,
+        "device": jax.devices()[0].device_kind,
         "tables": [{"title": t.title, "rows": [_plain(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
@@ -84,10 +119,24 @@ def publish(
     console.print(f"written to {path}", markup=False, highlight=False)
 
 
-def within(value: float, bounds: tuple[float | None, float | None] | None) -> bool:
+def within(value: float, bounds: tuple[float | None, float | None]) -> bool:
     """Whether a value lies in a closed range; None is no bound, and NaN lies in no range."""
-    low, high = bounds or (None, None)
+    low, high = bounds
     return (low is None or value >= low) and (high is None or value <= high) and value == value
+
+
+def asked(
+    value: float, *, least: float | None = None, most: float | None = None, form: str = "g"
+) -> dict[str, Any]:
+    """The columns that say what was asked of a row's value, and whether it is so.
+
+    Example:
+      >>> asked(0.84, most=1.05)
+      {'asked': '<= 1.05', 'within': True}
+    """
+    bounds = {">=": least, "<=": most}
+    said = [f"{sign} {bound:{form}}" for sign, bound in bounds.items() if bound is not None]
+    return {"asked": ", ".join(said), "within": within(value, (least, most))}
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..config import ScalifyConfig
+from ..gpt import build
+from ..gpt.config import GPTConfig
 from ..run.batch import loss_inputs
+from ..run.scaling import plain, under
+from ..run.state import TrainState, init_state
+from ._runs import last_state
+
+WHEN = "at first", "at the end"
+HALVINGS = 24  # after which a loss scale is below any that a gradient would need
 
 
 class Underflow(NamedTuple):
@@ -36,34 +45,77 @@ class Underflow(NamedTuple):
     def lost_occurring_share(self) -> float:
         return (self.lost - self.lost_absent) / self.entries
 
-    @property
-    def subnormal_share(self) -> float:
-        return self.subnormal / self.entries
+
+def absent_tokens(tokens: Any, vocab: int) -> np.ndarray:
+    """(vocab,) bool: the tokens that a training text never has."""
+    return np.bincount(np.asarray(tokens), minlength=vocab) == 0
 
 
-def underflow(
-    wide: nnx.GraphDef,
-    narrow: nnx.GraphDef,
-    params: Any,
-    rest: Any,
-    batches: Iterable[np.ndarray],
-    absent: np.ndarray,
-) -> Underflow:
-    """Compares the gradients of one set of parameters, computed in float32 and in float16.
+def lost_gradients(config: GPTConfig, batches: list[Any], absent: np.ndarray) -> list[Underflow]:
+    """Underflow of a trained run's gradients, with its first parameters and with its last.
+
+    Both formats start from the same float32 parameters; dropout is left out. A loss scale is that
+    of the run; before it, the first without overflow.
 
     Args:
-      wide: The model that computes in float32.
-      narrow: The same model, computing in float16.
-      params: The float32 parameters of both.
-      rest: Other state of both.
-      batches: (batch, time + 1) int32 each; dropout is left out.
-      absent: (vocab,) bool, the tokens that the training text never has.
+      config: The run.
+      batches: Windows of ids.
+      absent: Of `absent_tokens`.
     """
-    pairs = (
-        (gradient(params, rest, batch, wide), gradient(params, rest, batch, narrow))
-        for batch in batches
-    )
-    return counted(pairs, absent)
+    shape = config.model.model_copy(update={"products": None})
+    exact = config.model_copy(update={"policy": "float32", "scalify": None, "model": shape})
+    wide, _, rest = nnx.split(build(exact), nnx.Param, ...)
+    reference = jax.jit(gradient(wide))
+    graphdef, _, first = init_state(config)
+    narrow = rounded(graphdef, config.scalify)
+
+    def count(state: TrainState, scale: Any) -> Underflow:
+        params = plain(config.scalify, state.params)
+        return counted(
+            (
+                (
+                    reference(params, rest, batch, None)[1],
+                    narrow(state.params, state.rest, batch, scale),
+                )
+                for batch in batches
+            ),
+            absent,
+        )
+
+    last, constant = last_state(config), config.optimizer.loss_scale
+    if first.loss_scale is None or last.loss_scale is None:
+        return [count(state, constant) for state in (first, last)]
+    scale = first.loss_scale.value
+    for _ in range(HALVINGS):
+        found = count(first, scale)
+        if not found.not_finite:
+            break
+        scale = scale / 2
+    return [found, count(last, last.loss_scale.value)]
+
+
+def rounded(graphdef: nnx.GraphDef, scalify: ScalifyConfig | None) -> Callable[..., Any]:
+    """The compiled gradient in the formats of a model: `(params, rest, batch, scale)`."""
+
+    def values(*args: Any) -> Any:
+        return under(scalify, gradient(graphdef))(*args)[1]
+
+    return jax.jit(lambda *args: plain(scalify, values(*args)))
+
+
+def gradient(graphdef: nnx.GraphDef) -> Callable[..., tuple[jax.Array, Any]]:
+    """Loss and gradient without dropout: `(params, rest, batch, scale)`, a loss scale or None."""
+
+    def compute(params, rest, batch, scale):
+        def loss(params):
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            value = model.loss(*loss_inputs(batch), deterministic=True)
+            return value if scale is None else value * scale
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, grads if scale is None else jax.tree.map(lambda g: g / scale, grads)
+
+    return compute
 
 
 def counted(pairs: Iterable[tuple[Any, Any]], absent: np.ndarray) -> Underflow:
@@ -71,7 +123,7 @@ def counted(pairs: Iterable[tuple[Any, Any]], absent: np.ndarray) -> Underflow:
 
     Args:
       pairs: Trees of arrays.
-      absent: As for `underflow`.
+      absent: Of `absent_tokens`.
     """
     counts = [_counts(exact, half, absent) for exact, half in pairs]
     return Underflow(*(sum(column) for column in zip(*counts, strict=True)))
@@ -79,10 +131,9 @@ def counted(pairs: Iterable[tuple[Any, Any]], absent: np.ndarray) -> Underflow:
 
 def _counts(wide: Any, narrow: Any, absent: np.ndarray) -> tuple[int, ...]:
     paths, reference = zip(*jax.tree_util.tree_leaves_with_path(wide), strict=True)
-    rounded = jax.tree.leaves(narrow)
     tiny = float(jnp.finfo(jnp.float16).tiny)
     lost = subnormal = not_finite = lost_absent = 0
-    for path, exact, half in zip(paths, reference, rounded, strict=True):
+    for path, exact, half in zip(paths, reference, jax.tree.leaves(narrow), strict=True):
         exact, half = np.asarray(exact), np.asarray(half)
         gone = (half == 0) & (exact != 0)
         lost += int(np.count_nonzero(gone))
@@ -91,14 +142,3 @@ def _counts(wide: Any, narrow: Any, absent: np.ndarray) -> tuple[int, ...]:
         subnormal += int(np.count_nonzero((half != 0) & (np.abs(half) < tiny)))
         not_finite += int(np.count_nonzero(~np.isfinite(half)))
     return sum(leaf.size for leaf in reference), lost, subnormal, not_finite, lost_absent
-
-
-@jax.jit(static_argnums=3)
-def gradient(params, rest, batch, graphdef):
-    """The gradient of a model's loss, dropout off."""
-
-    def loss(params):
-        model = nnx.merge(graphdef, params, rest)
-        return model.loss(*loss_inputs(batch), deterministic=True)
-
-    return jax.grad(loss)(params)

@@ -12,45 +12,32 @@ imported weights, and times each quick start's input pipeline against its traini
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
-from rich.console import Console
 
-from ..bert.config import BertConfig
 from ..config import RunConfig
 from ..errors import RecipeError
-from ..registry import load_run_config
-from ..run.recipe import load_data
+from ..registry import load_config
+from ..run.recipe import recipe_of
+from ._compare import Compared, compare, comparison
 from ._imported import folders, logits_table
-from ._runs import ConfigPath, DataPath, Fresh, Overrides, run_variant, trained
-from ._steps import stepper_on
+from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, Seeds
 from ._study import counts, read_best
-from ._table import JsonPath, Table, publish, within
-from ._tasks import (
-    question_words,
-    scores_table,
-    sentence_words,
-    split_articles,
-    task_config,
-    tuned_scores,
-)
-from .parity import losses
+from ._table import JsonPath, Table, asked, publish
+from ._tasks import question_words, sentence_words, split_articles, tuned_words
+from ._timing import seconds, stepper
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTARTS = "gpt/quickstart.yaml", "bert/quickstart.yaml"
-
-MOST_DIFFERENCE = {"float16": 0.002, "fp8": 0.007}
 LEAST_AHEAD = 20.0
 
 
 def main(
     overrides: Overrides = None,
-    config: ConfigPath = str(CONFIGS / "bert" / "books.yaml"),
+    config: ConfigPath = None,
     data: DataPath = None,
     runs: Annotated[bool, typer.Option(help="train and compare the policies")] = True,
     finetune: Annotated[bool, typer.Option("--finetune", help="tune them on tasks too")] = False,
@@ -61,7 +48,7 @@ def main(
     squad: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON, which is split by article")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="fine-tuning runs of each, from seed 0")] = 3,
+    seeds: Seeds = None,
     tuning: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="override of fine-tuning, such as train.steps=100"),
@@ -89,119 +76,70 @@ def main(
         raise RecipeError(
             "--sst2, --squad and --tuning: expected beside --finetune; got them alone; add it"
         )
-    text = [] if data is None else [f"data.path={data}"]
-    words = [*(overrides or ()), *text]
+    told = Asked(config, overrides, seeds, fresh, data)
     tables, notes = [], []
     best = None if charlm is None else read_best(charlm)  # complains before hours of training
     imported = folders(logits or ())
-    console = Console()
     if runs:
-        wanted = pretraining(config, words)
-        corpus = load_data(wanted["float32"])
-        found = {name: trained(one, corpus, fresh, console) for name, one in wanted.items()}
-        tables.append(losses(found, MOST_DIFFERENCE, "Masked-LM loss in nats per hidden token"))
-        notes.append(
-            f"{wanted['float32'].train.steps} steps of {Path(config).name}, seed "
-            f"{wanted['float32'].seed}, no loss scale; loss over all "
-            f"{sum(1 for _ in corpus.validation())} validation batches, their masks fixed."
-        )
+        found = compare(comparison("lms"), told)
+        tables.append(found.table())
+        notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
-            scores = tune(wanted, sst2, squad, seeds, tuning or (), fresh, console)
-            tables.append(scores_table(scores))
+            tables += tuned(found, sst2, squad, Asked(None, tuning, seeds, fresh))
             notes.append("Each policy's own pretrained model, tuned in the same policy.")
     if best is not None:
         tables.append(counts(best))
     if imported:
         tables.append(logits_table(imported))
     if pipelines:
-        quickstarts = [load_run_config(CONFIGS / name, text) for name in QUICKSTARTS]
-        tables.append(speeds([time_pipeline(one, rounds) for one in quickstarts]))
+        text = told._replace(overrides=None).words
+        rows = [time_pipeline(load_config(CONFIGS / name, text), rounds) for name in QUICKSTARTS]
+        tables.append(Table("Tokens a second: input pipeline alone, and training", rows))
         notes.append(
             "Pipelines run in the thread that asks for the batch, steps on all of the device."
         )
     publish("lms", tables, json, notes)
 
 
-def pretraining(config: str, words: Iterable[str]) -> dict[str, BertConfig]:
-    """The pretraining run of each policy.
-
-    Raises:
-      RecipeError: The config is not that of a BERT.
-    """
-    found: dict[str, BertConfig] = {}
-    for policy in ("float32", *MOST_DIFFERENCE):
-        one = run_variant(config, words, policy, f"policy={policy}")
-        if not isinstance(one, BertConfig):
-            raise RecipeError(
-                f"--config: expected a config of recipe bert; got recipe {one.recipe}; name one "
-                "such as configs/bert/books.yaml"
-            )
-        found[policy] = one
-    return found
-
-
-def tune(
-    pretrained: Mapping[str, BertConfig],
-    sst2: tuple[str, str] | None,
-    squad: str | None,
-    seeds: int,
-    words: Iterable[str],
-    fresh: bool,
-    console: Console,
-) -> dict[tuple[str, str], list[float]]:
-    """Scores in percent of every seed, by (metric, policy)."""
-    first = pretrained["float32"]
-    tasks: dict[str, tuple[str, str, float, list[str]]] = {}
+def tuned(
+    pretrained: Compared, sst2: tuple[str, str] | None, squad: str | None, told: Asked
+) -> list[Table]:
+    """Scores of the pretrained models, tuned on the tasks whose files are given."""
+    reference = pretrained.entry.reference
+    first = pretrained.configs[reference]
+    base = first.name.removesuffix(f"-{reference}")
+    tasks: dict[str, Sequence[str]] = {}
     if sst2:
-        tasks["sst2"] = ("SST-2 accuracy", "accuracy", 100.0, sentence_words(*sst2))
+        tasks["sst2"] = sentence_words(*sst2)
     if squad:
-        parts = split_articles(squad, Path(first.train.runs_dir) / f"{first.name}-squad-split")
-        tasks["squad"] = ("SQuAD F1", "f1", 1.0, question_words(*parts, first.context))
-    return {
-        (label, policy): [
-            unit
-            * tuned_scores(task_config(task, run, seed, [*own, *words]), fresh, console)[metric]
-            for seed in range(seeds)
-        ]
-        for task, (label, metric, unit, own) in tasks.items()
-        for policy, run in pretrained.items()
-    }
+        parts = split_articles(squad, Path(first.train.runs_dir) / f"{base}-squad-split")
+        tasks["squad"] = question_words(*parts, first.longest or 0)
+    return [
+        compare(
+            comparison(task),
+            told,
+            {
+                policy: [f"name={base}-{task}", *tuned_words(run), *words]
+                for policy, run in pretrained.configs.items()
+            },
+        ).table()
+        for task, words in tasks.items()
+    ]
 
 
 def time_pipeline(config: RunConfig, rounds: int, batches: int = 50) -> dict[str, Any]:
     """One row: tokens a second of a config's batches and of its training steps, medians."""
-    pipeline = load_data(config).training(config.seed)
-    step = stepper_on(config, next(pipeline))
+    pipeline = recipe_of(config).load_data(config).training(config.seed)
+    step = stepper(config, next(pipeline))
     step()  # compiles
 
     def draw() -> None:
         for _ in range(batches):
             next(pipeline)
 
-    tokens = config.data.batch_size * config.data.sequence_length
-    produced = tokens * batches / float(np.median([_seconds(draw) for _ in range(rounds)]))
-    consumed = tokens / float(np.median([_seconds(step) for _ in range(rounds)]))
-    return {"config": config.name, "produced": produced, "consumed": consumed}
-
-
-def _seconds(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def speeds(rows: list[dict[str, Any]]) -> Table:
-    """Speed of each pipeline over what its model consumes."""
-    for row in rows:
-        row["ratio"] = row["produced"] / row["consumed"]
-        row["asked"] = f">= {LEAST_AHEAD:g}"
-        row["within"] = within(row["ratio"], (LEAST_AHEAD, None))
-    columns = {
-        "config": "",
-        "produced": ",.0f",
-        "consumed": ",.0f",
-        "ratio": ".1f",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Tokens a second: input pipeline alone, and training", columns, rows)
+    tokens = config.data.step_size
+    produced = tokens * batches / statistics.median([seconds(draw) for _ in range(rounds)])
+    consumed = tokens / statistics.median([seconds(step) for _ in range(rounds)])
+    ahead = produced / consumed
+    row = {"config": config.name, "produced": produced, "consumed": consumed}
+    return row | {"times ahead": ahead, **asked(ahead, least=LEAST_AHEAD)}

@@ -10,204 +10,85 @@ scalify; and the same GPT in `unitscale.nn`. Seed and data are the same. A run t
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import typer
 from flax import nnx
-from flax.training.dynamic_scale import DynamicScale
-from rich.console import Console
 
 from unitscale.core import is_scaled
 from unitscale.quant import AmaxState
 
-from ..gpt import build
 from ..gpt.config import GPTConfig
-from ..run.scaling import plain
-from ..text import Corpus, load_corpus
-from ._converted import converted
-from ._loss_scale import (
-    Scale,
-    automatic,
-    first_state,
-    make_gradient,
-    make_step,
-    trained_with,
-)
-from ._runs import (
-    PARITY,
-    PLAIN,
-    ConfigPath,
-    DataPath,
-    Fresh,
-    Overrides,
-    PlainRate,
-    Run,
-    trained,
-    variant,
-)
-from ._steps import random_batch
+from ..run.recipe import recipe_of
+from ..run.scaling import under
+from ..run.state import TrainState, init_state
+from ._compare import compare, comparison
+from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
 from ._table import JsonPath, Table, publish
-from ._underflow import Underflow, counted, gradient
+from ._timing import random_batch
+from ._underflow import WHEN, absent_tokens, gradient, lost_gradients
 
 GRADIENT_BATCHES = 8
-FIRST_SCALE = 2.0**16  # of an automatic loss scale, as GradScaler and Flax have it
-HALVINGS = 24  # after which it is below any that a gradient would need
-
-
-class Method(NamedTuple):
-    """One way to train.
-
-    `own` methods are trained by `recipes.train`, the others by the loop of `_loss_scale`.
-    """
-
-    name: str
-    config: GPTConfig
-    to_choose: str
-    make: Callable[[GPTConfig], Any] = build
-    scale: Scale = None
-    own: bool = True
+TO_CHOOSE = {
+    "loss-scale": "the scale",
+    "auto-loss-scale": "first scale, interval, factor",
+    "tensor-scaling": "formats, granularity, layers",
+}
 
 
 def main(
     overrides: Overrides = None,
-    config: ConfigPath = str(PARITY),
+    config: ConfigPath = None,
     data: DataPath = None,
-    plain_learning_rate: PlainRate = 1e-3,
+    plain_learning_rate: PlainRate = None,
     loss_scale: Annotated[float, typer.Option(min=1.0, help="the constant loss scale")] = 2.0**12,
     growth_interval: Annotated[
         int, typer.Option(min=1, help="finite steps after which an automatic loss scale doubles")
     ] = 200,
+    seeds: Seeds = None,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints loss, lost gradients, cost and settings of methods to train in float16."""
-    words = [*(overrides or ()), *([] if data is None else [f"data.path={data}"])]
-    rate = f"optimizer.learning_rate={plain_learning_rate}"
-    wanted = methods(config, words, rate, loss_scale, growth_interval)
-    reference = variant(config, words, "plain-float32", "policy=float32", *PLAIN, rate)
-    corpus, console = load_corpus(reference.data), Console()
+    entry = comparison("methods")
+    own = {name: [] for name in entry.variants} | entry.at_rate(plain_learning_rate)
+    own["loss-scale"].append(f"optimizer.loss_scale={loss_scale}")
+    own["auto-loss-scale"].append(f"optimizer.loss_scale_interval={growth_interval}")
+    found = compare(entry, Asked(config, overrides, seeds, fresh, data), own)
+    configs: dict[str, Any] = found.configs
+    first = configs[entry.reference]
+    corpus: Any = recipe_of(first).load_data(first)
     batches = list(corpus.validation(GRADIENT_BATCHES))
-    absent = np.bincount(np.asarray(corpus.train_tokens), minlength=reference.model.vocab) == 0
-    full = trained(reference, corpus, fresh, console).loss
-    losses: list[dict[str, Any]] = [{"method": "float32", "validation loss": full}]
-    costs = []
-    for method in wanted:
-        run, scale = _trained(method, corpus, fresh, console)
-        row = {
-            "method": method.name,
-            "validation loss": run.loss,
-            "over float32": run.loss / full - 1,
-        }
-        losses.append(row | shares(method, run, scale, batches, absent))
-        costs.append(cost_of(method))
+    absent = absent_tokens(corpus.train_tokens, first.model.vocab)
+    losses, costs = found.table(), {}
+    for name, row in zip(configs, losses.rows, strict=True):
+        if name == entry.reference:
+            continue
+        for when, one in zip(WHEN, lost_gradients(configs[name], batches, absent), strict=True):
+            row |= {f"lost {when}": one.lost_share}
+            row |= {f"less absent {when}": one.lost_occurring_share}
+        costs[name] = cost_of(configs[name])
         jax.clear_caches()
-    steps = reference.train.steps
     notes = [
-        f"{steps} steps of {Path(config).name}, seed {reference.seed}; loss over all validation "
-        f"batches. Plain models learn at {plain_learning_rate:g}, unit scaling at the config's own "
-        "rate. All are float16; tensor scaling: products of layers in FP8, their scales from amax.",
+        f"Plain models learn at {first.optimizer.learning_rate:g}, unit scaling at the config's "
+        "own rate; loss over all validation text. All are float16; tensor scaling: products of "
+        "layers in FP8, their scales from amax.",
         f"lost: entries of the gradient of all parameters that are zero and in float32 are not, "
         f"over {len(batches)} batches. Less absent: less those in the readout of the "
         f"{int(absent.sum())} tokens that the training text never has. Automatic: at the first "
         "scale without overflow.",
-        "reductions: reduce instructions of the compiled step (gradient and update) on "
-        f"{jax.devices()[0].device_kind}. FLOPs: of the step before XLA optimizes it. numbers "
-        "kept: what the method carries from step to step.",
+        "reductions: reduce instructions of a compiled step (gradient and update, and no checks "
+        f"but those of a loss scale) on {jax.devices()[0].device_kind}. FLOPs: of the step before "
+        "XLA optimizes it. numbers kept: what the method carries from step to step.",
     ]
-    publish("methods", [Table(*LOSSES, losses), compared(wanted, costs)], json, notes)
-
-
-LOSSES = (
-    "Validation loss in nats per byte, and gradients lost in float16",
-    {
-        "method": "",
-        "validation loss": ".5f",
-        "over float32": "+.3%",
-        "lost at first": ".4%",
-        "less absent at first": ".4%",
-        "lost at the end": ".4%",
-        "less absent at the end": ".4%",
-    },
-)
-
-
-def compared(methods: list[Method], costs: list[Cost]) -> Table:
-    """What each method adds to the first, and leaves to be chosen."""
-    none = costs[0]
-    rows = [
-        {
-            "method": method.name,
-            "reductions": cost.reductions - none.reductions,
-            "FLOPs": cost.flops / none.flops - 1,
-            "numbers kept": cost.kept,
-            "to choose": method.to_choose,
-        }
-        for method, cost in zip(methods, costs, strict=True)
-    ]
-    columns = {"method": "", "reductions": "+d", "FLOPs": "+.3%", "numbers kept": ",d"}
-    title = f"Added to a step of {none.reductions} reductions and {none.flops:.4g} FLOPs"
-    return Table(title, columns | {"to choose": ""}, rows)
-
-
-def methods(
-    path: str, words: list[str], rate: str, loss_scale: float, interval: int
-) -> list[Method]:
-    """The methods compared, none first."""
-
-    def half(suffix: str) -> GPTConfig:
-        return variant(path, words, suffix, "policy=float16", *PLAIN, rate)
-
-    return [
-        Method("none", half("plain-float16"), "nothing"),
-        Method(
-            "static loss scale",
-            half(f"loss-scale-{loss_scale:g}"),
-            "the scale",
-            scale=jnp.asarray(loss_scale, jnp.float32),
-            own=False,
-        ),
-        Method(
-            "automatic loss scale",
-            half(f"auto-loss-scale-{interval}"),
-            "first scale, interval, factor",
-            scale=automatic(FIRST_SCALE, interval),
-            own=False,
-        ),
-        Method(
-            "tensor scaling",
-            half("tensor-scaling"),
-            "formats, granularity, layers",
-            make=lambda config: converted(config, "fp8_dynamic"),
-            own=False,
-        ),
-        Method("unit scaling", variant(path, words, "float16", "policy=float16"), "nothing"),
-        Method(
-            "scalify",
-            variant(
-                path,
-                words,
-                "scalify-float16",
-                "policy=float32",
-                *PLAIN,
-                rate,
-                "scalify={storage: float16}",
-            ),
-            "nothing",
-        ),
-    ]
-
-
-def _trained(method: Method, corpus: Corpus, fresh: bool, console: Console) -> tuple[Run, Scale]:
-    if method.own:
-        return trained(method.config, corpus, fresh, console), None
-    model = method.make(method.config)
-    return trained_with(method.config, model, method.scale, corpus, fresh, console)
+    tables = [losses, added({entry.label(name): cost for name, cost in costs.items()}, [*costs])]
+    publish("methods", tables, json, notes)
 
 
 class Cost(NamedTuple):
@@ -218,64 +99,48 @@ class Cost(NamedTuple):
     kept: int
 
 
-def cost_of(method: Method) -> Cost:
-    """Compiles the step of a method, and counts."""
-    config = method.config
-    graphdef, optimizer, state = first_state(config, method.make(config), method.scale)
-    step = make_step(graphdef, optimizer, config.scalify)
-    lowered = step.lower(state, random_batch(config))
+def added(costs: dict[str, Cost], names: list[str]) -> Table:
+    """What each method adds to the first, and leaves to be chosen."""
+    none, *_ = costs.values()
+    rows = [
+        {
+            "method": label,
+            "reductions": cost.reductions - none.reductions,
+            "FLOPs": cost.flops / none.flops - 1,
+            "numbers kept": cost.kept,
+            "to choose": TO_CHOOSE.get(name, "nothing"),
+        }
+        for name, (label, cost) in zip(names, costs.items(), strict=True)
+    ]
+    return Table(f"Added to a step of {none.reductions} reductions, {none.flops:.4g} FLOPs", rows)
+
+
+def cost_of(config: GPTConfig) -> Cost:
+    """Compiles a step of gradient and update alone, and counts."""
+    graphdef, optimizer, state = init_state(config)
+    settings, differentiate = config.optimizer, gradient(graphdef)
+
+    def step(state: TrainState, batch: Any) -> Any:
+        follows, kept = state.loss_scale, (state.params, state.opt_state)
+        scale = settings.loss_scale if follows is None else follows.value
+        loss, grads = differentiate(state.params, state.rest, batch, scale)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        fresh = optax.apply_updates(state.params, updates), opt_state
+        if follows is not None:
+            finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+            follows = follows.after(finite, settings.loss_scale_interval)
+            fresh = jax.tree.map(functools.partial(jnp.where, finite), fresh, kept)
+        return loss, fresh, follows
+
+    lowered = jax.jit(under(config.scalify, step)).lower(state, random_batch(config))
     analysis: Any = lowered.cost_analysis()
     text = lowered.compile().as_text() or ""
     return Cost(len(re.findall(r"\breduce\(", text)), float(analysis["flops"]), kept(state))
 
 
-def kept(state: Any) -> int:
+def kept(state: TrainState) -> int:
     """Numbers in a state that are there for the sake of scales."""
-    of_loss = jax.tree.leaves(state.scale) if isinstance(state.scale, DynamicScale) else []
-    amax = jax.tree.leaves(nnx.split_state(state.rest, AmaxState, ...)[0])
+    amax = jax.tree.leaves((state.loss_scale, nnx.split_state(state.rest, AmaxState, ...)[0]))
     nodes = jax.tree.leaves(state, is_leaf=is_scaled)
     scales = [node.scale for node in nodes if is_scaled(node) and node.scale is not None]
-    return sum(np.size(x) for x in (*of_loss, *amax, *scales))
-
-
-def shares(
-    method: Method, run: Run, last: Scale, batches: list, absent: np.ndarray
-) -> dict[str, float]:
-    """Columns of the gradient entries lost, with a method's first parameters and with its last."""
-    config = method.config
-    graphdef, _, state = first_state(config, method.make(config), method.scale)
-    wide = nnx.graphdef(build(config.model_copy(update={"policy": "float32"})))
-    narrow = make_gradient(graphdef, config.scalify)
-    if isinstance(method.scale, DynamicScale):
-        first = _without_overflow(narrow, state, batches)
-    else:
-        first = method.scale
-
-    def lost(params: Any, rest: Any, scale: Scale) -> Underflow:
-        exact = plain(config.scalify, params)
-        others = plain(config.scalify, rest)
-        pairs = (
-            (gradient(exact, others, batch, wide), narrow(params, rest, batch, scale)[0])
-            for batch in batches
-        )
-        return counted(pairs, absent)
-
-    counts = {
-        "at first": lost(state.params, state.rest, first),
-        "at the end": lost(run.params, run.rest, last),
-    }
-    return {f"lost {when}": one.lost_share for when, one in counts.items()} | {
-        f"less absent {when}": one.lost_occurring_share for when, one in counts.items()
-    }
-
-
-def _without_overflow(narrow: Callable[..., Any], state: Any, batches: list) -> Scale:
-    """The scale that an automatic one comes to on batches, the parameters as they are."""
-    scale = state.scale
-    for _ in range(HALVINGS):
-        results = [narrow(state.params, state.rest, batch, scale) for batch in batches]
-        worse = [following for _, following, finite in results if not finite]
-        if not worse:
-            break
-        scale = worse[0]
-    return scale
+    return sum(np.size(x) for x in (*amax, *scales))

@@ -10,10 +10,10 @@ and times a larger model where there is one.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -25,35 +25,20 @@ from rich.console import Console
 from unitscale import nn
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
-from ..errors import RecipeError
-from ..gpt import build
+from ..config import RunConfig
 from ..gpt.config import GPTConfig
-from ..registry import load_config
-from ..run.optimizer import make_optimizer
-from ..run.state import TrainState
-from ..text import load_corpus
-from ..train import make_train_step
-from ._converted import MISSING, converted, has_qwix, losses as converted_losses, through_qwix
+from ..registry import load_kind
+from ..run.recipe import recipe_of
+from ._compare import compare, comparison, judged
 from ._h200 import NEEDS, available, compile_program, spec, specs_like
-from ._runs import (
-    PARITY,
-    PLAIN,
-    ConfigPath,
-    DataPath,
-    Fresh,
-    Overrides,
-    PlainRate,
-    Run,
-    trained,
-    variant,
-)
-from ._steps import stepper
-from ._table import JsonPath, Table, publish, within
-from .overhead import CONFIGS, GPT2, plain
+from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._table import JsonPath, Table, asked, publish
+from ._timing import random_batch, seconds, stepper, train_step
+from .overhead import GPT2
 
-MOST_WORSE = dict.fromkeys(("fp8", "fp8_dynamic", "fp8_delayed"), 0.005) | {"mxfp8": 0.003}
 MOST_MEMORY = 0.8
 POLICIES = "fp8,fp8_dynamic,fp8_delayed,mxfp8"
+MISSING = "not installed: pip install qwix"
 # 1.0 billion parameters.
 LARGE = (
     "model.width=2048",
@@ -67,38 +52,38 @@ GPU_COMMAND = "JAX_PLATFORMS=cuda python -m recipes bench quant --no-train --no-
 
 def main(
     overrides: Overrides = None,
-    config: ConfigPath = str(PARITY),
+    config: ConfigPath = None,
     data: DataPath = None,
     policies: Annotated[str, typer.Option(help="policies, separated by commas")] = POLICIES,
-    plain_learning_rate: PlainRate = 1e-3,
+    plain_learning_rate: PlainRate = None,
     fresh: Fresh = False,
     train: Annotated[bool, typer.Option(help="train each policy, or use its finished run")] = True,
     convert: Annotated[
         bool, typer.Option(help="train the plain model converted, and through qwix")
     ] = True,
-    seeds: Annotated[int, typer.Option(min=1, help="runs of each, with seeds in a row")] = 3,
+    seeds: Seeds = None,
     compile: Annotated[bool, typer.Option(help="compile GPT-2 small for an H200")] = True,
     steps: Annotated[int, typer.Option(min=4, help="timed steps of each policy, on a GPU")] = 20,
     json: JsonPath = None,
 ) -> None:
     """Prints loss, FP8 kernels, amax reductions, memory and speed by policy."""
-    names = _names(policies)
-    words = [*(overrides or ()), *([] if data is None else [f"data.path={data}"])]
+    entry = comparison("quant").only("--policies", policies)
+    names = [name for name in entry.variants if name != entry.reference]
+    told = Asked(config, overrides, seeds, fresh, data)
     tables, notes = [], []
     if train:
-        tables.append(losses(_runs(config, words, names, fresh)))
+        tables.append(compare(entry, told).table())
+        notes.append("No loss scale; loss over all validation text.")
     if train and convert:
-        rate = f"optimizer.learning_rate={plain_learning_rate}"
-        base = load_config(config, [*words, "policy=float32", *PLAIN, rate])
-        tables.append(converted_losses(base, seeds))
+        tables += converted(told, plain_learning_rate)
+    if not has_qwix():
+        notes.append(f"The program through qwix: {MISSING}")
     if compile and available():
         tables += [kernels(names), memory(names)]
         notes.append(
             "Compiled, not run. Dense: all products but attention's own and the readout's. amax: "
             "reductions to the greatest magnitude. Block scales have FP8 kernels from sm_100 on."
         )
-        if not has_qwix():
-            notes.append(f"The program through qwix: {MISSING}")
     elif compile:
         notes.append(f"FP8 kernels and memory: not compiled; that needs {NEEDS}.")
     if jax.default_backend() == "gpu":
@@ -108,105 +93,71 @@ def main(
     publish("quant", tables, json, notes)
 
 
-def _names(policies: str) -> list[str]:
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    for name in names:
-        if name not in nn.PRESETS or nn.PRESETS[name].matmul is None:
-            quantized = [key for key, policy in nn.PRESETS.items() if policy.matmul is not None]
-            raise RecipeError(
-                f"--policies: expected policies among {', '.join(quantized)}; got {name!r}"
-            )
-    return names
+def has_qwix() -> bool:
+    """Whether qwix is installed."""
+    return importlib.util.find_spec("qwix") is not None
 
 
-def _runs(config: str, words: list[str], names: Sequence[str], fresh: bool) -> dict[str, Run]:
-    """The finished run of float32 and of each policy."""
-    policies = ("float32", *names)
-    wanted = {name: variant(config, words, name, f"policy={name}") for name in policies}
-    corpus, console = load_corpus(wanted["float32"].data), Console()
-    return {name: trained(one, corpus, fresh, console) for name, one in wanted.items()}
-
-
-def losses(runs: dict[str, Run]) -> Table:
-    """Validation loss of each run, and its distance to float32."""
-    reference = runs["float32"].loss
-    rows = []
-    for name, run in runs.items():
-        row: dict[str, Any] = {"policy": name, "validation loss": run.loss}
-        if name != "float32":
-            difference, most = run.loss / reference - 1, MOST_WORSE.get(name)
-            row["over float32"] = difference
-            if most is not None:
-                row["asked"] = f"<= {most:.1%}"
-                row["within"] = within(difference, (None, most))
-        rows.append(row)
-    columns = {"policy": "", "validation loss": ".5f", "over float32": "+.3%"}
-    return Table("Validation loss in nats per byte", columns | {"asked": "", "within": ""}, rows)
+def converted(told: Asked, rate: float | None) -> list[Table]:
+    """Losses of the plain model in FP8, and whether ours are no worse than that of qwix."""
+    entry = comparison("converted")
+    if not has_qwix():
+        entry = entry.only("--policies", "converted-fp8_dynamic,converted-fp8_delayed")
+    found = compare(entry, told, entry.at_rate(rate))
+    tables = [found.table()]
+    if "qwix" in found.values:
+        values = {k: v for k, v in found.values.items() if k != entry.reference}
+        rows = judged(values, "qwix", dict.fromkeys(values, "no worse"))
+        tables.append(Table("The same, converted over through qwix", rows))
+    return tables
 
 
 def kernels(names: Sequence[str]) -> Table:
     """What an H200 would run for a training step of GPT-2 small."""
-    config = load_config(CONFIGS / "gpt2-small.yaml", GPT2)
-    programs: dict[str, Callable[[], Any]] = {
-        name: _builder(config, name) for name in ("bfloat16", *names)
-    }
-    half = plain(config).model_copy(update={"policy": "bfloat16"})
-    programs["plain flax.nnx"] = lambda: build(half)
-    programs["plain, converted to fp8_dynamic"] = lambda: converted(half, "fp8_dynamic")
+    policies = {name: [f"policy={name}"] for name in ("bfloat16", *names)}
+    half = ["policy=bfloat16", "model.library=plain", "optimizer.umup=false"]
+    plain = {"plain flax.nnx": half}
+    plain["plain, converted to fp8_dynamic"] = [*half, "model.products=fp8_dynamic"]
     if has_qwix():
-        programs["plain, through qwix"] = lambda: through_qwix(half)
-    rows, reference = [], 1
-    for name, make in programs.items():
-        _say(f"compiling a training step: {name}")
-        of = half if name.startswith("plain") else config
-        compiled = compile_step(of, make)
-        analysis: Any = compiled.memory_analysis()
-        temporaries = analysis.temp_size_in_bytes
-        if name in ("bfloat16", "plain flax.nnx"):
-            reference = temporaries
-        rows.append(_row(name, check_fp8(compiled), config, temporaries, reference))
-    shape = f"{config.data.batch_size} x {config.data.sequence_length} tokens"
-    columns = {
-        "model": "",
-        "products": ",d",
-        "FP8 kernels": ",d",
-        "of all FLOPs": ".1%",
-        "Dense FP8": ".1%",
-        "lost": ",d",
-        "amax": ",d",
-        "casts": ",d",
-        "temporaries MiB": ",.0f",
-        "over bfloat16": ".3f",
-        "asked": "",
-        "within": "",
-    }
-    return Table(f"Training step of GPT-2 small on an H200, {shape}", columns, rows)
+        plain["plain, through qwix"] = [*half, "model.products=qwix"]
+    rows = []
+    for programs in (policies, plain):
+        reference = None
+        for name, words in programs.items():
+            config = load_kind(GPTConfig, CONFIGS / "gpt" / "gpt2-small.yaml", [*GPT2, *words])
+            _say(f"compiling a training step: {name}")
+            compiled = compile_step(config)
+            analysis: Any = compiled.memory_analysis()
+            reference = reference or analysis.temp_size_in_bytes
+            sizes = analysis.temp_size_in_bytes, reference
+            rows.append(row_of(name, check_fp8(compiled), config.model.vocab, *sizes))
+    tokens = f"{config.data.batch_size} x {config.data.sequence_length} tokens"
+    return Table(f"Training step of GPT-2 small on an H200, {tokens}", rows)
 
 
 def _say(message: str) -> None:
     Console(stderr=True).print(message, markup=False, highlight=False)
 
 
-def _builder(config: GPTConfig, policy: str) -> Callable[[], Any]:
-    return lambda: build(config.model_copy(update={"policy": policy}))
+def compile_step(config: RunConfig) -> jax.stages.Compiled:
+    """The training step of a config, for an H200; nothing is allocated."""
+    made: list[Any] = []
+
+    def begin() -> Any:
+        step, state = train_step(config)
+        made.append(step)
+        return state
+
+    state = specs_like(jax.eval_shape(begin))
+    batch = specs_like(recipe_of(config).abstract_batch(config))
+    return compile_program(made[0], state, batch, spec((), jnp.int32))
 
 
-def compile_step(config: GPTConfig, make: Callable[[], Any]) -> jax.stages.Compiled:
-    """The training step of a config, with the model that `make` makes, for an H200."""
-    graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-    optimizer = make_optimizer(config, params)
-    moments = jax.eval_shape(optimizer.init, params)
-    done: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    state = specs_like(TrainState(params, rest, moments, done))
-    batch = (config.data.batch_size, config.data.sequence_length + 1)
-    step = make_train_step(graphdef, optimizer)
-    return compile_program(step, state, spec(batch, jnp.int32), spec((), jnp.int32))
-
-
-def _row(
-    name: str, report: Fp8Report, config: GPTConfig, temporaries: int, reference: int
+def row_of(
+    name: str, report: Fp8Report, vocab: int, temporaries: int, reference: int
 ) -> dict[str, Any]:
-    dense = [m for m in report.matmuls if _is_dense(m, config.model.vocab)]
+    """What became of the products of a program."""
+    dense = [m for m in report.matmuls if is_dense(m, vocab)]
     share = sum(m.fp8 for m in dense) / len(dense)
     row: dict[str, Any] = {
         "model": name,
@@ -214,7 +165,7 @@ def _row(
         "FP8 kernels": len(report.fp8),
         "of all FLOPs": report.share,
         "Dense FP8": share,
-        "lost": len(report.lost),
+        "lost products": len(report.lost),
         "amax": report.amax_reductions,
         "casts": report.casts,
         "temporaries MiB": temporaries / 2**20,
@@ -226,7 +177,7 @@ def _row(
     return row
 
 
-def _is_dense(matmul: Matmul, vocab: int) -> bool:
+def is_dense(matmul: Matmul, vocab: int) -> bool:
     """Whether a product is none of attention's own, which are batched, and none of the readout."""
     shapes = [
         [int(n) for n in re.findall(r"\d+", text.rpartition("[")[2])]
@@ -239,25 +190,20 @@ def _is_dense(matmul: Matmul, vocab: int) -> bool:
 
 def memory(names: Sequence[str]) -> Table:
     """Temporaries of what FP8 is for: the MLPs of GPT-2 small, forward and backward, by policy."""
-    config = load_config(CONFIGS / "gpt2-small.yaml", GPT2)
-    shape, tokens = config.model, config.data.batch_size * config.data.sequence_length
+    config = load_kind(GPTConfig, CONFIGS / "gpt" / "gpt2-small.yaml", GPT2)
+    shape, tokens = config.model, config.data.step_size
     rows: list[dict[str, Any]] = []
     for name in ("bfloat16", *names):
         _say(f"compiling a stack of MLPs: {name}")
-        size = _temporaries(shape.layers, shape.width, shape.hidden, tokens, name)
-        ratio = size / (rows[0]["temporaries MiB"] * 2**20) if rows else 1.0
-        row: dict[str, Any] = {"policy": name, "temporaries MiB": size / 2**20}
-        row["over bfloat16"] = ratio
-        if name == "fp8":
-            row["asked"] = f"<= {MOST_MEMORY}"
-            row["within"] = within(ratio, (None, MOST_MEMORY))
-        rows.append(row)
-    columns = {"policy": "", "temporaries MiB": ",.0f", "over bfloat16": ".3f"}
+        size = _temporaries(shape.layers, shape.width, shape.hidden, tokens, name) / 2**20
+        ratio = size / rows[0]["temporaries MiB"] if rows else 1.0
+        row = {"policy": name, "temporaries MiB": size, "over bfloat16": ratio}
+        rows.append(row | (asked(ratio, most=MOST_MEMORY) if name == "fp8" else {}))
     title = (
         f"Loss and gradient of {shape.layers} MLPs, {shape.width} and {shape.hidden} wide, on an "
         f"H200, {tokens:,} tokens"
     )
-    return Table(title, columns | {"asked": "", "within": ""}, rows)
+    return Table(title, rows)
 
 
 def _temporaries(layers: int, width: int, hidden: int, tokens: int, policy: str) -> int:
@@ -284,19 +230,12 @@ def speeds(names: Sequence[str], steps: int) -> Table:
     """Tokens per second of a model of a billion parameters, on this machine's GPU."""
     rows: list[dict[str, Any]] = []
     for name in ("bfloat16", *names):
-        config = load_config(CONFIGS / "parity.yaml", [*LARGE, f"policy={name}"])
-        advance = stepper(config)
-        seconds = []
-        for _ in range(steps + 3):
-            start = time.perf_counter()
-            advance()
-            seconds.append(time.perf_counter() - start)
-        tokens = config.data.batch_size * config.data.sequence_length
-        speed = tokens / statistics.median(seconds[3:])
-        row = {"policy": name, "tokens per second": speed}
-        rows.append(
-            row | {"over bfloat16": speed / (rows[0]["tokens per second"] if rows else speed)}
-        )
-    columns = {"policy": "", "tokens per second": ",.0f", "over bfloat16": ".3f"}
+        path = CONFIGS / "gpt" / "parity.yaml"
+        config = load_kind(GPTConfig, path, [*LARGE, f"policy={name}"])
+        advance = stepper(config, random_batch(config))
+        times = [seconds(advance) for _ in range(steps + 3)]
+        speed = config.data.step_size / statistics.median(times[3:])
+        over = speed / rows[0]["tokens per second"] if rows else 1.0
+        rows.append({"policy": name, "tokens per second": speed, "over bfloat16": over})
     title = f"Training speed, 1.0 billion parameters, {jax.devices()[0].device_kind}"
-    return Table(title, columns, rows)
+    return Table(title, rows)

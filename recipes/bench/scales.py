@@ -12,7 +12,7 @@ small batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -27,59 +27,50 @@ from ..errors import RecipeError
 from ..gpt import build
 from ..gpt.config import GPTConfig
 from ..run.batch import loss_inputs
-from ..run.probe import Reading, probe
-from ..text import load_corpus
+from ..run.probe import probe
+from ..run.recipe import recipe_of
 from ._table import JsonPath, Table, publish, within
 
 BETWEEN_BLOCKS, DENSE = (0.5, 2.0), (0.8, 1.25)
 DEPTHS, WIDTHS = "4,8,16,32", "64,128,256,512,1024,2048"
 VOCAB, HEAD = 4096, 32
 
+STREAM, STREAM_GRADIENT = "between blocks", "gradients between blocks"
+DENSE_OUTPUT, LOGITS = "Dense outputs", "logits"
+OTHER, OTHER_GRADIENT = "other outputs", "gradients inside blocks"
+WEIGHT, WEIGHT_GRADIENT = "weights", "weight gradients"
+KINDS: dict[str, tuple[float, float] | None] = {
+    STREAM: BETWEEN_BLOCKS,
+    STREAM_GRADIENT: BETWEEN_BLOCKS,
+    DENSE_OUTPUT: DENSE,
+    OTHER: None,
+    OTHER_GRADIENT: None,
+    LOGITS: None,
+    WEIGHT: None,
+    WEIGHT_GRADIENT: None,
+}
+"""What a model's tensors are sorted into, and the range asked of their RMS, if any."""
 
-class Category(NamedTuple):
-    """A kind of tensor; `asked` is its range, or None where it is only reported."""
-
-    name: str
-    asked: tuple[float, float] | None
-
-
-# What a model's tensors are sorted into.
-STREAM = Category("between blocks", BETWEEN_BLOCKS)
-STREAM_GRADIENT = Category("gradients between blocks", BETWEEN_BLOCKS)
-DENSE_OUTPUT = Category("Dense outputs", DENSE)
-OTHER = Category("other outputs", None)
-OTHER_GRADIENT = Category("gradients inside blocks", None)
-LOGITS = Category("logits", None)
-WEIGHT = Category("weights", None)
-WEIGHT_GRADIENT = Category("weight gradients", None)
-CATEGORIES = (
-    STREAM,
-    STREAM_GRADIENT,
-    DENSE_OUTPUT,
-    OTHER,
-    OTHER_GRADIENT,
-    LOGITS,
-    WEIGHT,
-    WEIGHT_GRADIENT,
-)
+Values = dict[str, dict[str, float]]
+"""The RMS of tensors by kind and path."""
 
 
 class Found(NamedTuple):
-    """The RMS of one model's tensors, by category and by path."""
+    """The tensors of one model."""
 
     label: str
-    values: dict[Category, dict[str, float]]
+    values: Values
 
 
 def main(
-    depths: Annotated[str, typer.Option(help="numbers of layers, at the second width")] = (DEPTHS),
+    depths: Annotated[str, typer.Option(help="numbers of layers, at the second width")] = DEPTHS,
     widths: Annotated[str, typer.Option(help="widths, at the first depth")] = WIDTHS,
     batch: Annotated[int, typer.Option(min=1, help="sequences")] = 16,
     length: Annotated[int, typer.Option(min=2, help="tokens of each sequence")] = 128,
     data: Annotated[str | None, typer.Option(help="real text; by default Python's library")] = None,
-    policy: Annotated[str, typer.Option(help="formats: float32, bfloat16, float16, fp8")] = (
-        "float32"
-    ),
+    policy: Annotated[
+        str, typer.Option(help="formats: float32, bfloat16, float16, fp8")
+    ] = "float32",
     json: JsonPath = None,
 ) -> None:
     """Prints the RMS of activations, weights and gradients at initialisation."""
@@ -89,162 +80,103 @@ def main(
     shapes += [(layers[0], width) for width in sizes if width != usual]
     if len(layers) > 1:
         shapes.append((layers[-1], sizes[0]))
-    rows, found = [], []
-    for depth, width in dict.fromkeys(shapes):
-        config = _config(depth, width, length, batch, policy, VOCAB)
-        tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
-        rows.append((config, "random", tokens))
-    config = _config(layers[0], usual, length, batch, policy, 256, data)
-    rows.append((config, "text", next(load_corpus(config.data).validation(1))))
-    for config, kind, tokens in rows:
+
+    def config_of(depth: int, width: int, vocab: int) -> GPTConfig:
+        shape = {"layers": depth, "width": width, "heads": max(1, width // HEAD), "vocab": vocab}
+        source = {"path": data, "sequence_length": length, "batch_size": batch}
+        tree = {"name": "scales", "policy": policy, "model": shape, "data": source}
+        return GPTConfig.model_validate(tree)
+
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
+    runs = [(config_of(*shape, VOCAB), "random", tokens) for shape in dict.fromkeys(shapes)]
+    text = config_of(layers[0], usual, 256)
+    runs.append((text, "text", next(recipe_of(text).load_data(text).validation(1))))
+    found = []
+    for config, kind, ids in runs:
         label = f"{config.model.layers} x {config.model.width} {kind}"
-        found.append(Found(label, measure(config, tokens)))
+        found.append(Found(label, measure(config, ids)))
         jax.clear_caches()  # each shape is compiled once, and large ones hold much memory
-    tables = [_summary(found), _by_shape(found), _outside(found)]
-    publish("scales", tables, json, _notes(batch, length))
+    notes = [
+        f"{batch} sequences of {length} tokens, heads of {HEAD}; random: independent uniform "
+        f"tokens of a vocabulary of {VOCAB}; text: bytes.",
+        "logits are meant to have RMS width^-1/2 (u-muP's readout).",
+    ]
+    publish("scales", [summary(found), by_shape(found), outside(found)], json, notes)
 
 
-def measure(config: GPTConfig, tokens: np.ndarray) -> dict[Category, dict[str, float]]:
-    """The RMS of every tensor of a config's model, by category and by path.
-
-    Args:
-      config: Describes the model.
-      tokens: int32 (batch, time + 1), inputs and, one further, targets.
-
-    Returns:
-      The RMS values.
-    """
+def measure(config: GPTConfig, tokens: np.ndarray) -> Values:
+    """The RMS of every tensor of a config's model on int32 windows (batch, time + 1)."""
     model = build(config)
     reading = probe(model, *loss_inputs(tokens))
-    found = _sort(model, reading)
+    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    found: Values = {kind: {} for kind in KINDS}
+    for path, value in reading.activations.items():
+        module = modules[path.rstrip("'")]
+        stream = isinstance(module, (nn.Embed, nn.PositionalEmbed, nn.TransformerLayer))
+        if isinstance(module, nn.Dense):
+            kind = DENSE_OUTPUT
+        elif isinstance(module, nn.Readout):
+            kind = LOGITS
+        else:
+            kind = STREAM if stream else OTHER
+        found[kind][path] = float(value)
+        gradients = STREAM_GRADIENT if stream else OTHER_GRADIENT
+        found[gradients][path] = float(reading.gradients[path])
+    found[WEIGHT_GRADIENT] = {path: float(value) for path, value in reading.weights.items()}
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(map(str, path))
         found[WEIGHT][name] = float(jnp.sqrt(jnp.mean(jnp.square(leaf.get_value()))))
     return found
 
 
-def _sort(model: Any, reading: Reading) -> dict[Category, dict[str, float]]:
-    kinds = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    found: dict[Category, dict[str, float]] = {category: {} for category in CATEGORIES}
-    for path in reading.activations:
-        module = kinds[path.rstrip("'")]
-        stream = isinstance(module, (nn.Embed, nn.PositionalEmbed, nn.TransformerLayer))
-        if isinstance(module, nn.Dense):
-            category = DENSE_OUTPUT
-        elif isinstance(module, nn.Readout):
-            category = LOGITS
-        else:
-            category = STREAM if stream else OTHER
-        found[category][path] = float(reading.activations[path])
-        gradients = STREAM_GRADIENT if stream else OTHER_GRADIENT
-        found[gradients][path] = float(reading.gradients[path])
-    found[WEIGHT_GRADIENT] = {path: float(value) for path, value in reading.weights.items()}
-    return found
-
-
-def _config(
-    layers: int,
-    width: int,
-    length: int,
-    batch: int,
-    policy: str,
-    vocab: int,
-    path: str | None = None,
-) -> GPTConfig:
-    tree = {
-        "name": "scales",
-        "policy": policy,
-        "model": {"layers": layers, "width": width, "heads": max(1, width // HEAD), "vocab": vocab},
-        "data": {"path": path, "sequence_length": length, "batch_size": batch},
-    }
-    return GPTConfig.model_validate(tree)
-
-
-def _summary(found: Sequence[Found]) -> Table:
+def summary(found: Sequence[Found]) -> Table:
     """Every kind of tensor over all shapes."""
-    columns = {
-        "tensors": "",
-        "asked": "",
-        "least": ".3f",
-        "at": "",
-        "greatest": ".3f",
-        "at ": "",
-        "within": "",
-    }
     rows = []
-    for category in CATEGORIES:
+    for kind, bounds in KINDS.items():
         values = [
             (value, f"{one.label}: {path}")
             for one in found
-            for path, value in one.values[category].items()
+            for path, value in one.values[kind].items()
         ]
         (least, low), (greatest, high) = min(values), max(values)
-        row = {
-            "tensors": category.name,
-            "least": least,
-            "at": low,
-            "greatest": greatest,
-            "at ": high,
-        }
-        if category.asked:
-            inside = within(least, category.asked) and within(greatest, category.asked)
-            row |= {"asked": "{} to {}".format(*category.asked), "within": inside}
+        row: dict[str, Any] = {"tensors": kind}
+        row |= {"least": least, "at": low, "greatest": greatest, "at ": high}
+        if bounds:
+            row["asked"] = "{} to {}".format(*bounds)
+            row["within"] = within(least, bounds) and within(greatest, bounds)
         rows.append(row)
-    return Table("RMS at initialisation, over all shapes", columns, rows)
+    return Table("RMS at initialisation, over all shapes", rows)
 
 
-def _by_shape(found: Sequence[Found]) -> Table:
-    """Every shape, the kinds that a range is asked for."""
-    columns = {"layers x width": ""} | {c.name: "" for c in CATEGORIES}
+def by_shape(found: Sequence[Found]) -> Table:
+    """Every shape, all kinds."""
     rows = [
-        {"layers x width": one.label} | {c.name: _range(one.values[c].values()) for c in CATEGORIES}
+        {"layers x width": one.label} | {kind: _range(one.values[kind].values()) for kind in KINDS}
         for one in found
     ]
-    return Table("Least and greatest RMS of each shape", columns, rows)
+    return Table("Least and greatest RMS of each shape", rows)
 
 
-def _range(values: Iterable[float]) -> str:
-    known = list(values)
-    return f"{min(known):.2f}-{max(known):.2f}"
-
-
-def _outside(found: Sequence[Found]) -> Table:
+def outside(found: Sequence[Found]) -> Table:
     """Which tensors leave the range asked for, layers of one kind together."""
-    columns = {"layers x width": "", "kind": "", "tensor": "", "outside": "", "of": "", "RMS": ""}
     rows = []
     for one in found:
-        for category in (c for c in CATEGORIES if c.asked):
-            for name, members in _by_kind(one.values[category]).items():
-                beyond = [value for value in members if not within(value, category.asked)]
+        for kind, bounds in KINDS.items():
+            members: dict[str, list[float]] = {}
+            for path, value in one.values[kind].items():
+                name = ".".join("*" if part.isdigit() else part for part in path.split("."))
+                members.setdefault(name, []).append(value)
+            for name, values in members.items():
+                beyond = [value for value in values if bounds and not within(value, bounds)]
                 if beyond:
-                    rows.append(
-                        {
-                            "layers x width": one.label,
-                            "kind": category.name,
-                            "tensor": name,
-                            "outside": len(beyond),
-                            "of": len(members),
-                            "RMS": _range(beyond),
-                        }
-                    )
-    return Table("Outside the range asked for", columns, rows)
+                    row = {"layers x width": one.label, "kind": kind, "tensor": name}
+                    row |= {"outside": len(beyond), "of": len(values), "RMS": _range(beyond)}
+                    rows.append(row)
+    return Table("Outside the range asked for", rows)
 
 
-def _by_kind(values: dict[str, float]) -> dict[str, list[float]]:
-    """Values of the same tensor in different layers, under its path with * for the layer."""
-    kinds: dict[str, list[float]] = {}
-    for path, value in values.items():
-        name = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        kinds.setdefault(name, []).append(value)
-    return kinds
-
-
-def _notes(batch: int, length: int) -> list[str]:
-    return [
-        f"{batch} sequences of {length} tokens, heads of {HEAD}; random: independent uniform "
-        f"tokens of a vocabulary of {VOCAB}; text: bytes.",
-        "logits are meant to have RMS width^-1/2 (u-muP's readout).",
-    ]
+def _range(values: Collection[float]) -> str:
+    return f"{min(values):.2f}-{max(values):.2f}"
 
 
 def _numbers(option: str, text: str) -> list[int]:

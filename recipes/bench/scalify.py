@@ -16,146 +16,86 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from rich.console import Console
 
 from unitscale import as_scaled, to_array
 from unitscale.transforms import scalify as transform
 
-from ..errors import RecipeError
-from ..gpt.config import GPTConfig
-from ..text import load_corpus
+from ._compare import compare, comparison, configs_of
 from ._extremes import Program, error, programs
-from ._runs import PARITY, ConfigPath, DataPath, Fresh, Overrides, Run, trained, variant
-from ._steps import seconds_to_compile, stepper
-from ._table import JsonPath, Table, publish, within
-from ._timing import interleaved, ratio
+from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, Seeds
+from ._table import JsonPath, Table, asked, publish
+from ._timing import compiled, interleaved, random_batch, ratio, stepper, train_step
 
-FORMATS = {
-    "float32": "{storage: float32}",
-    "float16": "{storage: float16}",
-    "fp8": "{storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}",
-}
-MOST_DIFFERENCE = {"float16": 0.003, "fp8": 0.01}
+FORMATS = "float32,float16,fp8"
 MOST_TIME, MOST_COMPILE, MOST_ERROR = 1.10, 2.5, 0.02
 
 
 def main(
     overrides: Overrides = None,
-    config: ConfigPath = str(PARITY),
+    config: ConfigPath = None,
     data: DataPath = None,
     learning_rate: Annotated[
         float, typer.Option(help="peak learning rate of the plain model")
     ] = 1e-3,
+    seeds: Seeds = None,
     fresh: Fresh = False,
     runs: Annotated[bool, typer.Option(help="train the models")] = True,
-    formats: Annotated[str, typer.Option(help="formats to train in, separated by commas")] = (
-        ",".join(FORMATS)
-    ),
+    formats: Annotated[str, typer.Option(help="formats to train in, by commas")] = FORMATS,
     rounds: Annotated[int, typer.Option(min=4, help="timed steps of each program")] = 40,
     compilations: Annotated[int, typer.Option(min=1, help="of each program")] = 3,
     json: JsonPath = None,
 ) -> None:
     """Prints losses, step times and compile times under scalify, and programs of wide range."""
-    words = [*(overrides or ()), *([] if data is None else [f"data.path={data}"])]
-    words += [
-        "policy=float32",
-        "model.library=plain",
-        "optimizer.umup=false",
-        "optimizer.weight_decay=0.0",
-        f"optimizer.learning_rate={learning_rate}",
-    ]
-    plain = variant(config, words, "plain-float32")
-    scaled = {
-        name: variant(config, words, f"scalify-{name}", f"scalify={settings}")
-        for name, settings in FORMATS.items()
-    }
-    wanted = formats.split(",")
-    if unknown := [name for name in wanted if name not in FORMATS]:
-        raise RecipeError(
-            f"--formats: expected some of {', '.join(FORMATS)}; got {', '.join(unknown)}"
-        )
-    tables = []
-    if runs:
-        console = Console()
-        corpus = load_corpus(plain.data)
-        reference = trained(plain, corpus, fresh, console)
-        found = {name: trained(scaled[name], corpus, fresh, console) for name in wanted}
-        tables.append(losses(reference, found))
-    tables.append(costs(plain, scaled["float32"], rounds, compilations))
-    tables.append(extremes(programs()))
+    entry = comparison("scalify")
+    wanted = entry.only("--formats", formats, prefix="scalify-")
+    told, own = Asked(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
+    tables = [compare(wanted, told, own).table()] if runs else []
+    scaled, plain = (
+        configs_of(entry, told, name, own[name])[0] for name in ("scalify-float32", "plain-float32")
+    )
+    tables += [costs(scaled, plain, rounds, compilations), extremes(programs())]
     notes = [
-        f"learning rate {learning_rate}, no loss scale; float16: parameters, Adam's state and "
-        "activations; fp8: as float16, operands of linear layers in E4M3 and the gradients of "
-        "their outputs in E5M2, no dynamic rescale. Readout and attention products stay float16.",
+        f"learning rate {learning_rate}, no loss scale; loss over all validation text. float16: "
+        "parameters, Adam's state and activations; fp8: as float16, operands of linear layers in "
+        "E4M3 and the gradients of their outputs in E5M2, no dynamic rescale. Readout and "
+        "attention products stay float16.",
         "Everyday functions, each at three input scales: pytest tests/transforms -k "
         "value_and_gradient. The rule of every primitive: python -m unitscale.transforms.",
     ]
     publish("scalify", tables, json, notes)
 
 
-def losses(reference: Run, runs: dict[str, Run]) -> Table:
-    """Validation loss of each run, and its distance to the plain float32 program."""
-    rows: list[dict[str, Any]] = [{"program": "plain float32", "validation loss": reference.loss}]
-    for name, run in runs.items():
-        difference = run.loss / reference.loss - 1
-        row = {
-            "program": f"scalify {name}",
-            "validation loss": run.loss,
-            "over plain float32": difference,
-        }
-        if name in MOST_DIFFERENCE:
-            most = MOST_DIFFERENCE[name]
-            row |= {"asked": f"within {most:.1%}", "within": within(difference, (-most, most))}
-        rows.append(row)
-    columns = {
-        "program": "",
-        "validation loss": ".5f",
-        "over plain float32": "+.3%",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Validation loss in nats per byte", columns, rows)
-
-
-def costs(plain: GPTConfig, scaled: GPTConfig, rounds: int, compilations: int) -> Table:
+def costs(scaled: Any, plain: Any, rounds: int, compilations: int) -> Table:
     """Time of a step and time to trace and compile it, scalified over plain, both float32."""
-    compiled = [
-        (seconds_to_compile(scaled), seconds_to_compile(plain)) for _ in range(compilations)
-    ]
-    ours, theirs = (statistics.median(times) for times in zip(*compiled, strict=True))
-    first, second = interleaved(stepper(scaled), stepper(plain), rounds)
+    pairs = [(_compile_time(scaled), _compile_time(plain)) for _ in range(compilations)]
+    ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
+    batch = random_batch(plain)
+    first, second = interleaved(stepper(scaled, batch), stepper(plain, batch), rounds)
     elapsed = ratio(first.elapsed, second.elapsed)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "what": "step",
-            "scalify s": float(np.median(first.elapsed)),
-            "plain s": float(np.median(second.elapsed)),
+            "scalify s": statistics.median(first.elapsed),
+            "plain s": statistics.median(second.elapsed),
             "ratio": elapsed.median,
             "lower quartile": elapsed.low,
             "upper quartile": elapsed.high,
-            "asked": f"<= {MOST_TIME}",
-            "within": within(elapsed.median, (None, MOST_TIME)),
+            **asked(elapsed.median, most=MOST_TIME),
         },
         {
             "what": "trace and compile",
             "scalify s": ours,
             "plain s": theirs,
             "ratio": ours / theirs,
-            "asked": f"<= {MOST_COMPILE}",
-            "within": within(ours / theirs, (None, MOST_COMPILE)),
+            **asked(ours / theirs, most=MOST_COMPILE),
         },
     ]
-    columns = {
-        "what": "",
-        "scalify s": ".3f",
-        "plain s": ".3f",
-        "ratio": ".3f",
-        "lower quartile": ".3f",
-        "upper quartile": ".3f",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Cost of scalify in float32", columns, rows)
+    return Table("Cost of scalify in float32", rows)
+
+
+def _compile_time(config: Any) -> float:
+    step, state = train_step(config)
+    return compiled(lambda: step.lower(state, random_batch(config), np.int32(0)))[1]
 
 
 def extremes(wide: list[Program]) -> Table:
@@ -171,15 +111,7 @@ def extremes(wide: list[Program]) -> Table:
                 "program": name,
                 "plain float16": error(jax.jit(function)(*half), expected),
                 "scalify float16": found,
-                "asked": f"<= {MOST_ERROR:.0%}",
-                "within": within(found, (None, MOST_ERROR)),
+                **asked(found, most=MOST_ERROR, form=".0%"),
             }
         )
-    columns = {
-        "program": "",
-        "plain float16": ".2%",
-        "scalify float16": ".2%",
-        "asked": "",
-        "within": "",
-    }
-    return Table("Relative RMS error against float32", columns, rows)
+    return Table("Relative RMS error against float32", rows)

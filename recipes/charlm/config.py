@@ -1,8 +1,8 @@
 """Everything the character-model recipe can be told, each key declared once."""
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from unitscale import rules
 
@@ -13,8 +13,16 @@ from ..config import (
     Positive,
     RunConfig,
     Section,
-    SweepConfig,
 )
+
+# Of this recipe, where a config names no other; the rate is that of a unit-scaled model.
+_OPTIMIZER = {
+    "name": "adam",
+    "learning_rate": 1.0,
+    "schedule": "linear",
+    "final_fraction": 0.0,
+    "b2": 0.999,
+}
 
 
 class CharlmModelConfig(Section):
@@ -63,39 +71,54 @@ class CharlmModelConfig(Section):
 
 
 class CharlmConfig(RunConfig):
-    """A whole run of a character model, and the sweep of runs around it."""
+    """A whole run of a character model."""
 
     renamed: ClassVar[dict[str, str]] = {
         "model.parametrization": "model.library (plain for regular, unitscale for unit)",
         "model.precision": "policy",
         "optimizer.momentum": "optimizer.b1",
+        "sweep.start": "sweep.when, with optimizer.learning_rate for each kind of point",
     }
 
     recipe: Literal["charlm"] = Field(description="which recipe this config is of")
     data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
     model: CharlmModelConfig = Field(default_factory=CharlmModelConfig, description="the model")
     optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(
-            name="adam", schedule="linear", final_fraction=0.0, b2=0.999
-        ),
+        default_factory=lambda: OptimizerConfig.model_validate(_OPTIMIZER),
         description="the optimizer and its schedule",
     )
-    sweep: SweepConfig = Field(default_factory=SweepConfig, description="the study around the run")
 
     @property
     def loss_unit(self) -> str:
         return "character"
 
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _own_defaults(cls, optimizer: Any) -> Any:
+        """Also where a config names some of the section's keys."""
+        return _OPTIMIZER | optimizer if isinstance(optimizer, dict) else optimizer
+
     @model_validator(mode="after")
-    def _library_has_formats(self) -> Self:
-        if self.model.library == "plain" and "fp8" in self.policy:
+    def _sections_agree(self) -> Self:
+        plain = self.model.library == "plain"
+        if self.data.tokenizer.kind != "byte":
+            raise ValueError(
+                "data.tokenizer of a character model needs kind byte; got kind "
+                f"{self.data.tokenizer.kind}; remove the key"
+            )
+        if plain and "fp8" in self.policy:
             raise ValueError(
                 f"policy {self.policy} needs model.library unitscale: a plain model has no scales; "
                 "set model.library unitscale, or policy float32 or float16"
             )
-        if self.model.library == "plain" and self.optimizer.umup:
+        if plain and (self.optimizer.umup or self.optimizer.weights is not None):
             raise ValueError(
-                "optimizer.umup needs model.library unitscale; got model.library plain; "
-                "set optimizer.umup false"
+                "optimizer.umup and optimizer.weights need model.library unitscale; got "
+                "model.library plain; set optimizer.umup false and optimizer.weights null"
+            )
+        if self.scalify is not None:
+            raise ValueError(
+                "scalify is not for character models, whose formats are those of policy; "
+                "set scalify null"
             )
         return self

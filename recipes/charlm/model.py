@@ -8,7 +8,7 @@ from flax import nnx
 from unitscale import nn, ops
 
 from ..config import BYTES
-from .config import ModelConfig
+from .config import CharlmModelConfig
 
 CELLS = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell, "rhn": nn.RHNCell}
 
@@ -16,7 +16,7 @@ CELLS = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell, "rhn": nn.RHNCell}
 class ConvBlock(nnx.Module):
     """A causal convolution (zeros on the left), gelu, and a dense layer."""
 
-    def __init__(self, width: int, kernel: int, *, policy: str, rngs: nnx.Rngs):
+    def __init__(self, width: int, kernel: int, *, policy: nn.Policy, rngs: nnx.Rngs):
         self.conv = nn.Conv(width, width, kernel, padding="CAUSAL", policy=policy, rngs=rngs)
         self.out = nn.Dense(width, width, policy=policy, rngs=rngs)
 
@@ -31,11 +31,14 @@ class UnitModel(nnx.Module):
     Args:
       config: The shape.
       length: Characters of a training sequence.
+      policy: Formats.
       rngs: Stream `params`.
     """
 
-    def __init__(self, config: ModelConfig, length: int, *, rngs: nnx.Rngs):
-        width, policy = config.width, config.precision
+    def __init__(
+        self, config: CharlmModelConfig, length: int, *, policy: nn.Policy, rngs: nnx.Rngs
+    ):
+        width = config.width
         self.norm = config.norm
         self.embed = nn.Embed(BYTES, width, policy=policy, rngs=rngs)
         self.positions = (
@@ -48,7 +51,7 @@ class UnitModel(nnx.Module):
         branches = [
             nn.MLP(width, config.mlp_ratio * width, policy=policy, rngs=rngs)
             if index % 2
-            else make_mixer(config, length, rngs)
+            else make_mixer(config, length, policy, rngs)
             for index in range(count)
         ]
         norms = [nn.LayerNorm(width, policy=policy) for _ in range(count + 1)]
@@ -61,8 +64,8 @@ class UnitModel(nnx.Module):
         self.norms = nnx.List(kept)
         self.readout = nn.Readout(width, BYTES, policy=policy, rngs=rngs)
 
-    def loss(self, ids: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), in nats per character."""
+    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
         x = self.embed(ids)
         if self.positions is not None:
             x = self.positions(x)
@@ -75,9 +78,11 @@ class UnitModel(nnx.Module):
         return ops.softmax_cross_entropy(self.readout(x), targets)
 
 
-def make_mixer(config: ModelConfig, length: int, rngs: nnx.Rngs) -> nnx.Module:
+def make_mixer(
+    config: CharlmModelConfig, length: int, policy: nn.Policy, rngs: nnx.Rngs
+) -> nnx.Module:
     """The branch in which characters see one another."""
-    width, policy = config.width, config.precision
+    width = config.width
     if config.kind == "conv":
         return ConvBlock(width, config.kernel, policy=policy, rngs=rngs)
     if config.kind == "rnn":

@@ -13,7 +13,7 @@ from unitscale import rules
 
 from ..config import BYTES
 from ..hf.plain import attend
-from .config import ModelConfig
+from .config import CharlmModelConfig
 
 CELLS = {"gru": nnx.GRUCell, "lstm": nnx.OptimizedLSTMCell}
 
@@ -78,12 +78,13 @@ class RegularModel(nnx.Module):
     Args:
       config: The shape.
       length: Characters of a training sequence.
+      dtype: Of activations and gradients.
       rngs: Stream `params`.
     """
 
-    def __init__(self, config: ModelConfig, length: int, *, rngs: nnx.Rngs):
-        width, dtype = config.width, jnp.dtype(config.precision)
-        self.dtype, self.norm = dtype, config.norm
+    def __init__(self, config: CharlmModelConfig, length: int, *, dtype, rngs: nnx.Rngs):
+        width = config.width
+        self.norm = config.norm
         self.embed = nnx.Embed(BYTES, width, dtype=dtype, rngs=rngs)
         self.positions = (
             nnx.Embed(length, width, dtype=dtype, rngs=rngs) if config.kind == "attention" else None
@@ -104,8 +105,8 @@ class RegularModel(nnx.Module):
         self.norms = nnx.List([nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(norms)])
         self.readout = nnx.Linear(width, BYTES, use_bias=False, dtype=dtype, rngs=rngs)
 
-    def loss(self, ids: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), in nats per character."""
+    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
         x = self.embed(ids)
         if self.positions is not None:
             x = x + self.positions(jnp.arange(ids.shape[1]))
@@ -121,7 +122,7 @@ class RegularModel(nnx.Module):
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def make_mixer(config: ModelConfig, dtype, rngs: nnx.Rngs) -> nnx.Module:
+def make_mixer(config: CharlmModelConfig, dtype, rngs: nnx.Rngs) -> nnx.Module:
     """The branch in which characters see one another."""
     width = config.width
     if config.kind == "conv":

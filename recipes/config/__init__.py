@@ -10,6 +10,12 @@ from .data import (
     check_vocab as check_vocab,
     with_vocab as with_vocab,
 )
+from .keys import (
+    describe_problem as describe_problem,
+    parent_of as parent_of,
+    unknown_key as unknown_key,
+    valid_keys as valid_keys,
+)
 from .optimizer import MultipliersConfig as MultipliersConfig, OptimizerConfig as OptimizerConfig
 from .run import (
     MeshConfig as MeshConfig,

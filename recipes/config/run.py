@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from .data import BatchConfig
 from .optimizer import OptimizerConfig, StateFormat
 from .schema import Count, Flag, Fraction, Name, Section, Whole
+from .sweep import SweepConfig
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
 
@@ -96,6 +97,9 @@ class RunConfig(Section):
     mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
     monitor: MonitorConfig | None = Field(
         default=None, description="count saturated elements of FP8 tensors as metrics; null for not"
+    )
+    sweep: SweepConfig = Field(
+        default_factory=SweepConfig, description="runs around this one, for `recipes sweep`"
     )
 
     @classmethod

@@ -43,6 +43,11 @@ class GPTModelConfig(Section):
         default="unitscale",
         description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
     )
+    products: Literal["fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
+        default=None,
+        description="FP8 products in the layers of a plain model, by this preset of "
+        "unitscale.quant.convert or through qwix; null for the policy's format",
+    )
     vocab: Count = Field(
         default=BYTES, description="number of token ids; null for those of data.tokenizer"
     )

@@ -23,9 +23,9 @@ class SweepConfig(Section):
     rounds: Count = Field(
         default=3, description="how often the rates are extended until the best is inside"
     )
-    when: dict[str, dict[str, Any]] = Field(
+    when: dict[str, dict[str, Any] | None] = Field(
         default_factory=dict,
         description="further values of dotted keys, for the points of which words such as "
-        "`model.library=plain optimizer.name=sgd` all hold; optimizer.learning_rate is where the "
-        "search of a point starts",
+        "`model.library=plain optimizer.name=sgd` all hold; null leaves such points out; "
+        "optimizer.learning_rate is where the search of a point starts",
     )

@@ -38,7 +38,8 @@ class GPTConfig(RunConfig):
         init, data = tree.get("init"), tree.get("data", {})
         if not isinstance(init, str):
             return tree
-        from ..hf import with_shape  # imports JAX, which a wrong key need not wait for
+        # It imports JAX, which a wrong key need not wait for.
+        from ..hf import with_shape  # noqa: PLC0415
 
         if isinstance(data, dict):
             own = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
@@ -74,7 +75,13 @@ class GPTConfig(RunConfig):
         if self.model.library == "plain" and "fp8" in self.policy:
             raise ValueError(
                 f"policy {self.policy} needs model.library unitscale; got model.library plain; "
-                "use policy float32, bfloat16 or float16, or model.library unitscale"
+                "use policy float32, bfloat16 or float16, with model.products for FP8 products, or "
+                "model.library unitscale"
+            )
+        if self.model.products and (self.model.library != "plain" or self.scalify or self.init):
+            raise ValueError(
+                "model.products needs model.library plain, scalify null and init null; got "
+                f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
             )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,25 +22,27 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, **mask) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, **mask)
 
 
-def make_product(scalify: ScalifyConfig | None):
-    """`lax.dot_general`, its operands and its output's gradient in the formats asked for.
+def make_product(
+    scalify: ScalifyConfig | None, product: Callable[..., jax.Array] = jax.lax.dot_general
+) -> Callable[..., jax.Array]:
+    """A product, its operands and its output's gradient in the formats asked for.
 
     The casts and rescales are markers: they act under `unitscale.scalify`, and are identities
     outside it.
     """
     if scalify is None or (scalify.products is None and scalify.gradients is None):
-        return jax.lax.dot_general
+        return product
 
-    def product(x, kernel, dimension_numbers, **options):
+    def narrowed(x, kernel, *args, **options):
         if scalify.products:
             x = transforms.cast(x, scalify.products)
             kernel = transforms.cast(kernel, scalify.products)
-        y = jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+        y = product(x, kernel, *args, **options)
         if scalify.gradients:
             y = transforms.cast(y, scalify.gradients, on="backward")
         return y
 
-    return product
+    return narrowed
 
 
 class Parts:

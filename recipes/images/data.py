@@ -6,17 +6,22 @@ axis in four bytes, and the elements; all numbers have their highest byte first.
 
 from __future__ import annotations
 
+import functools
 import gzip
+import hashlib
 import math
+import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from ..batches import Batches, training_batches, validation_batches
 from ..errors import RecipeError
-from .config import DataConfig
+from .config import ImageDataConfig
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _STATISTICS = 10_000
@@ -29,21 +34,6 @@ class Split(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
 
-    def batches(self, size: int, rng: np.random.Generator) -> Iterator[Split]:
-        """One pass in random order; images that do not fill a batch wait for another pass."""
-        order = rng.permutation(len(self.labels))
-        for start in range(0, len(order) - size + 1, size):
-            chosen = order[start : start + size]
-            yield Split(self.images[chosen], self.labels[chosen])
-
-    def padded_batches(self, size: int) -> Iterator[Split]:
-        """One pass in order; the last batch is filled up with images of label -1."""
-        for start in range(0, len(self.labels), size):
-            images, labels = (array[start : start + size] for array in self)
-            missing = size - len(labels)
-            filled = np.pad(images, ((0, missing), (0, 0), (0, 0)))
-            yield Split(filled, np.pad(labels, (0, missing), constant_values=-1))
-
 
 class Dataset(NamedTuple):
     """Both splits, the number of classes, and the pixels' mean and standard deviation."""
@@ -54,31 +44,111 @@ class Dataset(NamedTuple):
     mean: float
     deviation: float
 
+    @property
+    def image(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.train.images.shape[1:]
+
     def standardized(self, images: np.ndarray) -> np.ndarray:
         """Images in float32, of mean 0 and deviation 1 over the training images."""
         return (images.astype(np.float32) - self.mean) / self.deviation
 
 
-def load_dataset(config: DataConfig) -> Dataset:
-    """Reads the four files and checks that they belong together.
+class _Examples(NamedTuple):
+    """A split as pairs of a standardized image and its label."""
+
+    dataset: Dataset
+    split: Split
+
+    def __len__(self) -> int:
+        return len(self.split.labels)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.dataset.standardized(self.split.images[index]), self.split.labels[index]
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set in batches, for `recipes.train`."""
+
+    dataset: Dataset
+    batch_size: int
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tells whether two data sets have the same pixels and labels."""
+        found = hashlib.sha256()
+        for array in (*self.dataset.train, *self.dataset.test):
+            found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        return found.hexdigest()
+
+    @property
+    def summary(self) -> str:
+        """How much there is to learn from, in words."""
+        train, test, classes, *_ = self.dataset
+        return (
+            f"{len(train.labels):,} training and {len(test.labels):,} test images, "
+            f"{classes} classes"
+        )
+
+    def save(self, folder: Path) -> None:
+        """Leaves nothing: the config names the files."""
+
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+        """Shuffled batches of images and labels for ever, reshuffled every epoch."""
+        source = _Examples(self.dataset, self.dataset.train)
+        return training_batches(source, seed, self.batch_size, process=process, processes=processes)
+
+    def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Batches of the test images, the same ones each time; all whole ones for None."""
+        source = _Examples(self.dataset, self.dataset.test)
+        return validation_batches(source, self.batch_size, batches)
+
+    def test_images(self) -> Iterator[tuple[np.ndarray]]:
+        """All test images in order, in batches of one size; the last is filled up with zeros."""
+        images = self.dataset.standardized(self.dataset.test.images)
+        for start in range(0, len(images), self.batch_size):
+            batch = images[start : start + self.batch_size]
+            missing = self.batch_size - len(batch)
+            yield (np.pad(batch, ((0, missing), (0, 0), (0, 0))),)
+
+
+def load_images(config: ImageDataConfig) -> ImageData:
+    """The data set of a config, which is read once for as long as its files are the same.
 
     Raises:
       RecipeError: A file is missing, damaged or of another kind, or the files disagree.
     """
-    train = _load_split(config.train_images, config.train_labels, "train")
-    test = _load_split(config.test_images, config.test_labels, "test")
+    paths = config.train_images, config.train_labels, config.test_images, config.test_labels
+    dataset = _load(paths, config.classes, tuple(map(_stamp, paths)))
+    if config.batch_size > len(dataset.train.labels):
+        raise RecipeError(
+            f"data.batch_size: expected at most the {len(dataset.train.labels)} training images; "
+            f"got {config.batch_size}; lower it"
+        )
+    return ImageData(dataset, config.batch_size)
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return 0, 0  # reading it says what is wrong
+    return facts.st_mtime_ns, facts.st_size
+
+
+@functools.lru_cache(maxsize=1)
+def _load(paths: tuple[str, ...], classes: int | None, stamps: tuple) -> Dataset:
+    """Reads the four files and checks that they belong together."""
+    train = _load_split(*paths[:2], "train")
+    test = _load_split(*paths[2:], "test")
     if train.images.shape[1:] != test.images.shape[1:]:
         sizes = " and ".join("{} x {}".format(*s.images.shape[1:]) for s in (train, test))
         raise RecipeError(
             "data.test_images: expected images of the size of the training images; "
             f"got {sizes}; name files of one data set"
         )
-    if config.batch_size > len(train.labels):
-        raise RecipeError(
-            f"data.batch_size: expected at most the {len(train.labels)} training images; "
-            f"got {config.batch_size}; lower it"
-        )
-    classes = config.classes or int(train.labels.max()) + 1
+    classes = classes or int(train.labels.max()) + 1
     for split, key in ((train, "data.train_labels"), (test, "data.test_labels")):
         wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
         if wrong.size:

@@ -1,4 +1,4 @@
-"""The smallest character model, and a sweep over nothing."""
+"""The smallest character model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 from recipes.charlm.config import CharlmConfig
 
-from .conftest import TEXT
+from .conftest import TEXT, short_training
 
 
 def tree(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -20,14 +20,12 @@ def tree(folder: Path, **sections: Any) -> dict[str, Any]:
         "name": "tiny",
         "data": {"path": str(folder / "text.txt"), "sequence_length": 6, "batch_size": 2},
         "model": {"width": 8, "layers": 1, "heads": 2, "kind": "attention", "norm": "none"},
-        "train": {"steps": 3, "log_every": 1, "eval_batches": 1, "runs_dir": str(folder / "runs")},
+        "train": short_training(folder) | {"steps": 3, "eval_batches": 1},
         "sweep": {"rates": 3, "rounds": 1},
     }
-    return {
-        key: base.get(key, {}) | sections.get(key, {})
-        if isinstance(base.get(key, {}), dict)
-        else base[key]
-        for key in base.keys() | sections.keys()
+    return base | {
+        key: base.get(key, {}) | value if isinstance(value, dict) else value
+        for key, value in sections.items()
     }
 
 

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from recipes.bench._study import HALF, REGULAR, REGULAR_HALF, UNIT, counts, read_best
-from recipes.charlm.rows import Row, append_row
 from recipes.errors import RecipeError
+from recipes.sweep import Row, append_row
 
-from .characters import tree
+from ..characters import tree
 
 
 def test_models_are_counted() -> None:
@@ -32,14 +32,14 @@ def test_models_are_counted() -> None:
 
 
 def test_the_best_rates_of_a_sweep_are_read(tmp_path: Path) -> None:
-    grid = {"model.precision": ["float32", "float16"], "model.norm": ["none"]}
+    grid = {"policy": ["float32", "float16"], "model.norm": ["none"]}
     config = tree(tmp_path, sweep={"grid": grid})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with pytest.raises(RecipeError, match="of recipe charlm with 0 rows; run the sweep first"):
+    with pytest.raises(RecipeError, match="of recipe charlm with 0 points; run the sweep first"):
         read_best(tmp_path)
-    for precision, losses in {"float32": (2.0, 3.0), "float16": (2.5, 2.002)}.items():
+    for policy, losses in {"float32": (2.0, 3.0), "float16": (2.5, 2.002)}.items():
         for rate, loss in enumerate(losses, 1):
-            point = {"model.precision": precision, "model.norm": "none"}
+            point = {"policy": policy, "model.norm": "none"}
             append_row(tmp_path, Row(point, float(rate), 0, loss))
     for path in (tmp_path, tmp_path / "rows.jsonl"):
         (losses,) = read_best(path).values()

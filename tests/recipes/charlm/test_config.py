@@ -4,20 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from recipes.charlm.config import CharlmConfig
-from recipes.charlm.grid import make_points
-from recipes.registry import RECIPES, load_any_config
 from recipes.errors import RecipeError
+from recipes.registry import load_config
+from recipes.sweep import make_points
 
-from .characters import make, write
+from ..characters import make, write
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "charlm"
+CONFIGS = Path(__file__).parents[3] / "configs" / "charlm"
 WRONG = [
     ("model.kind=mlp", r"model\.kind .*: expected 'conv', 'rnn' or 'attention'; got 'mlp'"),
     ("model.cell=gruu", r"model\.cell .*; did you mean gru\?"),
-    ("model.precision=fp8", r"model: precision fp8 needs parametrization unit: .*; set"),
-    ("model.cell=rhn", r"model: cell rhn needs parametrization unit: .*; use gru or lstm"),
+    ("policy=fp8", r"policy fp8 needs model\.library unitscale: .*; set"),
+    ("optimizer.umup=true", r"optimizer\.umup and .* need model\.library unitscale; .*; set"),
+    ("model.cell=rhn", r"model: cell rhn needs library unitscale: .*; use gru or lstm"),
     ("model.heads=3", r"model: heads must divide width; got 3 and 8"),
+    ("data.tokenizer={kind: bpe}", r"data\.tokenizer .* needs kind byte; got kind bpe; remove"),
+    ("scalify={}", r"scalify is not for character models, .*; set scalify null"),
+    ("model.precision=fp8", r"model\.precision is no longer a key of the config; set policy"),
     ("sweep.factor=1.0", r"sweep\.factor .*greater than 1; got 1\.0"),
     ("sweep.rates=2", r"sweep\.rates .*got 2"),
     ("sweep.seeds=[]", r"sweep\.seeds .*at least 1"),
@@ -26,17 +29,35 @@ WRONG = [
 
 @pytest.mark.parametrize(("override", "message"), WRONG)
 def test_what_is_wrong_is_named(override, message, tmp_path) -> None:
-    path = write(tmp_path, model={"parametrization": "regular", "kind": "rnn"})
+    plain = {"library": "plain", "kind": "rnn"}
+    path = write(tmp_path, model=plain, optimizer={"umup": False})
     with pytest.raises(RecipeError, match=message):
-        load_any_config(path, [override])
+        load_config(path, [override])
+
+
+def test_the_optimizer_s_defaults_are_the_recipe_s_own(tmp_path) -> None:
+    for section in ({}, {"optimizer": {"b1": 0.5}}):
+        found = make(tmp_path, **section).optimizer
+        settings = (found.name, found.learning_rate, found.schedule, found.final_fraction, found.b2)
+        assert settings == ("adam", 1.0, "linear", 0.0, 0.999)
 
 
 @pytest.mark.parametrize(("name", "points"), [("small", 180), ("full", 360)])
 def test_the_studies_are_the_paper_s_grid(name, points) -> None:
-    config = load_any_config(CONFIGS / f"{name}.yaml")
-    assert isinstance(config, CharlmConfig)
-    assert len(make_points(config)) == points
-    assert RECIPES["charlm"] is CharlmConfig
+    found = make_points(load_config(CONFIGS / f"{name}.yaml"))
+    assert len(found) == points
+    starts = {}
+    for point in found:
+        library, settings = point.values["model.library"], point.config.optimizer
+        assert (library, point.values["policy"]) != ("plain", "fp8")
+        assert settings.multipliers.readout == (1.0 if library == "plain" else 4.0)
+        starts[library, settings.name] = settings.learning_rate
+    assert starts == {
+        ("plain", "sgd"): 0.25,
+        ("plain", "adam"): 0.03,
+        ("unitscale", "sgd"): 0.004,
+        ("unitscale", "adam"): 1.0,
+    }
 
 
 def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.images.config import DataConfig
-from recipes.images.data import Split, load_dataset, read_idx
+from recipes.images.config import ImageDataConfig
+from recipes.images.data import ImageData, load_images, read_idx
 
-from .idx import CLASSES, CODES, HEIGHT, WIDTH, draw, encode, write_files
+from ..idx import CLASSES, CODES, HEIGHT, WIDTH, draw, encode, write_files
 
 SHAPES = [(), (0,), (7,), (2, 3), (2, 3, 4), (1, 2, 3, 4)]
 
@@ -82,9 +82,15 @@ def paths(tmp_path: Path) -> dict[str, str]:
     return write_files(tmp_path)
 
 
+def load(paths: dict[str, str], **keys: int) -> ImageData:
+    return load_images(ImageDataConfig.model_validate({"batch_size": 16, **paths, **keys}))
+
+
 def test_a_data_set(paths: dict[str, str]) -> None:
-    data = load_dataset(DataConfig(**paths, batch_size=16))
-    assert data.classes == CLASSES
+    found = load(paths)
+    assert found.summary == "96 training and 20 test images, 3 classes"
+    data = found.dataset
+    assert (data.classes, data.image) == (CLASSES, (HEIGHT, WIDTH))
     for split, count in ((data.train, 96), (data.test, 20)):
         assert split.images.shape == (count, HEIGHT, WIDTH)
         assert split.images.dtype == np.uint8
@@ -97,16 +103,18 @@ def test_a_data_set(paths: dict[str, str]) -> None:
     # The mean rounds once, each pixel twice, by 2**-24 of numbers whose mean size is below 2.
     assert abs(standardized.mean(dtype=np.float64)) < 2**-22
     assert standardized.std(dtype=np.float64) == pytest.approx(1, abs=2**-22)
+    assert load(paths, classes=10).dataset.classes == 10  # more than labels show
 
 
-def test_more_classes_than_labels_show(paths: dict[str, str]) -> None:
-    assert load_dataset(DataConfig(**paths, batch_size=16, classes=10)).classes == 10
-
-
-def test_images_that_are_all_alike(paths: dict[str, str]) -> None:
+def test_files_are_read_once_until_they_change(paths: dict[str, str]) -> None:
+    first = load(paths)
+    assert load(paths, batch_size=8).dataset is first.dataset
+    assert load(paths).digest == first.digest
+    # All alike: the deviation that they are divided by is not zero.
     Path(paths["train_images"]).write_bytes(encode(np.full((96, HEIGHT, WIDTH), 7, np.uint8)))
-    data = load_dataset(DataConfig(**paths, batch_size=16))
-    assert not data.standardized(data.train.images).any()
+    again = load(paths)
+    assert not again.dataset.standardized(again.dataset.train.images).any()
+    assert again.digest != first.digest
 
 
 def _labels(*values: int, dtype: str = "uint8") -> np.ndarray:
@@ -172,35 +180,41 @@ def test_files_that_do_not_belong_together(paths: dict[str, str], case: str) -> 
     name, array, keys, message = DISAGREEMENTS[case]
     Path(paths[name]).write_bytes(encode(array))
     with pytest.raises(RecipeError, match=message):
-        load_dataset(DataConfig(**paths, **{"batch_size": 16, **keys}))
+        load(paths, **keys)
 
 
-def test_a_pass_has_every_image_once_with_its_label() -> None:
-    split = Split(np.arange(20, dtype=np.uint8)[:, None, None], np.arange(20, dtype=np.int32))
-    rng = np.random.default_rng(0)
-    passes = [list(split.batches(5, rng)) for _ in range(2)]
-    orders = [np.concatenate([batch.labels for batch in batches]) for batches in passes]
-    for batches, order in zip(passes, orders, strict=True):
-        np.testing.assert_array_equal(np.sort(order), np.arange(20))
-        for batch in batches:
-            np.testing.assert_array_equal(batch.images[:, 0, 0], batch.labels)
-    assert (orders[0] != orders[1]).any()
-    again = [batch.labels for batch in split.batches(5, np.random.default_rng(0))]
-    np.testing.assert_array_equal(np.concatenate(again), orders[0])
+def test_training_goes_through_all_images_with_their_labels(paths: dict[str, str]) -> None:
+    data = load(paths)
+    expected = data.dataset.standardized(data.dataset.train.images)
+    numbers = {image.tobytes(): number for number, image in enumerate(expected)}
+    batches = data.training(0)
+    for _ in range(2):  # passes
+        seen = []
+        for _ in range(6):
+            images, labels = next(batches)
+            assert images.dtype == np.float32
+            chosen = [numbers[image.tobytes()] for image in images]
+            np.testing.assert_array_equal(labels, data.dataset.train.labels[chosen], strict=True)
+            seen += chosen
+        assert sorted(seen) == list(range(96))
+    halves = [next(data.training(0, process=i, processes=2)) for i in (0, 1)]
+    together = {image.tobytes() for images, _ in halves for image in images}
+    assert together == {image.tobytes() for image in next(data.training(0))[0]}
 
 
-def test_what_does_not_fill_a_batch_is_left_out_of_a_pass() -> None:
-    split = Split(np.zeros((7, 1, 1), np.uint8), np.arange(7, dtype=np.int32))
-    batches = list(split.batches(3, np.random.default_rng(0)))
-    assert [len(batch.labels) for batch in batches] == [3, 3]
+def test_validation_is_of_whole_batches(paths: dict[str, str]) -> None:
+    data = load(paths, batch_size=8)
+    assert [labels.shape for _, labels in data.validation()] == [(8,), (8,)]
+    assert len(list(data.validation(1))) == 1
+    assert next(load(paths, batch_size=64).validation())[0].shape == (20, HEIGHT, WIDTH)
 
 
-@pytest.mark.parametrize("size", [1, 5, 7, 16])
-def test_padded_batches(size: int) -> None:
-    images, labels = np.ones((7, 2, 3), np.uint8), np.arange(7, dtype=np.int32)
-    batches = list(Split(images, labels).padded_batches(size))
-    assert {batch.images.shape for batch in batches} == {(size, 2, 3)}
-    together = np.concatenate([batch.labels for batch in batches])
-    np.testing.assert_array_equal(together[:7], labels)
-    assert (together[7:] == -1).all()
-    assert sum(int(batch.images.sum()) for batch in batches) == 7 * 2 * 3
+@pytest.mark.parametrize("size", [1, 7, 20, 32])
+def test_all_test_images_in_batches_of_one_size(paths: dict[str, str], size: int) -> None:
+    data = load(paths, batch_size=size)
+    batches = [images for (images,) in data.test_images()]
+    assert {batch.shape for batch in batches} == {(size, HEIGHT, WIDTH)}
+    together = np.concatenate(batches)
+    expected = data.dataset.standardized(data.dataset.test.images)
+    np.testing.assert_array_equal(together[:20], expected, strict=True)
+    assert not together[20:].any()

@@ -1,0 +1,193 @@
+"""Runs beside one of them: how much higher loss or score is, how surely, and whether as asked.
+
+What is compared is listed in `losses.yaml`. Seed by seed, because a seed decides more of a loss
+than a number format does: a difference is the mean over seeds, its standard error that of the mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import yaml
+from pydantic import Field
+
+from ..config import Count, Positive, RunConfig, Section
+from ..errors import RecipeError
+from ..registry import RECIPES
+from ._runs import CONFIGS, Asked, loss_of, trained, variant
+from ._table import Table
+
+Bound = Positive | Literal["spread", "no worse"] | None
+
+
+class Variant(Section):
+    """One of the runs that are compared."""
+
+    label: str | None = Field(default=None, description="what to call it; null for its name")
+    settings: dict[str, Any] = Field(description="values by dotted key of the config")
+    bound: Bound = Field(default=None, description="how far from the reference it may be")
+
+
+class Comparison(Section):
+    """An entry of `losses.yaml`."""
+
+    title: str = Field(description="what is measured")
+    config: str = Field(default="gpt/parity.yaml", description="the run, in configs/")
+    recipe: str = Field(default="gpt", description="whose config it must be")
+    metric: str = Field(default="loss", description="over all validation data, or of the scores")
+    reference: str = Field(description="the variant that others are compared with")
+    seeds: Count = Field(default=1, description="runs of each variant")
+    variants: dict[str, Variant] = Field(description="by what a run's name ends with")
+
+    def label(self, name: str) -> str:
+        return self.variants[name].label or name
+
+    def only(self, option: str, names: str, prefix: str = "") -> Comparison:
+        """The reference, and the variants that an option of the command line lists.
+
+        Raises:
+          RecipeError: One is not there.
+        """
+        known = {name.removeprefix(prefix) for name in self.variants if name != self.reference}
+        wanted = [name.strip() for name in names.split(",") if name.strip()]
+        if unknown := [name for name in wanted if name not in known]:
+            raise RecipeError(
+                f"{option}: expected some of {', '.join(sorted(known))}; got {', '.join(unknown)}; "
+                "correct the list"
+            )
+        kept = [self.reference, *(f"{prefix}{name}" for name in wanted)]
+        return self.model_copy(update={"variants": {name: self.variants[name] for name in kept}})
+
+    def at_rate(self, rate: float | None) -> dict[str, list[str]]:
+        """Overrides that give plain variants another learning rate; none for None."""
+        plain = [k for k, v in self.variants.items() if v.settings.get("model.library") == "plain"]
+        return {} if rate is None else {k: [f"optimizer.learning_rate={rate}"] for k in plain}
+
+
+class Compared(NamedTuple):
+    """Values of every seed by variant, and the config of the first seed's run."""
+
+    entry: Comparison
+    configs: dict[str, RunConfig]
+    values: dict[str, list[float]]
+
+    def table(self) -> Table:
+        """Every variant beside the reference."""
+        entry, (config, *_) = self.entry, self.configs.values()
+        bounds = {name: one.bound for name, one in entry.variants.items()}
+        rows = judged(self.values, entry.reference, bounds, entry.metric)
+        seeds = len(self.values[entry.reference])
+        many = f"one seed, {config.seed}" if seeds == 1 else f"mean of {seeds} seeds"
+        title = f"{entry.title}: {config.train.steps} steps, {many}"
+        return Table(title, [row | {"variant": entry.label(row["variant"])} for row in rows])
+
+
+@functools.cache
+def comparison(name: str) -> Comparison:
+    """An entry of `losses.yaml`."""
+    text = Path(__file__).with_name("losses.yaml").read_text(encoding="utf-8")
+    return Comparison.model_validate(yaml.safe_load(text)["comparisons"][name])
+
+
+def compare(
+    entry: Comparison,
+    asked: Asked,
+    own: Mapping[str, Sequence[str]] | None = None,
+    run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
+) -> Compared:
+    """Trains, resumes or reads every run of a comparison, and measures it.
+
+    Args:
+      entry: What is compared.
+      asked: What the command line says of it.
+      own: Further overrides by variant.
+      run: Trains a run, unless it is finished, and gives its scores; by default in this process.
+    """
+    own = {} if own is None else own
+    configs = {name: configs_of(entry, asked, name, own.get(name, ())) for name in entry.variants}
+    values: dict[str, list[float]] = {name: [] for name in configs}
+    for name, found in values.items():
+        for config in configs[name]:
+            scores = (run or trained)(config, asked.fresh)
+            found.append(loss_of(config) if entry.metric == "loss" else scores[entry.metric])
+        jax.clear_caches()
+    return Compared(entry, {name: found[0] for name, found in configs.items()}, values)
+
+
+def configs_of(
+    entry: Comparison, asked: Asked, name: str, words: Sequence[str] = ()
+) -> list[RunConfig]:
+    """The runs of a variant, one for each seed; another than the first has it in its name."""
+    path = asked.config or CONFIGS / entry.config
+    settings = entry.variants[name].settings.items()
+    own = [*(f"{key}={json.dumps(value)}" for key, value in settings), *words]
+    kind = RECIPES[entry.recipe]
+    first = variant(path, asked.words, name, *own, kind=kind)
+    more = range(first.seed + 1, first.seed + (asked.seeds or entry.seeds))
+    return [first] + [
+        variant(path, asked.words, f"{name}-seed{seed}", *own, f"seed={seed}", kind=kind)
+        for seed in more
+    ]
+
+
+def judged(
+    values: Mapping[str, Sequence[float]],
+    reference: str,
+    bounds: Mapping[str, Bound],
+    metric: str = "loss",
+) -> list[dict[str, Any]]:
+    """A row for each variant: its mean, and its mean difference to the reference, seed by seed.
+
+    Args:
+      values: Of every seed, in the same order, by variant.
+      reference: The variant that others are compared with.
+      bounds: How far each may be from it.
+      metric: A loss, whose differences are shares of the reference's, or a score.
+    """
+    is_loss, rows = metric == "loss", []
+    for name, found in values.items():
+        row: dict[str, Any] = {"variant": name}
+        row["validation loss" if is_loss else metric] = statistics.fmean(found)
+        if len(found) > 1:
+            row["standard deviation"] = statistics.stdev(found)
+        rows.append(row)
+        if name == reference:
+            continue
+        pairs = list(zip(found, values[reference], strict=True))
+        over = [(a / b - 1 if is_loss else a - b) for a, b in pairs]
+        mean, error = statistics.fmean(over), 0.0
+        row["over reference" if is_loss else "above reference"] = mean
+        if len(over) > 1:
+            error = statistics.stdev(over) / math.sqrt(len(over))
+            row["standard error" if is_loss else "standard error above"] = error
+        bound = bounds.get(name)
+        if bound == "spread" and len(found) > 1:
+            both = statistics.variance(found), statistics.variance(values[reference])
+            spread = math.sqrt(statistics.fmean(both))
+            row["asked"] = f"within the seeds' {spread:.3g}"
+            row["verdict"] = verdict(abs(mean), 0.0, spread)
+        elif bound == "no worse":
+            row |= {"asked": bound, "verdict": verdict(mean, error, 0.0)}
+        elif isinstance(bound, float):
+            row["asked"] = f"within {bound:.1%}" if is_loss else f"within {bound:g}"
+            row["verdict"] = verdict(abs(mean), error, bound)
+    return rows
+
+
+def verdict(distance: float, error: float, bound: float) -> str:
+    """Whether a distance is at most a bound, two standard errors being in doubt.
+
+    Example:
+      >>> [verdict(x, 0.001, 0.005) for x in (0.002, 0.004, 0.008)]
+      ['within', 'not resolved', 'outside']
+    """
+    if distance + 2 * error <= bound:
+        return "within"
+    return "not resolved" if distance - 2 * error <= bound else "outside"

@@ -1,0 +1,49 @@
+"""A character model as `recipes.train` sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..run.monitor import monitored
+from ..text import Corpus, load_corpus
+from .config import CharlmConfig
+from .model import UnitModel
+from .plain import RegularModel
+
+
+def build(config: CharlmConfig) -> UnitModel | RegularModel:
+    """The model that a config describes, its parameters drawn from `config.seed`."""
+    length, rngs = config.data.sequence_length, nnx.Rngs(params=jax.random.key(config.seed))
+    if config.model.library == "plain":
+        return RegularModel(config.model, length, dtype=jnp.dtype(config.policy), rngs=rngs)
+    return UnitModel(config.model, length, policy=monitored(config), rngs=rngs)
+
+
+def abstract_batch(config: CharlmConfig) -> jax.ShapeDtypeStruct:
+    """Windows (batch, length + 1) of bytes."""
+    shape = (config.data.batch_size, config.data.sequence_length + 1)
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def load_data(config: CharlmConfig) -> Corpus:
+    """The text of the config, in windows."""
+    return load_corpus(config.data)
+
+
+def scores(
+    config: CharlmConfig, data: Corpus, model: UnitModel | RegularModel, folder: Path
+) -> dict[str, float]:
+    """None: the loss says it all."""
+    return {}
+
+
+def closing(
+    config: CharlmConfig, data: Corpus, model: UnitModel | RegularModel, folder: Path
+) -> Iterator[str]:
+    """Nothing."""
+    yield from ()

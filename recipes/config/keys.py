@@ -1,0 +1,96 @@
+"""The dotted keys of a config, and what to say of one that is wrong."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from .run import RunConfig
+
+
+def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key with its field, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        section = _section(field)
+        if section is not None:
+            yield from valid_keys(section, f"{prefix}{name}.")
+
+
+def parent_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The mapping of a tree that holds a dotted key, made if it is not there, and the last word."""
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.get(parent)
+        if not isinstance(child, dict):
+            child = node[parent] = {}
+        node = child
+    return node, last
+
+
+def describe_problem(problem: Mapping[str, Any], schema: type[RunConfig]) -> str:
+    """One of pydantic's errors: the key, what was expected, what came, and what to do."""
+    key = ".".join(str(part) for part in problem["loc"])
+    got, message = problem["input"], problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        return unknown_key(key, schema)
+    if problem["type"] == "missing":
+        return f"{key}: expected a value; got none; set it: {_meaning(key, schema)}"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    if problem["type"] == "string_pattern_mismatch":
+        message = "Input should be a name without spaces or slashes"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = "Input should be a mapping of keys to values"
+    expected = message.removeprefix("Input should be ")
+    near = ""
+    if problem["type"] == "literal_error":
+        choices = [str(choice) for choice in _choices(key, schema)]
+        close = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
+        near = f"; did you mean {close[0]}?" if close else ""
+    todo = near or "; correct the value"
+    return f"{key} ({_meaning(key, schema)}): expected {expected}; got {got!r}{todo}"
+
+
+def unknown_key(key: str, schema: type[RunConfig]) -> str:
+    """What to say of a key that a config does not have, with the nearest one that it has."""
+    if key in schema.renamed:
+        return f"{key} is no longer a key of the config; set {schema.renamed[key]}"
+    keys = [name for name, field in valid_keys(schema) if not _section(field)]
+    sections = [name for name, field in valid_keys(schema) if _section(field)]
+    section, _, last = key.rpartition(".")
+    tails = {name.rpartition(".")[2]: name for name in keys}
+    # A key in the wrong section is nearer to the same last name than to any full path.
+    close = [tails[last]] if last in tails else difflib.get_close_matches(key, sections, 1, 0.8)
+    close = [name for name in close if not key.startswith(f"{name}.")]
+    close = close or difflib.get_close_matches(key, keys, 1, 0.75)
+    if not close:
+        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, 1, 0.6)]
+    if close:
+        hint = f"did you mean {close[0]}?"
+    elif section in sections:
+        siblings = [name.rpartition(".") for name, _ in valid_keys(schema)]
+        listed = ", ".join(tail for head, _, tail in siblings if head == section)
+        hint = f"{section} has the keys {listed}"
+    else:
+        hint = f"the top-level keys are {', '.join(schema.model_fields)}"
+    return f"{key} is not a key of the config; {hint}"
+
+
+def _meaning(key: str, schema: type[RunConfig]) -> str:
+    field = dict(valid_keys(schema)).get(key)
+    return (field.description if field else None) or f"described in {schema.__module__}"
+
+
+def _choices(key: str, schema: type[RunConfig]) -> tuple[Any, ...]:
+    field = dict(valid_keys(schema)).get(key)
+    return get_args(field.annotation) if field else ()
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a section, also of one that may be null."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)

@@ -1,0 +1,71 @@
+"""Work in several processes of their own, each on its share of the cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any
+
+ATTEMPTS = 2  # at a task whose process died, which may have been a neighbour's doing
+
+
+def each(
+    tasks: Sequence[Any], jobs: int, work: Callable[..., str | None]
+) -> Iterator[tuple[Any, str | None]]:
+    """Yields each task when it is over, with the message of what went wrong.
+
+    Args:
+      tasks: Arguments of `work`.
+      jobs: Number of processes; one is this one.
+      work: Returns a message, or None where all went well.
+    """
+    if jobs == 1:
+        yield from ((task, work(*task)) for task in tasks)
+        return
+    attempts = dict.fromkeys(range(len(tasks)), 0)
+    while attempts:
+        context = get_context("spawn")
+        cores = context.Queue()
+        for share in _shares(jobs):
+            cores.put(share)
+        with ProcessPoolExecutor(jobs, context, _pin, (cores,)) as pool:
+            futures: dict[Future[str | None], int] = {
+                pool.submit(work, *tasks[index]): index for index in attempts
+            }
+            broken = False
+            for future in as_completed(futures):
+                index = futures[future]
+                try:
+                    error = future.result()
+                except BrokenProcessPool:
+                    broken = True
+                    continue
+                del attempts[index]
+                yield tasks[index], error
+        if not broken:
+            return
+        # Which process died is not known: those that could have been at work count one attempt.
+        for index in list(attempts)[:jobs]:
+            attempts[index] += 1
+            if attempts[index] >= ATTEMPTS:
+                del attempts[index]
+                yield tasks[index], "its process was killed; is there enough memory?"
+
+
+def _shares(jobs: int) -> list[set[int]]:
+    """The cores of this process, dealt out to the jobs."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [set(cores[index::jobs]) or set(cores) for index in range(jobs)]
+
+
+def _pin(cores: Any) -> None:
+    """Keeps a process on its own cores, so that its threads do not wait for those of others.
+
+    It comes before JAX's first computation, which counts the cores.
+    """
+    share = cores.get()
+    if share:
+        os.sched_setaffinity(0, share)

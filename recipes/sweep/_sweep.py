@@ -1,0 +1,96 @@
+"""The study: every point of a grid, each with its own learning-rate search, in several processes.
+
+Whatever is finished stays: the rows of a round are appended as soon as it is over, a run that
+diverges has an infinite loss, one that fails leaves its message, and neither stops another. The
+same command continues where the last one ended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console
+
+from ..config import RunConfig
+from ..errors import RecipeError
+from ..run.folder import open_run
+from ._points import Point, key_of, make_points
+from ._pool import each
+from ._results import report
+from ._rows import Row, append_row, read_rows
+from ._search import missing
+from ._trials import Trials
+
+Known = dict[tuple[float, int], float]
+"""Losses by learning rate and seed."""
+
+
+def sweep(
+    config: RunConfig, *, jobs: int = 1, fresh: bool = False, console: Console | None = None
+) -> Path:
+    """Trains all points of a config's grid that are not finished, and draws what came out.
+
+    Args:
+      config: The sweep; its folder is `<train.runs_dir>/<name>-sweep/`.
+      jobs: Number of processes.
+      fresh: Moves an earlier sweep of this name aside.
+      console: Where to report; standard output by default.
+
+    Returns:
+      The folder, with `rows.jsonl`, `results.md` and plots.
+
+    Raises:
+      RecipeError: The grid or the data is unusable, or the folder holds runs of another config.
+    """
+    console = Console() if console is None else console
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    points = make_points(config)
+    folder = open_run(config.model_copy(update={"name": f"{config.name}-sweep"}), fresh=fresh)
+    known: dict[str, Known] = defaultdict(dict)
+    for row in read_rows(folder):
+        if row.loss is not None:  # what failed is tried again
+            known[key_of(row.point)][row.learning_rate, row.seed] = row.loss
+    say(f"{config.name}: {len(points)} points, {jobs} at a time, in {folder}")
+    failures = 0
+    tasks = [(point, folder, known[key_of(point.settings)]) for point in points]
+    for done, ((point, *_), error) in enumerate(each(tasks, jobs, _point), 1):
+        say(f"{done}/{len(points)}  {point}" + (f"  failed: {error}" if error else ""))
+        if error:
+            failures += 1
+            rate, seed = point.config.optimizer.learning_rate, config.sweep.seeds[0]
+            append_row(folder, Row(point.settings, rate, seed, None, error))
+    for line in report(points, folder):
+        say(line)
+    if failures:
+        raise RecipeError(
+            f"{failures} of {len(points)} points failed, messages in {folder}/rows.jsonl; "
+            "run the same command to try them again",
+            exit_code=1,
+        )
+    return folder
+
+
+def _point(point: Point, folder: Path, known: Known) -> str | None:
+    """Searches the learning rate of one point; returns the message of what went wrong."""
+    try:
+        _search(point, folder, known)
+    except Exception as error:  # whatever it is, the other points go on
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def _search(point: Point, folder: Path, known: Known) -> None:
+    settings, start = point.config.sweep, point.config.optimizer.learning_rate
+    trials = functools.cache(lambda: Trials(point.config))  # compiles only what is needed
+    losses: dict[int, float] = {}
+    while places := missing(losses, settings.rates, settings.rounds):
+        rates = {place: start * settings.factor**place for place in places}
+        for seed in settings.seeds:
+            todo = [rate for rate in rates.values() if (rate, seed) not in known]
+            for rate, loss in zip(todo, trials()(todo, seed) if todo else (), strict=True):
+                append_row(folder, Row(point.settings, rate, seed, loss))
+                known[rate, seed] = loss
+        for place, rate in rates.items():
+            losses[place] = sum(known[rate, seed] for seed in settings.seeds) / len(settings.seeds)

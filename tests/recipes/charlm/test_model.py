@@ -1,0 +1,104 @@
+"""Character models: every shape of them, and a run of one."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.charlm.task import build
+from recipes.cli import main
+from recipes.run.batch import loss_inputs
+from recipes.run.metrics import read_metrics
+from recipes.run.state import init_state
+from tests.gradients import jit
+
+from ..characters import make, write
+
+MODELS = [
+    *[(kind, "plain", "float16") for kind in ("conv", "gru", "lstm", "attention")],
+    *[(kind, "unitscale", "fp8") for kind in ("conv", "gru", "lstm", "rhn", "attention")],
+    ("gru", "unitscale", "float16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "library", "policy"), MODELS)
+def test_every_model_has_a_float32_loss_and_float32_parameters(
+    kind, library, policy, tmp_path
+) -> None:
+    mixing = {"cell": kind, "kind": "rnn"} if kind in ("gru", "lstm", "rhn") else {"kind": kind}
+    norm = {"conv": "pre", "gru": "post"}.get(kind, "none")
+    shape = {"library": library, **mixing, "norm": norm, "residual": "running_mean"}
+    umup = {"umup": library == "unitscale"}
+    config = make(tmp_path, policy=policy, model=shape, optimizer=umup)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)
+
+    def loss(params, rest, text):
+        return nnx.merge(graphdef, params, rest).loss(*loss_inputs(text), deterministic=False)
+
+    text = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+    value, grads = jax.eval_shape(jax.value_and_grad(loss), params, rest, text)
+    assert (value.shape, value.dtype) == ((), jnp.float32)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+    assert any("norm" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)) == (
+        norm != "none"
+    )
+
+
+@pytest.mark.parametrize("library", ["plain", "unitscale"])
+def test_a_model_sees_no_later_character(library, tmp_path) -> None:
+    for kind in ("conv", "rnn", "attention"):
+        umup = {"umup": library == "unitscale"}
+        config = make(tmp_path, model={"kind": kind, "library": library}, optimizer=umup)
+        text = np.arange(1, 8, dtype=np.int32)[None]
+        changed = text.copy()
+        changed[0, 4] = 200
+
+        @jit
+        def losses(*texts, config=config):
+            model = build(config)
+            # The first three predictions have the same inputs and the same targets.
+            return [model.loss(*loss_inputs(t)) for x in texts for t in (x[:, :4], x)]
+
+        first, whole, first_changed, whole_changed = losses(text, changed)
+        assert first == first_changed
+        assert whole != whole_changed
+
+
+def test_parameters_of_a_unit_model_learn_at_rates_of_their_role(tmp_path) -> None:
+    config = make(tmp_path, optimizer={"multipliers": {"readout": 3.0, "bias": 0.25}})
+    _, rule, state = init_state(config)
+    # Adam's first update is 1 wherever there is a gradient, but for 1 - b2, rounded to float32.
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    updates, _ = rule.update(grads, state.opt_state, state.params)
+
+    def largest(name: str) -> float:
+        paths = jax.tree_util.tree_leaves_with_path(updates)
+        (found,) = [x for path, x in paths if jax.tree_util.keystr(path).startswith(name)]
+        return float(jnp.abs(found).max())
+
+    width, branches = config.model.width, 2 * config.model.layers
+    mlp = "['branches'][1]['branch']['up']"
+    expected = {
+        f"{mlp}['kernel']": 1 / math.sqrt(width * branches),
+        f"{mlp}['bias']": 0.25 / math.sqrt(branches),
+        "['readout']['kernel']": 3.0,
+        "['embed']": 1 / math.sqrt(width),
+    }
+    assert {name: largest(name) for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_is_one_of_the_loop(tmp_path, capsys) -> None:
+    path = write(tmp_path, model={"kind": "rnn"})
+    assert main(["train", str(path)]) == 0
+    assert "bits" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert main(["evaluate", str(path)]) == 0
+    assert main(["generate", str(path)]) == 2
+    assert "recipe charlm" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Sweeps: nothing that was finished is lost or done again, whatever happens to a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from rich.console import Console
+
+from recipes.cli import main
+from recipes.errors import RecipeError
+from recipes.sweep import _sweep as module, append_row, read_rows, sweep
+from recipes.sweep._pool import each
+
+from ..characters import make, write
+from ..dying import dies_at_two
+
+NORMS = ["pre", "post", "none"]
+GRID = {"grid": {"model.norm": NORMS}, "rates": 3, "rounds": 2}
+QUIET = Console(quiet=True)
+
+
+class Machine:
+    """Stands in for training: counts what it is asked for, and fails where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.broken: set[str] = set()
+        self.trained: list[tuple[str, float, int]] = []
+        monkeypatch.setattr(module, "Trials", self.make_trials)
+
+    def make_trials(self, config):
+        norm = config.model.norm
+        middle = 4 * config.optimizer.learning_rate
+
+        def trials(rates, seed):
+            if norm in self.broken:
+                raise MemoryError(f"no room for {norm}\nand more")
+            self.trained += [(norm, rate, seed) for rate in rates]
+            return [math.inf if r > 5 * middle else abs(math.log(r / middle)) for r in rates]
+
+        return trials
+
+    @property
+    def norms(self) -> set[str]:
+        return {norm for norm, *_ in self.trained}
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_one_failure_stops_nothing_and_is_tried_again(machine, tmp_path) -> None:
+    config = make(tmp_path, sweep=GRID)
+    machine.broken = {"post"}
+    with pytest.raises(RecipeError, match=r"1 of 3 points failed, messages in .*rows\.jsonl"):
+        sweep(config, console=QUIET)
+    folder = tmp_path / "runs" / "tiny-sweep"
+    rows = read_rows(folder)
+    assert [(r.point, r.error) for r in rows if r.error] == [
+        ({"model.norm": "post"}, "MemoryError: no room for post")
+    ]
+    # Three rates and, because the best was the highest, three more; the last ones diverge.
+    assert len(rows) == 6 + 1 + 6
+    assert math.inf in [row.loss for row in rows]
+    assert (folder / "curves.png").exists()
+    machine.broken, machine.trained = set(), []
+    sweep(config, console=QUIET)
+    assert machine.norms == {"post"}
+    machine.trained = []
+    sweep(config, console=QUIET)
+    assert machine.trained == []
+    assert len(read_rows(folder)) == 19
+
+
+def test_a_sweep_goes_on_within_a_point_and_over_more_of_them(machine, tmp_path) -> None:
+    config = make(tmp_path, sweep=GRID | {"seeds": [0, 1]})
+    folder = sweep(config, console=QUIET)
+    rows = read_rows(folder)
+    kept = [r for r in rows if r.point == {"model.norm": "pre"}][:2]
+    (folder / "rows.jsonl").unlink()
+    for row in kept:
+        append_row(folder, row)
+    machine.trained = []
+    sweep(config, console=QUIET)
+    assert sorted(map(str, read_rows(folder))) == sorted(map(str, rows))
+    assert not {("pre", r.learning_rate, r.seed) for r in kept} & set(machine.trained)
+    machine.trained = []
+    # A point that has other settings is another one; more points are no other sweep.
+    when = {"model.norm=pre": {"model.layers": 3}}
+    sweep(make(tmp_path, sweep=GRID | {"when": when}), console=QUIET)
+    assert machine.norms == {"pre"}
+
+
+def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
+    sweep(make(tmp_path, sweep=GRID), console=QUIET)
+    with pytest.raises(RecipeError, match=r"another config:\n  train\.steps: 3 -> 4\n.*--fresh"):
+        sweep(make(tmp_path, sweep=GRID, train={"steps": 4}), console=QUIET)
+    sweep(make(tmp_path, sweep=GRID, train={"steps": 4}), fresh=True, console=QUIET)
+    assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
+
+
+def test_a_process_that_dies_costs_its_own_point(tmp_path) -> None:
+    tasks = [(number, str(tmp_path)) for number in range(5)]
+    ended = dict(each(tasks, 2, dies_at_two))
+    assert set(ended) == set(tasks)
+    assert "its process was killed" in str(ended[2, str(tmp_path)])
+    done = {int(path.name) for path in tmp_path.iterdir()}
+    assert done >= {number for (number, _), error in ended.items() if error is None}
+
+
+@pytest.mark.slow
+def test_the_command_trains_in_processes_of_its_own(tmp_path, capsys) -> None:
+    plain = {"optimizer.umup": False, "optimizer.learning_rate": 0.01}
+    grid = {"model.library": ["plain", "unitscale"]}
+    # Three steps: far from where losses grow.
+    path = write(
+        tmp_path,
+        optimizer={"learning_rate": 0.1},
+        sweep={"grid": grid, "when": {"model.library=plain": plain}, "rates": 3, "rounds": 1},
+    )
+    assert main(["sweep", str(path), "model.layers=1", "--jobs", "2"]) == 0
+    assert "2/2  library=" in capsys.readouterr().out
+    rows = read_rows(tmp_path / "runs" / "tiny-sweep")
+    assert len(rows) == 6
+    assert all(row.loss is not None and 2 < row.loss < 12 for row in rows)
+
+
+def test_errors_of_the_command(tmp_path, capsys) -> None:
+    assert main(["sweep", "model.layers=1"]) == 2
+    assert "sweep: expected a config file; got none" in capsys.readouterr().err
+    assert main(["sweep", str(write(tmp_path)), "sweep.grid={model.kid: [rnn]}"]) == 2
+    assert "model.kid is not a key of the config; did you mean model.kind?" in (
+        capsys.readouterr().err
+    )
