@@ -79,7 +79,7 @@ class Trials:
         state = advance(step, state, self.data.training(seed), 0, steps)
         batches = self.data.validation(self.config.train.eval_batches)
         found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
-        losses = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
+        losses = np.asarray(jax.device_get(found), np.float64).mean(axis=0)
         # After a step that was not finite, and not left out by the config, no other one counts.
         whole = np.isfinite(losses) & (np.asarray(state.step) == steps)
         return [float(x) if ok else math.inf for x, ok in zip(losses, whole, strict=True)]
