@@ -62,7 +62,7 @@ class Trials:
         copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
         states: Any = [jax.tree.map(jnp.copy, copies) for _ in groups]
 
-        def step(states: Any, batch: Any, index: Any):
+        def step(states: Any, batch: Any, index: Any) -> tuple[Any, dict[str, Any]]:
             pairs = zip(states, groups, strict=True)
             return [self._step(state, many, batch, index) for state, many in pairs], {}
 
