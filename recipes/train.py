@@ -49,7 +49,7 @@ from .run.progress import Reporter, Stopwatch
 from .run.recipe import Data, recipe_of
 from .run.scaling import plain
 from .run.signals import StopRequest
-from .run.state import init_state, restore
+from .run.state import TrainState, init_state, restore, with_kept_tokenizer
 from .run.step import make_train_step
 from .run.steps import advance
 
@@ -92,7 +92,7 @@ def train(
     console = console if is_first() else Console(quiet=True)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with together():
-        data = recipe_of(config).load_data(config)
+        data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
     told = flatten(config.model_dump()) | {"--fresh": fresh, "--convert": convert}
     check_alike(told | {"the text's digest": data.digest})
     folder = run_folder(config)
@@ -116,7 +116,7 @@ def train(
         if signal is not None:
             step = int(run.state.step)
             say(f"stopped by {signal.name} after step {step}; run the same command to resume")
-            return Outcome(folder, step, None, int(signal))
+            return Outcome(folder, step, None, {}, int(signal))
         return _finish(run, say)
     except OSError as error:
         raise cannot_write(folder, error, kept=run.checkpoints.what_is_safe) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,11 @@ from tokenizers import Tokenizer
 from ..batches import Batches, training_batches
 from ..errors import RecipeError
 from ..text import SubwordTokenizer, save_tokenizer
-from .classification_data import Dataset, load_classification
-from .classification_features import make_classification_features
+from .classification import make_classification_records
 from .config import FinetuneConfig
 from .pretrained import limits_of, tokenizer_of
-from .records import RecordSource
+from .records import Records
+from .rows import Dataset, load_classification
 from .squad_data import read_squad
 from .squad_features import SquadFeatures, make_squad_features, with_answers
 
@@ -40,8 +41,8 @@ class TaskData:
       source: What `scored` was made of, for scoring.
     """
 
-    train: RecordSource
-    scored: RecordSource
+    train: Records
+    scored: Records
     names: tuple[str, ...]
     batch_size: int
     tokenizer: Tokenizer
@@ -65,7 +66,7 @@ class TaskData:
         return tuple(record[name] for name in self.names)
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever, reshuffled every epoch; see `recipes.text.Corpus`."""
+        """Shuffled batches for ever; see `recipes.batches.training_batches`."""
         dataset: Any = grain.MapDataset.source(self.train).map(self._tuple)
         return training_batches(
             dataset, seed, self.batch_size, process=process, processes=processes
@@ -74,12 +75,8 @@ class TaskData:
     def validation(self, batches: int | None = None) -> Iterator[Batch]:
         """Validation batches in order; what is left over after the last whole one is not used."""
         size = min(self.batch_size, len(self.scored))
-        count = len(self.scored) // size
-        count = count if batches is None else min(batches, count)
-        return (
-            self._tuple(batch)
-            for batch, _ in zip(self.scored.batches(size), range(count), strict=False)
-        )
+        whole = itertools.islice(self.scored.batches(size), len(self.scored) // size)
+        return map(self._tuple, itertools.islice(whole, batches))
 
 
 def load_task_data(config: FinetuneConfig) -> TaskData:
@@ -89,53 +86,38 @@ def load_task_data(config: FinetuneConfig) -> TaskData:
       RecipeError: A file is missing or malformed, holds fewer records than a batch, or sequences
         are longer than the positions that the model learned; or there is no tokenizer beside it.
     """
-    positions, length = limits_of(config).positions, config.data.sequence_length
+    _, positions = limits_of(config)
+    length = config.data.sequence_length
     if length > positions:
         raise RecipeError(
             f"data.sequence_length: the model in {config.init} learned {positions} positions; got "
             f"{length}; use at most {positions}"
         )
-    tokenizer = tokenizer_of(config)
-    made = _squad(config, tokenizer) if config.task == "squad" else _rows(config, tokenizer)
-    train, scored, source = made
-    names = (*INPUTS, *LABELS[config.task])
-    if len(train) < config.data.batch_size:
+    tokenizer, data = tokenizer_of(config), config.data
+    if config.task == "squad":
+        features, source = (
+            make_squad_features(
+                read_squad(path, key),
+                tokenizer,
+                sequence_length=length,
+                max_question_length=config.squad.max_question_length,
+                stride=config.squad.stride,
+            )
+            for path, key in ((data.train, "data.train"), (data.validation, "data.validation"))
+        )
+        train, scored = features.records, source.records
+        if config.squad.negatives is not None:
+            train = with_answers(train, config.squad.negatives, config.seed)
+    else:
+        source = load_classification(data, config.classification)
+        train, scored = (
+            make_classification_records(source, rows, tokenizer, sequence_length=length)
+            for rows in (source.train, source.validation)
+        )
+    if len(train) < data.batch_size:
         raise RecipeError(
-            f"data.batch_size: expected at most the {len(train)} records of {config.data.train}; "
-            f"got {config.data.batch_size}; use more data or a smaller batch"
+            f"data.batch_size: expected at most the {len(train)} records of {data.train}; "
+            f"got {data.batch_size}; use more data or a smaller batch"
         )
-    return TaskData(train, scored, names, config.data.batch_size, tokenizer, source)
-
-
-def _squad(
-    config: FinetuneConfig, tokenizer: Tokenizer
-) -> tuple[RecordSource, RecordSource, SquadFeatures]:
-    train, scored = (
-        make_squad_features(
-            read_squad(path, key),
-            tokenizer,
-            sequence_length=config.data.sequence_length,
-            max_question_length=config.squad.max_question_length,
-            stride=config.squad.stride,
-        )
-        for path, key in (
-            (config.data.train, "data.train"),
-            (config.data.validation, "data.validation"),
-        )
-    )
-    negatives, records = config.squad.negatives, train.records
-    if negatives is not None:
-        records = with_answers(records, negatives, config.seed)
-    return records, scored.records, scored
-
-
-def _rows(
-    config: FinetuneConfig, tokenizer: Tokenizer
-) -> tuple[RecordSource, RecordSource, Dataset]:
-    dataset = load_classification(config.data, config.classification)
-    length = config.data.sequence_length
-    train, scored = (
-        make_classification_features(rows, tokenizer, sequence_length=length)
-        for rows in (dataset.train, dataset.validation)
-    )
-    return train, scored, dataset
+    names = (*INPUTS, *LABELS[config.task])
+    return TaskData(train, scored, names, data.batch_size, tokenizer, source)

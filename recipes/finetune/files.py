@@ -1,9 +1,12 @@
-"""Text of the files that a config names."""
+"""Files that a config names, and those of a run's predictions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+from ..atomic import write_whole
 from ..errors import RecipeError
 
 
@@ -18,20 +21,20 @@ def read_utf8(path: Path, key: str) -> str:
       RecipeError: It cannot be read, or is not UTF-8 (the message has the byte's offset).
     """
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise RecipeError(f"{key}: {path} does not exist; give the path of a file") from None
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise RecipeError(
             f"{key}: {path} cannot be read: {error.strerror}; give the path of a readable file"
         ) from error
-    try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise RecipeError(
-            f"{key}: {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset "
-            f"{error.start} ({error.reason}); convert the file to UTF-8"
+            f"{key}: {path} is not UTF-8 text: {error}; convert the file to UTF-8"
         ) from error
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Writes a whole JSON file or, on any error, leaves the old one as it was."""
+    write_whole(path, json.dumps(tree, ensure_ascii=False, indent=1) + "\n")
 
 
 def shown(value: object, limit: int = 60) -> str:

@@ -6,10 +6,10 @@ A file is `{"data": [{"paragraphs": [{"context", "qas": [{"id", "question", "ans
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import RecipeError
 from .files import read_utf8, shown
@@ -31,40 +31,36 @@ class Question(NamedTuple):
     answers: tuple[Answer, ...]
 
 
-class _Place:
-    """A value of the file and how to find it there."""
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
 
-    def __init__(self, value: Any, where: str, path: str):
-        self.value, self.where, self.path = value, where, path
 
-    def wrong(self, expected: str, got: str, todo: str = "correct the file") -> RecipeError:
-        place = self.path or "the file's top level"
-        return RecipeError(f"{self.where}: {place}: expected {expected}; got {got}; {todo}")
+_Text = Annotated[str, Field(pattern=r"\S")]
 
-    def has(self, name: str) -> bool:
-        return isinstance(self.value, dict) and name in self.value
 
-    def __getitem__(self, name: str) -> _Place:
-        if not isinstance(self.value, dict):
-            raise self.wrong(f"an object with the key {name!r}", shown(self.value))
-        if name not in self.value:
-            keys = ", ".join(map(repr, self.value)) or "an empty object"
-            raise self.wrong(f"the key {name!r}", f"only {keys}")
-        return _Place(self.value[name], self.where, f"{self.path}.{name}".lstrip("."))
+class _Answer(_Strict):
+    text: _Text
+    answer_start: int
 
-    def __iter__(self) -> Iterator[_Place]:
-        if not isinstance(self.value, list):
-            raise self.wrong("a list", shown(self.value))
-        for index, item in enumerate(self.value):
-            yield _Place(item, self.where, f"{self.path}[{index}]")
 
-    def of(self, kind: type, name: str) -> Any:
-        if type(self.value) is not kind:  # a boolean is no number
-            raise self.wrong(name, shown(self.value))
-        return self.value
+class _Asked(_Strict):
+    id: str
+    question: _Text
+    answers: list[_Answer]
+    is_impossible: bool = False
 
-    def text(self) -> str:
-        return self.of(str, "text")
+
+class _Paragraph(_Strict):
+    context: str
+    qas: list[_Asked]
+
+
+class _Article(_Strict):
+    paragraphs: list[_Paragraph]
+
+
+class _File(_Strict):
+    data: list[_Article]
 
 
 def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
@@ -84,70 +80,49 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
     """
     where = f"{key}: {path}"
     try:
-        tree = json.loads(read_utf8(Path(path), key))
-    except (json.JSONDecodeError, RecursionError) as error:
-        line = (
-            f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
-            if isinstance(error, json.JSONDecodeError)
-            else "nested too deeply"
-        )
-        raise RecipeError(f"{where}: {line}; give a JSON file of SQuAD's format") from error
-    questions: list[Question] = []
-    seen: dict[str, str] = {}
-    for article in _Place(tree, where, "")["data"]:
-        for paragraph in article["paragraphs"]:
-            context = paragraph["context"].text()
-            for place in paragraph["qas"]:
-                question = _question(place, context)
-                if question.id in seen:
-                    raise place.wrong(
-                        "an id of its own",
-                        f"{question.id!r}, which {seen[question.id]} has too",
-                        "remove one of them, or give it another id",
-                    )
-                seen[question.id] = place.path
-                questions.append(question)
+        file = _File.model_validate_json(read_utf8(Path(path), key))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in wrong["loc"])
+        got = "" if wrong["type"] == "json_invalid" else f"; got {shown(wrong['input'])}"
+        raise RecipeError(
+            f"{where}: {place.removeprefix('.') or 'the file'}: {wrong['msg']}{got}; correct the "
+            "file, which is of SQuAD's format"
+        ) from error
+    questions: dict[str, Question] = {}
+    for a, article in enumerate(file.data):
+        for p, paragraph in enumerate(article.paragraphs):
+            for q, asked in enumerate(paragraph.qas):
+                if asked.id in questions:
+                    wrong = f"expected an id of its own; got {asked.id!r} again"
+                else:
+                    wrong = _fault(asked, paragraph.context)
+                if wrong:
+                    place = f"data[{a}].paragraphs[{p}].qas[{q}]"
+                    raise RecipeError(f"{where}: {place}: {wrong}; correct the file")
+                answers = tuple(Answer(one.text, one.answer_start) for one in asked.answers)
+                context = paragraph.context
+                questions[asked.id] = Question(asked.id, asked.question, context, answers)
     if not questions:
         raise RecipeError(f"{where}: expected questions; got none; give a file that has some")
-    return questions
+    return list(questions.values())
 
 
-def _question(place: _Place, context: str) -> Question:
-    name, text = place["id"].text(), place["question"].text()
-    if not text.strip():
-        raise place["question"].wrong("a question", shown(text))
-    impossible = place.has("is_impossible") and place["is_impossible"].of(bool, "true or false")
-    answers = tuple(_answer(answer, context) for answer in place["answers"])
-    if impossible == bool(answers):
-        expected, got = ("no answers", len(answers)) if impossible else ("an answer", "none")
-        raise place["answers"].wrong(
-            f"{expected}, because is_impossible is {str(impossible).lower()}",
-            str(got),
-            "correct the answers or is_impossible",
+def _fault(asked: _Asked, context: str) -> str | None:
+    """What is wrong with the answers of a question."""
+    if asked.is_impossible == bool(asked.answers):
+        expected = "no answers" if asked.is_impossible else "an answer"
+        return (
+            f"expected {expected}, because is_impossible is {str(asked.is_impossible).lower()}; "
+            f"got {len(asked.answers)}"
         )
-    return Question(name, text, context, answers)
-
-
-def _answer(place: _Place, context: str) -> Answer:
-    text, start = place["text"].text(), place["answer_start"].of(int, "a whole number")
-    if not text.strip():
-        raise place["text"].wrong("an answer", shown(text))
-    found = context[start : start + len(text)] if start >= 0 else ""
-    if found != text:
-        nearest = _nearest(context, text, start)
-        todo = "correct text or answer_start"
-        if nearest is not None:
-            todo = f"it stands at {nearest}: correct answer_start"
-        elif text not in context:
-            todo = "the context does not have it: correct text or context"
-        raise place.wrong(f"{shown(text)} at character {start} of its context", shown(found), todo)
-    return Answer(text, start)
-
-
-def _nearest(context: str, text: str, start: int) -> int | None:
-    before, after = (
-        context.rfind(text, 0, max(start, 0) + len(text)),
-        context.find(text, max(start, 0)),
-    )
-    found = [position for position in (before, after) if position >= 0]
-    return min(found, key=lambda position: abs(position - start), default=None)
+    for number, answer in enumerate(asked.answers):
+        text, start = answer.text, answer.answer_start
+        if start < 0 or not context.startswith(text, start):
+            found, at = context[max(start, 0) : max(start, 0) + len(text)], context.find(text)
+            stands = "the context does not have it" if at < 0 else f"it stands at {at}"
+            return (
+                f"answers[{number}]: expected {shown(text)} at character {start} of the context; "
+                f"got {shown(found)}; {stands}"
+            )
+    return None

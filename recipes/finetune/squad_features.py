@@ -6,19 +6,19 @@ answer has the first token, [CLS], as its label, as a question without an answer
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from ..errors import RecipeError
-from .layout import layout_of_pairs, working_copy
-from .records import RecordSource, make_records
-from .squad_data import Answer, Question
+from .records import Records, make_records, padding_copy
+from .squad_data import Question
 
 _CHUNK = 1024
-"""Texts that are tokenized at once."""
+"""Questions that are tokenized at once."""
 
 
 class Window(NamedTuple):
@@ -40,7 +40,7 @@ class SquadFeatures(NamedTuple):
     """Records with labels `start` and `end`, and the window that each of them holds."""
 
     questions: Sequence[Question]
-    records: RecordSource
+    records: Records
     windows: list[Window]
 
 
@@ -70,36 +70,33 @@ def make_squad_features(
       RecipeError: `sequence_length` leaves no room for the context, or the tokenizer puts no
         special token first.
     """
-    tokenizer, pad = working_copy(tokenizer)
-    layout = layout_of_pairs(tokenizer)
-    if sequence_length <= max_question_length + layout.special:
+    tokenizer = padding_copy(tokenizer, sequence_length)
+    special = tokenizer.num_special_tokens_to_add(True)
+    if sequence_length <= max_question_length + special:
         raise RecipeError(
             f"data.sequence_length: expected more than the {max_question_length} tokens of a "
-            f"question and {layout.special} special tokens; got {sequence_length}; raise it, or "
+            f"question and {special} special tokens; got {sequence_length}; raise it, or "
             "lower squad.max_question_length"
         )
     windows: list[Window] = []
-    starts: list[int] = []
-    ends: list[int] = []
+    labels: dict[str, list[int]] = {"start": [], "end": []}
 
-    def sequences() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for number, whole, context in _tokenized(questions, tokenizer):
-            text = whole[:max_question_length]
-            first = layout.first_of_pair(text)
-            room = sequence_length - layout.special - len(text)
-            for held in _slices(len(context.ids), room, stride or -(-room // 2)):
-                window = Window(number, first, context.offsets[held])
-                start, end = _label(window, questions[number])
-                windows.append(window)
-                starts.append(start)
-                ends.append(end)
-                yield layout.lay_out(text, context.ids[held])
+    def encodings() -> Iterator[Encoding]:
+        lengths = sequence_length, max_question_length, stride
+        for number, encoding in _encoded(questions, tokenizer, *lengths):
+            parts = encoding.sequence_ids
+            held = parts.count(1)
+            first = parts.index(1) if held else 0
+            offsets = np.array(encoding.offsets[first : first + held], np.int32).reshape(-1, 2)
+            windows.append(Window(number, first, offsets))
+            for name, label in zip(labels, _label(windows[-1], questions[number]), strict=True):
+                labels[name].append(label)
+            yield encoding
 
-    records = make_records(sequences(), {"start": starts, "end": ends}, sequence_length, pad)
-    return SquadFeatures(questions, records, windows)
+    return SquadFeatures(questions, make_records(encodings(), labels), windows)
 
 
-def with_answers(records: RecordSource, others: float, seed: int) -> RecordSource:
+def with_answers(records: Records, others: float, seed: int) -> Records:
     """The records that hold their answer and some, chosen by the seed, of those that do not.
 
     Of a long context nearly all windows are without the answer: a model that trains on every one of
@@ -110,50 +107,48 @@ def with_answers(records: RecordSource, others: float, seed: int) -> RecordSourc
       others: Records without the answer for each record with it; all of them where there are fewer.
       seed: Chooses them.
     """
-    answered = records.records.labels["start"] > 0
+    answered = records.arrays["start"] > 0
     held, without = np.flatnonzero(answered), np.flatnonzero(~answered)
     count = min(len(without), round(others * len(held)))
     chosen = np.random.default_rng(seed).choice(without, count, replace=False)
     return records.take(np.sort(np.concatenate([held, chosen])))
 
 
-def _slices(tokens: int, room: int, stride: int) -> Iterator[slice]:
-    """Windows of at most `room` tokens; the first that reaches the end is the last."""
-    step = min(stride, room)
-    for start in range(0, max(tokens - room, 0) + step, step):
-        yield slice(start, min(start + room, tokens))
-
-
-class _Context(NamedTuple):
-    ids: np.ndarray
-    offsets: np.ndarray
-
-
-def _tokenized(
-    questions: Sequence[Question], tokenizer: Tokenizer
-) -> Iterator[tuple[int, np.ndarray, _Context]]:
-    """Questions, by number, as ids, and their contexts, all without special tokens."""
-    for start in range(0, len(questions), _CHUNK):
-        chunk = questions[start : start + _CHUNK]
-        names = list(dict.fromkeys(question.context for question in chunk))
-        encoded = tokenizer.encode_batch(names, add_special_tokens=False)
-        contexts = {
-            name: _Context(
-                np.array(encoding.ids, np.int32),
-                np.array(encoding.offsets, np.int32).reshape(-1, 2),
-            )
-            for name, encoding in zip(names, encoded, strict=True)
-        }
-        texts = tokenizer.encode_batch([q.text.strip() for q in chunk], add_special_tokens=False)
-        for number, (question, text) in enumerate(zip(chunk, texts, strict=True), start):
-            yield number, np.array(text.ids, np.int32), contexts[question.context]
+def _encoded(
+    questions: Sequence[Question], tokenizer: Tokenizer, length: int, most: int, stride: int | None
+) -> Iterator[tuple[int, Encoding]]:
+    """Questions, by number, with each window of their contexts."""
+    special = tokenizer.num_special_tokens_to_add(True)
+    for begin in range(0, len(questions), _CHUNK):
+        chunk = questions[begin : begin + _CHUNK]
+        tokenizer.enable_truncation(most)
+        texts = [question.text.strip() for question in chunk]
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for i, asked in enumerate(tokenizer.encode_batch(texts, add_special_tokens=False)):
+            size = sum(asked.attention_mask)
+            by_size[size].append(i)
+            if asked.overflowing:
+                texts[i] = texts[i][: asked.offsets[size - 1][1]]
+        found: dict[int, Encoding] = {}
+        for size, members in by_size.items():
+            room = length - special - size
+            step = min(stride or -(-room // 2), room)
+            # The library's stride is what two windows share.
+            tokenizer.enable_truncation(length, stride=room - step, strategy="only_second")
+            pairs = [(texts[i], chunk[i].context) for i in members]
+            found |= zip(members, tokenizer.encode_batch(pairs), strict=True)
+        for i in range(len(chunk)):
+            for encoding in (found[i], *found[i].overflowing):
+                yield begin + i, encoding
 
 
 def _label(window: Window, question: Question) -> tuple[int, int]:
     """Positions of the first and last token of the answer; (0, 0) where it is not whole."""
     if not question.answers or not window.offsets.size:
         return 0, 0
-    start, stop = _bare(question.answers[0])
+    text, start = question.answers[0]
+    start += len(text) - len(text.lstrip())  # without white space around it
+    stop = start + len(text.strip())
     begins, ends = window.offsets.T
     if start < begins[0] or stop > ends[-1]:
         return 0, 0
@@ -161,9 +156,3 @@ def _label(window: Window, question: Question) -> tuple[int, int]:
     last = int(np.searchsorted(begins, stop, side="left")) - 1
     # The tokenizer may drop characters; an answer of such characters alone has no token.
     return (window.first + first, window.first + last) if first <= last else (0, 0)
-
-
-def _bare(answer: Answer) -> tuple[int, int]:
-    """The answer's first character and the one after its last, without white space around it."""
-    start = answer.start + len(answer.text) - len(answer.text.lstrip())
-    return start, start + len(answer.text.strip())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import softmax
 
-from ..atomic import write_whole
-from .logits import finite, softmax
+from .config import SquadConfig
+from .files import write_json
 from .squad_features import SquadFeatures, Window
 
 
@@ -46,95 +46,63 @@ class Prediction(NamedTuple):
 
 
 def predict_answers(
-    features: SquadFeatures,
-    start_logits: np.ndarray,
-    end_logits: np.ndarray,
-    *,
-    n_best: int,
-    max_answer_length: int,
-    allow_none: bool,
+    features: SquadFeatures, logits: np.ndarray, config: SquadConfig, *, allow_none: bool
 ) -> dict[str, Prediction]:
     """Searches all spans of at most `max_answer_length` tokens for the highest sums of scores.
 
     Args:
       features: The questions and their windows.
-      start_logits: Score of each token as the answer's first, (windows, sequence_length).
-      end_logits: Score of each token as the answer's last, (windows, sequence_length).
-      n_best: Candidates to keep of each question; one text counts once, with its best score.
-      max_answer_length: Tokens of the longest answer.
+      logits: Finite scores of each token as the answer's first and as its last, (windows,
+        sequence_length, 2).
+      config: Its `n_best` candidates are kept of each question; one text counts once, with its best
+        score.
       allow_none: Lists no answer as a candidate too, as v2.0 has it.
 
     Returns:
       A prediction for each question, by its id, in the order of the questions.
-
-    Raises:
-      RecipeError: A score is not a finite number.
     """
-    shape = len(features.windows), features.records.records.length
-    assert start_logits.shape == end_logits.shape == shape, "a score for each token of each window"
-    starts, ends = finite(start_logits), finite(end_logits)
     predictions = {}
-    rows = zip(features.windows, starts, ends, strict=True)
+    rows = zip(features.windows, np.asarray(logits, np.float64), strict=True)
     for number, group in groupby(rows, key=lambda row: row[0].question):
         question, nulls, found = features.questions[number], [], []
-        for window, start, end in group:
-            nulls.append(Candidate("", float(start[0]), float(end[0])))
-            found += _spans(window, start, end, question.context, n_best, max_answer_length)
+        for window, scores in group:
+            nulls.append(Candidate("", *scores[0].tolist()))
+            found += _spans(window, scores, question.context, config)
         null = min(nulls, key=lambda candidate: candidate.score)
-        predictions[question.id] = _prediction(found, null, n_best, allow_none)
+        distinct: dict[str, Candidate] = {}
+        for candidate in sorted(found, key=lambda candidate: (-candidate.score, candidate.text)):
+            distinct.setdefault(candidate.text, candidate)
+        best = list(distinct.values())[: config.n_best]
+        prediction = Prediction("", 0.0, (null,))
+        if best:
+            listed = [*best, null] if allow_none else best
+            listed = sorted(listed, key=lambda candidate: -candidate.score)
+            prediction = Prediction(best[0].text, null.score - best[0].score, tuple(listed))
+        predictions[question.id] = prediction
     return predictions
 
 
 def _spans(
-    window: Window,
-    start: np.ndarray,
-    end: np.ndarray,
-    context: str,
-    n_best: int,
-    max_answer_length: int,
-) -> list[Candidate]:
-    """At least the `n_best` best texts of one window, if it has so many."""
+    window: Window, scores: np.ndarray, context: str, config: SquadConfig
+) -> Iterator[Candidate]:
+    """The best texts of one window."""
     count = len(window.offsets)
     if not count:
-        return []
-    length = min(max_answer_length, count)
-    first, last = window.first, window.first + count
+        return
+    length = min(config.max_answer_length, count)
+    start, end = scores[window.first : window.first + count].T
     # Row i has the spans that begin at token i, column k those of k + 1 tokens.
-    tail = np.concatenate([end[first:last], np.full(length - 1, -np.inf)])
-    scores = start[first:last, None] + np.lib.stride_tricks.sliding_window_view(tail, length)
-    kept = n_best
-    while True:
-        kept = min(kept, scores.size)
-        distinct: dict[str, Candidate] = {}
-        for flat in np.argpartition(scores, -kept, axis=None)[-kept:]:
-            i, k = divmod(int(flat), length)
-            if i + k >= count:
-                continue
-            text = context[window.offsets[i, 0] : window.offsets[i + k, 1]].strip()
-            found = Candidate(text, float(start[first + i]), float(end[first + i + k]))
-            if text and (text not in distinct or found.score > distinct[text].score):
-                distinct[text] = found
-        if len(distinct) >= n_best or kept == scores.size:
-            return list(distinct.values())
-        kept *= 4  # one text may stand in many places
-
-
-def _prediction(
-    found: list[Candidate], null: Candidate, n_best: int, allow_none: bool
-) -> Prediction:
-    distinct: dict[str, Candidate] = {}
-    for candidate in sorted(found, key=lambda candidate: (-candidate.score, candidate.text)):
-        distinct.setdefault(candidate.text, candidate)
-    best = list(distinct.values())[:n_best]
-    if not best:
-        return Prediction("", 0.0, (null,))
-    listed = sorted([*best, null] if allow_none else best, key=lambda candidate: -candidate.score)
-    return Prediction(best[0].text, null.score - best[0].score, tuple(listed))
-
-
-def probabilities(candidates: Sequence[Candidate]) -> np.ndarray:
-    """Softmax of the candidates' scores, (candidates,) float64."""
-    return softmax(np.array([candidate.score for candidate in candidates]))
+    tail = np.concatenate([end, np.full(length - 1, -np.inf)])
+    sums = start[:, None] + np.lib.stride_tricks.sliding_window_view(tail, length)
+    seen = {""}
+    for flat in np.argsort(-sums, axis=None, kind="stable"):
+        i, k = divmod(int(flat), length)
+        if i + k >= count or len(seen) > config.n_best:
+            return
+        text = context[window.offsets[i, 0] : window.offsets[i + k, 1]].strip()
+        if text not in seen:
+            seen.add(text)
+            yield Candidate(text, float(start[i]), float(end[i + k]))
 
 
 def write_predictions(
@@ -153,21 +121,16 @@ def write_predictions(
     Raises:
       OSError: A file cannot be written.
     """
-    texts = {
-        name: prediction.text if threshold is None else prediction.above(threshold)
-        for name, prediction in predictions.items()
-    }
-    nbest = {
-        name: [
-            {**candidate._asdict(), "probability": float(share)}
-            for candidate, share in zip(
-                prediction.best, probabilities(prediction.best), strict=True
-            )
+    texts, nbest = {}, {}
+    for name, prediction in predictions.items():
+        texts[name] = prediction.text if threshold is None else prediction.above(threshold)
+        shares = softmax([candidate.score for candidate in prediction.best]).tolist()
+        nbest[name] = [
+            {**candidate._asdict(), "probability": share}
+            for candidate, share in zip(prediction.best, shares, strict=True)
         ]
-        for name, prediction in predictions.items()
-    }
-    files: dict[str, Mapping[str, object]] = {"predictions.json": texts, "nbest.json": nbest}
+    write_json(folder / "predictions.json", texts)
+    write_json(folder / "nbest.json", nbest)
     if threshold is not None:
-        files["null_odds.json"] = {name: p.null_odds for name, p in predictions.items()}
-    for name, tree in files.items():
-        write_whole(folder / name, json.dumps(tree, ensure_ascii=False, indent=1) + "\n")
+        odds = {name: prediction.null_odds for name, prediction in predictions.items()}
+        write_json(folder / "null_odds.json", odds)

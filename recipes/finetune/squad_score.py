@@ -15,6 +15,8 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from ..errors import RecipeError
 from .config import SquadConfig
 from .squad_data import Question
@@ -54,38 +56,24 @@ def f1(prediction: str, answer: str) -> float:
 
 def f1_v2(prediction: str, answer: str) -> float:
     """`f1`, but 1 where both texts have no words."""
-    if normalize(prediction) or normalize(answer):
-        return f1(prediction, answer)
-    return 1.0
+    return f1(prediction, answer) if normalize(prediction) or normalize(answer) else 1.0
 
 
 def score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
-    """Scores as evaluate-v1.1.py does.
-
-    Args:
-      questions: Each with at least one answer; the answer that scores best counts.
-      predictions: Texts by id. A question that has none scores 0.
-
-    Returns:
-      `exact_match` and `f1`, in percent.
-    """
-    exact = overlap = 0.0
-    for question in questions:
-        if question.id in predictions:
-            texts = [answer.text for answer in question.answers]
-            exact += _best(exact_match, predictions[question.id], texts)
-            overlap += _best(f1, predictions[question.id], texts)
+    """`exact_match` and `f1` of evaluate-v1.1.py, in percent; the answer that is nearest counts."""
     return {
-        "exact_match": 100.0 * exact / len(questions),
-        "f1": 100.0 * overlap / len(questions),
+        name: 100.0
+        * sum(max(metric(predictions[q.id], a.text) for a in q.answers) for q in questions)
+        / len(questions)
+        for name, metric in (("exact_match", exact_match), ("f1", f1))
     }
 
 
 def score_v2(
     questions: Sequence[Question],
     predictions: Mapping[str, str],
-    null_odds: Mapping[str, float] | None = None,
-    threshold: float = 1.0,
+    null_odds: Mapping[str, float],
+    threshold: float,
 ) -> dict[str, float]:
     """Scores as evaluate-v2.0.py does.
 
@@ -97,44 +85,30 @@ def score_v2(
 
     Returns:
       `exact`, `f1` and `total`; the same of the questions with answers (`HasAns_exact`, ...) and of
-      those without (`NoAns_exact`, ...) where there are any; and, with `null_odds`, the best
-      `exact` and `f1` that any threshold gives to `predictions`, with that threshold
-      (`best_exact`, `best_exact_thresh`, `best_f1`, `best_f1_thresh`). As in the script, questions
-      of equal odds can fall on both sides of it, and it is 0 where to answer nothing is best.
-
-    Raises:
-      RecipeError: A question has no prediction or no odds. The script cannot score that.
+      those without (`NoAns_exact`, ...) where there are any; and the best `exact` and `f1` that any
+      threshold gives to `predictions`, with that threshold (`best_exact`, `best_exact_thresh`,
+      `best_f1`, `best_f1_thresh`). As in the script, questions of equal odds can fall on both sides
+      of it, and it is 0 where to answer nothing is best.
     """
-    given = predictions.keys() & null_odds.keys() if null_odds else predictions.keys()
-    missing = [question.id for question in questions if question.id not in given]
-    if missing:
-        raise RecipeError(
-            f"expected a prediction for each of the {len(questions)} questions; got none for "
-            f"{len(missing)}, the first of them {missing[0]!r}; predict all of them"
-        )
-    raw = {
-        "exact": [_score(exact_match, q, predictions[q.id]) for q in questions],
-        "f1": [_score(f1_v2, q, predictions[q.id]) for q in questions],
-    }
-    answerable = [bool(question.answers) for question in questions]
-    odds = [null_odds[q.id] if null_odds else threshold for q in questions]
-    scores = {
-        name: [
-            float(not has) if odd > threshold else value
-            for value, odd, has in zip(values, odds, answerable, strict=True)
-        ]
-        for name, values in raw.items()
-    }
-    result = _percent(scores, [True] * len(questions), "")
-    for prefix, chosen in (("HasAns_", answerable), ("NoAns_", [not has for has in answerable])):
-        if any(chosen):
-            result |= _percent(scores, chosen, prefix)
-    if null_odds:
-        answered = [bool(predictions[question.id]) for question in questions]
-        for name, values in raw.items():
-            best, at = _best_threshold(values, odds, answerable, answered)
-            result |= {f"best_{name}": best, f"best_{name}_thresh": at}
-    return result
+    has = np.array([bool(question.answers) for question in questions])
+    answered = np.array([bool(predictions[question.id]) for question in questions])
+    odds = np.array([null_odds[question.id] for question in questions])
+    order = np.argsort(odds, kind="stable")
+    groups = {"": has | True, "HasAns_": has, "NoAns_": ~has}
+    result: dict[str, float] = {}
+    for name, metric in (("exact", exact_match), ("f1", f1_v2)):
+        raw = np.array([_best(metric, q, predictions[q.id]) for q in questions])
+        scores = np.where(odds > threshold, ~has, raw)
+        for prefix, chosen in groups.items():
+            if chosen.any():
+                result[prefix + name] = 100.0 * scores[chosen].sum() / chosen.sum()
+                result[f"{prefix}total"] = int(chosen.sum())
+        # Questions are answered from the least odds on; what each of them adds to the sum.
+        sums = np.cumsum([(~has).sum(), *np.where(has, raw, -1.0 * answered)[order]])
+        best = int(np.argmax(sums))
+        result[f"best_{name}"] = 100.0 * sums[best] / len(questions)
+        result[f"best_{name}_thresh"] = odds[order][best - 1] if best else 0.0
+    return {name: float(value) for name, value in result.items()}
 
 
 def score_predictions(
@@ -167,40 +141,7 @@ def version_of(questions: Sequence[Question], config: SquadConfig) -> str:
     return config.version or ("v1.1" if unanswered is None else "v2.0")
 
 
-def _best(metric: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float:
-    return max(metric(prediction, answer) for answer in answers)
-
-
-def _score(metric: Callable[[str, str], float], question: Question, prediction: str) -> float:
+def _best(metric: Callable[[str, str], float], question: Question, prediction: str) -> float:
     """The best over the answers that have words; over "" where none has."""
     texts = [answer.text for answer in question.answers if normalize(answer.text)]
-    return _best(metric, prediction, texts or [""])
-
-
-def _percent(
-    scores: Mapping[str, Sequence[float]], chosen: Sequence[bool], prefix: str
-) -> dict[str, float]:
-    total = sum(chosen)
-    sums = {name: _sum_of(values, chosen) for name, values in scores.items()}
-    result = {f"{prefix}{name}": 100.0 * value / total for name, value in sums.items()}
-    return result | {f"{prefix}total": total}
-
-
-def _sum_of(values: Sequence[float], chosen: Sequence[bool]) -> float:
-    return sum(value for value, take in zip(values, chosen, strict=True) if take)
-
-
-def _best_threshold(
-    scores: Sequence[float],
-    odds: Sequence[float],
-    answerable: Sequence[bool],
-    answered: Sequence[bool],
-) -> tuple[float, float]:
-    """The best percentage, and the odds of the last question that is answered to reach it."""
-    current = best = float(len(scores) - sum(answerable))
-    threshold = 0.0
-    for i in sorted(range(len(scores)), key=lambda i: odds[i]):
-        current += scores[i] if answerable[i] else -float(answered[i])
-        if current > best:
-            best, threshold = current, odds[i]
-    return 100.0 * best / len(scores), threshold
+    return max(metric(prediction, text) for text in texts or [""])

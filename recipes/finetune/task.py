@@ -10,37 +10,34 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..errors import RecipeError
+from ..hf import save
 from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
-from .classification_data import load_classification
-from .classification_predict import predict_labels, write_labels
-from .classification_score import score_classification
+from .classification import score_classification, write_labels
 from .config import FinetuneConfig
 from .data import INPUTS, LABELS, TaskData, load_task_data
-from .model import ClassificationModel, SpanModel
-from .plain import PlainModel, read_plain, save_plain
+from .model import TaskModel
+from .plain import PlainModel, read_plain
 from .pretrained import pretraining_of, take_weights
+from .rows import load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
 from .squad_score import score_predictions, version_of
 
-Model = SpanModel | ClassificationModel | PlainModel
+Model = TaskModel | PlainModel
 
 
 def build(config: FinetuneConfig) -> Model:
     """The model of a config's task, with the pretrained weights under a head for it."""
+    classes = _classes(config)
     if config.plain:
-        return PlainModel(read_plain(config, _classes(config)).model)
+        return PlainModel(read_plain(config, classes).model)
     pretraining = pretraining_of(config.init)
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
-    policy, rngs = monitored(config), nnx.Rngs(config.seed)
-    classes = _classes(config)
-    if classes is None:
-        model: Model = SpanModel(shape, policy=policy, rngs=rngs)
-    else:
-        model = ClassificationModel(shape, classes, policy=policy, rngs=rngs)
+    model = TaskModel(shape, classes, policy=monitored(config), rngs=nnx.Rngs(config.seed))
     take_weights(model, config.init)
     return model
 
@@ -69,7 +66,8 @@ def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) 
     """Where the predictions are; a Hugging Face folder is written again, with what was learned."""
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, PlainModel):
-        save_plain(config, _classes(config), model, folder / "pretrained")
+        state = nnx.state(model.bert, nnx.Param)
+        save(read_plain(config, _classes(config)), folder / "pretrained", state)
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
 
 
@@ -80,25 +78,33 @@ def scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -
 
     Raises:
       OSError: The predictions cannot be written.
+      RecipeError: What the model gives is not finite.
     """
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
     inputs = (tuple(batch[name] for name in INPUTS) for batch in batches)
-    logits = predict(model, inputs, config.scalify)[: len(data.scored)]
+    logits = finite(predict(model, inputs, config.scalify)[: len(data.scored)])
     if isinstance(data.source, SquadFeatures):
-        features = data.source
-        version = version_of(features.questions, config.squad)
-        predictions = predict_answers(
-            features,
-            logits[..., 0],
-            logits[..., 1],
-            n_best=config.squad.n_best,
-            max_answer_length=config.squad.max_answer_length,
-            allow_none=version == "v2.0",
-        )
-        threshold = config.squad.no_answer_threshold if version == "v2.0" else None
-        write_predictions(folder, predictions, threshold)
-        return score_predictions(features.questions, predictions, config.squad)
+        questions, squad = data.source.questions, config.squad
+        no_answers = version_of(questions, squad) == "v2.0"
+        predictions = predict_answers(data.source, logits, squad, allow_none=no_answers)
+        write_predictions(folder, predictions, squad.no_answer_threshold if no_answers else None)
+        return score_predictions(questions, predictions, squad)
     rows, labels = data.source.validation, data.source.labels
     write_labels(folder, rows, logits, labels)
-    truth = np.array([row.label for row in rows])
-    return score_classification(predict_labels(logits), truth, len(labels))
+    return score_classification(logits.argmax(axis=-1), data.source.ids(rows), len(labels))
+
+
+def finite(logits: np.ndarray) -> np.ndarray:
+    """Scores in float64, in which sums of float32 numbers keep their order.
+
+    Raises:
+      RecipeError: One of them is not a finite number.
+    """
+    scores = np.asarray(logits, np.float64)
+    if not np.isfinite(scores).all():
+        raise RecipeError(
+            "the scores of the validation data are not finite; lower optimizer.learning_rate, or "
+            "choose a policy of wider range",
+            exit_code=1,
+        )
+    return scores

@@ -13,4 +13,3 @@ from ._config import (
 )
 from ._load import Pretrained as Pretrained, load as load, save as save
 from ._split import join as join, split as split
-from ._tokenizer import PretrainedTokenizer as PretrainedTokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from flax import nnx
 
 from ..config import ScalifyConfig
 from ._config import BertConfig, Task
-from .plain import attend, make_product
+from .layers import Parts, attend
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -21,43 +20,10 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class _Parts:
-    """Makes the pieces that every layer shares, all in one dtype."""
-
-    def __init__(self, config: BertConfig, dtype, param_dtype, scalify, rngs: nnx.Rngs):
-        self.config = config
-        self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.product = make_product(scalify)
-        self.activation = _ACTIVATIONS[config.activation]
-
-    def linear(self, features_in: int, features_out: int, **options) -> nnx.Linear:
-        return nnx.Linear(
-            features_in,
-            features_out,
-            kernel_init=nnx.initializers.normal(0.02),
-            dot_general=self.product,
-            **options,
-            **self.options,
-        )
-
-    def norm(self) -> nnx.LayerNorm:
-        config = self.config
-        return nnx.LayerNorm(
-            config.width, epsilon=config.norm_eps, use_fast_variance=False, **self.options
-        )
-
-    def embed(self, rows: int) -> nnx.Embed:
-        init = nnx.initializers.normal(0.02)
-        return nnx.Embed(rows, self.config.width, embedding_init=init, **self.options)
-
-    def dropout(self) -> nnx.Dropout:
-        return nnx.Dropout(self.config.dropout, rngs=self.options["rngs"])
-
-
 class Attention(nnx.Module):
     """Self-attention of every token to all that the mask shows."""
 
-    def __init__(self, parts: _Parts):
+    def __init__(self, parts: Parts):
         width, self.heads = parts.config.width, parts.config.heads
         self.query, self.key, self.value, self.out = (parts.linear(width, width) for _ in range(4))
 
@@ -70,9 +36,9 @@ class Attention(nnx.Module):
 class Layer(nnx.Module):
     """Attention and MLP; a norm follows each sum."""
 
-    def __init__(self, parts: _Parts):
+    def __init__(self, parts: Parts):
         config = parts.config
-        self.activation = parts.activation
+        self.activation = _ACTIVATIONS[config.activation]
         self.attention, self.attention_norm = Attention(parts), parts.norm()
         self.up = parts.linear(config.width, config.hidden)
         self.down = parts.linear(config.hidden, config.width)
@@ -88,7 +54,7 @@ class Layer(nnx.Module):
 class Encoder(nnx.Module):
     """Embeddings and layers: ids (batch, time) to states (batch, time, width)."""
 
-    def __init__(self, parts: _Parts):
+    def __init__(self, parts: Parts):
         config = parts.config
         self.embed = parts.embed(config.vocab)
         self.positions, self.segments = parts.embed(config.context), parts.embed(config.segments)
@@ -129,27 +95,25 @@ class Bert(nnx.Module):
         scalify: ScalifyConfig | None = None,
         rngs: nnx.Rngs,
     ):
-        parts = _Parts(config, dtype, param_dtype, scalify, rngs)
+        parts = Parts(config, dtype, param_dtype, scalify, rngs)
         self.config = config
         self.encoder = Encoder(parts)
         parts.product = jax.lax.dot_general
         self._add_head(parts)
 
-    def _add_head(self, parts: _Parts) -> None:
+    def _add_head(self, parts: Parts) -> None:
         raise NotImplementedError("Bert is the base of a model for each task")
 
 
 class MaskedLM(Bert):
     """Logits (batch, time, vocab) of every token."""
 
-    def _add_head(self, parts: _Parts) -> None:
+    def _add_head(self, parts: Parts) -> None:
         config = parts.config
-        self.activation = parts.activation
+        self.activation = _ACTIVATIONS[config.activation]
         self.transform, self.norm = parts.linear(config.width, config.width), parts.norm()
         self.readout = (
-            None
-            if config.tied_readout
-            else parts.linear(config.width, config.vocab, use_bias=False)
+            None if config.tied_readout else parts.linear(config.width, config.vocab, bias=False)
         )
         self.bias = nnx.Param(jnp.zeros(config.vocab, parts.options["param_dtype"]))
 
@@ -170,7 +134,7 @@ class MaskedLM(Bert):
 class QuestionAnswering(Bert):
     """Logits (batch, time, 2) of the first and the last token of the answer."""
 
-    def _add_head(self, parts: _Parts) -> None:
+    def _add_head(self, parts: Parts) -> None:
         self.ends = parts.linear(parts.config.width, 2)
 
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
@@ -186,7 +150,7 @@ class QuestionAnswering(Bert):
 class Classification(Bert):
     """Logits (batch, classes) of the whole sequence, from its first token."""
 
-    def _add_head(self, parts: _Parts) -> None:
+    def _add_head(self, parts: Parts) -> None:
         config = parts.config
         self.pooler = parts.linear(config.width, config.width)
         self.classes, self.dropout = parts.linear(config.width, config.classes), parts.dropout()

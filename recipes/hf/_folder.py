@@ -13,12 +13,12 @@ import numpy as np
 from ..errors import RecipeError
 from ._tensors import read_tensors, write_tensors
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Small files that belong to a model and are written back as they came.
 _TEXTS = (
     CONFIG,
-    TOKENIZER,
+    "tokenizer.json",
     INDEX,
     "generation_config.json",
     "tokenizer_config.json",

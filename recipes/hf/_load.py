@@ -15,11 +15,10 @@ from ..config import GPTModelConfig, ScalifyConfig
 from ..errors import RecipeError
 from ._bert import BERTS, Bert
 from ._config import TASKS, BertConfig, Task, bert_shape, gpt2_shape, model_type, task_of
-from ._folder import CONFIG, SINGLE, TOKENIZER, Folder, read_folder, write_folder
+from ._folder import CONFIG, SINGLE, Folder, read_folder, write_folder
 from ._names import Table, bert_table, full_name, gpt2_table, head_part, is_buffer, is_other_head
 from ._split import join
 from ._tensors import make_header
-from ._tokenizer import PretrainedTokenizer
 from .plain import GPT
 
 _FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
@@ -33,7 +32,6 @@ class Pretrained:
       model: A plain `flax.nnx` model, of standard parametrization.
       config: Its shape.
       task: What its head is for.
-      tokenizer: Its tokenizer; None where the folder has no tokenizer.json.
       drawn: Names of the tensors of a new head, which the folder does not have.
       unused: Names of the tensors of other heads.
       source: The folder, as it was read.
@@ -42,7 +40,6 @@ class Pretrained:
     model: GPT | Bert
     config: GPTModelConfig | BertConfig
     task: Task
-    tokenizer: PretrainedTokenizer | None
     drawn: tuple[str, ...]
     unused: tuple[str, ...]
     source: Folder
@@ -68,8 +65,7 @@ def load(
     """Reads GPT-2 or BERT from a local folder.
 
     Args:
-      folder: Has config.json and model.safetensors (or shards with their index), and for text
-        tokenizer.json.
+      folder: Has config.json and model.safetensors (or shards with their index).
       task: "lm" for GPT-2; "masked_lm", "question_answering" or "classification" for BERT. None
         takes that of the architecture that config.json names.
       new_head: Draws the head of the task from `seed` where the folder has none of it; a pooler
@@ -91,10 +87,6 @@ def load(
     kind, task = model_type(source.config, source.path), task_of(source.config, task, source.path)
     config = _shape(kind, source, dropout, classes if new_head else None)
     model = _build(config, task, dtype, param_dtype, scalify, seed)
-    tokenizer = None
-    if TOKENIZER in source.texts:
-        where = str(source.path / TOKENIZER)
-        tokenizer = PretrainedTokenizer(source.texts[TOKENIZER], where, vocab=config.vocab)
     table = _table(config, task)
     drawn, unused = _matched(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
@@ -103,7 +95,7 @@ def load(
             "remove it, or load a folder without a head and draw a new one"
         )
     _fill(model, table, kind, source, param_dtype)
-    return Pretrained(model, config, task, tokenizer, drawn, unused, source)
+    return Pretrained(model, config, task, drawn, unused, source)
 
 
 def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None:
@@ -267,5 +259,5 @@ def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
         }
     texts = {name: text for name, text in source.texts.items() if not name.endswith("index.json")}
     texts[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    header = make_header(tensors, {"format": "pt"})
+    header = make_header(tensors)
     return replace(source, config=config, texts=texts, headers={SINGLE: header}, tensors=tensors)

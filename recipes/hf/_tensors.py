@@ -11,34 +11,22 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from ..errors import RecipeError
-from .export import DTYPES
 
-_METADATA = "__metadata__"
-
-
-class Entry(NamedTuple):
-    """A tensor of a header: its type and shape, and where its bytes lie behind the header."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
+# By the first letter of what safetensors calls a type; the rest is its bits.
+_KINDS = {"F": "float", "I": "int", "U": "uint"}
 
 
-def entries(header: bytes) -> dict[str, Entry]:
-    """The tensors that a header (its JSON) describes, in the order of their bytes."""
-    found = {}
-    for name, entry in json.loads(header).items():
-        if name != _METADATA:
-            start, end = entry["data_offsets"]
-            found[name] = Entry(np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), start, end)
-    return dict(sorted(found.items(), key=lambda item: item[1][2:]))
+def _dtype(name: str) -> np.dtype:
+    if name == "BF16":
+        return np.dtype(jnp.bfloat16)
+    return np.dtype("bool" if name == "BOOL" else f"{_KINDS[name[0]]}{name[1:]}")
 
 
 def read_tensors(path: Path) -> tuple[bytes, dict[str, np.ndarray]]:
@@ -51,25 +39,23 @@ def read_tensors(path: Path) -> tuple[bytes, dict[str, np.ndarray]]:
       RecipeError: The file cannot be read, is damaged, or has a type that is not known here.
     """
     try:
-        with safetensors.safe_open(str(path), framework="np"):
-            pass  # checks the header, and that it accounts for every byte of the file
         raw = path.read_bytes()
+        entries = safetensors.deserialize(raw)
     except (OSError, safetensors.SafetensorError) as error:
         raise RecipeError(
             f"{path}: expected a safetensors file; got {error}; copy the file again"
         ) from error
-    (length,) = struct.unpack("<Q", raw[:8])
-    header, body = raw[8 : 8 + length], memoryview(raw)[8 + length :]
-    try:
-        described = entries(header)
-    except KeyError as error:
-        raise RecipeError(
-            f"{path}: expected types such as F32, F16 and BF16; got {error}; convert the file"
-        ) from error
-    return header, {
-        name: np.frombuffer(body[entry.start : entry.end], entry.dtype).reshape(entry.shape)
-        for name, entry in described.items()
-    }
+    tensors = {}
+    for name, entry in sorted(entries, key=lambda entry: entry[0]):
+        try:
+            array = np.frombuffer(entry["data"], _dtype(entry["dtype"]))
+        except (KeyError, TypeError) as error:
+            raise RecipeError(
+                f"{path}: expected types such as F32, F16 and BF16; got {entry['dtype']!r}; "
+                "convert the file"
+            ) from error
+        tensors[name] = array.reshape(entry["shape"])
+    return _header(raw), tensors
 
 
 def write_tensors(path: Path, header: bytes, tensors: Mapping[str, np.ndarray]) -> None:
@@ -78,29 +64,26 @@ def write_tensors(path: Path, header: bytes, tensors: Mapping[str, np.ndarray]) 
     Raises:
       OSError: The file cannot be written; an older one of this name stays whole.
     """
+    entries = {name: e for name, e in json.loads(header).items() if name != "__metadata__"}
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for name, entry in entries(header).items():
+        for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
             array = tensors[name]
-            assert (array.dtype, array.shape) == (entry.dtype, entry.shape), name
+            assert [_dtype(entries[name]["dtype"]), *entries[name]["shape"]] == [
+                array.dtype,
+                *array.shape,
+            ], name
             file.write(np.ascontiguousarray(array).tobytes())
     os.replace(partial, path)
 
 
-def make_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """The header of a new file, in the library's order: wide types first, then by name."""
-    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-    described: dict[str, Any] = {_METADATA: dict(metadata)}
-    start = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
-        array = tensors[name]
-        end = start + array.nbytes
-        described[name] = {
-            "dtype": names[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+def make_header(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """The header that the library gives a new file."""
+    whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    return _header(safetensors.numpy.save(whole, {"format": "pt"}))
+
+
+def _header(raw: bytes) -> bytes:
+    (length,) = struct.unpack("<Q", raw[:8])
+    return raw[8 : 8 + length]

@@ -6,16 +6,15 @@ value cache), with GPT-2's initialisation and neither scales nor loss scaling.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from unitscale import transforms
-
 from ..config import GPTModelConfig, ScalifyConfig
+from .layers import Parts, attend
 
 
 class KVCache(NamedTuple):
@@ -41,96 +40,15 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Arr
     return turned.astype(x.dtype)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, **mask) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float32 where XLA's CPU backend has no float16 one."""
-    if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, **mask).astype(jnp.float16)
-    return jax.nn.dot_product_attention(q, k, v, **mask)
-
-
-def make_product(scalify: ScalifyConfig | None):
-    """`lax.dot_general`, its operands and its output's gradient in the formats asked for.
-
-    The casts and rescales are markers: they act under `unitscale.scalify`, and are identities
-    outside it.
-    """
-    if scalify is None or (scalify.products is None and scalify.gradients is None):
-        return jax.lax.dot_general
-
-    def product(x, kernel, dimension_numbers, **options):
-        if scalify.products:
-            x = transforms.cast(x, scalify.products)
-            kernel = transforms.cast(kernel, scalify.products)
-        y = jax.lax.dot_general(x, kernel, dimension_numbers, **options)
-        if scalify.gradients:
-            y = transforms.cast(y, scalify.gradients, on="backward")
-        return y
-
-    return product
-
-
-class _Parts:
-    """Makes the pieces that every layer shares, all in one dtype."""
-
-    def __init__(
-        self,
-        config: GPTModelConfig,
-        dtype,
-        param_dtype,
-        scalify: ScalifyConfig | None,
-        rngs: nnx.Rngs,
-    ):
-        self.config, self.dtype, self.param_dtype, self.rngs = config, dtype, param_dtype, rngs
-        self.product = make_product(scalify)
-
-    def linear(
-        self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool | None = None
-    ) -> nnx.Linear:
-        return nnx.Linear(
-            features_in,
-            features_out,
-            use_bias=self.config.bias if bias is None else bias,
-            kernel_init=nnx.initializers.normal(stddev),
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            dot_general=self.product,
-            rngs=self.rngs,
-        )
-
-    def output(self, features_in: int) -> nnx.Linear:
-        """A branch's last projection, smaller by the root of the number of branches (GPT-2)."""
-        stddev = 0.02 / (2 * self.config.layers) ** 0.5
-        return self.linear(features_in, self.config.width, stddev=stddev)
-
-    def norm(self) -> nnx.RMSNorm | nnx.LayerNorm:
-        config = self.config
-        options: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs}
-        if config.norm_eps is not None:
-            options["epsilon"] = config.norm_eps
-        if config.norm == "rms":
-            return nnx.RMSNorm(config.width, **options)
-        # The mean of squares less the square of the mean loses its digits where the mean is large.
-        return nnx.LayerNorm(config.width, use_fast_variance=False, **options)
-
-    def embed(self, rows: int) -> nnx.Embed:
-        return nnx.Embed(
-            rows,
-            self.config.width,
-            embedding_init=nnx.initializers.normal(0.02),
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            rngs=self.rngs,
-        )
-
-    def dropout(self) -> nnx.Dropout:
-        return nnx.Dropout(self.config.dropout, rngs=self.rngs)
+def _last(config: GPTModelConfig) -> float:
+    """A branch's last projection is smaller by the root of the number of branches (GPT-2)."""
+    return 0.02 / (2 * config.layers) ** 0.5
 
 
 class Attention(nnx.Module):
     """Causal self-attention with grouped queries."""
 
-    def __init__(self, parts: _Parts):
+    def __init__(self, parts: Parts):
         config = parts.config
         self.heads, self.head_dim = config.heads, config.head_dim
         self.kv_heads = config.kv_heads or config.heads
@@ -138,7 +56,7 @@ class Attention(nnx.Module):
         self.query = parts.linear(config.width, self.heads * self.head_dim)
         self.key = parts.linear(config.width, self.kv_heads * self.head_dim)
         self.value = parts.linear(config.width, self.kv_heads * self.head_dim)
-        self.out = parts.output(self.heads * self.head_dim)
+        self.out = parts.linear(self.heads * self.head_dim, config.width, stddev=_last(config))
 
     def __call__(self, x, positions, past=None):
         """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values)."""
@@ -162,11 +80,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """gelu(x W) V, or (silu(x G) * x W) V when gated."""
 
-    def __init__(self, parts: _Parts):
+    def __init__(self, parts: Parts):
         config = parts.config
         self.up = parts.linear(config.width, config.hidden)
         self.gate = parts.linear(config.width, config.hidden) if config.mlp == "gated" else None
-        self.down = parts.output(config.hidden)
+        self.down = parts.linear(config.hidden, config.width, stddev=_last(config))
 
     def __call__(self, x):
         hidden = self.up(x)
@@ -177,7 +95,7 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Pre-norm attention and MLP, each added to the stream."""
 
-    def __init__(self, parts: _Parts):
+    def __init__(self, parts: Parts):
         self.attention_norm, self.attention = parts.norm(), Attention(parts)
         self.mlp_norm, self.mlp = parts.norm(), MLP(parts)
         self.dropout = parts.dropout()
@@ -210,7 +128,8 @@ class GPT(nnx.Module):
         scalify: ScalifyConfig | None = None,
         rngs: nnx.Rngs,
     ):
-        parts = _Parts(config, dtype, param_dtype, scalify, rngs)
+        options = {"bias": config.bias, "norm": config.norm}
+        parts = Parts(config, dtype, param_dtype, scalify, rngs, **options)
         self.config, self.dtype = config, dtype
         self.embed = parts.embed(config.vocab)
         if config.positions == "learned" and config.context is None:

@@ -27,14 +27,29 @@ class ImageDataConfig(BatchConfig):
 class ImageModelConfig(Section):
     """The shape of the classifier."""
 
-    kind: Literal["mlp", "cnn"] = Field(
-        default="mlp", description="dense layers alone, or two convolutions before them"
+    kind: Literal["mlp", "cnn", "vit"] = Field(
+        default="mlp",
+        description="dense layers alone, two convolutions before them, or a Transformer over "
+        "patches, which is a unitscale model",
     )
-    hidden: Count = Field(default=256, description="units of each hidden dense layer")
-    layers: Count = Field(default=2, description="hidden dense layers (mlp; a cnn has one)")
+    hidden: Count = Field(
+        default=256, description="units of each hidden dense layer, or of each MLP (vit)"
+    )
+    layers: Count = Field(
+        default=2, description="hidden dense layers (a cnn has one), or Transformer layers (vit)"
+    )
     channels: Count = Field(
         default=16, description="channels of the first convolution, half those of the second (cnn)"
     )
+    patch: Count = Field(default=7, description="pixels of each side of a patch (vit)")
+    width: Count = Field(default=64, description="size of the residual stream (vit)")
+    heads: Count = Field(default=4, description="attention heads (vit); divides the width")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width; got {self.heads} and {self.width}")
+        return self
 
 
 class ImagesConfig(RunConfig):
@@ -63,12 +78,21 @@ class ImagesConfig(RunConfig):
         return "image"
 
     @model_validator(mode="after")
-    def _plain_models(self) -> Self:
-        if self.policy != "float32":
+    def _library_has_formats(self) -> Self:
+        kind = self.model.kind
+        if kind == "vit" and self.scalify is not None:
             raise ValueError(
-                "policy is of unitscale models; these are plain ones, whose formats are those of "
-                f"scalify; got {self.policy}; set policy float32, and scalify instead"
+                "scalify is for plain models; got model.kind vit, a unitscale model; set scalify "
+                "null, and policy instead"
             )
-        if self.optimizer.umup:
-            raise ValueError("optimizer.umup is for unitscale models; set optimizer.umup false")
+        if kind != "vit" and self.policy != "float32":
+            raise ValueError(
+                f"policy is of unitscale models; got {self.policy} and model.kind {kind}, a plain "
+                "model, whose formats are those of scalify; set policy float32, and scalify instead"
+            )
+        if kind != "vit" and self.optimizer.umup:
+            raise ValueError(
+                f"optimizer.umup is for unitscale models; got model.kind {kind}, a plain model; "
+                "set optimizer.umup false"
+            )
         return self

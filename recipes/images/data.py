@@ -6,17 +6,23 @@ axis in four bytes, and the elements; all numbers have their highest byte first.
 
 from __future__ import annotations
 
+import functools
 import gzip
+import hashlib
 import math
+import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 
+from ..batches import Batches, training_batches, validation_batches
 from ..errors import RecipeError
-from .config import DataConfig
+from .config import ImageDataConfig
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _STATISTICS = 10_000
@@ -29,23 +35,9 @@ class Split(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
 
-    def batches(self, size: int, rng: np.random.Generator) -> Iterator[Split]:
-        """One pass in random order; images that do not fill a batch wait for another pass."""
-        order = rng.permutation(len(self.labels))
-        for start in range(0, len(order) - size + 1, size):
-            chosen = order[start : start + size]
-            yield Split(self.images[chosen], self.labels[chosen])
 
-    def padded_batches(self, size: int) -> Iterator[Split]:
-        """One pass in order; the last batch is filled up with images of label -1."""
-        for start in range(0, len(self.labels), size):
-            images, labels = (array[start : start + size] for array in self)
-            missing = size - len(labels)
-            filled = np.pad(images, ((0, missing), (0, 0), (0, 0)))
-            yield Split(filled, np.pad(labels, (0, missing), constant_values=-1))
-
-
-class Dataset(NamedTuple):
+@dataclass(frozen=True)
+class ImageData:
     """Both splits, the number of classes, and the pixels' mean and standard deviation."""
 
     train: Split
@@ -53,20 +45,66 @@ class Dataset(NamedTuple):
     classes: int
     mean: float
     deviation: float
+    batch_size: int
+
+    @property
+    def image(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.train.images.shape[1:]
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two data sets have the same pixels and labels."""
+        found = hashlib.sha256()
+        for array in (*self.train, *self.test):
+            found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        return found.hexdigest()
+
+    @property
+    def summary(self) -> str:
+        """How much there is to learn from, in words."""
+        counts = f"{len(self.train.labels):,} training and {len(self.test.labels):,} test images"
+        return f"{counts}, {self.classes} classes"
+
+    def save(self, folder: Path) -> None:
+        """Leaves nothing: the config names the files."""
 
     def standardized(self, images: np.ndarray) -> np.ndarray:
         """Images in float32, of mean 0 and deviation 1 over the training images."""
         return (images.astype(np.float32) - self.mean) / self.deviation
 
+    def _examples(self, split: Split) -> Any:
+        """A split as pairs of a standardized image and its label."""
+        images, labels = split
+        numbers = grain.MapDataset.source(range(len(labels)))
+        return numbers.map(lambda index: (self.standardized(images[index]), labels[index]))
 
-def load_dataset(config: DataConfig) -> Dataset:
-    """Reads the four files and checks that they belong together.
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+        """Shuffled batches of images and labels for ever, reshuffled every epoch."""
+        source = self._examples(self.train)
+        return training_batches(source, seed, self.batch_size, process=process, processes=processes)
+
+    def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Batches of the test images, the same ones each time; all whole ones for None."""
+        return validation_batches(self._examples(self.test), self.batch_size, batches)
+
+    def test_images(self) -> Iterator[tuple[np.ndarray]]:
+        """All test images in order, in batches of one size; the last is filled up with zeros."""
+        images = self.standardized(self.test.images)
+        for start in range(0, len(images), self.batch_size):
+            batch = images[start : start + self.batch_size]
+            missing = self.batch_size - len(batch)
+            yield (np.pad(batch, ((0, missing), (0, 0), (0, 0))),)
+
+
+def load_images(config: ImageDataConfig) -> ImageData:
+    """The data set of a config, whose files are read once for as long as they are the same.
 
     Raises:
       RecipeError: A file is missing, damaged or of another kind, or the files disagree.
     """
-    train = _load_split(config.train_images, config.train_labels, "train")
-    test = _load_split(config.test_images, config.test_labels, "test")
+    train = _load_split(*_stamped(config.train_images, config.train_labels), "train")
+    test = _load_split(*_stamped(config.test_images, config.test_labels), "test")
     if train.images.shape[1:] != test.images.shape[1:]:
         sizes = " and ".join("{} x {}".format(*s.images.shape[1:]) for s in (train, test))
         raise RecipeError(
@@ -87,10 +125,24 @@ def load_dataset(config: DataConfig) -> Dataset:
                 f"position {wrong[0]}; correct the file, or set data.classes"
             )
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
-    return Dataset(train, test, classes, float(sample.mean()), float(sample.std()) or 1.0)
+    mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
+    return ImageData(train, test, classes, mean, deviation, config.batch_size)
 
 
-def _load_split(images_path: str, labels_path: str, split: str) -> Split:
+def _stamped(*paths: str) -> Iterator[tuple[str, int, int]]:
+    """Files with what changes when they do."""
+    for path in paths:
+        try:
+            facts = os.stat(path)
+        except OSError:
+            yield path, 0, 0  # reading it says what is wrong
+        else:
+            yield path, facts.st_mtime_ns, facts.st_size
+
+
+@functools.lru_cache(maxsize=2)
+def _load_split(images_file: tuple, labels_file: tuple, split: str) -> Split:
+    images_path, labels_path = images_file[0], labels_file[0]
     images = read_idx(Path(images_path), f"data.{split}_images")
     labels = read_idx(Path(labels_path), f"data.{split}_labels")
     if images.ndim != 3 or images.dtype != np.uint8 or not images.size:

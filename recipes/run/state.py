@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,7 +19,7 @@ from ..config import TOKENIZER_FILE, DataConfig, RunConfig, SequenceConfig, Toke
 from ..errors import RecipeError
 from .checkpoint import Checkpoints, Restored
 from .convert import convert, formats, with_formats
-from .folder import existing_run, written_config
+from .folder import existing_run, run_folder, written_config
 from .loss_scale import LossScale
 from .optimizer import make_optimizer
 from .placement import place
@@ -116,11 +117,23 @@ def with_run_tokenizer(config: Run) -> Run:
     trained = written_config(folder, type(config))
     if not isinstance(config.data, DataConfig) or not isinstance(trained.data, DataConfig):
         return config
-    tokenizer = (
-        TokenizerConfig()
-        if trained.data.tokenizer.kind == "byte"
-        else TokenizerConfig(kind="file", path=str(folder / TOKENIZER_FILE))
-    )
+    is_byte = trained.data.tokenizer.kind == "byte"
+    return _with_tokenizer(config, None if is_byte else folder / TOKENIZER_FILE)
+
+
+def with_kept_tokenizer(config: Run) -> Run:
+    """A config with the tokenizer that an earlier start of its run left, if one did.
+
+    One that is trained on the text again may differ, even where the text does not.
+    """
+    data, file = config.data, run_folder(config) / TOKENIZER_FILE
+    if not isinstance(data, DataConfig) or data.tokenizer.kind == "byte" or not file.exists():
+        return config
+    return _with_tokenizer(config, file)
+
+
+def _with_tokenizer(config: Run, file: Path | None) -> Run:
+    tokenizer = TokenizerConfig() if file is None else TokenizerConfig(kind="file", path=str(file))
     data = config.data.model_copy(update={"tokenizer": tokenizer})
     return config.model_copy(update={"data": data})
 

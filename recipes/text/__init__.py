@@ -1,15 +1,15 @@
 """Text in, batches of token windows out."""
 
 from ._cache import cache_folder as cache_folder
+from ._documents import documents as documents
 from ._pipeline import Corpus as Corpus, load_corpus as load_corpus
-from ._text import documents as documents
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,
     SubwordTokenizer as SubwordTokenizer,
     Tokenizer as Tokenizer,
     require_vocab as require_vocab,
 )
-from ._tokens import Tokens as Tokens, tokenize as tokenize
+from ._tokens import tokenize as tokenize
 from ._vocabulary import (
     BERT_TOKENS as BERT_TOKENS,
     open_tokenizer as open_tokenizer,

@@ -19,38 +19,36 @@ from ._sources import find_sources
 
 Made = TypeVar("Made")
 
-_VERSION = 1  # of what the folders hold; raised when that changes
+_VERSION = 2  # of what the folders hold; raised when that changes
 
 
-class Damaged(Exception):
-    """What a reader raises about a folder that has to be built again."""
-
-
-_FAULTS = (Damaged, RecipeError, OSError, ValueError, EOFError)
+# Of a folder that has to be built again.
+_FAULTS = (RecipeError, OSError, ValueError, KeyError, TypeError)
 
 
 def cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
-    """Tells apart what is made from other files, other parts of them, or by other settings.
+    """Tells apart what is made from other bytes, other parts of them, or by other settings.
 
-    Files count by path, size and time of change, so that an edited text is read again.
+    Where a file is and when it was written are no part of it.
 
     Args:
       config: The `data` section.
       settings: What else decides the result, plain JSON values.
 
     Raises:
-      RecipeError: A file is missing or cannot be looked at.
+      RecipeError: A file is missing or cannot be read.
     """
     files = []
     for source in find_sources(config):
-        for file in source.files:
+        for path in source.files:
             try:
-                facts = file.stat()
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise RecipeError(
-                    f"data.path: {file} cannot be read: {error.strerror}; check its permissions"
+                    f"data.path: {path} cannot be read: {error.strerror}; check its permissions"
                 ) from error
-            files.append([str(file.absolute()), source.format, facts.st_size, facts.st_mtime_ns])
+            files.append([source.format, digest])
     keys = {"max_bytes", "text_key", "split", "documents"}
     everything = [_VERSION, files, config.model_dump(include=keys), settings]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:24]
@@ -79,8 +77,7 @@ def cached(
       config: The `data` section, for `cache_dir`.
       name: Of the folder.
       build: Fills an empty folder.
-      read: Gives what the folder holds; raises `Damaged`, OSError, ValueError, EOFError or
-        RecipeError where that cannot be.
+      read: Gives what the folder holds; raises one of `_FAULTS` where that cannot be.
       say: Called with a line about a damaged cache.
 
     Raises:

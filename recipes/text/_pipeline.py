@@ -62,13 +62,9 @@ class Corpus:
         """How much there is to learn from, in words."""
         return f"{self.train_tokens.size:,} training tokens"
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Tells whether two corpora hold the same tokens, split in the same place."""
-        return self._digest
-
-    @functools.cached_property
-    def _digest(self) -> str:
         digest = hashlib.sha256(self.train_tokens.data)
         digest.update(b"|")
         digest.update(self.validation_tokens.data)
@@ -79,16 +75,7 @@ class Corpus:
         save_tokenizer(self.tokenizer, folder)
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever, reshuffled every epoch.
-
-        Args:
-          seed: Decides the order.
-          process: Which of the processes asks, from 0.
-          processes: Number of processes that share each batch; divides `batch_size`.
-
-        Raises:
-          ValueError: The processes do not divide the batch.
-        """
+        """Shuffled batches for ever; see `recipes.batches.training_batches`."""
         # Grain shuffles at most 2**32 elements.
         stride = 1 + self.train_tokens.size // 2**32
         windows = _Windows(self.train_tokens, self.sequence_length, stride)
@@ -97,11 +84,7 @@ class Corpus:
         )
 
     def validation(self, batches: int | None = None) -> Iterator[np.ndarray]:
-        """Validation batches (batch, length + 1), the same ones each time.
-
-        Args:
-          batches: How many; None for all.
-        """
+        """Validation batches (batch, length + 1), the same ones each time; all of them for None."""
         windows = _Windows(self.validation_tokens, self.sequence_length, self.sequence_length)
         return validation_batches(windows, self.batch_size, batches)
 
@@ -126,7 +109,7 @@ def load_corpus(
         has fewer sequences than a batch; or the cache cannot be written.
     """
     tokenizer = open_tokenizer(config, say) if tokenizer is None else tokenizer
-    tokens = tokenize(config, tokenizer, say).ids
+    tokens = tokenize(config, tokenizer, say)
     split = tokens.size - round(tokens.size * config.validation_fraction)
     parts = tokens[:split], tokens[split:]
     corpus = Corpus(*parts, config.sequence_length, config.batch_size, tokenizer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import glob
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config import DataConfig
 from ..errors import RecipeError
@@ -20,11 +19,10 @@ _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _DATASET_MARKS = ("dataset_dict.json", "state.json")
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One file of text, or one folder of a Hugging Face dataset.
 
-    Args:
+    Attributes:
       path: Where it is.
       format: `text`, `jsonl`, `parquet` or `dataset`.
       mine: Whether the user named it, so that a fault in it is theirs to mend.
@@ -33,11 +31,6 @@ class Source:
     path: Path
     format: str
     mine: bool = True
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether the text comes in rows, which nothing separates but the format."""
-        return self.format != "text"
 
     @property
     def files(self) -> list[Path]:
@@ -60,22 +53,44 @@ def find_sources(config: DataConfig) -> list[Source]:
       RecipeError: Nothing is there, or nothing matches.
     """
     if config.path is None:
-        return [Source(file, "text", mine=False) for file in _standard_library()]
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
+        library = [root / name for name in names if not _NOT_LIBRARY & set(name.parts)]
+        _some(library, f"data.path is null, but {root} has no .py files; set data.path")
+        return [Source(file, "text", mine=False) for file in library]
     path = Path(config.path)
-    if not path.exists():
-        files = _globbed(config.path)
-    elif path.is_dir():
-        if config.format == "dataset" or (config.format == "auto" and _is_dataset(path)):
+    if path.is_dir():
+        is_dataset = any((path / mark).is_file() for mark in _DATASET_MARKS)
+        if config.format == "dataset" or (config.format == "auto" and is_dataset):
             return [Source(path, "dataset")]
-        files = _in_folder(path, config.pattern)
-    else:
+        files = _some(
+            sorted(_visible(path, config.pattern)),
+            f"data.path: the folder {path} has no file that matches data.pattern "
+            f"{config.pattern!r}; change data.pattern or give another folder",
+        )
+    elif path.exists():
         files = [path]
+    else:
+        files = _some(
+            sorted(filter(Path.is_file, map(Path, glob.glob(config.path, recursive=True)))),
+            f"data.path: no file matches the glob pattern {config.path!r}; change the pattern, or "
+            "give a file or a folder"
+            if glob.has_magic(config.path)
+            else f"data.path: {config.path} does not exist; give a text file, a folder, a glob "
+            "pattern, or null for the Python standard library",
+        )
     return [Source(file, _format_of(file, config)) for file in files]
 
 
 def describe_sources(config: DataConfig) -> str:
     """What the text is called in messages."""
     return config.path or "the Python standard library"
+
+
+def _some(files: list[Path], message: str) -> list[Path]:
+    if not files:
+        raise RecipeError(message)
+    return files
 
 
 def _format_of(file: Path, config: DataConfig) -> str:
@@ -87,57 +102,13 @@ def _format_of(file: Path, config: DataConfig) -> str:
     return _FORMATS.get(file.suffix.lower(), "text") if config.format == "auto" else config.format
 
 
-def _is_dataset(folder: Path) -> bool:
-    return any((folder / mark).is_file() for mark in _DATASET_MARKS)
-
-
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
-    files = [root / name for name in names if not _NOT_LIBRARY & set(name.parts)]
-    if not files:
-        raise RecipeError(
-            f"data.path is null, but the Python standard library at {root} has no .py files; "
-            "set data.path to a text file or a folder"
-        )
-    return files
-
-
-def _globbed(pattern: str) -> list[Path]:
-    if not glob.has_magic(pattern):
-        raise RecipeError(
-            f"data.path: {pattern} does not exist; give a text file, a folder, a glob pattern, or "
-            "null for the Python standard library"
-        )
-    files = sorted(
-        file for name in glob.glob(pattern, recursive=True) if (file := Path(name)).is_file()
-    )
-    if not files:
-        raise RecipeError(
-            f"data.path: no file matches the glob pattern {pattern!r}; change the pattern, or give "
-            "a file or a folder"
-        )
-    return files
-
-
-def _in_folder(folder: Path, pattern: str) -> list[Path]:
-    files = sorted(_visible(folder, pattern))
-    if not files:
-        raise RecipeError(
-            f"data.path: the folder {folder} has no file that matches data.pattern {pattern!r}; "
-            "change data.pattern or give another folder"
-        )
-    return files
-
-
-def _visible(folder: Path, pattern: str) -> Iterator[Path]:
+def _visible(folder: Path, pattern: str) -> list[Path]:
     try:
-        for file in folder.glob(pattern):
-            hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-            if file.is_file() and not hidden:
-                yield file
+        found = [file for file in folder.glob(pattern) if file.is_file()]
     except (ValueError, NotImplementedError) as error:
         raise RecipeError(
             f"data.pattern: {pattern!r} is not a glob pattern relative to data.path ({error}); "
             "use one such as '**/*.txt'"
         ) from error
+    names = (file.relative_to(folder) for file in found)
+    return [folder / name for name in names if not any(p.startswith(".") for p in name.parts)]

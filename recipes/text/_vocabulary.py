@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import (
@@ -17,12 +17,11 @@ from tokenizers import (
 from ..config import TOKENIZER_FILE, DataConfig, TokenizerConfig
 from ..errors import RecipeError
 from ._cache import cache_key, cached
-from ._text import documents
+from ._documents import documents
 from ._tokenizer import END_OF_TEXT, ByteTokenizer, SubwordTokenizer, Tokenizer, cut_at_lines
 
 BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """Special tokens of a trained WordPiece tokenizer, ids 0 to 4."""
-"""The name of a tokenizer in a run's folder."""
 
 _PART = 2**16  # characters that the trainer, which collects 256 parts, is given at once
 
@@ -73,7 +72,8 @@ def train_tokenizer(config: DataConfig) -> SubwordTokenizer:
     """
     settings = config.tokenizer
     inner, trainer = _bpe(settings) if settings.kind == "bpe" else _wordpiece(settings)
-    inner.train_from_iterator(_parts(config), trainer)
+    parts = (part for text, _ in documents(config) for part in cut_at_lines(text, _PART))
+    inner.train_from_iterator(parts, trainer)
     tokenizer = SubwordTokenizer(inner)
     if tokenizer.vocab > settings.ids:
         raise RecipeError(
@@ -81,11 +81,6 @@ def train_tokenizer(config: DataConfig) -> SubwordTokenizer:
             f"tokens and single characters take; got {settings.ids}; raise it"
         )
     return tokenizer
-
-
-def _parts(config: DataConfig) -> Iterator[str]:
-    for text in documents(config):
-        yield from cut_at_lines(text, _PART)
 
 
 def _bpe(settings: TokenizerConfig) -> tuple[Inner, trainers.Trainer]:

@@ -45,12 +45,12 @@ def write_files(folder: Path) -> dict[str, str]:
 def write_config(folder: Path) -> Path:
     """Writes the four files and a complete config of a tiny run; returns its path."""
     tree = {
-        "recipe": "mnist",
+        "recipe": "images",
         "name": "tiny",
         "data": {**write_files(folder), "batch_size": 16},
-        "model": {"kind": "mlp", "hidden": 16, "layers": 1, "channels": 4},
-        "optimizer": {"learning_rate": 0.05},
-        "train": {"epochs": 2, "log_every": 4, "runs_dir": str(folder / "runs")},
+        "model": {"hidden": 16, "layers": 1, "channels": 4, "patch": 1, "width": 8, "heads": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "umup": False},
+        "train": {"steps": 12, "eval_every": 6, "log_every": 4, "runs_dir": str(folder / "runs")},
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from recipes.config import ScalifyConfig
 from recipes.finetune.config import FinetuneConfig
-from recipes.registry import load_config
+from recipes.finetune.data import INPUTS, TaskData
+from recipes.registry import load_kind
+from recipes.run.evaluate import predict
 
 FILES = {"squad": "squad.json", "classification": "rows.tsv"}
 ANIMALS = ["fox", "jumper", "line", "dog"] * 3
@@ -61,6 +65,10 @@ def write_tasks(folder: Path, init: Path) -> None:
 
 def tuned(folder: Path, task: str, *overrides: str) -> FinetuneConfig:
     """The config of a task with overrides."""
-    config = load_config(folder / f"{task}.yaml", overrides)
-    assert isinstance(config, FinetuneConfig)
-    return config
+    return load_kind(FinetuneConfig, folder / f"{task}.yaml", overrides)
+
+
+def logits(model: Any, data: TaskData, scalify: ScalifyConfig | None = None) -> np.ndarray:
+    """What a model gives for the records to score on."""
+    batches = data.scored.batches(len(data.scored))
+    return predict(model, (tuple(batch[name] for name in INPUTS) for batch in batches), scalify)

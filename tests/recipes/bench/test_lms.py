@@ -1,4 +1,4 @@
-"""`bench lms`: judging pipelines, and the command."""
+"""`bench lms`: files of tasks, tuned runs, imported logits, pipelines, and the command."""
 
 from __future__ import annotations
 
@@ -8,27 +8,67 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from recipes.bench import lms
-from recipes.bench._runs import Run
-from recipes.bert.config import BertConfig
+from recipes.bench import _compare, lms
+from recipes.bench._imported import FIXTURES, REFERENCE, folders, logits_table
+from recipes.bench._tasks import question_words, sentence_words, split_articles
 from recipes.cli import main
-from recipes.registry import load_run_config
-
-from .conftest import write_config
-from .masked import bert_config, write_bert
-from .pretrained import FIXTURES
-from .tasks import FILES, write_tasks
+from recipes.config import RunConfig
+from recipes.errors import RecipeError
+from recipes.finetune.config import FinetuneConfig
+from tests.recipes.masked import bert_config, write_bert
+from tests.recipes.pretrained import FOLDERS, copied
+from tests.recipes.tasks import FILES, squad, write_tasks
 
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize(("produced", "within"), [(200.0, True), (199.0, False)])
-def test_pipelines_are_judged_by_what_training_consumes(produced: float, within: bool) -> None:
-    (row,) = lms.speeds([{"config": "a", "produced": produced, "consumed": 10.0}]).rows
-    assert row["ratio"] == produced / 10
-    assert row["within"] is within
+def test_articles_are_in_one_part_or_the_other(tmp_path: Path) -> None:
+    (one,) = squad(["fox"] * 17)["data"]
+    paragraphs = enumerate(one["paragraphs"])
+    articles = [{"title": str(index), "paragraphs": [part]} for index, part in paragraphs]
+    file = tmp_path / "all.json"
+    file.write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
+    train, validation = split_articles(str(file), tmp_path / "split")
+    parts = [json.loads(part.read_text("utf-8"))["data"] for part in (train, validation)]
+    titles = [[article["title"] for article in part] for part in parts]
+    assert titles[1] == ["7", "15"]
+    assert sorted(titles[0] + titles[1], key=int) == [str(index) for index in range(17)]
+    file.write_text(json.dumps({"data": articles[:7]}), encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"--squad: expected at least 8 articles, .* got 7"):
+        split_articles(str(file), tmp_path / "split")
+
+
+def test_columns_go_by_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.tsv"
+    file.write_text("sentence\tlabel\na film\t1\n", encoding="utf-8")
+    words = [f"data.train={file}", "data.validation=dev.tsv"]
+    assert sentence_words(str(file), "dev.tsv") == words
+    file.write_text("a film\t1\n", encoding="utf-8")
+    bare = "classification={header: false, text: 0, label: 1}"
+    assert sentence_words(str(file), "dev.tsv") == [*words, bare]
+    assert question_words(tmp_path, tmp_path, 16)[-1] == "squad.max_question_length=5"
+    with pytest.raises(RecipeError, match=r"--sst2: cannot read .*nowhere"):
+        sentence_words("nowhere", "dev.tsv")
+
+
+def test_the_folders_of_the_tests_are_the_default(tmp_path: Path) -> None:
+    assert {folder.name for folder in folders([])} == set(FOLDERS)
+    with pytest.raises(RecipeError, match="expected a folder with reference"):
+        folders([FIXTURES / "gpt2", tmp_path])
+
+
+def test_other_logits_are_seen(tmp_path: Path) -> None:
+    folder = copied("bert-classes", tmp_path)
+    stored = dict(np.load(folder / REFERENCE))
+    stored["logits"] = stored["logits"] + np.float32(2e-4)
+    np.savez(folder / REFERENCE, **stored)
+    kept, moved = logits_table([FIXTURES / "bert-classes", folder]).rows
+    assert (kept["within"], moved["within"]) == (True, False)
+    assert moved["difference"] == pytest.approx(2e-4, rel=0.1)
+    assert kept["task"] == "classification"
 
 
 def test_a_pipeline_is_timed_beside_its_steps(
@@ -36,22 +76,17 @@ def test_a_pipeline_is_timed_beside_its_steps(
 ) -> None:
     given: list[tuple[int, ...]] = []
 
-    def stepper_on(config: BertConfig, batch: Any) -> Callable[[], None]:
+    def stepper(config: RunConfig, batch: Any) -> Callable[[], None]:
         given.append(batch[0].shape)
         return lambda: time.sleep(0.01)
 
-    monkeypatch.setattr(lms, "stepper_on", stepper_on)
+    monkeypatch.setattr(lms, "stepper", stepper)
     row = lms.time_pipeline(bert_config(write_bert(tmp_path)), rounds=1, batches=2)
     assert given == [(4, 16)]
     assert row["config"] == "tiny-bert"
     assert 0 < row["consumed"] < 4 * 16 / 0.01
-    assert row["produced"] > 0
-
-
-def test_the_config_is_that_of_the_figure() -> None:
-    config = load_run_config(lms.CONFIGS / "bert" / "books.yaml")
-    assert isinstance(config, BertConfig)
-    assert (config.model.width, config.model.layers, config.train.steps) == (256, 4, 2000)
+    assert row["times ahead"] == pytest.approx(row["produced"] / row["consumed"])
+    assert row["within"] is (row["times ahead"] >= 20)
 
 
 def test_command_prints_what_it_is_asked_for(
@@ -60,53 +95,40 @@ def test_command_prints_what_it_is_asked_for(
     """Of runs whose losses and scores are given, by format and seed."""
     loss = {"float32": 2.0, "float16": 2.001, "fp8": 2.1}
     score = {"float32": 0.8, "float16": 0.79, "fp8": 0.5}
-    seen: list[str] = []
+    seen: list[RunConfig] = []
 
-    def tuned(config: Any, fresh: bool, console: Any) -> dict[str, float]:
-        seen.append(config.name)
-        assert config.train.steps == 7
+    def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
+        seen.append(config)
         value = score[config.policy] + 0.02 * config.seed
         return {"accuracy": value, "f1": 100 * value}
 
-    monkeypatch.setattr(lms, "trained", lambda one, *rest: Run(one, None, None, loss[one.policy]))
-    monkeypatch.setattr(lms, "tuned_scores", tuned)
+    monkeypatch.setattr(_compare, "trained", trained)
+    monkeypatch.setattr(_compare, "loss_of", lambda config: loss[config.policy])
     write_tasks(tmp_path, tmp_path)
-    out, squad, rows = (str(tmp_path / name) for name in ("out.json", *FILES.values()))
-    (article,) = json.loads(Path(squad).read_text("utf-8"))["data"]
+    out, questions, rows = (str(tmp_path / name) for name in ("out.json", *FILES.values()))
+    (article,) = json.loads(Path(questions).read_text("utf-8"))["data"]
     parts = [{"title": "one", "paragraphs": [part]} for part in article["paragraphs"]]
-    Path(squad).write_text(json.dumps({"data": parts}), "utf-8")
+    Path(questions).write_text(json.dumps({"data": parts}), "utf-8")
     words = ["--config", str(write_bert(tmp_path)), "--no-pipelines", "--json", out]
+    words += ["--finetune", "--sst2", rows, rows, "--squad", questions]
+    words += ["--tuning", "train.steps=7", "--tuning", "optimizer.warmup_steps=0"]
     words += ["--logits", str(FIXTURES / "bert-classes")]
-    tasks = ["--finetune", "--sst2", rows, rows, "--squad", squad, "--seeds", "2"]
-    assert (
-        main(
-            [
-                "bench",
-                "lms",
-                *words,
-                *tasks,
-                "--tuning",
-                "train.steps=7",
-                "--tuning",
-                "optimizer.warmup_steps=0",
-            ]
-        )
-        == 0
-    )
-    losses, scores, logits = (
-        table["rows"] for table in json.loads(Path(out).read_text())["tables"]
-    )
-    assert [(row["policy"], row.get("within")) for row in losses] == [
-        ("float32", None),
-        ("float16", True),
-        ("fp8", False),
-    ]
-    for label, found in zip(["SST-2 accuracy"] * 3 + ["SQuAD F1"] * 3, scores, strict=True):
-        assert found["score"] == label
-        assert found["mean"] == pytest.approx(100 * (score[found["policy"]] + 0.01))
-    assert [row.get("within") for row in scores] == [None, True, False] * 2
-    assert len(set(seen)) == len(seen) == 12
-    assert all(row["within"] for row in logits)
+    assert main(["bench", "lms", *words]) == 0
+    tables = [table["rows"] for table in json.loads(Path(out).read_text())["tables"]]
+    assert [row.get("verdict") for row in tables[0]] == [None, "within", "outside"]
+    for metric, unit, table in (("accuracy", 1, tables[1]), ("f1", 100, tables[2])):
+        assert [row["variant"] for row in table] == list(score)
+        for row in table:
+            assert row[metric] == pytest.approx(unit * (score[row["variant"]] + 0.02))
+        assert [row.get("verdict") for row in table] == [None, "within", "outside"]
+    assert all(row["within"] for row in tables[3])
+    tuned = [config for config in seen if isinstance(config, FinetuneConfig)]
+    assert len({config.name for config in seen}) == len(seen) == 3 + 18
+    for config in tuned:
+        assert config.init == str(tmp_path / "runs" / f"tiny-bert-{config.policy}")
+        assert (config.data.sequence_length, config.train.steps) == (16, 7)
+        assert config.name.startswith(f"tiny-bert-{config.task[:2].replace('cl', 'ss')}")
+    assert {config.seed for config in tuned} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +144,3 @@ def test_command_prints_what_it_is_asked_for(
 def test_wrong_words(words: list[str], message: str, capsys: Captured) -> None:
     assert main(["bench", "lms", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_only_a_bert_is_pretrained(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["bench", "lms", "--config", str(write_config(tmp_path))]) == 2
-    assert "--config: expected a config of recipe bert; got recipe gpt" in capsys.readouterr().err

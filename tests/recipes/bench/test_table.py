@@ -7,35 +7,39 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench._table import Table, publish, within
+from recipes.bench._table import FORMATS, Table, asked, publish, within
 from recipes.errors import RecipeError
 
 TABLE = Table(
     "Speeds",
-    {"what": "", "ratio": ".2f", "within": ""},
     [
         {"what": "fast", "ratio": 1.2345, "within": True},
-        {"what": "slow", "ratio": float("inf"), "within": False},
+        {"what": "slow", "ratio": float("inf"), "within": False, "parameters": 1234},
         {"what": "none"},
     ],
 )
 
 
-def test_table_shows_rounded_values():
+def test_a_table_shows_rounded_values_by_the_names_of_columns() -> None:
+    assert TABLE.columns == ["what", "ratio", "parameters", "within"]  # the judgement last
     assert [TABLE.text(row) for row in TABLE.rows] == [
-        ["fast", "1.23", "yes"],
-        ["slow", "inf", "no"],
-        ["none", "", ""],
+        ["fast", "1.234", "", "yes"],
+        ["slow", "inf", "1,234", "no"],
+        ["none", "", "", ""],
     ]
 
 
-def test_publish_prints_tables_and_notes(capsys):
+def test_formats_are_of_numbers() -> None:
+    assert all(format(1, form) for form in FORMATS.values())
+
+
+def test_publish_prints_tables_and_notes(capsys: pytest.CaptureFixture) -> None:
     publish("demo", [TABLE], None, ["a note"])
     printed = capsys.readouterr().out
-    assert all(text in printed for text in ("Speeds", "ratio", "1.23", "a note"))
+    assert all(text in printed for text in ("Speeds", "ratio", "1.234", "a note"))
 
 
-def test_publish_writes_unrounded_json(tmp_path: Path):
+def test_publish_writes_unrounded_json(tmp_path: Path) -> None:
     path = tmp_path / "new" / "demo.json"
     publish("demo", [TABLE], path)
     document = json.loads(path.read_text())
@@ -43,9 +47,6 @@ def test_publish_writes_unrounded_json(tmp_path: Path):
     rows = document["tables"][0]["rows"]
     assert rows[0] == {"what": "fast", "ratio": 1.2345, "within": True}
     assert rows[1]["ratio"] == "inf"
-
-
-def test_publish_names_an_unwritable_path(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match=r"--json: cannot write .*file/demo\.json"):
         publish("demo", [TABLE], tmp_path / "file" / "demo.json")
@@ -63,5 +64,7 @@ def test_publish_names_an_unwritable_path(tmp_path: Path):
         (float("nan"), (None, None), False),
     ],
 )
-def test_within(value, bounds, expected):
+def test_within(value: float, bounds: tuple, expected: bool) -> None:
     assert within(value, bounds) is expected
+    low, high = bounds
+    assert asked(value, least=low, most=high)["within"] is expected

@@ -12,11 +12,11 @@ from recipes import train as train_module
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.finetune.plain import PlainModel
-from recipes.finetune.task import build, load_data, predict
+from recipes.finetune.task import build, load_data
 from recipes.hf import load
 
-from .pretrained import copied, one_layer
-from .tasks import tuned, write_tasks
+from ..pretrained import copied, one_layer
+from ..tasks import logits, tuned, write_tasks
 
 Captured = pytest.CaptureFixture[str]
 STANDARD = "optimizer={umup: false, name: sgd, b1: 0.0, learning_rate: 0.05}"
@@ -42,7 +42,7 @@ def test_logits_of_each_policy_are_those_of_the_model(folder: Path) -> None:
     for policy in ("float32", "float16", "fp8"):
         config = tuned(folder, "classification", STANDARD, f"policy={policy}")
         model, data = build(config), load_data(config)
-        found[policy] = predict(model, data, config.scalify)
+        found[policy] = logits(model, data, config.scalify)
     batch = next(data.scored.batches(len(data.scored)))
     plain = load(config.init, "classification", new_head=True, classes=2).model
     expected = plain(*(batch[name] for name in ("ids", "segments", "mask")))

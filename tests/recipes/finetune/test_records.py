@@ -1,98 +1,109 @@
-"""Records are padded as they are read, and are a source that grain can batch."""
+"""Records are padded sequences that grain can batch, laid out as the tokenizer itself does."""
 
 from __future__ import annotations
 
 import grain
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
-from recipes.finetune.records import RecordSource, make_records
+from recipes.errors import RecipeError
+from recipes.finetune.records import Records, make_records, padding_copy
 
-SEQUENCES = [([2, 5, 3], [0, 0, 0]), ([2, 5, 3, 6, 3], [0, 0, 0, 1, 1]), ([2], [0])]
+from ..wordpiece import make_tokenizer
 
-
-@pytest.fixture
-def source() -> RecordSource:
-    return make_records(SEQUENCES, {"label": [1, 0, 2]}, length=5, pad=9)
-
-
-def test_records_are_padded(source: RecordSource) -> None:
-    assert len(source) == 3
-    expected = {
-        "ids": [2, 5, 3, 9, 9],
-        "segments": [0, 0, 0, 0, 0],
-        "mask": [1, 1, 1, 0, 0],
-        "label": 1,
-    }
-    found = source[0]
-    assert {name: array.tolist() for name, array in found.items()} == expected
-    assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
-    assert source[1]["segments"].tolist() == [0, 0, 0, 1, 1]
-    assert source[-1]["ids"].tolist() == [2, 9, 9, 9, 9]
-    with pytest.raises(IndexError):
-        source[3]
+TEXTS = ["the mine", "the copper mine", ""]
 
 
-def test_some_records_can_be_taken(source: RecordSource) -> None:
-    taken = source.take([2, 1])
-    for found, index in zip(taken, (2, 1), strict=True):
-        expected = source[index]
-        assert {name: array.tolist() for name, array in found.items()} == {
-            name: array.tolist() for name, array in expected.items()
-        }
-    assert len(taken) == 2
-    assert len(source.take([])) == 0
+def make(texts=TEXTS, labels=(1, 0, 2), name: str = "label", length: int = 5) -> Records:
+    tokenizer = padding_copy(make_tokenizer(), length)
+    return make_records(map(tokenizer.encode, texts), {name: list(labels)})
 
 
-def test_a_source_can_be_iterated(source: RecordSource) -> None:
-    assert [int(record["mask"].sum()) for record in source] == [3, 5, 1]
+def test_records_are_padded() -> None:
+    records, tokenizer = make(), make_tokenizer()
+    assert len(records) == 3
+    assert records.arrays["segments"].dtype == np.int8
+    tokens = [*tokenizer.encode("the mine").ids, tokenizer.token_to_id("[PAD]")]
+    found = {name: array.tolist() for name, array in records[0].items()}
+    expected = {"ids": tokens, "segments": [0] * 5, "mask": [1, 1, 1, 1, 0], "label": 1}
+    assert found == expected
+    assert {array.dtype for array in records[0].values()} == {np.dtype(np.int32)}
+    assert [int(record["mask"].sum()) for record in records] == [4, 5, 2]
+    taken = records.take(np.array([2, 1]))
+    assert [int(record["label"]) for record in taken] == [2, 0]
 
 
-def test_grain_shuffles_and_batches_records(source: RecordSource) -> None:
-    dataset = grain.MapDataset.source(source).shuffle(seed=0).repeat(2).batch(2)
+def test_grain_shuffles_and_batches_records() -> None:
+    dataset = grain.MapDataset.source(make()).shuffle(seed=0).repeat(2).batch(2)
     batches = [dataset[index] for index in range(len(dataset))]
     assert [batch["ids"].shape for batch in batches] == [(2, 5)] * 3
-    assert [batch["label"].shape for batch in batches] == [(2,)] * 3
     labels = np.concatenate([batch["label"] for batch in batches])
     assert sorted(labels[:3]) == sorted(labels[3:]) == [0, 1, 2]
 
 
-def test_the_last_batch_is_filled_with_its_last_record(source: RecordSource) -> None:
-    first, last = source.batches(2)
+def test_the_last_batch_is_filled_with_its_last_record() -> None:
+    first, last = make().batches(2)
     assert first["label"].tolist() == [1, 0]
     assert last["label"].tolist() == [2, 2]
-    assert last["mask"].tolist() == [[1, 0, 0, 0, 0]] * 2
-    (whole,) = source.batches(3)
+    assert last["mask"].tolist() == [[1, 1, 0, 0, 0]] * 2
+    (whole,) = make().batches(3)
     assert whole["label"].tolist() == [1, 0, 2]
 
 
-def test_the_digest_tells_records_apart(source: RecordSource) -> None:
-    def digest(*, sequences=SEQUENCES, labels=(1, 0, 2), name="label", length=5, pad=9) -> str:
-        return make_records(sequences, {name: labels}, length, pad).digest
-
+def test_the_digest_tells_records_apart() -> None:
     others = [
-        digest(sequences=[([2, 5], [0, 0]), ([3, 2, 5, 3, 6], [0] * 5), ([3, 2], [1, 1])]),
-        digest(sequences=[(ids, [0] * len(ids)) for ids, _ in SEQUENCES]),
-        digest(labels=(1, 1, 2)),
-        digest(name="start"),
-        digest(length=6),
-        digest(pad=0),
+        make(["the mine", "the copper mine", "the"]),
+        make(["the mine", "the copper open", ""]),
+        make(labels=(1, 1, 2)),
+        make(name="start"),
+        make(length=6),
     ]
-    assert digest() == source.digest
-    assert len({source.digest, *others}) == 7
+    assert make().digest == make().digest
+    assert len({records.digest for records in (make(), *others)}) == 6
 
 
-def test_labels_may_be_found_on_the_way() -> None:
-    labels: list[int] = []
-
-    def sequences():
-        for number, sequence in enumerate(SEQUENCES):
-            labels.append(10 * number)
-            yield sequence
-
-    records = make_records(sequences(), {"label": labels}, length=6, pad=0)
-    assert [int(record["label"]) for record in records] == [0, 10, 20]
+CLS, SEP = ("[CLS]", 2), ("[SEP]", 3)
 
 
-def test_no_records() -> None:
-    assert len(make_records([], {"label": []}, length=5, pad=0)) == 0
+def template(single: str, pair: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[CLS, SEP])
+
+
+# what a tokenizer adds to texts, and what is said of it; None where it can be used
+LAYOUTS = {
+    "bert": (processors.BertProcessing(SEP, CLS), None),
+    "roberta": (processors.RobertaProcessing(SEP, CLS), None),
+    "other segments": (template("[CLS] $A", "[CLS] $A:1 [SEP]:0 $B:2 [SEP]:3"), None),
+    "the other order": (template("[CLS] $A", "[CLS] $B [SEP] $A"), r"got \[CLS\] a \[SEP\] a;"),
+    "twice": (template("[CLS] $A", "[CLS] $A [SEP] $B [SEP] $A"), "the second text behind the f"),
+    "nothing first": (template("$A [SEP]", "[CLS] $A [SEP] $B"), r"expected a special token, such"),
+    "nothing": (None, r"such as \[CLS\], before the texts, .* got a; use"),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts(case: str) -> None:
+    processor, message = LAYOUTS[case]
+    tokenizer = make_tokenizer() if processor else Tokenizer(make_tokenizer().model)
+    if processor:
+        tokenizer.post_processor = processor  # type: ignore[assignment]
+    if message is not None:
+        with pytest.raises(RecipeError, match=message):
+            padding_copy(tokenizer, 8)
+        return
+    expected = tokenizer.encode("the mine", "open")
+    found = padding_copy(tokenizer, 8).encode("the mine", "open")
+    count = len(expected)
+    assert (found.ids[:count], found.type_ids[:count]) == (expected.ids, expected.type_ids)
+
+
+def test_settings_of_the_tokenizer_are_left_alone() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.enable_padding(length=30, pad_id=7, pad_token="[PAD]")
+    tokenizer.enable_truncation(2)
+    encoding = padding_copy(tokenizer, 6).encode("the mine")
+    assert encoding.ids[4:] == [7, 7]
+    assert sum(encoding.attention_mask) == 4
+    assert tokenizer.padding is not None
+    assert tokenizer.truncation is not None

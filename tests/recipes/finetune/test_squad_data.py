@@ -53,47 +53,41 @@ def test_a_byte_order_mark(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[list[Any], str]] = {
     "not in the context": (
         [ask("one", answer("1879", 19))],
-        r"data\[0\]\.paragraphs\[0\]\.qas\[0\]\.answers\[0\]: expected '1879' at character 19 "
-        r"of its context; got '1878'; the context does not have it",
+        r"data\[0\]\.paragraphs\[0\]\.qas\[0\]: answers\[0\]: expected '1879' at character 19 "
+        r"of the context; got '1878'; the context does not have it",
     ),
     "elsewhere": (
         [ask("one", answer("1878")), ask("two", answer("mine", 40))],
-        r"qas\[1\]\.answers\[0\]: expected 'mine' .*; it stands at 63: correct answer_start",
+        r"qas\[1\]: answers\[0\]: expected 'mine' .*; it stands at 4; correct the file",
     ),
     "past the end": ([ask("one", answer("1878", 5000))], r"got ''; it stands at 19"),
-    "negative": (
-        [ask("one", answer("closed.", -7))],
-        r"at character -7 .* got ''; it stands at 68",
-    ),
-    "no text": ([ask("one", answer(" ", 3))], r"answers\[0\]\.text: expected an answer; got ' '"),
-    "no answers": ([ask("one")], r"expected an answer, because is_impossible is false; got none"),
+    "negative": ([ask("one", answer("closed.", -7))], r"at character -7 .*; it stands at 68"),
+    "no text": ([ask("one", answer(" ", 3))], r"answers\[0\]\.text: String should .*; got ' '"),
+    "no answers": ([ask("one")], r"expected an answer, because is_impossible is false; got 0"),
     "too many answers": (
         [ask("one", answer("1878"), is_impossible=True)],
-        r"answers: expected no answers, because is_impossible is true; got 1; correct",
+        r"qas\[0\]: expected no answers, because is_impossible is true; got 1; correct",
     ),
-    "missing key": (
-        [{"id": "one", "question": "When?"}],
-        r"qas\[0\]: expected the key 'answers'; got only 'id', 'question'",
-    ),
-    "missing start": ([ask("one", {"text": "1878"})], r"expected the key 'answer_start'"),
+    "missing key": ([{"id": "one", "question": "When?"}], r"qas\[0\]\.answers: Field required"),
+    "missing start": ([ask("one", {"text": "1878"})], r"\[0\]\.answer_start: Field required"),
     "twice": (
         [ask("one", answer("1878"))] * 2,
-        r"qas\[1\]: expected an id of its own; got 'one', which data\[0\]\.para.*\.qas\[0\] has",
+        r"qas\[1\]: expected an id of its own; got 'one' again",
     ),
     "number for text": (
         [ask("one", answer("1878")) | {"question": 7}],
-        r"qas\[0\]\.question: expected text; got 7",
+        r"qas\[0\]\.question: Input should be a valid string; got 7",
     ),
-    "truth for number": ([ask("one", answer("1878", True))], r"expected a whole number; got True"),
+    "truth for number": ([ask("one", answer("1878", True))], r"valid integer; got True"),
     "text for truth": (
         [ask("one", answer("1878"), is_impossible="no")],
-        r"is_impossible: expected true or false; got 'no'",
+        r"is_impossible: Input should be a valid boolean; got 'no'",
     ),
     "blank question": (
         [ask("one", answer("1878")) | {"question": " "}],
-        r"question: expected a question",
+        r"question: String should",
     ),
-    "not an object": (["one"], r"qas\[0\]: expected an object with the key 'id'; got 'one'"),
+    "not an object": (["one"], r"qas\[0\]: Input should be an object; got 'one'"),
     "nothing": ([], r"expected questions; got none"),
 }
 
@@ -108,13 +102,13 @@ def test_a_wrong_question(tmp_path: Path, case: str) -> None:
 
 # content of the file, and what the message has to say
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "cut short": (b'{"data": [\n{"para', r"line 2, column 2: not valid JSON: Unterminated string"),
-    "empty": (b"", r"line 1, column 1: not valid JSON: Expecting value"),
-    "deep": (b"[" * 100_000, r"(nested too deeply|not valid JSON)"),
-    "a list": (b"[]", r"the file's top level: expected an object with the key 'data'; got \[\]"),
-    "no data": (b"{}", r"top level: expected the key 'data'; got only an empty object"),
-    "no list": (b'{"data": 3}', r"data: expected a list; got 3"),
-    "latin": (b'{"data": "\xe9"}', r"is not UTF-8 text: byte 0xe9 at offset 10"),
+    "cut short": (b'{"data": [\n{"para', r"Invalid JSON: EOF .* at line 2 column 6; correct"),
+    "empty": (b"", r"the file: Invalid JSON: EOF while parsing a value at line 1 column 0"),
+    "deep": (b"[" * 100_000, r"Invalid JSON: recursion limit exceeded"),
+    "a list": (b"[]", r"the file: Input should be an object; got \[\]"),
+    "no data": (b"{}", r"data: Field required; got {}"),
+    "no list": (b'{"data": 3}', r"data: Input should be a valid array; got 3"),
+    "latin": (b'{"data": "\xe9"}', r"is not UTF-8 text: .* byte 0xe9 in position 10"),
 }
 
 
@@ -128,7 +122,5 @@ def test_a_broken_file(tmp_path: Path, case: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data\.train: .*gone does not exist; give the path"):
+    with pytest.raises(RecipeError, match=r"data\.train: .*gone cannot be read: No such file"):
         read_squad(tmp_path / "gone")
-    with pytest.raises(RecipeError, match=r"data\.train: .* cannot be read: Is a directory"):
-        read_squad(tmp_path)

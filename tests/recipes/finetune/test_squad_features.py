@@ -13,7 +13,7 @@ from recipes.errors import RecipeError
 from recipes.finetune.squad_data import Answer, Question
 from recipes.finetune.squad_features import SquadFeatures, make_squad_features, with_answers
 
-from .wordpiece import WORDS, make_tokenizer
+from ..wordpiece import WORDS, make_tokenizer
 
 CONTEXT = "The copper mine opened in 1878. In 1901, Café 9 did open the mine.\tThe mine closed."
 TOKENIZER = make_tokenizer()

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from recipes.cli import main
-from recipes.registry import load_config
 from recipes.hf import load
+from recipes.registry import load_config
 from recipes.run.state import load_trained
-from tests.recipes.hf import FIXTURES, copied, one_layer
+from recipes.text import SubwordTokenizer
+from tests.recipes.pretrained import FIXTURES, change_config, change_tensors, copied, one_layer
 
-from .conftest import TEXT
+from ..conftest import TEXT
 
 Captured = pytest.CaptureFixture[str]
-SHIPPED = Path(__file__).parents[2] / "configs" / "gpt2" / "finetune.yaml"
+SHIPPED = Path(__file__).parents[3] / "configs" / "gpt2" / "finetune.yaml"
 FOLDER = FIXTURES / "gpt2"
+EMBED = "transformer.wte.weight"
 
 
 def words(folder: Path, init: Path = FOLDER) -> list[str]:
@@ -65,10 +67,9 @@ def test_generation_from_a_folder(capsys: Captured) -> None:
     command = ["generate", str(FOLDER), "--prompt", "The scale", "--tokens", "6"]
     assert main([*command, "--temperature", "0"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
-    pretrained = load(FOLDER)
-    assert pretrained.tokenizer is not None
-    prompt, ids = (pretrained.tokenizer.encode(words) for words in ("The scale", text))
-    likeliest = np.argmax(pretrained.model(ids[None])[0], axis=-1)
+    tokenizer = SubwordTokenizer.read(FOLDER / "tokenizer.json")
+    prompt, ids = (tokenizer.encode(words) for words in ("The scale", text))
+    likeliest = np.argmax(load(FOLDER).model(ids[None])[0], axis=-1)
     assert ids.size == prompt.size + 6
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
 
@@ -107,6 +108,12 @@ def test_wrong_folders(tmp_path: Path, capsys: Captured) -> None:
     assert main(["generate", str(FIXTURES / "bert-mlm")]) == 2
     assert "expected a task of bert" in capsys.readouterr().err
     folder = copied("gpt2", tmp_path)
+    change_tensors(folder, lambda old: old | {EMBED: old[EMBED][:299]})
+    change_config(folder, vocab_size=299)
+    assert main(["generate", str(folder)]) == 2
+    assert f"at most the 299 ids that {folder} has; got a tokenizer of 300" in (
+        capsys.readouterr().err
+    )
     (folder / "tokenizer.json").unlink()
     assert main(["generate", str(folder)]) == 2
     assert "tokenizer.json cannot be read: No such file or directory; give the tokenizer.json" in (

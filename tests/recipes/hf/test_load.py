@@ -17,7 +17,7 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.hf import Pretrained, join, load, save, split
 from tests.recipes import make_pretrained_fixtures as fixtures
-from tests.recipes.hf import (
+from tests.recipes.pretrained import (
     FIXTURES,
     FOLDERS,
     WEIGHTS,
@@ -214,27 +214,10 @@ def test_dropout_is_that_of_the_config(loaded: dict[str, Pretrained]) -> None:
     assert load(FIXTURES / "gpt2", dropout=0.3).model.dropout.rate == 0.3
 
 
-def test_tokenizers_are_those_of_the_folder(loaded: dict[str, Pretrained], tmp_path: Path) -> None:
-    text = "What is the scale, of a naïve sum?"
-    tokenizer = loaded["gpt2"].tokenizer
-    assert tokenizer is not None
-    ids = tokenizer.encode(text)
-    assert ids.dtype == np.int32
-    assert ids.max() < tokenizer.vocab == loaded["gpt2"].config.vocab
-    assert ids.size < len(text.encode())
-    assert tokenizer.decode(ids) == text
-    pieces = loaded["bert-mlm"].tokenizer
-    assert pieces is not None
-    assert pieces.decode(pieces.encode("The Quick  fox")) == "the quick fox"
-    folder = copied("gpt2", tmp_path)
-    (folder / "tokenizer.json").unlink()
-    assert load(folder).tokenizer is None
-
-
+@pytest.mark.peers
 @pytest.mark.parametrize("architecture", list(fixtures.CLASSES))
 def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
-    """Another random shape, where `transformers` is installed."""
-    pytest.importorskip("transformers")
+    """Another random shape."""
     draw = np.random.default_rng()
     sizes = [int(n) for n in draw.integers(1, 5, 3)]
     if architecture.startswith("GPT2"):

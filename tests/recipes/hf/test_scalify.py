@@ -12,7 +12,7 @@ from flax import nnx
 from recipes.config import ScalifyConfig
 from recipes.hf import load, save, split
 from recipes.run.scaling import plain, scaled
-from tests.recipes.hf import FIXTURES, copied, one_layer, reference
+from tests.recipes.pretrained import FIXTURES, copied, one_layer, reference
 from unitscale import scalify, to_array
 from unitscale.core import ScaledArray
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from recipes.hf import join, load, split
-from tests.recipes.hf import FIXTURES
+from tests.recipes.pretrained import FIXTURES
 from unitscale import ScaledArray
 
 DTYPES = ["float32", "float16", "bfloat16"]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from recipes.run.checkpoint import Checkpoints
 from recipes.errors import RecipeError
+from recipes.run.checkpoint import Checkpoints
 from unitscale.parallel import make_mesh, param_shardings
 
 FSDP = {"fsdp": 2, "tensor": 2}
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, when: str) 
         [sys.executable, "-c", script, str(tmp_path), when],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         check=False,
     )
     assert "1 cannot write the checkpoint of step 2" in done.stdout, done.stderr

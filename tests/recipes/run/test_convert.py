@@ -15,9 +15,9 @@ from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
+from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.run.convert import convert, formats, with_formats
-from recipes.errors import RecipeError
 from recipes.run.state import init_state, load_trained
 from recipes.train import train
 from unitscale import to_array

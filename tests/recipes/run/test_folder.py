@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.errors import RecipeError
 from recipes.run.folder import existing_run, open_run
 
 MakeConfig = Callable[..., GPTConfig]

@@ -1,101 +1,114 @@
-"""kill -9 at any moment, and the same command again: the run that was never interrupted."""
+"""Stopped at any moment by any signal, and the same command again: the run never interrupted."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from recipes.registry import load_config
 from recipes.run.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
-STEPS = 12
-SETTINGS = [
-    f"train.steps={STEPS}",
-    "train.log_every=1",
-    "train.checkpoint_every=1",
-    "train.eval_every=5",
-]
+ROOT = Path(__file__).parents[3]
+STEPS, RESTARTS = 400, 30
+# Log lines, checkpoints and validations never come together but by chance.
+EVERY = f"train={{steps: {STEPS}, log_every: 10, checkpoint_every: 7, eval_every: 33}}"
 
-# Trains as the command line does, without plots, which take most of the time of so small a run.
-TRAIN = """
-import sys
+# Starts runs by fork: everything is imported once, and no device has been touched before.
+NURSERY = """
+import json, os, sys
 from recipes import train
 from recipes.registry import load_config
-train.plot_run = lambda run: None
-outcome = train.train(load_config(sys.argv[1], sys.argv[2:]))
-print("final", outcome.validation_loss.hex())
+train.plot_run = lambda run: None  # most of the time of so small a run
+for line in sys.stdin:
+    path, *words = json.loads(line)
+    child = os.fork()
+    if not child:
+        outcome = train.train(load_config(path, words))
+        sys.stdout.flush()
+        os._exit(128 + outcome.signal if outcome.signal else 0)
+    print("child", child, flush=True)
+    _, status = os.waitpid(child, 0)
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
 """
+
+Start = Callable[[str], tuple[int, Callable[[], int]]]
 
 
 @pytest.fixture
-def start(config_file: Path, tmp_path: Path):
-    """Starts a run of a name in a process of its own; a checkpoint is written after each step."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(ROOT),
-    }
-    running = []
-
-    def start(name: str) -> subprocess.Popen[str]:
-        words = [str(config_file), f"name={name}", *SETTINGS]
-        command = [sys.executable, "-c", TRAIN, *words]
-        log = (tmp_path / f"{name}.log").open("a")
-        one = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a run of a name: the number of its process, and what waits for its exit code."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (tmp_path / "log").open("w") as log:
+        nursery = subprocess.Popen(
+            [sys.executable, "-c", NURSERY],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
-        log.close()
-        running.append(one)
-        return one
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    told, asked = nursery.stdout, nursery.stdin
+
+    def read(word: str) -> int:
+        for line in told:
+            if line.startswith(word):
+                return int(line.split()[1])
+        raise AssertionError((tmp_path / "log").read_text())
+
+    def start(name: str) -> tuple[int, Callable[[], int]]:
+        asked.write(json.dumps([str(config_file), f"name={name}", EVERY]) + "\n")
+        asked.flush()
+        return read("child"), lambda: read("ended")
 
     yield start
-    for one in running:
-        one.kill()
-        one.wait()
-        if one.stdout is not None:
-            one.stdout.close()
+    nursery.kill()
+    nursery.communicate()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def losses(folder: Path) -> list[tuple]:
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in rows]
+def rows(folder: Path) -> list[tuple[int, float | None, float | None]]:
+    """What was logged, without speeds."""
+    found = read_metrics(folder / "metrics.jsonl")
+    return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in found]
 
 
-def final(one: subprocess.Popen[str]) -> str:
-    output, _ = one.communicate()
-    assert one.returncode == 0, output
-    return next(line for line in output.splitlines() if line.startswith("final"))
+def arrays(folder: Path) -> dict[str, list]:
+    """The last checkpoint's arrays: dtype, shape and checksum by name."""
+    steps = {int(path.name): path for path in (folder / "checkpoints").iterdir()}
+    assert max(steps) == STEPS
+    return json.loads((steps[STEPS] / "facts" / "metadata").read_text())["arrays"]
 
 
 @pytest.mark.slow
-def test_killed_and_started_again(start, config_file: Path, tmp_path: Path) -> None:
-    """Killed a random while after a random step is logged: often, a checkpoint is being written."""
-    expected = final(start("whole"))
-    draw = random.Random(0)
+def test_stopped_and_started_again_it_is_the_run_never_stopped(
+    start: Start, config_file: Path
+) -> None:
     runs = Path(load_config(config_file).train.runs_dir)
-    folder, killed = runs / "killed", 0
-    for first in (1, 4, 8):
-        one = start("killed")
-        step, wait = draw.randint(first, first + 2), draw.uniform(0, 0.05)
-        while one.poll() is None and all(row[0] < step for row in losses(folder)):
+    _, ended = start("whole")
+    assert ended() == 0
+    draw, folder = random.Random(0), runs / "stopped"
+    for restart in range(RESTARTS):
+        number = (signal.SIGKILL, signal.SIGTERM)[restart % 2]
+        child, ended = start("stopped")
+        step = STEPS * (restart + 1) // (RESTARTS + 4) - draw.randrange(10)
+        while all(row[0] < step for row in rows(folder)):
             time.sleep(0.001)
-        time.sleep(wait)
-        one.send_signal(signal.SIGKILL)
-        one.communicate()
-        killed += one.returncode == -signal.SIGKILL
-    assert killed == 3
-    assert final(start("killed")) == expected
-    assert losses(folder) == losses(runs / "whole")
-    left = [path.name for path in (folder / "checkpoints").iterdir()]
-    assert sorted(left, key=int) == [str(STEPS - 1), str(STEPS)]
-    assert np.isfinite([row[1] for row in losses(folder) if row[1] is not None]).all()
+        time.sleep(draw.uniform(0, 0.02))  # between two lines, or while a checkpoint is written
+        os.kill(child, number)
+        # SIGTERM saves and ends with 143; a process that does not train yet just ends.
+        assert ended() in ((-number,) if number == signal.SIGKILL else (-number, 128 + number))
+    _, ended = start("stopped")
+    assert ended() == 0
+    assert rows(folder) == rows(runs / "whole")
+    assert arrays(folder) == arrays(runs / "whole")

@@ -11,8 +11,8 @@ from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.gpt.config import GPTConfig
 from recipes.errors import RecipeError
+from recipes.gpt.config import GPTConfig
 from recipes.run.metrics import read_metrics
 from recipes.run.monitor import monitored
 from recipes.run.state import load_trained

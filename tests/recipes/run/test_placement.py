@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from recipes import train as train_module
-from recipes.gpt.config import GPTConfig
 from recipes.errors import RecipeError
+from recipes.gpt.config import GPTConfig
 from recipes.run.placement import on_mesh, open_mesh, place, place_batch, share, whole
 from recipes.run.state import init_state
 from recipes.train import make_train_step, train

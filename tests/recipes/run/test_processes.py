@@ -16,16 +16,16 @@ import jax
 import pytest
 
 from recipes import processes, train as train_module
+from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.errors import RecipeError
 from recipes.run.metrics import read_metrics
 from recipes.run.placement import open_mesh
 from recipes.run.processes import Processes, SharedError, joined
 from recipes.run.signals import StopRequest
 from recipes.train import asked_to_stop
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT = 240  # seconds; a busy machine takes a while to import
 STEPS = 12
 SETTINGS = [

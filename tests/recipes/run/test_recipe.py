@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from recipes import task
-from recipes.run.batch import loss_inputs
 from recipes.config import RunConfig
 from recipes.registry import RECIPES
+from recipes.run.batch import loss_inputs
 
 
 def test_windows_are_ids_and_targets_one_further():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.run.evaluate import make_evaluation
 from recipes.gpt import build
+from recipes.run.evaluate import make_evaluation
 from recipes.run.scaling import plain, scaled
 from recipes.run.state import init_state
 from recipes.train import make_train_step

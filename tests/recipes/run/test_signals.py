@@ -12,7 +12,7 @@ import pytest
 
 from recipes.run.signals import StopRequest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recipes.config import DataConfig
-from recipes.text import ByteTokenizer, Corpus, load_corpus
 from recipes.errors import RecipeError
+from recipes.text import ByteTokenizer, Corpus, load_corpus
 
 
 def corpus(size: int = 120, *, length: int = 5, batch: int = 4) -> Corpus:
@@ -67,7 +67,7 @@ def test_processes_share_each_batch(processes: int) -> None:
 
 
 def test_processes_must_divide_the_batch() -> None:
-    with pytest.raises(RecipeError, match=r"batch_size must be a multiple .*got 4 and 3"):
+    with pytest.raises(ValueError, match=r"size must be a multiple .*got 4 and 3"):
         corpus().training(0, process=0, processes=3)
 
 

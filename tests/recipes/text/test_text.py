@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from recipes.config import DataConfig
-from recipes.text import ByteTokenizer, documents
 from recipes.errors import RecipeError
+from recipes.text import ByteTokenizer, documents
 
 
 def read(config: DataConfig) -> str:
-    return "".join(documents(config))
+    return "".join(text for text, _ in documents(config))
 
 
 def test_default_is_the_standard_library() -> None:

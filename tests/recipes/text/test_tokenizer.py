@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from recipes.config import DataConfig
+from recipes.errors import RecipeError
 from recipes.text import (
     BERT_TOKENS,
     ByteTokenizer,
@@ -20,9 +21,8 @@ from recipes.text import (
     require_vocab,
     save_tokenizer,
 )
-from recipes.errors import RecipeError
 
-from .conftest import TEXT
+from ..conftest import TEXT
 
 
 def config_of(folder: Path, **tokenizer: Any) -> DataConfig:

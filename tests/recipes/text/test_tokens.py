@@ -14,18 +14,17 @@ import numpy as np
 import pytest
 
 from recipes.config import DataConfig
+from recipes.errors import RecipeError
 from recipes.text import (
     ByteTokenizer,
-    Tokens,
     _tokens,
     cache_folder,
     documents,
     open_tokenizer,
     tokenize,
 )
-from recipes.errors import RecipeError
 
-from .conftest import TEXT
+from ..conftest import TEXT
 
 
 @pytest.fixture
@@ -60,11 +59,9 @@ class Counting(ByteTokenizer):
 def test_bytes_are_the_files_and_rows_are_lines(config: DataConfig) -> None:
     tokens = tokenize(config, ByteTokenizer())
     expected = TEXT + "naïve €" + "row 0\nrow 1\nrow 2\n"
-    assert tokens.ids.tobytes() == expected.encode()
-    assert tokens.ids.dtype == np.uint8
-    assert isinstance(tokens.ids, np.memmap)
-    assert len(tokens) == 5
-    assert tokens.document(1).tobytes() == "naïve €".encode()
+    assert tokens.tobytes() == expected.encode()
+    assert tokens.dtype == np.uint8
+    assert isinstance(tokens, np.memmap)
 
 
 @pytest.mark.parametrize("batch", [1, 10**7])
@@ -75,12 +72,12 @@ def test_documents_end_with_eos(
     config = changed(config, tokenizer={"kind": "bpe", "vocab": 300})
     tokenizer = open_tokenizer(config, lambda line: None)
     tokens = tokenize(config, tokenizer)
-    assert tokens.ids.dtype == np.uint16
-    assert len(tokens) == 5
-    for index, text in enumerate(documents(config)):
-        *ids, end = tokens.document(index).tolist()
-        assert end == tokenizer.eos
-        assert tokenizer.decode(ids) == text
+    assert tokens.dtype == np.uint16
+    texts = [text for text, _ in documents(config)]
+    ends = np.flatnonzero(tokens == tokenizer.eos)
+    assert ends[-1] == tokens.size - 1
+    parts = np.split(tokens, ends[:-1] + 1)
+    assert [tokenizer.decode(part[:-1]) for part in parts] == texts
 
 
 def test_a_text_is_tokenized_once(config: DataConfig) -> None:
@@ -88,8 +85,7 @@ def test_a_text_is_tokenized_once(config: DataConfig) -> None:
     first = tokenize(config, tokenizer)
     second = tokenize(config, tokenizer)
     assert tokenizer.calls == 1
-    np.testing.assert_array_equal(first.ids, second.ids)
-    np.testing.assert_array_equal(first.starts, second.starts)
+    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_settings_are_part_of_the_key(config: DataConfig, settings: dict[str, An
     before = tokenize(config, ByteTokenizer())
     after = tokenize(changed(config, **settings), ByteTokenizer())
     assert len(folders(config)) == 2
-    assert (before.ids.size, len(before)) != (after.ids.size, len(after))
+    assert before.size != after.size or settings == {"documents": "line"}
 
 
 def test_how_the_text_is_batched_is_not(config: DataConfig) -> None:
@@ -114,25 +110,34 @@ def test_an_edited_text_is_read_again(config: DataConfig) -> None:
     file = Path(str(config.path)) / "b.txt"
     tokenize(config, ByteTokenizer())
     facts = file.stat()
-    file.write_text("NAÏVE €", encoding="utf-8")  # as many bytes as before
-    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
-    assert "NAÏVE €".encode() in tokenize(config, ByteTokenizer()).ids.tobytes()
+    file.write_text("NAÏVE €", encoding="utf-8")  # as many bytes, at the same time
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert "NAÏVE €".encode() in tokenize(config, ByteTokenizer()).tobytes()
+
+
+def test_a_text_that_was_touched_or_moved_is_not(config: DataConfig) -> None:
+    tokenizer, folder = Counting(), Path(str(config.path))
+    tokenize(config, tokenizer)
+    os.utime(folder / "b.txt")
+    moved = folder.rename(folder.with_name("moved"))
+    tokenize(changed(config, path=str(moved)), tokenizer)
+    assert tokenizer.calls == 1
 
 
 def cut(folder: Path) -> None:
-    path = folder / "ids.npy"
+    path = folder / "ids"
     path.write_bytes(path.read_bytes()[:-10])
 
 
 def flip(folder: Path) -> None:
-    path = folder / "ids.npy"
+    path = folder / "ids"
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 1
     path.write_bytes(raw)
 
 
 def empty(folder: Path) -> None:
-    (folder / "starts.npy").write_bytes(b"")
+    (folder / "ids").write_bytes(b"")
 
 
 def unknown(folder: Path) -> None:
@@ -146,12 +151,12 @@ def remove(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [cut, flip, empty, unknown, remove])
 def test_a_damaged_cache_is_built_again(config: DataConfig, damage: Any) -> None:
     said: list[str] = []
-    expected = np.array(tokenize(config, ByteTokenizer(), said.append).ids)
+    expected = np.array(tokenize(config, ByteTokenizer(), said.append))
     assert not said
     (folder,) = folders(config)
     damage(folder)
     again = tokenize(config, ByteTokenizer(), said.append)
-    np.testing.assert_array_equal(again.ids, expected)
+    np.testing.assert_array_equal(again, expected)
     assert len(said) == 1
     assert f"the cache {folder} is damaged (" in said[0]
     assert said[0].endswith("building it again")
@@ -163,7 +168,7 @@ def test_what_a_killed_process_left_is_removed(config: DataConfig) -> None:
     (folder,) = folders(config)
     shutil.move(folder, folder.with_name(f"{folder.name}.tmp"))
     cut(folder.with_name(f"{folder.name}.tmp"))
-    assert tokenize(config, ByteTokenizer()).ids.size > len(TEXT)
+    assert tokenize(config, ByteTokenizer()).size > len(TEXT)
     assert folders(config) == [folder]
 
 
@@ -183,7 +188,7 @@ def test_those_who_come_at_once_share_one_build(config: DataConfig) -> None:
         made = list(pool.map(lambda _: tokenize(config, tokenizer), range(4)))
     assert tokenizer.calls == 1
     for tokens in made:
-        np.testing.assert_array_equal(tokens.ids, made[0].ids)
+        np.testing.assert_array_equal(tokens, made[0])
 
 
 def test_a_cache_that_cannot_be_written(config: DataConfig, tmp_path: Path) -> None:
@@ -195,8 +200,3 @@ def test_a_cache_that_cannot_be_written(config: DataConfig, tmp_path: Path) -> N
 def test_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder(DataConfig()) == tmp_path / "unitscale"
-
-
-def test_documents_are_slices() -> None:
-    tokens = Tokens(np.arange(6), np.array([0, 2, 2, 6]))
-    assert [tokens.document(i).tolist() for i in range(len(tokens))] == [[0, 1], [], [2, 3, 4, 5]]

@@ -1,0 +1,99 @@
+"""Sentences, or pairs of them, as token ids, and how well their labels are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import softmax
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from tokenizers import Encoding, Tokenizer
+
+from ..errors import RecipeError
+from .files import write_json
+from .records import Records, make_records, padding_copy
+from .rows import Dataset, Row
+
+_CHUNK = 1024
+"""Rows that are tokenized at once."""
+_MEAN: dict[str, Any] = {"average": "macro", "zero_division": 0}
+
+
+def make_classification_records(
+    dataset: Dataset, rows: Sequence[Row], tokenizer: Tokenizer, *, sequence_length: int
+) -> Records:
+    """Tokenizes rows; where texts are too long, the longer one of a pair is cut first.
+
+    Args:
+      dataset: Whose labels count.
+      rows: Some of its rows.
+      tokenizer: Puts a special token first, where the label is read.
+      sequence_length: Tokens of a record, special tokens included.
+
+    Returns:
+      A record for each row, in their order, with the label `label`.
+
+    Raises:
+      RecipeError: `sequence_length` leaves no room for the texts, or the tokenizer puts no special
+        token first.
+    """
+    tokenizer = padding_copy(tokenizer, sequence_length)
+    pairs = rows[0].pair is not None
+    special = tokenizer.num_special_tokens_to_add(pairs)
+    if sequence_length < special + 1 + pairs:
+        raise RecipeError(
+            f"data.sequence_length: expected at least {special + 1 + pairs}, a token of each text "
+            f"and {special} special tokens; got {sequence_length}; raise it"
+        )
+    tokenizer.enable_truncation(sequence_length, strategy="longest_first")
+
+    def encodings() -> Iterator[Encoding]:
+        for start in range(0, len(rows), _CHUNK):
+            chunk = rows[start : start + _CHUNK]
+            yield from tokenizer.encode_batch(
+                [(row.text, row.pair) if pairs else row.text for row in chunk]
+            )
+
+    return make_records(encodings(), {"label": dataset.ids(rows)})
+
+
+def score_classification(
+    predicted: np.ndarray, labels: np.ndarray, classes: int
+) -> dict[str, float]:
+    """Scores of predicted ids (rows,) against the true ones (rows,), as shares of 1.
+
+    Returns:
+      `accuracy`; `f1` of label 1, where there are two; `f1_macro`, the mean over the labels that
+      are true or predicted of some row; and `matthews`, 0 where all labels or predictions are one.
+    """
+    scores = {"accuracy": accuracy_score(labels, predicted)}
+    if classes == 2:
+        scores["f1"] = f1_score(labels, predicted, labels=[1], **_MEAN)
+    scores["f1_macro"] = f1_score(labels, predicted, **_MEAN)
+    one = np.unique([labels, predicted]).size == 1  # of which scikit-learn warns
+    scores["matthews"] = 0.0 if one else matthews_corrcoef(labels, predicted)
+    return {name: float(score) for name, score in scores.items()}
+
+
+def write_labels(
+    folder: Path, rows: Sequence[Row], logits: np.ndarray, labels: Sequence[str]
+) -> None:
+    """Writes `predictions.json`: the line, label and its probability of each row, in their order.
+
+    Args:
+      folder: Where to; an earlier file stays whole until the new one is.
+      rows: What was scored.
+      logits: A score for each label, (rows, labels).
+      labels: Names of the labels.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    best, shares = logits.argmax(axis=-1).tolist(), softmax(logits, axis=-1)
+    tree = [
+        {"line": row.line, "label": labels[label], "probability": float(share[label])}
+        for row, label, share in zip(rows, best, shares, strict=True)
+    ]
+    write_json(folder / "predictions.json", tree)

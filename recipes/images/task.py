@@ -1,0 +1,59 @@
+"""Classification of images as `recipes.train` sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..run.evaluate import predict
+from ..run.monitor import monitored
+from .config import ImagesConfig
+from .data import ImageData, load_images
+from .model import CNN, MLP, make_layers
+from .vit import ViT
+
+Model = MLP | CNN | ViT
+
+
+def build(config: ImagesConfig) -> Model:
+    """The model of a config, for images and classes as its files have them.
+
+    Raises:
+      RecipeError: The files are unusable, or the model does not fit their images.
+    """
+    shape, rngs, data = config.model, nnx.Rngs(config.seed), load_images(config.data)
+    if shape.kind == "vit":
+        return ViT(shape, data.image, data.classes, policy=monitored(config), rngs=rngs)
+    kind = {"mlp": MLP, "cnn": CNN}[shape.kind]
+    return kind(shape, data.image, data.classes, make_layers(config.scalify, rngs))
+
+
+def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Standardized images and labels."""
+    size, image = config.data.batch_size, load_images(config.data).image
+    return (
+        jax.ShapeDtypeStruct((size, *image), jnp.float32),
+        jax.ShapeDtypeStruct((size,), jnp.int32),
+    )
+
+
+def load_data(config: ImagesConfig) -> ImageData:
+    """The idx files of the config."""
+    return load_images(config.data)
+
+
+def scores(config: ImagesConfig, data: ImageData, model: Model, folder: Path) -> dict[str, float]:
+    """The share of the test images that are classified rightly."""
+    labels = data.test.labels
+    logits = predict(model, data.test_images(), config.scalify)[: len(labels)]
+    return {"accuracy": float(np.mean(logits.argmax(-1) == labels))}
+
+
+def closing(config: ImagesConfig, data: ImageData, model: Model, folder: Path) -> Iterator[str]:
+    """Nothing: the scores say it all."""
+    return iter(())

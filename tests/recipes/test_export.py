@@ -1,0 +1,84 @@
+"""Trained models in safetensors files, their linear layers in FP8 where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from flax import nnx
+
+from recipes.errors import RecipeError
+from recipes.export import export, save_tensors
+from recipes.gpt.config import GPTConfig
+from recipes.run.checkpoint import Checkpoints
+from recipes.run.convert import formats
+from recipes.run.folder import open_run
+from recipes.run.state import TrainState, init_state
+from unitscale import ScaledArray, nn
+
+KEYS = "kernel", "dot_general.weight_scale"
+
+
+def entries(path: Path) -> dict[str, Any]:
+    return dict(safetensors.deserialize(path.read_bytes()))
+
+
+def saved(config: GPTConfig) -> TrainState:
+    """The state of a run at initialisation, which has a checkpoint now."""
+    checkpoints, state = Checkpoints(open_run(config)), init_state(config)[2]
+    checkpoints.save(0, state, {}, {"formats": formats(config), "text": ""})
+    checkpoints.close()
+    return state
+
+
+def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
+    config = make_config("model.width=128", "model.heads=1")
+    state = saved(config)
+    path = tmp_path / "new" / "model.safetensors"
+    assert export(config, path, pytest.fail).endswith(f"arrays of tiny are in {path}")
+    kernel = state.params["layers"][0]["mlp"]["up"]["kernel"].get_value()
+    found = entries(path)["layers.0.mlp.up.kernel"]
+    assert (found["dtype"], found["shape"]) == ("F32", list(kernel.shape))
+    assert found["data"] == np.asarray(kernel).tobytes()
+    export(config, path, pytest.fail, fp8=True)
+    found = entries(path)
+    narrow, scale = (found[f"layers.0.mlp.up.{name}"] for name in KEYS)
+    assert (narrow["dtype"], scale["dtype"]) == ("F8_E4M3", "F32")
+    values = np.frombuffer(narrow["data"], jnp.float8_e4m3fn).astype(np.float32)
+    values = values.reshape(kernel.shape) * np.frombuffer(scale["data"], np.float32)
+    # Half of the spacing of three bits, or of the least number, which is 2^-9 of the scale.
+    np.testing.assert_allclose(values, kernel, rtol=2**-4, atol=2**-10 * float(jnp.max(kernel)))
+    other = make_config("model.library=unitscale", "name=other")
+    with pytest.raises(RecipeError, match="no run at"):
+        export(other, path, pytest.fail)
+    saved(other)
+    with pytest.raises(RecipeError, match=r"plain linear layers to store in FP8; got: .* without"):
+        export(other, path, pytest.fail, fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("bfloat16", "BF16"), ("float16", "F16"), ("float8_e5m2", "F8_E5M2")]
+)
+def test_types(tmp_path: Path, dtype: str, name: str) -> None:
+    values = jnp.asarray([1.0, -0.5, 0.0], dtype)
+    scaled = ScaledArray(values, jnp.float32(0.25))
+    box = nnx.Dict(a=nnx.Param(values), n=nnx.Variable(jnp.arange(3)), s=nnx.Param(scaled))
+    assert save_tensors(box, tmp_path / "x") == 3
+    found = entries(tmp_path / "x")
+    assert {k: v["dtype"] for k, v in found.items()} == {"a": name, "n": "I32", "s": "F32"}
+    assert found["a"]["data"] == np.asarray(values).tobytes()
+    assert np.frombuffer(found["s"]["data"], np.float32).tolist() == [0.25, -0.125, 0.0]
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    layer = nn.Dense(16, 16, policy="fp8_delayed", rngs=nnx.Rngs(0))
+    with pytest.raises(RecipeError, match=r"amax holds a QuantState"):
+        save_tensors(layer, tmp_path / "x")
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"cannot write .*file/x"):
+        save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "file" / "x")
