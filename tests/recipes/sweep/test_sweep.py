@@ -9,8 +9,8 @@ from rich.console import Console
 
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.run.pool import each
 from recipes.sweep import _sweep as module, append_row, read_rows, sweep
-from recipes.sweep._pool import each
 
 from ..characters import make, write
 from ..dying import dies_at_two
