@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -23,6 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from unitscale import nn
+from unitscale.analysis import compile_h200, h200_available
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..config import RunConfig
@@ -30,7 +31,6 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.recipe import recipe_of
 from ._compare import compare, comparison, judged
-from ._h200 import NEEDS, available, compile_program, specs_like
 from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper, train_step
@@ -78,14 +78,17 @@ def main(
         tables += converted(told, plain_learning_rate)
     if not has_qwix():
         notes.append(f"The program through qwix: {MISSING}")
-    if compile and available():
+    if compile and h200_available():
         tables += [kernels(names), memory(names)]
         notes.append(
             "Compiled, not run. Dense: all products but attention's own and the readout's. amax: "
             "reductions to the greatest magnitude. Block scales have FP8 kernels from sm_100 on."
         )
     elif compile:
-        notes.append(f"FP8 kernels and memory: not compiled; that needs {NEEDS}.")
+        notes.append(
+            "FP8 kernels and memory: not compiled; that needs the CUDA plugin for JAX, see "
+            "unitscale.analysis.compile_h200."
+        )
     if jax.default_backend() == "gpu":
         tables.append(speeds(names, steps))
     else:
@@ -148,13 +151,8 @@ def compile_step(config: RunConfig) -> jax.stages.Compiled:
         made.append(step)
         return state
 
-    state, index = jax.eval_shape(begin), jax.ShapeDtypeStruct((), jnp.int32)
-    return on_h200(made[0], state, recipe_of(config).abstract_batch(config), index)
-
-
-def on_h200(f: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
-    """A function of abstract arguments, compiled for an H200."""
-    return compile_program(f, *specs_like(args))
+    state, batch = jax.eval_shape(begin), recipe_of(config).abstract_batch(config)
+    return compile_h200(made[0], state, batch, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def row_of(
@@ -225,7 +223,8 @@ def _temporaries(layers: int, width: int, hidden: int, tokens: int, policy: str)
         return jnp.mean(x.value.astype(jnp.float32) ** 2)
 
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
-    analysis: Any = on_h200(jax.value_and_grad(loss), params, rest, x).memory_analysis()
+    step = jax.value_and_grad(loss)
+    analysis: Any = compile_h200(step, params, rest, x).memory_analysis()
     return analysis.temp_size_in_bytes
 
 

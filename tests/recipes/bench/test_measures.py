@@ -327,7 +327,7 @@ def test_the_unit_scaled_program_is_judged(fp8: bool, amax: int, within: bool) -
 def test_what_cannot_be_measured_is_said(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quant, "available", lambda: False)
+    monkeypatch.setattr(quant, "h200_available", lambda: False)
     assert main(["bench", "quant", "--no-train"]) == 0
     printed = capsys.readouterr().out
     assert "FP8 kernels and memory: not compiled; that needs" in printed
