@@ -185,6 +185,7 @@ def test_a_score_is_that_of_the_run(
     assert "stopped by signal 15; run the same command to resume" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compare_trains_once_and_measures_all_validation_text(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
