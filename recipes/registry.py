@@ -85,8 +85,8 @@ def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
     close = difflib.get_close_matches(str(name), RECIPES, n=1, cutoff=0.4)
-    close = [RENAMED[name]] if name in RENAMED else close
-    todo = f"did you mean {close[0]}?" if close else "correct the value"
+    meant = RENAMED.get(str(name), *close)
+    todo = f"did you mean {meant}?" if meant else "correct the value"
     raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}; {todo}")
 
 

@@ -36,6 +36,7 @@ def test_products_of_layers_are_converted_and_weights_are_not(make_config: MakeC
     jax.tree.map(np.testing.assert_array_equal, *leaves)
 
 
+@pytest.mark.slow
 def test_the_shared_step_keeps_delayed_scales(make_config: MakeConfig) -> None:
     graphdef, optimizer, state = init_state(make_config("model.products=fp8_delayed"))
     step = make_train_step(graphdef, optimizer)

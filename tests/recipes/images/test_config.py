@@ -67,7 +67,11 @@ def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> N
     assert caught.value.exit_code == 2
 
 
-UNKNOWN = [("imges", r"'imges'; did you mean images\?"), ("[images]", r"\['images'\]")]
+UNKNOWN = [
+    ("imges", r"'imges'; did you mean images\?"),
+    ("[images]", r"\['images'\]"),
+    ("mnist", "'mnist'; did you mean images"),
+]
 UNKNOWN += [("zzz", r"'zzz'; correct the value"), ("null", r"None; correct the value")]
 
 
@@ -79,6 +83,7 @@ def test_unknown_recipe(tmp_path: Path, name: str, got: str) -> None:
         load_config(path)
 
 
+@pytest.mark.slow
 def test_commands(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(config_file), "train.steps=6"]
     assert main(["train", *words]) == 0

@@ -100,6 +100,7 @@ def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_point(tmp_path) -> None:
     tasks = [(number, str(tmp_path)) for number in range(5)]
     ended = dict(each(tasks, 2, dies_at_two))
