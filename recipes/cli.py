@@ -154,6 +154,20 @@ def describe(config: ConfigPath, overrides: Overrides = None) -> None:
         typer.echo(line)
 
 
+@app.command()
+def export(
+    config: ConfigPath,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="a .safetensors file to write")],
+    overrides: Overrides = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="store linear layers in FP8")] = False,
+) -> None:
+    """Write the arrays of a trained model to a safetensors file."""
+    settings = load_config(config, overrides or ())
+    from .export import export as export_run
+
+    typer.echo(export_run(settings, path, _warn, fp8=fp8))
+
+
 bench = typer.Typer(help="Print the figures in README.md.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

@@ -6,17 +6,18 @@ The key `recipe` of the file says whose config it is: each recipe has a model of
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
-from .config import RunConfig, describe_problem, parent_of, unknown_key, valid_keys
+from .config import RunConfig, describe_problem, unknown_key, valid_keys
 from .errors import RecipeError
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
@@ -31,29 +32,10 @@ RECIPES: dict[str, type[RunConfig]] = {
 }
 """The config of each recipe, by its name; a file that names none is a GPT's."""
 
+RENAMED = {"mnist": "images"}
+"""Names that recipes had in earlier versions."""
+
 Kind = TypeVar("Kind", bound=RunConfig)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-3` as text and lets a key be given twice; this loader does neither."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: dict[Any, yaml.Mark] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    "", seen[key], f"the key {key!r} is given twice", key_node.start_mark
-                )
-            seen[key] = key_node.start_mark
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -71,10 +53,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         recipe's config does not allow. The message names every such key. Or `init` is no folder of
         GPT-2.
     """
-    tree = _read_yaml(Path(path))
-    schema = _schema_of(tree, path)
-    for override in overrides:
-        _apply_override(tree, override, schema)
+    file = _read(Path(path))
+    schema = _schema_of(file.get("recipe", "gpt"), path)
+    words = [_override(word, schema) for word in overrides]
+    tree: Any = OmegaConf.to_container(OmegaConf.merge(file, *words))
     try:
         config = schema.model_validate(schema.filled(tree))
     except ValidationError as error:
@@ -99,18 +81,16 @@ def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ())
     return config
 
 
-def _schema_of(tree: dict[str, Any], path: str | Path) -> type[RunConfig]:
-    name = tree.get("recipe", "gpt")
-    if not isinstance(name, str) or name not in RECIPES:
-        close = difflib.get_close_matches(str(name), RECIPES, n=1, cutoff=0.4)
-        todo = f"did you mean {close[0]}?" if close else "correct the value"
-        raise RecipeError(
-            f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}; {todo}"
-        )
-    return RECIPES[name]
+def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
+    if isinstance(name, str) and name in RECIPES:
+        return RECIPES[name]
+    close = difflib.get_close_matches(str(name), RECIPES, n=1, cutoff=0.4)
+    meant = RENAMED.get(str(name), *close)
+    todo = f"did you mean {meant}?" if meant else "correct the value"
+    raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}; {todo}")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -125,23 +105,34 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise RecipeError(
             f"config file {path} cannot be read: {error.strerror}; give a readable YAML file"
         ) from error
-    tree = _parse(text, f"config file {path}")
-    if not isinstance(tree, dict):
+    return _mapping(lambda: OmegaConf.create(text), f"config file {path}")
+
+
+def _override(word: str, schema: type[RunConfig]) -> DictConfig:
+    key, equals, _ = word.partition("=")
+    if not equals or not key:
         raise RecipeError(
-            f"config file {path}: expected a mapping of keys to values; "
-            f"got {'nothing' if tree is None else type(tree).__name__}; start from configs/"
+            f"override {word!r}: expected key=value, for example train.steps=100; add the '='"
         )
-    return tree
+    if key not in dict(valid_keys(schema)):
+        raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
+    return _mapping(lambda: OmegaConf.from_dotlist([word]), f"override {word!r}")
 
 
-def _parse(text: str, where: str) -> Any:
+def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader: builds plain values only
-    except yaml.YAMLError as error:
+        parsed = parse()
+    except (YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise RecipeError(f"{where}{line}: not valid YAML: {problem}; correct the line") from error
+    if not isinstance(parsed, DictConfig) or not parsed:
+        got = "nothing" if not parsed else "a list"
+        raise RecipeError(
+            f"{where}: expected a mapping of keys to values; got {got}; start from configs/"
+        )
+    return parsed
 
 
 def _similar_file(path: Path) -> str:
@@ -149,21 +140,3 @@ def _similar_file(path: Path) -> str:
     names = [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f"; did you mean {folder / close[0]}?" if close else ""
-
-
-def _apply_override(tree: dict[str, Any], override: str, schema: type[RunConfig]) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise RecipeError(
-            f"override {override!r}: expected key=value, for example train.steps=100; add the '='"
-        )
-    known = dict(valid_keys(schema))
-    if key not in known:
-        raise RecipeError(f"override {override!r}: {unknown_key(key, schema)}")
-    value = _parse(text, f"override {override!r}")
-    node, last = parent_of(tree, key)
-    old = node.get(last)
-    if isinstance(value, Mapping) and isinstance(old, dict):
-        old.update(value)
-    else:
-        node[last] = value

@@ -49,7 +49,7 @@ from .run.progress import Reporter, Stopwatch
 from .run.recipe import Data, recipe_of
 from .run.scaling import plain
 from .run.signals import StopRequest
-from .run.state import init_state, restore, with_kept_tokenizer
+from .run.state import TrainState, init_state, restore, with_kept_tokenizer
 from .run.step import make_train_step
 from .run.steps import advance
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from tests.compilation import cache_folder
+from tests.compilation import cache_folder, xla_flags
 
 # Before jax and NumPy are imported. A value that the user has set wins:
 # `JAX_PLATFORMS=cuda pytest -m gpu`.
@@ -17,9 +17,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Each worker has a core; more threads only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    devices = "--xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 from collections.abc import Iterator
 
@@ -36,13 +34,15 @@ _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {
     "gpu": "a GPU and JAX_PLATFORMS=cuda",
     "h200": "the packages jax-cuda13-plugin (of jax's version), nvidia-cuda-nvcc and nvidia-nvvm",
+    "peers": 'the packages of pip install ".[peers]"',
 }
+_PACKAGES = {"h200": ("jax_cuda13_plugin",), "peers": ("qwix", "torch", "transformers")}
 
 
 def _can_run(mark: str) -> bool:
     if mark == "gpu":
         return any(name in os.environ["JAX_PLATFORMS"] for name in ("cuda", "gpu", "rocm"))
-    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+    return all(importlib.util.find_spec(package) for package in _PACKAGES[mark])
 
 
 @pytest.fixture(scope="module", autouse=True)

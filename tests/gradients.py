@@ -68,24 +68,29 @@ def check(
     Raises:
         WrongGradient: naming the leaf.
     """
-    gradient = jit(jax.grad(loss))(params) if gradient is None else gradient
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = [
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         for path, _ in paths
     ]
     leaves = [np.asarray(leaf) for _, leaf in paths]
-    grads = [np.asarray(g, np.float64) for g in jax.tree.leaves(gradient)]
+
+    @jit
+    def evaluate(*xs):
+        value, grads = jax.value_and_grad(loss)(jax.tree.unflatten(treedef, xs))
+        return value, jax.tree.leaves(grads)
+
+    found = evaluate(*leaves)[1] if gradient is None else jax.tree.leaves(gradient)
+    grads = [np.asarray(g, np.float64) for g in found]
     assert len(grads) == len(leaves), "the gradient has another structure than the parameters"
-    evaluate = jit(lambda *xs: loss(jax.tree.unflatten(treedef, xs)))
     largest = max(map(np.linalg.norm, grads))
 
     constants = {}
     for i, (name, leaf, grad) in enumerate(zip(names, leaves, grads, strict=True)):
 
         def moved(offset, i=i, leaf=leaf):
-            value = evaluate(*leaves[:i], (leaf + offset).astype(leaf.dtype), *leaves[i + 1 :])
-            return float(value)
+            moved = (leaf + offset).astype(leaf.dtype)
+            return float(evaluate(*leaves[:i], moved, *leaves[i + 1 :])[0])
 
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         random = [u / np.linalg.norm(u) for u in rng.normal(size=(directions, *leaf.shape))]

@@ -1,25 +1,10 @@
-"""Compiling for an NVIDIA H200 on a machine that has none, and reading what became of the products.
-
-Nothing is run: a test reads the optimized program. Tests that use it carry the mark `h200`; see
-`recipes/bench/_h200.py` for what they need.
-"""
+"""What became of the products of a program for an H200, read from its text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
-
-from recipes.bench._h200 import compile_program, spec as spec, topology as topology
 
 FP8_GEMM = "__cublas$lt$matmul$f8"
-
-
-def compile_h200(f: Callable[..., Any], *args: Any) -> str:
-    """Returns the optimized program; small products go to cuBLAS as large ones do."""
-    text = compile_program(f, *args).as_text()
-    assert text is not None, "a program for one device has text"
-    return text
 
 
 def library_calls(program: str) -> list[str]:

@@ -21,7 +21,7 @@ from pydantic import Field
 from ..config import Count, Positive, RunConfig, Section
 from ..errors import RecipeError
 from ..registry import RECIPES
-from ._runs import CONFIGS, Asked, loss_of, trained, variant
+from ._runs import CONFIGS, Told, loss_of, trained, variant
 from ._table import Table
 
 Bound = Positive | Literal["spread", "no worse"] | None
@@ -81,10 +81,10 @@ class Compared(NamedTuple):
     def table(self) -> Table:
         """Every variant beside the reference."""
         entry, (config, *_) = self.entry, self.configs.values()
-        bounds = {name: one.bound for name, one in entry.variants.items()}
+        bounds: dict[str, Bound] = {name: one.bound for name, one in entry.variants.items()}
         rows = judged(self.values, entry.reference, bounds, entry.metric)
         seeds = len(self.values[entry.reference])
-        many = f"one seed, {config.seed}" if seeds == 1 else f"mean of {seeds} seeds"
+        many = f"seed {config.seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
         title = f"{entry.title}: {config.train.steps} steps, {many}"
         return Table(title, [row | {"variant": entry.label(row["variant"])} for row in rows])
 
@@ -98,7 +98,7 @@ def comparison(name: str) -> Comparison:
 
 def compare(
     entry: Comparison,
-    asked: Asked,
+    told: Told,
     own: Mapping[str, Sequence[str]] | None = None,
     run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
 ) -> Compared:
@@ -106,33 +106,33 @@ def compare(
 
     Args:
       entry: What is compared.
-      asked: What the command line says of it.
+      told: What the command line says of it.
       own: Further overrides by variant.
       run: Trains a run, unless it is finished, and gives its scores; by default in this process.
     """
     own = {} if own is None else own
-    configs = {name: configs_of(entry, asked, name, own.get(name, ())) for name in entry.variants}
+    configs = {name: configs_of(entry, told, name, own.get(name, ())) for name in entry.variants}
     values: dict[str, list[float]] = {name: [] for name in configs}
     for name, found in values.items():
         for config in configs[name]:
-            scores = (run or trained)(config, asked.fresh)
+            scores = (run or trained)(config, told.fresh)
             found.append(loss_of(config) if entry.metric == "loss" else scores[entry.metric])
         jax.clear_caches()
     return Compared(entry, {name: found[0] for name, found in configs.items()}, values)
 
 
 def configs_of(
-    entry: Comparison, asked: Asked, name: str, words: Sequence[str] = ()
+    entry: Comparison, told: Told, name: str, words: Sequence[str] = ()
 ) -> list[RunConfig]:
     """The runs of a variant, one for each seed; another than the first has it in its name."""
-    path = asked.config or CONFIGS / entry.config
+    path = told.config or CONFIGS / entry.config
     settings = entry.variants[name].settings.items()
     own = [*(f"{key}={json.dumps(value)}" for key, value in settings), *words]
     kind = RECIPES[entry.recipe]
-    first = variant(path, asked.words, name, *own, kind=kind)
-    more = range(first.seed + 1, first.seed + (asked.seeds or entry.seeds))
+    first = variant(path, told.words, name, *own, kind=kind)
+    more = range(first.seed + 1, first.seed + (told.seeds or entry.seeds))
     return [first] + [
-        variant(path, asked.words, f"{name}-seed{seed}", *own, f"seed={seed}", kind=kind)
+        variant(path, told.words, f"{name}-seed{seed}", *own, f"seed={seed}", kind=kind)
         for seed in more
     ]
 

@@ -42,7 +42,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there 
 Kind = TypeVar("Kind", bound=RunConfig)
 
 
-class Asked(NamedTuple):
+class Told(NamedTuple):
     """What the command line says of the runs: config file, overrides, seeds, and text."""
 
     config: str | None = None

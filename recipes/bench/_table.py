@@ -39,8 +39,8 @@ _NAMES = {
     ",.0f": "temporaries MiB, tokens per second, produced, consumed",
     "+.3%": "over reference, FLOPs",
     "+.2%": "cost",
-    ".4%": "share lost, without absent, share subnormal, lost at first, less absent at first, "
-    "lost at the end, less absent at the end, added",
+    ".4%": "share lost, without absent, share subnormal, lost at first, without absent at first, "
+    "lost at the end, without absent at the end, added",
     ".3%": "standard error",
     ".2%": "plain float16, scalify float16, heavy-tailed nearest, heavy-tailed stochastic, "
     "normal nearest, normal stochastic",

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..config import ScalifyConfig
 from ..gpt import build
 from ..gpt.config import GPTConfig
 from ..run.batch import loss_inputs
+from ..run.recipe import recipe_of
 from ..run.scaling import plain, under
 from ..run.state import TrainState, init_state
 from ._runs import last_state
 
 WHEN = "at first", "at the end"
+BATCHES = 8
 HALVINGS = 24  # after which a loss scale is below any that a gradient would need
 
 
@@ -46,12 +47,28 @@ class Underflow(NamedTuple):
         return (self.lost - self.lost_absent) / self.entries
 
 
-def absent_tokens(tokens: Any, vocab: int) -> np.ndarray:
-    """(vocab,) bool: the tokens that a training text never has."""
-    return np.bincount(np.asarray(tokens), minlength=vocab) == 0
+class Sample(NamedTuple):
+    """Windows of validation text, and (vocab,) bool: the tokens that the training text lacks."""
+
+    batches: list[Any]
+    absent: np.ndarray
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> Sample:
+        """Some of the text of a run."""
+        corpus: Any = recipe_of(config).load_data(config)
+        tokens = np.asarray(corpus.train_tokens)
+        absent = np.bincount(tokens, minlength=config.model.vocab) == 0
+        return cls(list(corpus.validation(BATCHES)), absent)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.batches)} batches. Without absent: less those in the readout of the "
+            f"{int(self.absent.sum())} tokens that the training text never has."
+        )
 
 
-def lost_gradients(config: GPTConfig, batches: list[Any], absent: np.ndarray) -> list[Underflow]:
+def lost_gradients(config: GPTConfig, sample: Sample) -> list[Underflow]:
     """Underflow of a trained run's gradients, with its first parameters and with its last.
 
     Both formats start from the same float32 parameters; dropout is left out. A loss scale is that
@@ -59,28 +76,21 @@ def lost_gradients(config: GPTConfig, batches: list[Any], absent: np.ndarray) ->
 
     Args:
       config: The run.
-      batches: Windows of ids.
-      absent: Of `absent_tokens`.
+      sample: Of its text.
     """
     shape = config.model.model_copy(update={"products": None})
     exact = config.model_copy(update={"policy": "float32", "scalify": None, "model": shape})
     wide, _, rest = nnx.split(build(exact), nnx.Param, ...)
     reference = jax.jit(gradient(wide))
     graphdef, _, first = init_state(config)
-    narrow = rounded(graphdef, config.scalify)
+    rounded = under(config.scalify, gradient(graphdef))
+    narrow = jax.jit(lambda *args: plain(config.scalify, rounded(*args)[1]))
 
     def count(state: TrainState, scale: Any) -> Underflow:
         params = plain(config.scalify, state.params)
-        return counted(
-            (
-                (
-                    reference(params, rest, batch, None)[1],
-                    narrow(state.params, state.rest, batch, scale),
-                )
-                for batch in batches
-            ),
-            absent,
-        )
+        exact = (reference(params, rest, batch, None)[1] for batch in sample.batches)
+        half = (narrow(state.params, state.rest, batch, scale) for batch in sample.batches)
+        return counted(zip(exact, half, strict=True), sample.absent)
 
     last, constant = last_state(config), config.optimizer.loss_scale
     if first.loss_scale is None or last.loss_scale is None:
@@ -92,15 +102,6 @@ def lost_gradients(config: GPTConfig, batches: list[Any], absent: np.ndarray) ->
             break
         scale = scale / 2
     return [found, count(last, last.loss_scale.value)]
-
-
-def rounded(graphdef: nnx.GraphDef, scalify: ScalifyConfig | None) -> Callable[..., Any]:
-    """The compiled gradient in the formats of a model: `(params, rest, batch, scale)`."""
-
-    def values(*args: Any) -> Any:
-        return under(scalify, gradient(graphdef))(*args)[1]
-
-    return jax.jit(lambda *args: plain(scalify, values(*args)))
 
 
 def gradient(graphdef: nnx.GraphDef) -> Callable[..., tuple[jax.Array, Any]]:
@@ -123,7 +124,7 @@ def counted(pairs: Iterable[tuple[Any, Any]], absent: np.ndarray) -> Underflow:
 
     Args:
       pairs: Trees of arrays.
-      absent: Of `absent_tokens`.
+      absent: As of a `Sample`.
     """
     counts = [_counts(exact, half, absent) for exact, half in pairs]
     return Underflow(*(sum(column) for column in zip(*counts, strict=True)))

@@ -25,7 +25,7 @@ from ..registry import load_config
 from ..run.recipe import recipe_of
 from ._compare import Compared, compare, comparison
 from ._imported import folders, logits_table
-from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, Seeds
+from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._study import counts, read_best
 from ._table import JsonPath, Table, asked, publish
 from ._tasks import question_words, sentence_words, split_articles, tuned_words
@@ -76,7 +76,7 @@ def main(
         raise RecipeError(
             "--sst2, --squad and --tuning: expected beside --finetune; got them alone; add it"
         )
-    told = Asked(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data)
     tables, notes = [], []
     best = None if charlm is None else read_best(charlm)  # complains before hours of training
     imported = folders(logits or ())
@@ -85,7 +85,7 @@ def main(
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
-            tables += tuned(found, sst2, squad, Asked(None, tuning, seeds, fresh))
+            tables += tuned(found, sst2, squad, Told(None, tuning, seeds, fresh))
             notes.append("Each policy's own pretrained model, tuned in the same policy.")
     if best is not None:
         tables.append(counts(best))
@@ -102,7 +102,7 @@ def main(
 
 
 def tuned(
-    pretrained: Compared, sst2: tuple[str, str] | None, squad: str | None, told: Asked
+    pretrained: Compared, sst2: tuple[str, str] | None, squad: str | None, told: Told
 ) -> list[Table]:
     """Scores of the pretrained models, tuned on the tasks whose files are given."""
     reference = pretrained.entry.reference

@@ -25,16 +25,14 @@ from unitscale.core import is_scaled
 from unitscale.quant import AmaxState
 
 from ..gpt.config import GPTConfig
-from ..run.recipe import recipe_of
 from ..run.scaling import under
 from ..run.state import TrainState, init_state
 from ._compare import compare, comparison
-from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, publish
 from ._timing import random_batch
-from ._underflow import WHEN, absent_tokens, gradient, lost_gradients
+from ._underflow import WHEN, Sample, gradient, lost_gradients
 
-GRADIENT_BATCHES = 8
 TO_CHOOSE = {
     "loss-scale": "the scale",
     "auto-loss-scale": "first scale, interval, factor",
@@ -60,35 +58,32 @@ def main(
     own = {name: [] for name in entry.variants} | entry.at_rate(plain_learning_rate)
     own["loss-scale"].append(f"optimizer.loss_scale={loss_scale}")
     own["auto-loss-scale"].append(f"optimizer.loss_scale_interval={growth_interval}")
-    found = compare(entry, Asked(config, overrides, seeds, fresh, data), own)
+    found = compare(entry, Told(config, overrides, seeds, fresh, data), own)
     configs: dict[str, Any] = found.configs
     first = configs[entry.reference]
-    corpus: Any = recipe_of(first).load_data(first)
-    batches = list(corpus.validation(GRADIENT_BATCHES))
-    absent = absent_tokens(corpus.train_tokens, first.model.vocab)
-    losses, costs = found.table(), {}
+    sample = Sample.of(first)
+    losses, rows, costs = found.table(), [], {}
     for name, row in zip(configs, losses.rows, strict=True):
-        if name == entry.reference:
-            continue
-        for when, one in zip(WHEN, lost_gradients(configs[name], batches, absent), strict=True):
-            row |= {f"lost {when}": one.lost_share}
-            row |= {f"less absent {when}": one.lost_occurring_share}
-        costs[name] = cost_of(configs[name])
-        jax.clear_caches()
+        lost = {}
+        if name != entry.reference:
+            for when, one in zip(WHEN, lost_gradients(configs[name], sample), strict=True):
+                lost |= {f"lost {when}": one.lost_share}
+                lost |= {f"without absent {when}": one.lost_occurring_share}
+            costs[name] = cost_of(configs[name])
+            jax.clear_caches()
+        rows.append({**row, **lost})
     notes = [
         f"Plain models learn at {first.optimizer.learning_rate:g}, unit scaling at the config's "
         "own rate; loss over all validation text. All are float16; tensor scaling: products of "
         "layers in FP8, their scales from amax.",
-        f"lost: entries of the gradient of all parameters that are zero and in float32 are not, "
-        f"over {len(batches)} batches. Less absent: less those in the readout of the "
-        f"{int(absent.sum())} tokens that the training text never has. Automatic: at the first "
-        "scale without overflow.",
+        "lost: entries of the gradient of all parameters that are zero and in float32 are not, "
+        f"over {sample} Automatic: at the first scale without overflow.",
         "reductions: reduce instructions of a compiled step (gradient and update, and no checks "
         f"but those of a loss scale) on {jax.devices()[0].device_kind}. FLOPs: of the step before "
         "XLA optimizes it. numbers kept: what the method carries from step to step.",
     ]
-    tables = [losses, added({entry.label(name): cost for name, cost in costs.items()}, [*costs])]
-    publish("methods", tables, json, notes)
+    labels = [entry.label(name) for name in costs]
+    publish("methods", [Table(losses.title, rows), added(labels, costs)], json, notes)
 
 
 class Cost(NamedTuple):
@@ -99,7 +94,7 @@ class Cost(NamedTuple):
     kept: int
 
 
-def added(costs: dict[str, Cost], names: list[str]) -> Table:
+def added(labels: list[str], costs: dict[str, Cost]) -> Table:
     """What each method adds to the first, and leaves to be chosen."""
     none, *_ = costs.values()
     rows = [
@@ -110,7 +105,7 @@ def added(costs: dict[str, Cost], names: list[str]) -> Table:
             "numbers kept": cost.kept,
             "to choose": TO_CHOOSE.get(name, "nothing"),
         }
-        for name, (label, cost) in zip(names, costs.items(), strict=True)
+        for label, (name, cost) in zip(labels, costs.items(), strict=True)
     ]
     return Table(f"Added to a step of {none.reductions} reductions, {none.flops:.4g} FLOPs", rows)
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ._compare import compare, comparison
-from ._runs import Asked, Fresh, Overrides, Seeds
+from ._runs import Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, publish
 
 
@@ -24,5 +24,5 @@ def main(
     json: JsonPath = None,
 ) -> None:
     """Prints the test accuracy by number format."""
-    found = compare(comparison("mnist"), Asked(config, overrides, seeds, fresh))
+    found = compare(comparison("mnist"), Told(config, overrides, seeds, fresh))
     publish("mnist", [found.table()], json)

@@ -27,7 +27,7 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.state import init_state
 from ._compare import compare, comparison, configs_of
-from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, Seeds
+from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved
 
@@ -66,7 +66,7 @@ def main(
     ]
     if loss:
         # The float32 run is that of `bench parity`.
-        told = Asked(config, overrides, seeds, fresh, data)
+        told = Told(config, overrides, seeds, fresh, data)
         tables.append(compare(comparison("optim"), told).table())
     publish("optim", tables, json, notes)
 
@@ -75,7 +75,7 @@ def count_bytes(path: str, shape: tuple[str, ...] = ()) -> Table:
     """Bytes of weights and state per parameter, from live arrays."""
     entry, rows = comparison("optim"), []
     for name in entry.variants:
-        (config,) = configs_of(entry, Asked(path, list(shape)), name)
+        (config,) = configs_of(entry, Told(path, list(shape)), name)
         _, _, state = init_state(config)
         count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
         weights, moments = (_bytes(tree) / count for tree in (state.params, state.opt_state))

@@ -31,7 +31,7 @@ from ..config import RunConfig
 from ..errors import RecipeError
 from ..run.folder import dump_config
 from ._compare import compare, comparison
-from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, Seeds
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish, within
 
 DEVICES, TRAIN_DEVICES = 8, 4
@@ -69,7 +69,7 @@ def main(
         "spread evenly over the binades from 2^-20 to 2^10; rounding to nearest and at random.",
     ]
     if train:
-        told = Asked(config, overrides, seeds, fresh, data)
+        told = Told(config, overrides, seeds, fresh, data)
         tables.append(compare(comparison("parallel"), told, run=_trained_apart).table())
         notes.append(
             "Training: the batch divided, rounded to nearest; loss over all validation text."

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..run.recipe import recipe_of
 from ._compare import compare, comparison
-from ._runs import Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
-from ._underflow import WHEN, Underflow, absent_tokens, lost_gradients
+from ._underflow import WHEN, Sample, Underflow, lost_gradients
 
 LEAST_GAIN = 10.0
-GRADIENT_BATCHES = 8
 
 
 def main(
@@ -32,19 +30,15 @@ def main(
 ) -> None:
     """Prints validation loss by number format, and the share of gradients lost in float16."""
     entry = comparison("parity")
-    told = Asked(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data)
     found = compare(entry, told, entry.at_rate(plain_learning_rate))
     configs: dict[str, Any] = found.configs
-    first = configs["float32"]
-    corpus: Any = recipe_of(first).load_data(first)
-    batches = list(corpus.validation(GRADIENT_BATCHES))
-    absent = absent_tokens(corpus.train_tokens, first.model.vocab)
-    both = [lost_gradients(configs[name], batches, absent) for name in ("float16", "plain-float16")]
+    sample = Sample.of(configs["float32"])
+    both = [lost_gradients(configs[name], sample) for name in ("float16", "plain-float16")]
     notes = [
         "No loss scale; loss over all validation text.",
-        f"Gradients: all parameters, {len(batches)} batches; both formats from the same float32 "
-        "parameters. The end is that of each library's own float16 run. Without absent: less those "
-        f"in the readout of the {int(absent.sum())} tokens that the training text never has.",
+        "Gradients: all parameters; both formats from the same float32 parameters. The end is that "
+        f"of each library's own float16 run. {sample}",
     ]
     publish("parity", [found.table(), gradients(*both)], json, notes)
 

@@ -23,6 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from unitscale import nn
+from unitscale.analysis import compile_h200, h200_available
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..config import RunConfig
@@ -30,8 +31,7 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.recipe import recipe_of
 from ._compare import compare, comparison, judged
-from ._h200 import NEEDS, available, compile_program, spec, specs_like
-from ._runs import CONFIGS, Asked, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds
+from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper, train_step
 from .overhead import GPT2
@@ -69,7 +69,7 @@ def main(
     """Prints loss, FP8 kernels, amax reductions, memory and speed by policy."""
     entry = comparison("quant").only("--policies", policies)
     names = [name for name in entry.variants if name != entry.reference]
-    told = Asked(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data)
     tables, notes = [], []
     if train:
         tables.append(compare(entry, told).table())
@@ -78,14 +78,17 @@ def main(
         tables += converted(told, plain_learning_rate)
     if not has_qwix():
         notes.append(f"The program through qwix: {MISSING}")
-    if compile and available():
+    if compile and h200_available():
         tables += [kernels(names), memory(names)]
         notes.append(
             "Compiled, not run. Dense: all products but attention's own and the readout's. amax: "
             "reductions to the greatest magnitude. Block scales have FP8 kernels from sm_100 on."
         )
     elif compile:
-        notes.append(f"FP8 kernels and memory: not compiled; that needs {NEEDS}.")
+        notes.append(
+            "FP8 kernels and memory: not compiled; that needs the CUDA plugin for JAX, see "
+            "unitscale.analysis.compile_h200."
+        )
     if jax.default_backend() == "gpu":
         tables.append(speeds(names, steps))
     else:
@@ -98,7 +101,7 @@ def has_qwix() -> bool:
     return importlib.util.find_spec("qwix") is not None
 
 
-def converted(told: Asked, rate: float | None) -> list[Table]:
+def converted(told: Told, rate: float | None) -> list[Table]:
     """Losses of the plain model in FP8, and whether ours are no worse than that of qwix."""
     entry = comparison("converted")
     if not has_qwix():
@@ -148,9 +151,8 @@ def compile_step(config: RunConfig) -> jax.stages.Compiled:
         made.append(step)
         return state
 
-    state = specs_like(jax.eval_shape(begin))
-    batch = specs_like(recipe_of(config).abstract_batch(config))
-    return compile_program(made[0], state, batch, spec((), jnp.int32))
+    state, batch = jax.eval_shape(begin), recipe_of(config).abstract_batch(config)
+    return compile_h200(made[0], state, batch, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def row_of(
@@ -220,9 +222,9 @@ def _temporaries(layers: int, width: int, hidden: int, tokens: int, policy: str)
             x = layer(x)
         return jnp.mean(x.value.astype(jnp.float32) ** 2)
 
-    x = spec((tokens, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     step = jax.value_and_grad(loss)
-    analysis: Any = compile_program(step, specs_like(params), specs_like(rest), x).memory_analysis()
+    analysis: Any = compile_h200(step, params, rest, x).memory_analysis()
     return analysis.temp_size_in_bytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.special import softmax
@@ -17,6 +18,7 @@ from .rows import Dataset, Row
 
 _CHUNK = 1024
 """Rows that are tokenized at once."""
+_MEAN: dict[str, Any] = {"average": "macro", "zero_division": 0}
 
 
 def make_classification_records(
@@ -68,8 +70,8 @@ def score_classification(
     """
     scores = {"accuracy": accuracy_score(labels, predicted)}
     if classes == 2:
-        scores["f1"] = f1_score(labels, predicted, labels=[1], average="macro", zero_division=0)
-    scores["f1_macro"] = f1_score(labels, predicted, average="macro", zero_division=0)
+        scores["f1"] = f1_score(labels, predicted, labels=[1], **_MEAN)
+    scores["f1_macro"] = f1_score(labels, predicted, **_MEAN)
     one = np.unique([labels, predicted]).size == 1  # of which scikit-learn warns
     scores["matthews"] = 0.0 if one else matthews_corrcoef(labels, predicted)
     return {name: float(score) for name, score in scores.items()}

@@ -100,9 +100,22 @@ class ClassificationConfig(Section):
         return self
 
 
-class TaskConfig(Section):
-    """What to fine-tune on."""
+FORMATS: dict[str, ScalifyConfig | None] = {
+    "float32": None,
+    "bfloat16": ScalifyConfig(storage="bfloat16"),
+    "float16": ScalifyConfig(storage="float16"),
+    "fp8": ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2"),
+}
+"""What a policy means for a plain model: it runs under scalify."""
 
+
+class FinetuneConfig(RunConfig):
+    """A whole config of a fine-tuning run."""
+
+    recipe: Literal["finetune"] = Field(description="which recipe this config is of")
+    init: str = Field(
+        description="the folder to start from: a run of recipe bert, or a BERT from Hugging Face"
+    )
     task: Task = Field(description="extractive question answering, or sentence classification")
     data: DataConfig = Field(description="the files and their batches")
     squad: SquadConfig = Field(
@@ -111,6 +124,9 @@ class TaskConfig(Section):
     classification: ClassificationConfig = Field(
         default_factory=ClassificationConfig,
         description="sentence classification (task classification)",
+    )
+    dropout: Fraction | None = Field(
+        default=None, description="share of activations dropped; null for that of the run"
     )
 
     @model_validator(mode="after")
@@ -124,23 +140,6 @@ class TaskConfig(Section):
             )
         return self
 
-
-class FinetuneConfig(TaskConfig, RunConfig):
-    """A whole config of a fine-tuning run."""
-
-    recipe: Literal["finetune"] = Field(description="which recipe this config is of")
-    init: str = Field(
-        description="the folder to start from: a run of recipe bert, or a BERT from Hugging Face"
-    )
-    dropout: Fraction | None = Field(
-        default=None, description="share of activations dropped; null for that of the run"
-    )
-    data: DataConfig = Field(description="the files and their batches")
-
-    @property
-    def settled(self) -> Self:
-        return with_formats(self)
-
     @property
     def loss_unit(self) -> str:
         return "end of an answer" if self.task == "squad" else "row"
@@ -150,44 +149,35 @@ class FinetuneConfig(TaskConfig, RunConfig):
         """Whether `init` is a Hugging Face folder, whose model is in standard parametrization."""
         return (Path(self.init) / "config.json").is_file()
 
+    @property
+    def settled(self) -> Self:
+        """The config with `scalify` filled in where `init` is a Hugging Face folder.
 
-FORMATS: dict[str, ScalifyConfig | None] = {
-    "float32": None,
-    "bfloat16": ScalifyConfig(storage="bfloat16"),
-    "float16": ScalifyConfig(storage="float16"),
-    "fp8": ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2"),
-}
-"""What a policy means for a plain model: it runs under scalify."""
-
-
-def with_formats(config: FinetuneConfig) -> FinetuneConfig:
-    """The config with `scalify` filled in where `init` is a Hugging Face folder.
-
-    Raises:
-      RecipeError: It asks of a plain model what only those of unitscale have, or the other way.
-    """
-    optimizer = config.optimizer
-    if not config.plain:
-        if config.scalify is not None and (Path(config.init) / "config.yaml").exists():
+        Raises:
+          RecipeError: It asks of a plain model what only those of unitscale have, or the other way.
+        """
+        optimizer, folder = self.optimizer, f"the Hugging Face folder {self.init}"
+        if not self.plain:
+            if self.scalify is not None and (Path(self.init) / "config.yaml").exists():
+                raise RecipeError(
+                    f"scalify is for plain models; the run in init {self.init} is of a unitscale "
+                    "model; set scalify null"
+                )
+            return self
+        if self.policy not in FORMATS:
             raise RecipeError(
-                f"scalify is for plain models; the run in init {config.init} is of a unitscale "
-                "model; set scalify null"
+                f"policy: expected {', '.join(FORMATS)} for {folder}; got {self.policy}; use one "
+                "of them, or init with a run of recipe bert"
             )
-        return config
-    if config.policy not in FORMATS:
-        raise RecipeError(
-            f"policy: expected {', '.join(FORMATS)} for the Hugging Face folder {config.init}; got "
-            f"{config.policy}; use one of them, or init with a run of recipe bert"
-        )
-    if optimizer.umup:
-        raise RecipeError(
-            f"optimizer.umup: expected false for the Hugging Face folder {config.init}, whose "
-            "weights are in standard parametrization; got true; add optimizer.umup=false and a "
-            "learning rate of that parametrization, such as optimizer.learning_rate=5e-5"
-        )
-    if config.monitor or optimizer.scaled:
-        raise RecipeError(
-            f"monitor, optimizer.weights and optimizer.moments: expected null for the Hugging Face "
-            f"folder {config.init}, whose model runs under scalify; remove them"
-        )
-    return config.model_copy(update={"scalify": config.scalify or FORMATS[config.policy]})
+        if optimizer.umup:
+            raise RecipeError(
+                f"optimizer.umup: expected false for {folder}, whose weights are in standard "
+                "parametrization; got true; add optimizer.umup=false and a learning rate of that "
+                "parametrization, such as optimizer.learning_rate=5e-5"
+            )
+        if self.monitor or optimizer.scaled:
+            raise RecipeError(
+                f"monitor, optimizer.weights and optimizer.moments: expected null for {folder}, "
+                "whose model runs under scalify; remove them"
+            )
+        return self.model_copy(update={"scalify": self.scalify or FORMATS[self.policy]})

@@ -86,7 +86,8 @@ def load_task_data(config: FinetuneConfig) -> TaskData:
       RecipeError: A file is missing or malformed, holds fewer records than a batch, or sequences
         are longer than the positions that the model learned; or there is no tokenizer beside it.
     """
-    positions, length = limits_of(config).positions, config.data.sequence_length
+    _, positions = limits_of(config)
+    length = config.data.sequence_length
     if length > positions:
         raise RecipeError(
             f"data.sequence_length: the model in {config.init} learned {positions} positions; got "

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..hf import Pretrained, Task, load, save
+from ..hf import Pretrained, Task, load
 from .config import FinetuneConfig
 
 TASKS: dict[str, Task] = {"squad": "question_answering", "classification": "classification"}
 
 
 class PlainModel(nnx.Module):
-    """A model of `recipes.hf`, called as those of `recipes.finetune.model`."""
+    """A model of `recipes.hf`, called as `TaskModel`."""
 
     def __init__(self, bert: Any):
         self.bert = bert
@@ -60,10 +59,3 @@ def read_plain(config: FinetuneConfig, classes: int | None) -> Pretrained:
         scalify=config.scalify,
         seed=config.seed,
     )
-
-
-def save_plain(
-    config: FinetuneConfig, classes: int | None, model: PlainModel, folder: Path
-) -> None:
-    """Writes the tuned model as a Hugging Face folder."""
-    save(read_plain(config, classes), folder, nnx.state(model.bert, nnx.Param))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -43,24 +43,17 @@ def pretraining_of(init: str) -> BertConfig:
     return config.model_copy(update={"train": train, "name": folder.name})
 
 
-class Limits(NamedTuple):
-    """What a pretrained model can be given: ids below `vocab`, and sequences of `positions`."""
-
-    vocab: int
-    positions: int
-
-
-def limits_of(config: FinetuneConfig) -> Limits:
-    """Of the pretraining run, or of the Hugging Face folder.
+def limits_of(config: FinetuneConfig) -> tuple[int, int]:
+    """How many ids and positions the pretrained model has.
 
     Raises:
-      RecipeError: It is neither.
+      RecipeError: It is neither a run nor a Hugging Face folder.
     """
     if config.plain:
         shape = shape_of_bert(config.init)
-        return Limits(shape.vocab, shape.context)
+        return shape.vocab, shape.context
     pretraining = pretraining_of(config.init)
-    return Limits(pretraining.model.vocab, pretraining.context)
+    return pretraining.model.vocab, pretraining.context
 
 
 def tokenizer_of(config: FinetuneConfig) -> Tokenizer:
@@ -69,7 +62,7 @@ def tokenizer_of(config: FinetuneConfig) -> Tokenizer:
     Raises:
       RecipeError: There is none, or it does not fit the model.
     """
-    vocab = limits_of(config).vocab
+    vocab, _ = limits_of(config)
     tokenizer = SubwordTokenizer.read(Path(config.init) / TOKENIZER_FILE, key="init")
     if tokenizer.vocab > vocab:
         raise RecipeError(

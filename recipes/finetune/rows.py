@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def load_classification(data: DataConfig, columns: ClassificationConfig) -> Data
                 f"{key}: {paths[key]}:{unknown.line}: expected a label out of {listed}; got "
                 f"{shown(unknown.label)}; correct the row, or list classification.labels"
             )
-    return Dataset(*found.values(), labels)
+    return Dataset(found["data.train"], found["data.validation"], labels)
 
 
 def _learn(rows: Sequence[Row], path: str) -> list[str]:
@@ -80,13 +81,9 @@ def _learn(rows: Sequence[Row], path: str) -> list[str]:
             f"data.train: {path}: expected at least two labels; got only {shown(min(names))}; "
             "give more rows, or list classification.labels"
         )
-    return sorted(names, key=int) if all(map(_is_whole, names)) else sorted(names)
-
-
-def _is_whole(name: str) -> bool:
-    digits = name.removeprefix("-")
     # "01" and "1" would be two labels of one number.
-    return digits.isascii() and digits.isdecimal() and str(int(name)) == name
+    whole = all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names)
+    return sorted(names, key=int if whole else str)
 
 
 def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) -> Iterator[Row]:
@@ -141,7 +138,8 @@ def _table(text: str, where: str, kind: str, header: bool) -> Iterator[_Fields]:
     """Rows by position and, with a header, by name."""
     tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == "tsv" else {}
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs)
-    names: list[str] | None = None
+    names: list[str] = []
+    width: int | None = None
     while True:
         line = reader.line_num + 1
         try:
@@ -152,10 +150,10 @@ def _table(text: str, where: str, kind: str, header: bool) -> Iterator[_Fields]:
             ) from error
         if row is None:
             return
-        if row and names is None:
+        if row and width is None:
             width = len(row)
-            names = [name.strip() for name in row] if header else []
             if header:
+                names = [name.strip() for name in row]
                 continue
         if row:
             if len(row) != width:

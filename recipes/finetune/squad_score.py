@@ -60,19 +60,10 @@ def f1_v2(prediction: str, answer: str) -> float:
 
 
 def score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
-    """Scores as evaluate-v1.1.py does.
-
-    Args:
-      questions: Each with at least one answer; the answer that scores best counts.
-      predictions: Texts by id. A question that has none scores 0.
-
-    Returns:
-      `exact_match` and `f1`, in percent.
-    """
-    found = [question for question in questions if question.id in predictions]
+    """`exact_match` and `f1` of evaluate-v1.1.py, in percent; the answer that is nearest counts."""
     return {
         name: 100.0
-        * sum(max(metric(predictions[q.id], a.text) for a in q.answers) for q in found)
+        * sum(max(metric(predictions[q.id], a.text) for a in q.answers) for q in questions)
         / len(questions)
         for name, metric in (("exact_match", exact_match), ("f1", f1))
     }
@@ -81,8 +72,8 @@ def score_v1(questions: Sequence[Question], predictions: Mapping[str, str]) -> d
 def score_v2(
     questions: Sequence[Question],
     predictions: Mapping[str, str],
-    null_odds: Mapping[str, float] | None = None,
-    threshold: float = 1.0,
+    null_odds: Mapping[str, float],
+    threshold: float,
 ) -> dict[str, float]:
     """Scores as evaluate-v2.0.py does.
 
@@ -94,23 +85,15 @@ def score_v2(
 
     Returns:
       `exact`, `f1` and `total`; the same of the questions with answers (`HasAns_exact`, ...) and of
-      those without (`NoAns_exact`, ...) where there are any; and, with `null_odds`, the best
-      `exact` and `f1` that any threshold gives to `predictions`, with that threshold
-      (`best_exact`, `best_exact_thresh`, `best_f1`, `best_f1_thresh`). As in the script, questions
-      of equal odds can fall on both sides of it, and it is 0 where to answer nothing is best.
-
-    Raises:
-      RecipeError: A question has no prediction or no odds. The script cannot score that.
+      those without (`NoAns_exact`, ...) where there are any; and the best `exact` and `f1` that any
+      threshold gives to `predictions`, with that threshold (`best_exact`, `best_exact_thresh`,
+      `best_f1`, `best_f1_thresh`). As in the script, questions of equal odds can fall on both sides
+      of it, and it is 0 where to answer nothing is best.
     """
-    given = predictions.keys() & null_odds.keys() if null_odds else predictions.keys()
-    missing = [question.id for question in questions if question.id not in given]
-    if missing:
-        raise RecipeError(
-            f"expected a prediction for each of the {len(questions)} questions; got none for "
-            f"{len(missing)}, the first of them {missing[0]!r}; predict all of them"
-        )
     has = np.array([bool(question.answers) for question in questions])
-    odds = np.array([null_odds[q.id] if null_odds else threshold for q in questions])
+    answered = np.array([bool(predictions[question.id]) for question in questions])
+    odds = np.array([null_odds[question.id] for question in questions])
+    order = np.argsort(odds, kind="stable")
     groups = {"": has | True, "HasAns_": has, "NoAns_": ~has}
     result: dict[str, float] = {}
     for name, metric in (("exact", exact_match), ("f1", f1_v2)):
@@ -120,14 +103,11 @@ def score_v2(
             if chosen.any():
                 result[prefix + name] = 100.0 * scores[chosen].sum() / chosen.sum()
                 result[f"{prefix}total"] = int(chosen.sum())
-        if null_odds:
-            answered = np.array([bool(predictions[question.id]) for question in questions])
-            # Questions are answered from the least odds on; what each of them adds to the sum.
-            order = np.argsort(odds, kind="stable")
-            sums = np.cumsum([(~has).sum(), *np.where(has, raw, -1.0 * answered)[order]])
-            best = int(np.argmax(sums))
-            result[f"best_{name}"] = 100.0 * sums[best] / len(questions)
-            result[f"best_{name}_thresh"] = odds[order][best - 1] if best else 0.0
+        # Questions are answered from the least odds on; what each of them adds to the sum.
+        sums = np.cumsum([(~has).sum(), *np.where(has, raw, -1.0 * answered)[order]])
+        best = int(np.argmax(sums))
+        result[f"best_{name}"] = 100.0 * sums[best] / len(questions)
+        result[f"best_{name}_thresh"] = odds[order][best - 1] if best else 0.0
     return {name: float(value) for name, value in result.items()}
 
 

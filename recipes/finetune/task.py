@@ -11,36 +11,33 @@ import numpy as np
 from flax import nnx
 
 from ..errors import RecipeError
+from ..hf import save
 from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
 from .classification import score_classification, write_labels
 from .config import FinetuneConfig
 from .data import INPUTS, LABELS, TaskData, load_task_data
-from .model import ClassificationModel, SpanModel
-from .plain import PlainModel, read_plain, save_plain
+from .model import TaskModel
+from .plain import PlainModel, read_plain
 from .pretrained import pretraining_of, take_weights
 from .rows import load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
 from .squad_score import score_predictions, version_of
 
-Model = SpanModel | ClassificationModel | PlainModel
+Model = TaskModel | PlainModel
 
 
 def build(config: FinetuneConfig) -> Model:
     """The model of a config's task, with the pretrained weights under a head for it."""
+    classes = _classes(config)
     if config.plain:
-        return PlainModel(read_plain(config, _classes(config)).model)
+        return PlainModel(read_plain(config, classes).model)
     pretraining = pretraining_of(config.init)
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
-    policy, rngs = monitored(config), nnx.Rngs(config.seed)
-    classes = _classes(config)
-    if classes is None:
-        model: Model = SpanModel(shape, policy=policy, rngs=rngs)
-    else:
-        model = ClassificationModel(shape, classes, policy=policy, rngs=rngs)
+    model = TaskModel(shape, classes, policy=monitored(config), rngs=nnx.Rngs(config.seed))
     take_weights(model, config.init)
     return model
 
@@ -69,7 +66,8 @@ def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) 
     """Where the predictions are; a Hugging Face folder is written again, with what was learned."""
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, PlainModel):
-        save_plain(config, _classes(config), model, folder / "pretrained")
+        state = nnx.state(model.bert, nnx.Param)
+        save(read_plain(config, _classes(config)), folder / "pretrained", state)
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
 
 

@@ -38,7 +38,8 @@ class GPTConfig(RunConfig):
         init, data = tree.get("init"), tree.get("data", {})
         if not isinstance(init, str):
             return tree
-        from ..hf import with_shape  # imports JAX, which a wrong key need not wait for
+        # It imports JAX, which a wrong key need not wait for.
+        from ..hf import with_shape  # noqa: PLC0415
 
         if isinstance(data, dict):
             own = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}

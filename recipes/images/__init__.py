@@ -1,1 +1,1 @@
-"""An MLP and a CNN in plain flax.nnx, trained on images under `unitscale.transforms.scalify`."""
+"""Classifiers of images: an MLP and a CNN in plain flax.nnx, and a ViT in `unitscale.nn`."""

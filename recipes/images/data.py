@@ -15,8 +15,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 
 from ..batches import Batches, training_batches, validation_batches
@@ -35,7 +36,8 @@ class Split(NamedTuple):
     labels: np.ndarray
 
 
-class Dataset(NamedTuple):
+@dataclass(frozen=True)
+class ImageData:
     """Both splits, the number of classes, and the pixels' mean and standard deviation."""
 
     train: Split
@@ -43,70 +45,52 @@ class Dataset(NamedTuple):
     classes: int
     mean: float
     deviation: float
+    batch_size: int
 
     @property
     def image(self) -> tuple[int, int]:
         """Height and width."""
         return self.train.images.shape[1:]
 
-    def standardized(self, images: np.ndarray) -> np.ndarray:
-        """Images in float32, of mean 0 and deviation 1 over the training images."""
-        return (images.astype(np.float32) - self.mean) / self.deviation
-
-
-class _Examples(NamedTuple):
-    """A split as pairs of a standardized image and its label."""
-
-    dataset: Dataset
-    split: Split
-
-    def __len__(self) -> int:
-        return len(self.split.labels)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.dataset.standardized(self.split.images[index]), self.split.labels[index]
-
-
-@dataclass(frozen=True)
-class ImageData:
-    """A data set in batches, for `recipes.train`."""
-
-    dataset: Dataset
-    batch_size: int
-
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """Tells whether two data sets have the same pixels and labels."""
         found = hashlib.sha256()
-        for array in (*self.dataset.train, *self.dataset.test):
+        for array in (*self.train, *self.test):
             found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
         return found.hexdigest()
 
     @property
     def summary(self) -> str:
         """How much there is to learn from, in words."""
-        train, test, classes, *_ = self.dataset
-        return (
-            f"{len(train.labels):,} training and {len(test.labels):,} test images, "
-            f"{classes} classes"
-        )
+        counts = f"{len(self.train.labels):,} training and {len(self.test.labels):,} test images"
+        return f"{counts}, {self.classes} classes"
 
     def save(self, folder: Path) -> None:
         """Leaves nothing: the config names the files."""
 
+    def standardized(self, images: np.ndarray) -> np.ndarray:
+        """Images in float32, of mean 0 and deviation 1 over the training images."""
+        return (images.astype(np.float32) - self.mean) / self.deviation
+
+    def _examples(self, split: Split) -> Any:
+        """A split as pairs of a standardized image and its label."""
+        images, labels = split
+        numbers = grain.MapDataset.source(range(len(labels)))
+        return numbers.map(lambda index: (self.standardized(images[index]), labels[index]))
+
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
         """Shuffled batches of images and labels for ever, reshuffled every epoch."""
-        source = _Examples(self.dataset, self.dataset.train)
+        source = self._examples(self.train)
         return training_batches(source, seed, self.batch_size, process=process, processes=processes)
 
     def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Batches of the test images, the same ones each time; all whole ones for None."""
-        source = _Examples(self.dataset, self.dataset.test)
-        return validation_batches(source, self.batch_size, batches)
+        return validation_batches(self._examples(self.test), self.batch_size, batches)
 
     def test_images(self) -> Iterator[tuple[np.ndarray]]:
         """All test images in order, in batches of one size; the last is filled up with zeros."""
-        images = self.dataset.standardized(self.dataset.test.images)
+        images = self.standardized(self.test.images)
         for start in range(0, len(images), self.batch_size):
             batch = images[start : start + self.batch_size]
             missing = self.batch_size - len(batch)
@@ -114,41 +98,25 @@ class ImageData:
 
 
 def load_images(config: ImageDataConfig) -> ImageData:
-    """The data set of a config, which is read once for as long as its files are the same.
+    """The data set of a config, whose files are read once for as long as they are the same.
 
     Raises:
       RecipeError: A file is missing, damaged or of another kind, or the files disagree.
     """
-    paths = config.train_images, config.train_labels, config.test_images, config.test_labels
-    dataset = _load(paths, config.classes, tuple(map(_stamp, paths)))
-    if config.batch_size > len(dataset.train.labels):
-        raise RecipeError(
-            f"data.batch_size: expected at most the {len(dataset.train.labels)} training images; "
-            f"got {config.batch_size}; lower it"
-        )
-    return ImageData(dataset, config.batch_size)
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    try:
-        facts = os.stat(path)
-    except OSError:
-        return 0, 0  # reading it says what is wrong
-    return facts.st_mtime_ns, facts.st_size
-
-
-@functools.lru_cache(maxsize=1)
-def _load(paths: tuple[str, ...], classes: int | None, stamps: tuple) -> Dataset:
-    """Reads the four files and checks that they belong together."""
-    train = _load_split(*paths[:2], "train")
-    test = _load_split(*paths[2:], "test")
+    train = _load_split(*_stamped(config.train_images, config.train_labels), "train")
+    test = _load_split(*_stamped(config.test_images, config.test_labels), "test")
     if train.images.shape[1:] != test.images.shape[1:]:
         sizes = " and ".join("{} x {}".format(*s.images.shape[1:]) for s in (train, test))
         raise RecipeError(
             "data.test_images: expected images of the size of the training images; "
             f"got {sizes}; name files of one data set"
         )
-    classes = classes or int(train.labels.max()) + 1
+    if config.batch_size > len(train.labels):
+        raise RecipeError(
+            f"data.batch_size: expected at most the {len(train.labels)} training images; "
+            f"got {config.batch_size}; lower it"
+        )
+    classes = config.classes or int(train.labels.max()) + 1
     for split, key in ((train, "data.train_labels"), (test, "data.test_labels")):
         wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
         if wrong.size:
@@ -157,10 +125,24 @@ def _load(paths: tuple[str, ...], classes: int | None, stamps: tuple) -> Dataset
                 f"position {wrong[0]}; correct the file, or set data.classes"
             )
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
-    return Dataset(train, test, classes, float(sample.mean()), float(sample.std()) or 1.0)
+    mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
+    return ImageData(train, test, classes, mean, deviation, config.batch_size)
 
 
-def _load_split(images_path: str, labels_path: str, split: str) -> Split:
+def _stamped(*paths: str) -> Iterator[tuple[str, int, int]]:
+    """Files with what changes when they do."""
+    for path in paths:
+        try:
+            facts = os.stat(path)
+        except OSError:
+            yield path, 0, 0  # reading it says what is wrong
+        else:
+            yield path, facts.st_mtime_ns, facts.st_size
+
+
+@functools.lru_cache(maxsize=2)
+def _load_split(images_file: tuple, labels_file: tuple, split: str) -> Split:
+    images_path, labels_path = images_file[0], labels_file[0]
     images = read_idx(Path(images_path), f"data.{split}_images")
     labels = read_idx(Path(labels_path), f"data.{split}_labels")
     if images.ndim != 3 or images.dtype != np.uint8 or not images.size:

@@ -26,16 +26,16 @@ def build(config: ImagesConfig) -> Model:
     Raises:
       RecipeError: The files are unusable, or the model does not fit their images.
     """
-    shape, rngs, dataset = config.model, nnx.Rngs(config.seed), load_images(config.data).dataset
+    shape, rngs, data = config.model, nnx.Rngs(config.seed), load_images(config.data)
     if shape.kind == "vit":
-        return ViT(shape, dataset.image, dataset.classes, policy=monitored(config), rngs=rngs)
+        return ViT(shape, data.image, data.classes, policy=monitored(config), rngs=rngs)
     kind = {"mlp": MLP, "cnn": CNN}[shape.kind]
-    return kind(shape, dataset.image, dataset.classes, make_layers(config.scalify, rngs))
+    return kind(shape, data.image, data.classes, make_layers(config.scalify, rngs))
 
 
 def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Standardized images and labels."""
-    size, image = config.data.batch_size, load_images(config.data).dataset.image
+    size, image = config.data.batch_size, load_images(config.data).image
     return (
         jax.ShapeDtypeStruct((size, *image), jnp.float32),
         jax.ShapeDtypeStruct((size,), jnp.int32),
@@ -49,7 +49,7 @@ def load_data(config: ImagesConfig) -> ImageData:
 
 def scores(config: ImagesConfig, data: ImageData, model: Model, folder: Path) -> dict[str, float]:
     """The share of the test images that are classified rightly."""
-    labels = data.dataset.test.labels
+    labels = data.test.labels
     logits = predict(model, data.test_images(), config.scalify)[: len(labels)]
     return {"accuracy": float(np.mean(logits.argmax(-1) == labels))}
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.summary import scalar
 
 from ..atomic import write_whole
 from .processes import is_first
+
+
+# Protocol buffers make their classes at run time, out of sight of type checkers.
+_Event: Any = getattr(event_pb2, "Event")  # noqa: B009
+_SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
+_Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 
 
 class Metrics:
@@ -29,24 +38,28 @@ class Metrics:
         kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._lines = path.open("a", encoding="utf-8")
-        # TensorBoard drops what an earlier session wrote from the step of `purge_step` on.
-        self._events = SummaryWriter(
-            str(folder / "tensorboard"),
-            purge_step=resume_step + 1,
-            filename_suffix=f".{time.time_ns()}",
-        )
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        # Written event by event: the library's own summary writer leaves it to a thread.
+        path = folder / "tensorboard" / "events"
+        self._events = EventsWriter(str(path), f".{os.getpid()}.{time.time_ns()}")
+        # A restart tells TensorBoard to drop what an earlier session wrote from here on.
+        start = _SessionLog(status=_SessionLog.START)
+        self._write_event(step=resume_step + 1, session_log=start)
 
     def write(self, step: int, **values: float) -> None:
         """Records values by name at a step (steps done so far)."""
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
-        self._lines.flush()  # raises where the disk is full; the other writer is a thread
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
-        self._events.flush()
+        self._lines.flush()
+        scalars = [scalar(name, value).value[0] for name, value in values.items()]
+        self._write_event(step=step, summary=_Summary(value=scalars))
 
     def close(self) -> None:
         self._lines.close()
         self._events.close()
+
+    def _write_event(self, **fields: Any) -> None:
+        self._events.write_event(_Event(wall_time=time.time(), **fields))
+        self._events.flush()
 
 
 class NoMetrics(Metrics):

@@ -17,7 +17,7 @@ from flax import nnx
 from ..batches import Batches
 from ..config import RunConfig
 
-PACKAGE = __package__.rpartition(".")[0]
+PACKAGE = __name__.removesuffix(".run.recipe")
 
 
 class Data(Protocol):

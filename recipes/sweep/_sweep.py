@@ -16,8 +16,8 @@ from rich.console import Console
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..run.folder import open_run
+from ..run.pool import each
 from ._points import Point, key_of, make_points
-from ._pool import each
 from ._results import report
 from ._rows import Row, append_row, read_rows
 from ._search import missing

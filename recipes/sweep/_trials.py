@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ class Trials:
 
     def __init__(self, config: RunConfig):
         self.config, self.data = config, recipe_of(config).load_data(config)
-        self._graphdef, _, state = self._init(config.seed)
+        graphdef, _, state = init_state(config)
         params, settings = state.params, config.optimizer
 
         @jax.jit
@@ -41,13 +40,11 @@ class Trials:
                 update={"optimizer": settings.model_copy(update={"learning_rate": rate})}
             )
             optimizer = make_optimizer(own, params)
-            train_step = make_train_step(
-                self._graphdef, optimizer, config.scalify, settings=settings
-            )
+            train_step = make_train_step(graphdef, optimizer, config.scalify, settings=settings)
             return train_step(state, batch, index)[0]
 
         self._step = jax.jit(jax.vmap(step, (0, 0, None, None)), donate_argnums=0)
-        evaluate = make_evaluation(self._graphdef, config.scalify)
+        evaluate = make_evaluation(graphdef, config.scalify)
         self._evaluate = jax.jit(jax.vmap(evaluate, (0, 0, None)))
         # Batched, with a kernel for each run, convolutions are grouped ones, which XLA's CPU
         # backend does slowly: there one run follows another.
@@ -57,29 +54,28 @@ class Trials:
 
     def __call__(self, rates: Sequence[float], seed: int) -> list[float]:
         """The validation loss at each rate; infinite where a step's loss was not finite."""
+        size, steps = self._together, self.config.train.steps
+        # Groups are always as large, so that the program is compiled once.
+        padded = [*rates, *([rates[-1]] * (-len(rates) % size))]
+        groups = np.asarray(padded, np.float32).reshape(-1, size)
+        first = self._init(seed)
+        copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
+        states: Any = [jax.tree.map(jnp.copy, copies) for _ in groups]
+
+        def step(states: Any, batch: Any, index: Any) -> tuple[Any, dict[str, Any]]:
+            pairs = zip(states, groups, strict=True)
+            return [self._step(state, many, batch, index) for state, many in pairs], {}
+
+        states = advance(step, states, self.data.training(seed), 0, steps)
+        batches = list(self.data.validation(self.config.train.eval_batches))
         losses: list[float] = []
-        size = self._together
-        for start in range(0, len(rates), size):
-            group = list(rates[start : start + size])
-            # Always as many, so that the program is compiled once.
-            losses += self._train((group * size)[:size], seed)[: len(group)]
-        return losses
+        for state in states:
+            found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
+            means = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
+            # After a step that was not finite, and not left out by the config, no other one counts.
+            whole = np.isfinite(means) & (np.asarray(state.step) == steps)
+            losses += np.where(whole, means, np.inf).tolist()
+        return losses[: len(rates)]
 
-    def _init(self, seed: int):
-        return init_state(self.config.model_copy(update={"seed": seed}))
-
-    def _train(self, rates: list[float], seed: int) -> list[float]:
-        steps, many = self.config.train.steps, np.asarray(rates, np.float32)
-        first = self._init(seed)[2]
-        state: Any = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(rates)), first)
-
-        def step(state: TrainState, batch: Any, index: Any):
-            return self._step(state, many, batch, index), {}
-
-        state = advance(step, state, self.data.training(seed), 0, steps)
-        batches = self.data.validation(self.config.train.eval_batches)
-        found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
-        losses = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
-        # After a step that was not finite, and not left out by the config, no other one counts.
-        whole = np.isfinite(losses) & (np.asarray(state.step) == steps)
-        return [float(x) if ok else math.inf for x, ok in zip(losses, whole, strict=True)]
+    def _init(self, seed: int) -> TrainState:
+        return init_state(self.config.model_copy(update={"seed": seed}))[2]

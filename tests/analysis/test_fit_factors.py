@@ -155,13 +155,6 @@ def test_a_selective_scan_has_no_closed_form_and_becomes_unit() -> None:
     check_unit(lambda *args: op(*args).data, example, seeds=32, draws=128)
 
 
-@pytest.mark.parametrize(
-    ("fn", "example", "message"),
-    [
-        (lambda x: x, [np.arange(4)], r"analysis\.fit_factors: expected a floating argument"),
-        (jnp.log, [zeros(8)], r"analysis\.fit_factors: its result is not finite"),
-    ],
-)
-def test_bad_input(fn, example, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_factors(fn, example)
+def test_a_result_that_is_not_finite() -> None:
+    with pytest.raises(ValueError, match=r"analysis\.fit_factors: its result is not finite"):
+        fit_factors(jnp.log, [zeros(8)])

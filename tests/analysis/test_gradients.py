@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.analysis.models import BROKEN, SHAPES, VALID, WEIGHTS, X, beside
+from tests.analysis.models import BROKEN, VALID, WEIGHTS, X, beside
 from unitscale import as_scaled, ops
 from unitscale.analysis import check_gradients
 
@@ -27,10 +26,6 @@ def test_broken_models_are_caught_and_the_op_is_named(name) -> None:
     report = check_gradients(*make(), X)
     assert not report, report
     assert {op.source.op for op in report.guilty} == expected, report
-
-
-def test_there_are_thirty_models() -> None:
-    assert len(VALID) + len(BROKEN) >= 30
 
 
 def test_the_text_names_parameter_op_line_and_what_would_mend_it() -> None:
@@ -74,10 +69,6 @@ def test_bad_input_gets_an_answer() -> None:
     def loss(p, x):
         return jnp.sum(p["c"] * x[:4])
 
-    with pytest.raises(ValueError, match="expected floating parameters; got 1 leaves"):
-        check_gradients(lambda p, x: jnp.sum(x), {"ids": jnp.arange(3)}, X)
-    with pytest.raises(ValueError, match="expected floating parameters; got 0 leaves"):
-        check_gradients(lambda p, x: jnp.sum(x), {}, X)
     with pytest.raises(ValueError, match=r"1 elements of c that are not"):
         check_gradients(loss, {"c": WEIGHTS["c"].at[0, 0].set(jnp.nan)}, X)
     with pytest.raises(ValueError, match=r"20 elements of batch\[0\] that are not"):
@@ -86,9 +77,3 @@ def test_bad_input_gets_an_answer() -> None:
         check_gradients(lambda p, x: jnp.sum(jnp.log(-jnp.abs(p["c"]))), WEIGHTS, X)
     with pytest.raises(ValueError, match="returns one floating scalar"):
         check_gradients(lambda p, x: p["c"] * x[:4], WEIGHTS, X)
-    with pytest.raises(ValueError, match="without side effects"):
-        check_gradients(lambda p, x: (jax.debug.print("{}", x), loss(p, x))[1], WEIGHTS, X)
-
-
-def test_every_weight_of_the_table_is_used() -> None:
-    assert SHAPES.keys() == WEIGHTS.keys()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compilation import USUAL_EMITTER
 from unitscale import cast
 from unitscale.analysis import plot_snr, snr
 from unitscale.analysis._snr import LINES
@@ -24,7 +25,7 @@ FORMATS = ["float16", "bfloat16", "e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e3m
 
 @pytest.fixture(scope="module")
 def rounded():
-    return jax.jit(cast, static_argnums=1)
+    return jax.jit(cast, static_argnums=1, compiler_options=USUAL_EMITTER)
 
 
 def simulated(x, y) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,11 @@ KINDS = ["none", "one", "zero", "tensor", "e8m0", "channel", "row", "block"]
 SHAPE = (4, 6)
 
 
+def stored(x: Any, dtype: str) -> jax.Array:
+    """An array of JAX that NumPy has rounded: to cast with `jnp` compiles a program."""
+    return jnp.asarray(np.asarray(x, np.float32).astype(jnp.dtype(dtype)))
+
+
 def scale_of(kind: str) -> dict[str, Any]:
     """Arguments of ScaledArray for data of SHAPE."""
     powers = 2.0 ** np.arange(-3, 3)
@@ -21,14 +27,11 @@ def scale_of(kind: str) -> dict[str, Any]:
         "none": {"scale": None},
         "one": {"scale": 1},
         "zero": {"scale": 0},
-        "tensor": {"scale": jnp.float32(8)},
-        "e8m0": {"scale": jnp.asarray(powers[:4, None]).astype(jnp.float8_e8m0fnu)},
-        "channel": {"scale": jnp.asarray(powers, jnp.float32)},
-        "row": {"scale": jnp.asarray(powers[:4, None], jnp.float32)},
-        "block": {
-            "scale": jnp.asarray(powers.reshape(2, 3), jnp.float32),
-            "block_shape": (2, 2),
-        },
+        "tensor": {"scale": stored(8, "float32")},
+        "e8m0": {"scale": stored(powers[:4, None], "float8_e8m0fnu")},
+        "channel": {"scale": stored(powers, "float32")},
+        "row": {"scale": stored(powers[:4, None], "float32")},
+        "block": {"scale": stored(powers.reshape(2, 3), "float32"), "block_shape": (2, 2)},
     }[kind]
 
 
@@ -36,7 +39,7 @@ def make(kind: str, dtype: str, seed: int = 0) -> ScaledArray:
     """Data away from zero, so that quotients stay in range."""
     x = np.random.default_rng(seed).uniform(0.5, 2, SHAPE)
     sign = np.random.default_rng(seed + 1).choice([-1, 1], SHAPE)
-    return ScaledArray(jnp.asarray(x * sign, jnp.float32).astype(dtype), **scale_of(kind))
+    return ScaledArray(stored(x * sign, dtype), **scale_of(kind))
 
 
 def exact(x: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ so that it is an independent reference for both (ml_dtypes rounds float64 to 8 b
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Layout:
     overflow: float  # what a value beyond the range becomes without saturation
     nan: float = np.nan
 
+    @functools.cache  # noqa: B019 (the layouts are few and live as long as the tests)
     def values(self) -> np.ndarray:
         """Every value that is not negative, ascending."""
         exponents = 2**self.exponent_bits - (self.top == "ieee")

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.compilation import USUAL_EMITTER
 from unitscale.core import ScaledArray, cast, format_of, narrow, widen
 
 from .grids import LAYOUTS, Layout, nearest, neighbours, probes
@@ -24,7 +25,7 @@ ALL_16_BIT = {
 }
 
 
-quick_cast = jax.jit(cast, static_argnums=(1, 2, 4))
+quick_cast = jax.jit(cast, static_argnums=(1, 2, 4), compiler_options=USUAL_EMITTER)
 
 
 def stochastic(x: np.ndarray, name: str, seed: int) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 
 import hypothesis
@@ -11,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import chunks, compute, entry
 from unitscale.core import ScaledArray, is_static, is_zero
 
 from .arrays import DTYPES, KINDS, assert_close, eps, exact, make
 
 ARITHMETIC = {f.__name__: f for f in (operator.add, operator.sub, operator.mul, operator.truediv)}
-COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 
 
 def reference(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -24,52 +27,69 @@ def reference(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return ARITHMETIC[name](x, y)
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("left", KINDS)
-@pytest.mark.parametrize("right", KINDS)
-def test_every_pair_of_scales(name: str, left: str, right: str) -> None:
-    x, y = make(left, "float32", 0), make(right, "float32", 2)
-    got, expected = ARITHMETIC[name](x, y), reference(name, exact(x), exact(y))
-    finite = np.isfinite(expected)
-    np.testing.assert_array_equal(np.isnan(exact(got)), np.isnan(expected))
-    assert finite.all() or right == "zero"
-    assert np.isinf(exact(got))[np.isinf(expected)].all()
-    terms = np.abs(exact(x)) + np.abs(exact(y)) if name in ("add", "sub") else None
-    if finite.all():
-        assert_close(got, expected, 2.0**-22, terms)
+def assert_arithmetic(name: str, got: ScaledArray, left, right, tolerance: float) -> None:
+    """A sum may be off by the tolerance of its terms, any other result by that of itself."""
+    x, y = exact(left), exact(right)
+    terms = np.abs(x) + np.abs(y) if name in ("add", "sub") else None
+    assert_close(got, reference(name, x, y), tolerance, terms)
 
 
-@jax.jit
-def all_arithmetic(x, y):
-    return {name: fn(x, y) for name, fn in ARITHMETIC.items()}
+@pytest.mark.parametrize("names", chunks(itertools.product(ARITHMETIC, KINDS, KINDS), 32))
+def test_every_pair_of_scales(names: list[tuple[str, str, str]]) -> None:
+    table = {
+        n: (ARITHMETIC[n[0]], make(n[1], "float32", 0), make(n[2], "float32", 2)) for n in names
+    }
+    for name, got in compute(table).items():
+        with entry(name):
+            x, y = table[name][1:]
+            expected = reference(name[0], exact(x), exact(y))
+            np.testing.assert_array_equal(np.isnan(exact(got)), np.isnan(expected))
+            assert np.isinf(exact(got))[np.isinf(expected)].all()
+            if np.isfinite(expected).all():
+                assert_arithmetic(name[0], got, x, y, 2.0**-22)
+            else:
+                assert name[2] == "zero"
 
 
-@pytest.mark.parametrize("left", DTYPES)
-@pytest.mark.parametrize("right", DTYPES)
-def test_every_pair_of_types(left: str, right: str) -> None:
-    x, y = make("tensor", left, 0), make("row", right, 2)
-    for name, got in all_arithmetic(x, y).items():
-        terms = np.abs(exact(x)) + np.abs(exact(y)) if name in ("add", "sub") else None
-        assert_close(got, reference(name, exact(x), exact(y)), eps(left, right), terms)
+@pytest.mark.parametrize("names", chunks(itertools.product(ARITHMETIC, DTYPES, DTYPES), 50))
+def test_every_pair_of_types(names: list[tuple[str, str, str]]) -> None:
+    table = {n: (ARITHMETIC[n[0]], make("tensor", n[1], 0), make("row", n[2], 2)) for n in names}
+    for name, got in compute(table).items():
+        with entry(name):
+            assert_arithmetic(name[0], got, *table[name][1:], eps(*name[1:]))
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
+OTHERS = {
+    "int": 3,
+    "float": -0.1,
+    "small": 1e-30,
+    "numpy scalar": np.float32(2.5),
+    "numpy": np.full((4, 1), 2.0, np.float32),
+    "jax": jnp.asarray(np.full(6, 0.3, np.float32)),
+    "bool": True,
+}
+
+
 @pytest.mark.parametrize("kind", ["none", "zero", "tensor", "block"])
-@pytest.mark.parametrize(
-    "other",
-    [3, -0.1, 1e-30, np.float32(2.5), np.full((4, 1), 2.0, np.float32), jnp.full(6, 0.3), True],
-    ids=["int", "float", "small", "numpy scalar", "numpy", "jax", "bool"],
-)
-def test_arrays_and_numbers(name: str, kind: str, other: object) -> None:
-    x, value = make(kind, "float32"), np.asarray(other, np.float64)
-    got = ARITHMETIC[name](x, other)
-    assert isinstance(got, ScaledArray)
-    terms = np.abs(exact(x)) + np.abs(value) if name in ("add", "sub") else None
-    assert_close(got, reference(name, exact(x), value), 2.0**-21, terms)
-    if kind != "zero":
-        swapped = ARITHMETIC[name](other, x)
-        assert isinstance(swapped, jax.Array if isinstance(other, jax.Array) else ScaledArray)
-        assert_close(swapped, reference(name, value, exact(x)), 2.0**-21, terms)
+def test_arrays_and_numbers(kind: str) -> None:
+    x = make(kind, "float32")
+
+    def both_ways(fn, other, x):
+        return fn(x, other), fn(other, x)
+
+    table = {
+        (name, what): (functools.partial(both_ways, fn, other), x)
+        for name, fn in ARITHMETIC.items()
+        for what, other in OTHERS.items()
+    }
+    for (name, what), (got, swapped) in compute(table).items():
+        with entry((name, what)):
+            value = np.asarray(OTHERS[what], np.float64)
+            assert isinstance(got, ScaledArray)
+            assert_arithmetic(name, got, x, value, 2.0**-21)
+            assert isinstance(swapped, jax.Array if what == "jax" else ScaledArray)
+            if kind != "zero":
+                assert_arithmetic(name, swapped, value, x, 2.0**-21)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,17 +98,21 @@ def test_numbers_do_not_widen(dtype: str, other: float) -> None:
     x = make("tensor", dtype)
     expected = jnp.bfloat16 if dtype.startswith("float8") else jnp.dtype(dtype)
     for fn in ARITHMETIC.values():
-        assert fn(x, other).dtype == fn(other, x).dtype == expected
+        for swapped in (lambda x: fn(x, other), lambda x: fn(other, x)):  # noqa: B023
+            assert jax.eval_shape(swapped, x).dtype == expected
 
 
-@pytest.mark.parametrize("left", KINDS)
-@pytest.mark.parametrize("right", ["none", "zero", "tensor", "channel", "row"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn"])
-def test_matmul(left: str, right: str, dtype: str) -> None:
-    x, y = make(left, dtype, 0), make(right, dtype, 2).T
-    terms = np.abs(exact(x)) @ np.abs(exact(y))
-    # 6 products and 5 sums in float32, then one rounding.
-    assert_close(x @ y, exact(x) @ exact(y), eps(dtype) + 6 * 2.0**-23, terms)
+def test_matmul() -> None:
+    dtype, rights = "float8_e4m3fn", ["none", "zero", "tensor", "channel", "row"]
+    table = {
+        (left, right): (operator.matmul, make(left, dtype, 0), make(right, dtype, 2).T)
+        for left, right in itertools.product(KINDS, rights)
+    }
+    for name, got in compute(table).items():
+        with entry(name):
+            x, y = map(exact, table[name][1:])
+            # 6 products and 5 sums in float32, then one rounding.
+            assert_close(got, x @ y, eps(dtype) + 6 * 2.0**-23, np.abs(x) @ np.abs(y))
 
 
 def test_matmul_with_arrays() -> None:
@@ -103,48 +127,63 @@ def test_matmul_with_arrays() -> None:
 
 def test_dot() -> None:
     x = make("tensor", "float32")
-    assert_close(x[0].dot(x[1]), exact(x)[0] @ exact(x)[1], 2.0**-18, np.float64(2000))
-    assert_close(x.dot(2.0), exact(x) * 2, 0)
+    inner, twice = jax.jit(lambda x: (x[0].dot(x[1]), x.dot(2.0)))(x)
+    assert_close(inner, exact(x)[0] @ exact(x)[1], 2.0**-18, np.float64(2000))
+    assert_close(twice, exact(x) * 2, 0)
     with pytest.raises(TypeError, match="at most 2 dimensions; got ScaledArray"):
         x.dot(ScaledArray(jnp.ones((2, 6, 3))))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("exponent", [3, 2, 1, 0, -1, -2, np.int64(2), 0.5, 2.0])
-def test_power(kind: str, exponent: float) -> None:
-    x = abs(make(kind, "float32"))
-    with np.errstate(divide="ignore"):
-        expected = exact(x) ** exponent
-    got = x**exponent
-    if np.isfinite(expected).all():
-        assert_close(got, expected, 2.0**-20)
-    else:
-        np.testing.assert_array_equal(exact(got), expected)
+EXPONENTS = [3, 2, 1, 0, -1, -2, np.int64(2), 0.5, 2.0]
+
+
+@pytest.mark.parametrize("names", chunks(itertools.product(KINDS, range(len(EXPONENTS))), 36))
+def test_power(names: list[tuple[str, int]]) -> None:
+    def power(exponent, x):
+        return abs(x) ** exponent
+
+    table = {n: (functools.partial(power, EXPONENTS[n[1]]), make(n[0], "float32")) for n in names}
+    for name, got in compute(table).items():
+        with entry(name), np.errstate(divide="ignore"):
+            expected = np.abs(exact(table[name][1])) ** EXPONENTS[name[1]]
+            if np.isfinite(expected).all():
+                assert_close(got, expected, 2.0**-20)
+            else:
+                np.testing.assert_array_equal(exact(got), expected)
 
 
 def test_power_of_powers() -> None:
     x, y = abs(make("tensor", "float32")), make("row", "float32", 2)
-    np.testing.assert_allclose(exact(x**y), exact(x) ** exact(y), rtol=1e-4)
-    np.testing.assert_allclose(exact(2**y), 2 ** exact(y), rtol=1e-5)
+    powers, powers_of_2 = jax.jit(lambda x, y: (x**y, 2**y))(x, y)
+    np.testing.assert_allclose(exact(powers), exact(x) ** exact(y), rtol=1e-4)
+    np.testing.assert_allclose(exact(powers_of_2), 2 ** exact(y), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_signs_are_exact(dtype: str, kind: str) -> None:
-    x = make(kind, dtype)
-    for got, expected in ((-x, -exact(x)), (+x, exact(x)), (abs(x), np.abs(exact(x)))):
-        assert got.dtype == x.dtype
-        np.testing.assert_array_equal(exact(got), expected)
+def test_signs_are_exact() -> None:
+    table = {n: (lambda x: (-x, +x, abs(x)), make(*n)) for n in itertools.product(KINDS, DTYPES)}
+    for name, got in compute(table).items():
+        with entry(name):
+            x = table[name][1]
+            assert [y.dtype for y in got] == [x.dtype] * 3
+            for y, expected in zip(got, (-exact(x), exact(x), np.abs(exact(x))), strict=True):
+                np.testing.assert_array_equal(exact(y), expected)
 
 
-@pytest.mark.parametrize("compare", COMPARISONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("left", KINDS)
-def test_comparisons(compare: operator, left: str) -> None:
-    x = make(left, "float8_e4m3fn")
-    for y in (x, make("row", "float8_e5m2", 5), make("zero", "float32"), 0.5, jnp.ones(6)):
-        got = compare(x, y)
-        assert got.dtype == bool
-        np.testing.assert_array_equal(got, compare(exact(x), exact(y)))
+@pytest.mark.parametrize("names", chunks(itertools.product(COMPARISONS, KINDS), 24))
+def test_comparisons(names: list[tuple[str, str]]) -> None:
+    others = make("row", "float8_e5m2", 5), make("zero", "float32"), 0.5, jnp.ones(6)
+    x = {kind: make(kind, "float8_e4m3fn") for kind in KINDS}
+
+    def compared(fn, x):
+        return [fn(x, y) for y in (x, *others)]
+
+    table = {n: (functools.partial(compared, COMPARISONS[n[0]]), x[n[1]]) for n in names}
+    for (name, kind), results in compute(table).items():
+        for got, y in zip(results, (x[kind], *others), strict=True):
+            with entry((name, kind, type(y))):
+                assert got.dtype == bool
+                expected = COMPARISONS[name](exact(x[kind]), exact(y))
+                np.testing.assert_array_equal(got, expected)
 
 
 def test_equal_values_at_different_scales_are_equal() -> None:
@@ -204,41 +243,50 @@ class TestGradient:
 
     WEIGHT = np.random.default_rng(7).standard_normal((4, 6)).astype(np.float32)
 
-    @pytest.mark.parametrize("left", ["none", "one", "tensor", "channel", "block"])
-    @pytest.mark.parametrize("right", ["none", "tensor", "row"])
-    def test_is_that_of_the_value(self, left: str, right: str) -> None:
-        x, y = make(left, "float32", 0), make(right, "float32", 2)
+    def test_is_that_of_the_value(self) -> None:
         weights = dict(zip(ARITHMETIC, (1.0, -2.0, 0.5, 3.0), strict=True))
 
         def loss(x, y):
             results = {name: fn(x, y).value for name, fn in ARITHMETIC.items()}
             return sum((weights[name] * r * self.WEIGHT).sum() for name, r in results.items())
 
-        def plain(x_data, y_data):
-            x_scale, y_scale = exact(x) / np.asarray(x.data), exact(y) / np.asarray(y.data)
-            values = x_data * x_scale, y_data * y_scale
-            results = {name: fn(*values) for name, fn in ARITHMETIC.items()}
-            return sum((weights[name] * r * self.WEIGHT).sum() for name, r in results.items())
-
-        got = jax.jit(jax.grad(loss, (0, 1)))(x, y)
-        expected = jax.jit(jax.grad(plain, (0, 1)))(x.data, y.data)
-        for g, e in zip(got, expected, strict=True):
-            # Four terms, each rounded a few times, and as large as the largest.
-            np.testing.assert_allclose(g.data, e, rtol=0, atol=16 * 2.0**-23 * np.abs(e).max())
-        for g in got:
-            if not is_static(g.scale):
-                np.testing.assert_array_equal(g.scale, np.zeros(g.scale.shape))
+        lefts, rights = ["none", "one", "tensor", "channel", "block"], ["none", "tensor", "row"]
+        table = {
+            (left, right): (
+                jax.grad(loss, (0, 1)),
+                make(left, "float32", 0),
+                make(right, "float32", 2),
+            )
+            for left, right in itertools.product(lefts, rights)
+        }
+        for name, got in compute(table).items():
+            with entry(name):
+                left, right = table[name][1:]
+                x, y = exact(left), exact(right)
+                of_x = 1 - 2 + 0.5 * y + 3 / y
+                of_y = 1 + 2 + 0.5 * x - 3 * x / y**2
+                for g, operand, slope in ((got[0], left, of_x), (got[1], right, of_y)):
+                    expected = self.WEIGHT * slope * exact(operand) / np.asarray(operand.data)
+                    # Four terms, each rounded a few times, and as large as the largest.
+                    atol = 16 * 2.0**-23 * np.abs(expected).max()
+                    np.testing.assert_allclose(g.data, expected, rtol=0, atol=atol)
+                    if not is_static(g.scale):
+                        np.testing.assert_array_equal(g.scale, np.zeros(g.scale.shape))
 
     def test_of_a_value_used_twice_adds_up(self) -> None:
         x = ScaledArray(jnp.asarray([3.0]), 4.0)
         grad = jax.grad(lambda x: (x * x + x).value.sum())(x)
         assert float(grad.data[0]) == 2 * 3 * 16 + 4
 
-    @pytest.mark.parametrize("kind", ["tensor", "row", "channel"])
-    def test_of_a_product(self, kind: str) -> None:
-        x, w = make(kind, "float32"), make("tensor", "float32", 2).T
-        grad = jax.grad(lambda x: (x @ w).value.sum())(x)
-        scale = exact(x) / np.asarray(x.data)
-        expected = exact(w).sum(1) * scale
-        np.testing.assert_allclose(grad.data, expected, rtol=1e-4)
-        np.testing.assert_array_equal(grad.scale, np.zeros_like(x.scale))
+    def test_of_a_product(self) -> None:
+        w = make("tensor", "float32", 2).T
+        table = {
+            kind: (jax.grad(lambda x: (x @ w).value.sum()), make(kind, "float32"))
+            for kind in ("tensor", "row", "channel")
+        }
+        for kind, grad in compute(table).items():
+            with entry(kind):
+                x = table[kind][1]
+                expected = exact(w).sum(1) * exact(x) / np.asarray(x.data)
+                np.testing.assert_allclose(grad.data, expected, rtol=1e-4)
+                np.testing.assert_array_equal(grad.scale, np.zeros_like(x.scale))

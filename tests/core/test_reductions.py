@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute, entry
 from unitscale.core import ScaledArray
 
 from .arrays import DTYPES, KINDS, assert_close, eps, exact, make
@@ -19,18 +22,21 @@ def reduced(x, **kwargs):
     return {name: getattr(x, name)(**kwargs) for name in REDUCTIONS}
 
 
-@pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keepdims", [False, True])
-def test_every_scale_and_axis(axis: object, kind: str, keepdims: bool) -> None:
+def test_every_scale_and_axis(kind: str) -> None:
     x = make(kind, "float32")
-    results = jax.jit(lambda x: reduced(x, axis=axis, keepdims=keepdims))(x)
-    for name, got in results.items():
-        expected = getattr(exact(x), name)(axis=axis, keepdims=keepdims)
-        largest = np.abs(exact(x)).max(axis=axis, keepdims=keepdims)
-        largest = {"sum": 24 * largest, "var": largest**2}.get(name, largest)
-        # 24 terms, each with a rounding or two in float32.
-        assert_close(got, expected, 48 * 2.0**-23, largest)
+    table = {
+        (name, axis, keepdims): (lambda x, n=name, kw=keywords: getattr(x, n)(**kw), x)
+        for name, axis, keepdims in itertools.product(REDUCTIONS, AXES, [False, True])
+        for keywords in [{"axis": axis, "keepdims": keepdims}]
+    }
+    for (name, axis, keepdims), got in compute(table).items():
+        with entry((name, axis, keepdims)):
+            expected = getattr(exact(x), name)(axis=axis, keepdims=keepdims)
+            largest = np.abs(exact(x)).max(axis=axis, keepdims=keepdims)
+            largest = {"sum": 24 * largest, "var": largest**2}.get(name, largest)
+            # 24 terms, each with a rounding or two in float32.
+            assert_close(got, expected, 48 * 2.0**-23, largest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,12 +54,16 @@ def test_every_type(dtype: str, kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axis", [None, 0, 1])
-def test_indices(kind: str, axis: int | None) -> None:
-    x = make(kind, "float8_e5m2")
-    np.testing.assert_array_equal(x.argmax(axis), exact(x).argmax(axis))
-    np.testing.assert_array_equal(x.argmin(axis), exact(x).argmin(axis))
+def test_indices() -> None:
+    table = {
+        (kind, axis): (lambda x, a=axis: (x.argmax(a), x.argmin(a)), make(kind, "float8_e5m2"))
+        for kind, axis in itertools.product(KINDS, [None, 0, 1])
+    }
+    for (kind, axis), (largest, smallest) in compute(table).items():
+        with entry((kind, axis)):
+            x = exact(table[kind, axis][1])
+            np.testing.assert_array_equal(largest, x.argmax(axis))
+            np.testing.assert_array_equal(smallest, x.argmin(axis))
 
 
 @pytest.mark.parametrize("name", ["var", "std"])
@@ -90,12 +100,19 @@ def test_large_sums_do_not_overflow_16_bits() -> None:
     assert float(x.mean().value) == 16
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "max"])
-@pytest.mark.parametrize("kind", ["tensor", "channel", "row"])
-def test_gradient(name: str, kind: str) -> None:
-    x = make(kind, "float32")
-    grad = jax.grad(lambda x: getattr(x, name)(axis=0).value.sum())(x)
-    scale = exact(x) / np.asarray(x.data)
-    expected = jax.grad(lambda data: getattr(data * scale, name)(axis=0).sum())(x.data)
-    np.testing.assert_allclose(grad.data, expected, rtol=1e-6)
-    np.testing.assert_array_equal(grad.scale, np.zeros_like(x.scale))
+def test_gradient() -> None:
+    def gradients(name: str, x: ScaledArray) -> tuple:
+        scale = np.float32(exact(x) / np.asarray(x.data))
+
+        def both(x: ScaledArray) -> tuple:
+            plain = jax.grad(lambda data: getattr(data * scale, name)(axis=0).sum())(x.data)
+            return jax.grad(lambda x: getattr(x, name)(axis=0).value.sum())(x), plain
+
+        return both, x
+
+    pairs = itertools.product(["sum", "mean", "max"], ["tensor", "channel", "row"])
+    table = {(name, kind): gradients(name, make(kind, "float32")) for name, kind in pairs}
+    for name, (grad, expected) in compute(table).items():
+        with entry(name):
+            np.testing.assert_allclose(grad.data, expected, rtol=1e-6)
+            np.testing.assert_array_equal(grad.scale, np.zeros(grad.scale.shape))

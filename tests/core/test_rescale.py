@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute, entry
 from unitscale.core import ScaledArray, cast, format_of, rebalance, rescale, to_float
 
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -33,12 +36,19 @@ def test_rebalance_by_a_power_of_two_is_exact(dtype: type, kind: str) -> None:
     # Twice the smallest normal and more, so that halving leaves no bit behind.
     data = jnp.asarray(np.sign(X) * np.maximum(np.abs(X), 0.1), dtype)
     x = ScaledArray(data, SCALES[kind])
-    for s in (2.0, 0.5, 1, jnp.asarray([[2.0], [4.0], [1.0], [0.5]])):
+    by = {"twice": 2.0, "half": 0.5, "one": 1, "rows": jnp.asarray([[2.0], [4.0], [1.0], [0.5]])}
+
+    def rebalanced(s, x):
         y = rebalance(x, s)
-        assert y.dtype == dtype
-        np.testing.assert_array_equal(value(y), value(x))
-        ratio = to_float(y.scale) / to_float(x.scale)
-        np.testing.assert_array_equal(jnp.broadcast_to(ratio, (4, 6)), jnp.broadcast_to(s, (4, 6)))
+        return y, y.value, to_float(y.scale) / to_float(x.scale)
+
+    table = {name: (functools.partial(rebalanced, s), x) for name, s in by.items()}
+    for name, (y, of_y, ratio) in compute(table).items():
+        with entry(name):
+            assert y.dtype == dtype
+            np.testing.assert_array_equal(np.float64(of_y), value(x))
+            expected = np.broadcast_to(by[name], (4, 6))
+            np.testing.assert_array_equal(np.broadcast_to(ratio, (4, 6)), expected)
 
 
 @hypothesis.given(st.integers(-20, 20), st.integers(-20, 20), st.floats(0.5, 2, width=16))

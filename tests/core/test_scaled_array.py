@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute, entry
 from unitscale.core import ScaledArray
 
 from .arrays import DTYPES, KINDS, exact, make
@@ -174,16 +175,21 @@ class TestTrees:
         )
         data_factor = np.array([1, 1, 4 if len(jax.tree.leaves(x)) == 2 else 2])
         expected = data_factor[:, None, None] * exact(x)
-        np.testing.assert_array_equal(np.asarray(stacked.value, np.float64), expected)
-        np.testing.assert_array_equal(jax.vmap(lambda x: x.value)(stacked), expected)
-        doubled = jax.vmap(lambda x: x.map_data(lambda d: d * 2))(stacked)
-        np.testing.assert_array_equal(np.asarray(doubled.value), 2 * expected)
-        rows = jax.lax.map(lambda x: x.value, stacked)
-        np.testing.assert_array_equal(rows, expected)
-        np.testing.assert_array_equal((stacked * 2.0).value, 2 * expected)
-        np.testing.assert_array_equal(stacked[2].value, expected[2])
-        # Three terms of one sign.
-        np.testing.assert_allclose(stacked.sum(0).value, expected.sum(0), rtol=3 * 2.0**-23)
+        double = jax.vmap(lambda x: x.map_data(lambda d: d * 2))
+        table = {
+            "stack": (lambda x: x.value, expected),
+            "vmap": (jax.vmap(lambda x: x.value), expected),
+            "doubled by vmap": (lambda x: double(x).value, 2 * expected),
+            "map": (lambda x: jax.lax.map(lambda x: x.value, x), expected),
+            "doubled": (lambda x: (x * 2.0).value, 2 * expected),
+            "item": (lambda x: x[2].value, expected[2]),
+            "sum": (lambda x: x.sum(0).value, expected.sum(0)),
+        }
+        for name, got in compute({name: (f, stacked) for name, (f, _) in table.items()}).items():
+            with entry(name):
+                # Three terms of one sign.
+                rtol = 3 * 2.0**-23 if name == "sum" else 0
+                np.testing.assert_allclose(got, table[name][1], rtol=rtol)
 
 
 class TestBatchedScales:
@@ -254,11 +260,16 @@ class TestConversions:
         assert isinstance(y, jax.Array)
         np.testing.assert_array_equal(y, np.array([2.8, 0, -6]).astype(dtype))
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("bounds", [(-1.0, 2.0), (0, None), (None, 0.5), (1.0, 3.0)])
-    def test_clip(self, kind: str, bounds: tuple) -> None:
-        x = make(kind, "float32")
-        np.testing.assert_array_equal(exact(x.clip(*bounds)), np.clip(exact(x), *bounds))
+    def test_clip(self) -> None:
+        table = {
+            (kind, bounds): (lambda x, b=bounds: x.clip(*b), make(kind, "float32"))
+            for kind in KINDS
+            for bounds in [(-1.0, 2.0), (0, None), (None, 0.5), (1.0, 3.0)]
+        }
+        for (kind, bounds), got in compute(table).items():
+            with entry((kind, bounds)):
+                expected = np.clip(exact(table[kind, bounds][1]), *bounds)
+                np.testing.assert_array_equal(exact(got), expected)
 
     def test_float64(self) -> None:
         with jax.enable_x64(True):

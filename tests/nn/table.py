@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tests.modules import build
 from unitscale import nn
 
 
@@ -57,7 +58,7 @@ LAYERS: dict[str, Layer] = {
 
 def make(name: str, policy: Any = "float32", seed: int = 0) -> tuple[Any, Layer]:
     layer = LAYERS[name]
-    return layer.make(policy=policy, rngs=nnx.Rngs(seed)), layer
+    return build(lambda: layer.make(policy=policy, rngs=nnx.Rngs(0)), seed), layer
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:

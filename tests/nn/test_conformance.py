@@ -85,12 +85,11 @@ def test_jit_vmap_scan_remat_and_checkpoint(name) -> None:
     assert_close(found["checkpoint"], found["grads"])
     assert_close(found["remat"], found["grads"])
     # Two layers of the same structure, their states stacked and scanned.
-    assert_close(found["scan"], jnp.stack([found["value"], found["second"]]))
-    assert_close(jax.tree.map(lambda g: g[0], found["scan grads"]), found["grads"][0])
-    if name not in ("layer", "stack"):  # their parts above are compared
-        y = model(x)
-        assert isinstance(y, ScaledArray)
-        assert_close(y.value, found["value"])
+    assert_close(found["scan"], np.stack([found["value"], found["second"]]))
+    assert_close(jax.tree.map(lambda g: np.asarray(g)[0], found["scan grads"]), found["grads"][0])
+    assert isinstance(nnx.eval_shape(lambda m, x: m(x), model, x), ScaledArray)
+    if name == "mlp":  # without a transformation, which its parts and others share
+        assert_close(model(x).value, found["value"])
 
 
 def _is_scaled(leaf: Any) -> bool:
@@ -102,6 +101,9 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
     model, layer = make(name)
     x = layer.input()
     apply, params = functional(model)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, p: np.zeros_like(p) if "bias" in jax.tree_util.keystr(path) else p, params
+    )
     cases = [unitscale.as_scaled(params), unitscale.as_scaled(params, 0.25)]
     run = jax.value_and_grad(loss_of(apply))
     (loss, grads), *results = jit(lambda x, *cases: [run(c, x) for c in cases])(x, params, *cases)
@@ -201,6 +203,7 @@ def test_positional_arguments_are_those_of_flax(ours, flax) -> None:
 def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:
     """Data far outside float16 passes a linear layer by its scale alone."""
     model, layer = make("dense", "float16")
+    model.bias = None
     x = layer.input(dtype=jnp.float16)
     huge = model(ScaledArray(x, 2.0**20))
     np.testing.assert_array_equal(huge.data, model(x).data)

@@ -11,8 +11,9 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.h200 import FP8_GEMM, compile_h200, library_calls, spec
+from tests.h200 import FP8_GEMM, library_calls
 from unitscale import nn, ops, quant
+from unitscale.analysis import compile_h200
 
 pytestmark = pytest.mark.h200
 OPTIMIZED = True
@@ -55,10 +56,8 @@ def train_step(policy: str) -> str:
         return optax.apply_updates(params, updates), nnx.state(model, nnx.Not(nnx.Param)), state
 
     state = jax.eval_shape(optimizer.init, params)
-    place = lambda tree: jax.tree.map(lambda x: spec(x.shape, x.dtype), tree)  # noqa: E731
-    return compile_h200(
-        step, place(params), place(rest), place(state), spec((BATCH, TIME + 1), jnp.int32)
-    )
+    ids = jax.ShapeDtypeStruct((BATCH, TIME + 1), jnp.int32)
+    return compile_h200(step, params, rest, state, ids).as_text()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.batching import compute
 from tests.gradients import FLOAT64, check, jit, model_loss
+from tests.modules import build
 from unitscale import nn, rules
 
 CELLS = {
@@ -89,10 +91,7 @@ def test_gradients_are_positive_constants_times_the_truth(name) -> None:
                 weights = normal(7, *y.shape)
                 return jnp.sum(jnp.sin(y.value + 0.3) * weights) + jnp.sum(jnp.cos(h.value))
 
-        model = Parallel()
-        for seed, (_, p) in enumerate(nnx.iter_graph(model)):
-            if isinstance(p, nnx.Param) and p.ndim == 1:
-                p.set_value(0.3 * normal(seed, *p.shape))
+        model = build(Parallel)
         x = normal(3, 2, 5, 3)
         constants = check(*model_loss(model, lambda m: m(x)), directions=2)
     # The factor of batch and steps, over the forward factor of 3 features of state, 4 of input.
@@ -105,14 +104,15 @@ def test_gradients_are_positive_constants_times_the_truth(name) -> None:
 def test_formats(name) -> None:
     """The carry is stored in 16 bits, and differs from float32's by their rounding."""
     x = normal(0, 2, 5, 16, dtype=jnp.float32)
-    exact = make(name, 16, 16)(x).data
+    policies = {"float32": None, "float16": 2.0**-10, "fp8": 2.0**-3}
+    layers = {p: build(lambda p=p: make(name, 16, 16, policy=p)) for p in policies}
+    outputs = compute({p: (lambda x, layer=layer: layer(x).data, x) for p, layer in layers.items()})
+    exact = np.asarray(outputs["float32"])
     # A product of E4M3 operands has their epsilon's relative error at each step.
-    for policy, epsilon in (("float16", 2.0**-10), ("fp8", 2.0**-3)):
-        layer = make(name, 16, 16, policy=policy)
-        y = layer(x)
-        assert y.dtype == layer.cell.policy.compute_dtype
-        error = np.sqrt(np.mean(np.square(np.asarray(y.data, np.float32) - exact)))
-        assert 0 < error < epsilon * 5
+    for policy in ("float16", "fp8"):
+        assert outputs[policy].dtype == layers[policy].cell.policy.compute_dtype
+        error = np.sqrt(np.mean(np.square(np.asarray(outputs[policy], np.float32) - exact)))
+        assert 0 < error < policies[policy] * 5
 
 
 @pytest.mark.parametrize("name", ["GRUCell", "OptimizedLSTMCell"])

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import GPTModelConfig
-from recipes.gpt.model import GPT
 from tests.gradients import jit
-from unitscale import nn, ops, rules
+from tests.modules import build
+from unitscale import nn, rules
+
+from .models import Decoder
 
 WIDTH, TIME = 16, 5
 
 
-def inputs(seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (2, TIME, WIDTH))
+def inputs() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(2, TIME, WIDTH)).astype(np.float32)
 
 
 def layer(**options) -> nn.TransformerLayer:
@@ -24,7 +25,8 @@ def layer(**options) -> nn.TransformerLayer:
 
 @pytest.mark.parametrize("placement", ["pre", "post", "none"])
 def test_a_layer_is_two_residual_branches(placement) -> None:
-    block, x = layer(norm_placement=placement, taus=(0.3, 0.9), is_causal=True), inputs()
+    make = lambda: layer(norm_placement=placement, taus=(0.3, 0.9), is_causal=True)  # noqa: E731
+    block, x = build(make), inputs()
 
     def branch(x, fn, norm, tau):
         inner = norm(x) if placement == "pre" else x
@@ -32,9 +34,12 @@ def test_a_layer_is_two_residual_branches(placement) -> None:
         y = w.branch * fn(inner).value + w.skip * x
         return norm(y).value if placement == "post" else y
 
-    expected = branch(x, block.attention, block.attention_norm, 0.3)
-    expected = branch(expected, block.mlp, block.mlp_norm, 0.9)
-    np.testing.assert_allclose(block(x).value, expected, rtol=1e-4, atol=1e-4)
+    @jit
+    def both(x):
+        expected = branch(x, block.attention, block.attention_norm, 0.3)
+        return block(x).value, branch(expected, block.mlp, block.mlp_norm, 0.9)
+
+    np.testing.assert_allclose(*both(x), rtol=1e-4, atol=1e-4)
 
 
 def test_norms() -> None:
@@ -45,16 +50,9 @@ def test_norms() -> None:
 
 @pytest.mark.parametrize("scheme", rules.RESIDUAL_SCHEMES)
 def test_a_stack_follows_its_scheme(scheme) -> None:
-    stack = nn.TransformerStack(
-        3,
-        WIDTH,
-        2,
-        residual_scheme=scheme,
-        residual_tau=0.4,
-        residual_mult=0.7,
-        residual_attention_ratio=1.5,
-        rngs=nnx.Rngs(0),
-    )
+    settings = {"tau": 0.4, "mult": 0.7, "attention_ratio": 1.5, "scheme": scheme}
+    settings = {f"residual_{key}": value for key, value in settings.items()}
+    stack = build(lambda: nn.TransformerStack(3, WIDTH, 2, **settings, rngs=nnx.Rngs(0)))
     taus = rules.residual_taus(scheme, 6, tau=0.4, mult=0.7, attn_ratio=1.5)
     assert tuple(t for block in stack.layers for t in block.taus) == taus
 
@@ -63,17 +61,9 @@ def test_remat_changes_no_number() -> None:
     """Values, gradients and the masks of dropout."""
     results = []
     for remat in (False, True):
-        stack = nn.TransformerStack(
-            2,
-            WIDTH,
-            2,
-            24,
-            remat=remat,
-            is_causal=True,
-            dropout_rate=0.3,
-            rngs=nnx.Rngs(params=0, dropout=1),
-        )
-        graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+        settings = {"remat": remat, "is_causal": True, "dropout_rate": 0.3}
+        make = lambda s=settings: nn.TransformerStack(2, WIDTH, 2, 24, **s, rngs=nnx.Rngs(0))  # noqa: E731
+        graphdef, params, rest = nnx.split(build(make), nnx.Param, ...)
 
         def loss(params, graphdef=graphdef, rest=rest):
             return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest, copy=True)(inputs()).value))
@@ -132,30 +122,28 @@ def test_errors() -> None:
 
 
 MODELS = {
-    "rope": {},
-    "learned": {"positions": "learned", "tied_readout": True},
-    "grouped": {"kv_heads": 2, "mlp": "gated", "norm": "layer"},
+    "rope": {"rotary_base": 10000.0},
+    "learned": {"learned": True, "tied": True},
+    "grouped": {
+        "rotary_base": 10000.0,
+        "num_kv_heads": 2,
+        "activation": "silu_glu",
+        "norm": "layer",
+    },
 }
-
-
-def gpt(name: str, policy: str = "float32") -> GPT:
-    config = GPTModelConfig(
-        vocab=11, width=WIDTH, layers=2, heads=4, mlp_ratio=2.0, context=8, **MODELS[name]
-    )
-    return GPT(config, policy=policy, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("policy", ["float32", "float16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
-    model = gpt(name, policy)
-    ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+    model = build(lambda: Decoder(WIDTH, policy=policy, **MODELS[name]))
+    ids = np.random.default_rng(1).integers(0, 11, (2, 7))
     uncached = np.asarray(jit(lambda ids: model(ids).value)(ids), np.float64)
-    step = jit(lambda ids, cache: model(ids, cache=cache))
+    step = jit(model)
     # Rounding a few times per layer, relative to logits of RMS below 1.
     tolerance = 32 * float(jnp.finfo(policy).eps)
     for chunks in ((1,) * 7, (4, 3)):
-        cache, start, parts = model.init_cache(2, 8), 0, []
+        cache, start, parts = model.stack.init_cache(2, 8), 0, []
         for size in chunks:
             logits, cache = step(ids[:, start : start + size], cache)
             parts.append(np.asarray(logits.value, np.float64))
@@ -165,7 +153,8 @@ def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
 
 
 def test_causality_of_the_stack_through_gradients() -> None:
-    stack = nn.TransformerStack(2, WIDTH, 2, 24, is_causal=True, rotary_base=30.0, rngs=nnx.Rngs(0))
+    settings = {"is_causal": True, "rotary_base": 30.0}
+    stack = build(lambda: nn.TransformerStack(2, WIDTH, 2, 24, **settings, rngs=nnx.Rngs(0)))
     jacobian = jit(jax.jacrev(lambda x: stack(x).value.sum(-1)))(inputs())
     reach = np.abs(jacobian).sum(-1)[0, :, 0]
     assert (reach[np.triu_indices(TIME, 1)] == 0).all()
@@ -174,13 +163,14 @@ def test_causality_of_the_stack_through_gradients() -> None:
 
 def test_float32_gradients_are_those_of_float64() -> None:
     """The fused attention of `jax.nn`, which float64 leaves aside, has the same gradients."""
-    ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+    ids = np.random.default_rng(1).integers(0, 11, (2, 7))
 
     def grads(policy):
-        graphdef, params = nnx.split(gpt("grouped", policy))
-        single = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        make = lambda: Decoder(WIDTH, policy=policy, **MODELS["grouped"])  # noqa: E731
+        graphdef, params = nnx.split(build(make))
+        single = jax.tree.map(lambda p: np.asarray(p, np.float32), params)
         cast = jax.tree.map(lambda p: p.astype(policy.param_dtype), single)
-        run = jit(jax.grad(lambda p: ops.softmax_cross_entropy(nnx.merge(graphdef, p)(ids), ids)))
+        run = jit(jax.grad(lambda p: nnx.merge(graphdef, p).loss(ids, ids)))
         return [np.asarray(g, np.float64) for g in jax.tree.leaves(run(cast))]
 
     single = grads(nn.Policy())

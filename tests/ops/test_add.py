@@ -14,6 +14,7 @@ from unitscale.core import ScaledArray
 
 from .conformance import (
     DTYPES,
+    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
     check as check_with,
@@ -28,7 +29,9 @@ HALF = 0.5**0.5
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add(dtype: str) -> None:
     args = normal("add", (3, 4), (3, 4))
-    check(ops.add, np.add, args, fwd=HALF, bwd=(HALF, HALF), dtype=dtype)
+    check(
+        ops.add, np.add, args, fwd=HALF, bwd=(HALF, HALF), dtype=dtype, transforms=TRANSFORMS[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,6 +43,7 @@ def test_weighted_add(dtype: str) -> None:
         fwd=0.2,
         bwd=(0.2, 0.2),
         dtype=dtype,
+        transforms=TRANSFORMS[dtype],
     )
 
 
@@ -63,8 +67,6 @@ def test_constraint(constraint) -> None:
         normal("add", (3, 4), (3, 4)),
         fwd=shared or HALF,
         bwd=(shared or 1.0, shared or 1.0),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -76,15 +78,7 @@ def test_a_broadcast_operand_counts_as_a_cut_edge(shapes) -> None:
     repeats = [size / max(np.prod(s), 1) for s in shapes]
     args = [a + 0.0 for a in normal("add", *((*s, 1) if s == () else s for s in shapes))]
     args = [a.reshape(s) if s else np.full((1,), a[0]) for a, s in zip(args, shapes, strict=True)]
-    check(
-        ops.add,
-        np.add,
-        args,
-        fwd=HALF,
-        bwd=[HALF * r**-0.5 for r in repeats],
-        dtype="float32",
-        transforms=("jit",),
-    )
+    check(ops.add, np.add, args, fwd=HALF, bwd=[HALF * r**-0.5 for r in repeats])
 
 
 SCALED = [
@@ -114,8 +108,6 @@ def test_scales_meet(scales, weights) -> None:
         fwd=fwd,
         bwd=(fwd, fwd),
         scales=scales,
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -145,8 +137,6 @@ def test_a_python_number_is_added_as_it_is(scale, swap: bool) -> None:
         fwd=1.0,
         bwd=(1.0,),
         scales=(scale,),
-        dtype="float32",
-        transforms=("jit",),
     )
     if isinstance(scale, float):
         assert ops.add(ScaledArray(jnp.ones(2), scale), 3).scale == scale
@@ -189,11 +179,7 @@ ERRORS = [
     (TypeError, lambda: ops.add("x", x), r"ops\.add: x must be a floating array.*got str"),
     (ValueError, lambda: ops.add(x, x, constraint="outputs"), "constraint"),
     (ValueError, lambda: ops.add(x, x, constraint="to_grad_input_scale"), "to_grad_input_scale"),
-    (
-        ValueError,
-        lambda: ops.weighted_add(x, x, weights=(1,)),
-        "weights must be two numbers; got 1",
-    ),
+    (ValueError, lambda: ops.weighted_add(x, x, weights=(1,)), "weights must be two.*; got 1"),
     (ValueError, lambda: ops.weighted_add(x, x, weights=(0, 0)), "not all zero"),
     (ValueError, lambda: ops.weighted_add(x, x.T), r"ops\.weighted_add: x and y must broadcast"),
     (TypeError, lambda: ops.weighted_add(x, 1), r"ops\.weighted_add: y must be a floating.*int32"),

@@ -19,6 +19,7 @@ from .conformance import (
     assert_unit,
     check,
     normal,
+    pulled,
 )
 
 BATCH, TIME, HEADS, DIM = 1, 3, 2, 4
@@ -66,7 +67,9 @@ def test_attention(name: str, dtype: str) -> None:
         bwd=(fwd,) * 3,
         dtype=dtype,
         slack=SLACK[dtype],
-        transforms=TRANSFORMS if name == "causal mask" else ("jit",),
+        transforms=TRANSFORMS["float32"]
+        if name == "causal mask" and dtype != "bfloat16"
+        else ("jit",),
     )
 
 
@@ -85,7 +88,6 @@ def test_grouped_queries_and_cross_attention(heads, kv_heads, source, dtype) -> 
         bwd=(fwd,) * 3,
         dtype=dtype,
         slack=SLACK[dtype],
-        transforms=("jit",),
     )
 
 
@@ -103,7 +105,6 @@ def test_constraint(constraint, dtype) -> None:
         bwd=found.bwd,
         dtype=dtype,
         slack=SLACK[dtype],
-        transforms=("jit",),
     )
 
 
@@ -131,7 +132,6 @@ def test_scales(scales, dtype) -> None:
         scales=scales,
         dtype=dtype,
         slack=2 * SLACK[dtype],
-        transforms=("jit",),
     )
 
 
@@ -142,12 +142,14 @@ def test_scale_and_dtype_of_the_output() -> None:
     np.testing.assert_array_equal(y.scale, per_item)
     assert y.dtype == jnp.float16
     per_head = ScaledArray(q, jnp.array([[1.0], [2.0]]))
-    assert ops.dot_product_attention(per_head, q, q).dtype == jnp.float16
-    wide = q.astype(jnp.float32)
-    assert ops.dot_product_attention(wide, wide, q).dtype == jnp.float16
-    byte = q.astype(jnp.float8_e4m3fn)
-    assert ops.dot_product_attention(byte, byte, byte).dtype == jnp.bfloat16
-    scaled = [ScaledArray(q.astype(jnp.float32), s) for s in (2.0, 4.0, 8.0)]
+    wide, byte = jnp.ones_like(q, jnp.float32), jnp.ones_like(q, jnp.float8_e4m3fn)
+    for args, dtype in (
+        ((per_head, q, q), jnp.float16),
+        ((wide, wide, q), jnp.float16),
+        ((byte, byte, byte), jnp.bfloat16),
+    ):
+        assert jax.eval_shape(ops.dot_product_attention, *args).dtype == dtype
+    scaled = [ScaledArray(wide, s) for s in (2.0, 4.0, 8.0)]
     assert_scales_are_constants(ops.dot_product_attention, *scaled)
 
 
@@ -161,9 +163,7 @@ def test_scales_beyond_float16() -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"is_causal": True}, {"mask": MASK}, {"mask": MASK, "is_causal": True}],
-    ids=str,
+    "kwargs", [{}, {"is_causal": True}, {"mask": MASK}, {"mask": MASK, "is_causal": True}], ids=str
 )
 def test_float16_takes_the_plain_path_to_the_same_result(kwargs) -> None:
     args = [np.float16(a) for a in normal("path", (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))]
@@ -172,8 +172,8 @@ def test_float16_takes_the_plain_path_to_the_same_result(kwargs) -> None:
     for dtype in (jnp.float16, jnp.float32):
         q, k, v = (jnp.asarray(a, dtype) for a in args)
         f = functools.partial(ops.dot_product_attention, **kwargs)
-        y, vjp = jax.vjp(lambda *a, f=f: f(*a).data, q, k, v)
-        results.append([y, *vjp(jnp.asarray(ct, dtype))])
+        y, grads = pulled(f, q, k, v, cotangent=jnp.asarray(ct, dtype))
+        results.append([y, *grads])
     for half, single in zip(*results, strict=True):
         assert half.dtype == jnp.float16
         # Roundings of the weights, the result, its factor and the cotangent.
@@ -189,8 +189,8 @@ def test_float16_gradients_overflow_only_where_they_are_beyond_its_range() -> No
     grads = []
     for dtype in (jnp.float16, jnp.float32):
         inputs = [jnp.asarray(a, dtype) for a in (3 * q, 3 * k, v)]
-        _, vjp = jax.vjp(lambda *a: ops.dot_product_attention(*a).data, *inputs)
-        grads.append(vjp(jnp.asarray(ct, dtype)))
+        ct = jnp.asarray(ct, dtype)
+        grads.append(pulled(ops.dot_product_attention, *inputs, cotangent=ct)[1])
     for half, single in zip(*grads, strict=True):
         largest = np.abs(single).max()
         assert 1000 < largest < jnp.finfo(jnp.float16).max
@@ -203,16 +203,13 @@ def test_fully_masked_rows_are_finite(dtype: str, is_causal: bool) -> None:
     mask = np.ones((TIME, TIME), bool)
     mask[0] = mask[1, :2] = False  # under a causal mask, row 1 sees nothing either
     q, k, v = (jnp.asarray(a, dtype) for a in normal("masked", SHAPE, SHAPE, SHAPE))
-
-    def f(q, k, v):
-        return ops.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal).data
-
-    y, vjp = jax.vjp(f, q, k, v)
-    assert all(np.isfinite(np.float32(a)).all() for a in (y, *vjp(jnp.ones_like(y))))
+    f = functools.partial(ops.dot_product_attention, mask=mask, is_causal=is_causal)
+    y, grads = pulled(f, q, k, v)
+    assert all(np.isfinite(np.float32(a)).all() for a in (y, *grads))
     empty = (0, 1) if is_causal else (0,)
     mean = np.float32(v).mean(1) * factors(is_causal=is_causal).fwd
     for row in empty:
-        np.testing.assert_allclose(np.float32(y[:, row]), mean, atol=2**-6)
+        np.testing.assert_allclose(np.float32(y)[:, row], mean, atol=2**-6)
 
 
 MASKS = [(3, 3), (1, 3), (2, 1, 3), (4, 3, 3), (2, 1, 1, 3), (2, 4, 3, 3), (1, 1, 3, 3)]
@@ -226,7 +223,8 @@ def test_masks_broadcast(shape, dtype) -> None:
     mask[..., 0] = True
     if len(shape) == 3:  # (heads or 1, time, source)
         mask = mask[:1] if shape[0] not in (1, 4) else mask
-    y = ops.dot_product_attention(*(jnp.asarray(a, dtype) for a in (q, k, v)), mask=mask)
+    f = jax.jit(functools.partial(ops.dot_product_attention, mask=mask))
+    y = f(*(jnp.asarray(a, dtype) for a in (q, k, v)))
     expected = rules.dot_product_attention(8, 3, is_causal=False).fwd * attention(q, k, v, mask)
     np.testing.assert_allclose(
         np.float64(y.data), expected, atol=1e-5 if dtype == "float32" else 0.02
@@ -241,8 +239,8 @@ def test_causality_seen_through_gradients() -> None:
             y = ops.dot_product_attention(q, k, v, is_causal=True)
             return jnp.sum(y.data[:, t].astype(jnp.float32))
 
-        for grad in jax.grad(f, (0, 1))(k, v):
-            assert (np.asarray(grad[:, :2]) != 0).any()
+        for grad in map(np.asarray, jax.jit(jax.grad(f, (0, 1)))(k, v)):
+            assert (grad[:, :2] != 0).any()
             np.testing.assert_array_equal(grad[:, 2:], 0)
 
 
@@ -285,31 +283,19 @@ x = jnp.ones(SHAPE)
 three = jnp.ones((BATCH, TIME, 3, DIM))
 call = ops.dot_product_attention
 ERRORS = [
-    (
-        ValueError,
-        lambda: call(x[0], x, x),
-        r"q must be \(batch, time, heads, d\).*got q \(3, 2, 4\)",
-    ),
+    (ValueError, lambda: call(x[0], x, x), r"q must be .*got q \(3, 2, 4\)"),
     (ValueError, lambda: call(x, three, three), "kv_heads dividing heads"),
     (ValueError, lambda: call(x, x, x[:, :2]), r"dot_product_attention: q must be"),
     (ValueError, lambda: call(x, x[..., :2], x[..., :2]), "Split the features into heads first"),
     (TypeError, lambda: call(x, x > 0, x), r"dot_product_attention: k must be a floating array"),
-    (
-        TypeError,
-        lambda: call(x, x, x, mask=jnp.ones((3, 3))),
-        "mask must be boolean; got dtype float",
-    ),
+    (TypeError, lambda: call(x, x, x, mask=jnp.ones((3, 3))), "mask must .* dtype float"),
     (
         ValueError,
         lambda: call(x, x, x, mask=jnp.ones((3, 4), bool)),
-        r"mask must broadcast to \(batch, heads, time, source\) \(1, 2, 3, 3\); got mask \(3, 4\)",
+        r"\(1, 2, 3, 3\); got mask \(3, 4\)",
     ),
     (ValueError, lambda: call(x, x, x, mask=jnp.ones((1,) * 5, bool)), "mask must broadcast"),
-    (
-        ValueError,
-        lambda: call(x, x, x, dropout_rate=0.1, deterministic=False),
-        "dropout_key must be",
-    ),
+    (ValueError, lambda: call(x, x, x, dropout_rate=0.1, deterministic=False), "dropout_key"),
     (ValueError, lambda: call(x, x, x, dropout_rate=1.0), r"rate must be in \[0, 1\)"),
     (ValueError, lambda: call(x, x, x, mult=-1.0), "mult must be positive"),
     (ValueError, lambda: call(x, x, x, scale_length=0), "key_length must be at least 1"),

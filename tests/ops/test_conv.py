@@ -15,6 +15,7 @@ from unitscale.quant import MatmulConfig
 
 from .conformance import (
     DTYPES,
+    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
     check as check_with,
@@ -95,8 +96,6 @@ def test_conv(name: str) -> None:
         normal(name, x, kernel),
         fwd=fwd,
         bwd=(dx, weight),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -106,7 +105,9 @@ def test_transforms(dtype: str) -> None:
     fwd, _, weight = factors("1d")
     # By default the gradient of x is exactly the true one.
     args = normal("1d", x, kernel)
-    check(op, reference, args, fwd=fwd, bwd=(fwd, weight), dtype=dtype)
+    check(
+        op, reference, args, fwd=fwd, bwd=(fwd, weight), dtype=dtype, transforms=TRANSFORMS[dtype]
+    )
 
 
 @pytest.mark.parametrize("constraint", ["to_grad_input_scale", "gmean"])
@@ -120,8 +121,6 @@ def test_constraint(constraint) -> None:
         normal("1d", x, kernel),
         fwd=shared,
         bwd=(shared, weight),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -146,8 +145,6 @@ def test_scales_and_bias(scales) -> None:
         fwd=fwd,
         bwd=(fwd, weight, weight * fwd),
         scales=scales,
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -200,31 +197,15 @@ def test_unit_variance() -> None:
 
 x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
 ERRORS = [
-    (
-        ValueError,
-        lambda: ops.conv(x, w[0]),
-        r"ops\.conv: x must be .* got x \(2, 6, 6, 4\), kernel",
-    ),
+    (ValueError, lambda: ops.conv(x, w[0]), r"ops\.conv: x must .* x \(2, 6, 6, 4\), kernel"),
     (ValueError, lambda: ops.conv(x, w[:, :, :2]), "feature_group_count is 1"),
     (ValueError, lambda: ops.conv(x[0, 0], w[0]), r"ops\.conv: x must be \(batch, \*spatial, in\)"),
-    (
-        ValueError,
-        lambda: ops.conv(x, w[:, :, :1, :6], feature_group_count=4),
-        "divide the output channels; got 4 groups",
-    ),
-    (
-        ValueError,
-        lambda: ops.conv(x, w, strides=(1, 2, 3)),
-        "strides must be a positive integer or 2",
-    ),
+    (ValueError, lambda: ops.conv(x, w[..., :1, :6], feature_group_count=4), "got 4 groups"),
+    (ValueError, lambda: ops.conv(x, w, strides=(1, 2, 3)), "strides must be"),
     (ValueError, lambda: ops.conv(x, w, dilation=0), "dilation must be a positive integer"),
     (ValueError, lambda: ops.conv(x, w, padding="CAUSAL"), "padding must be 'SAME'.*got 'CAUSAL'"),
     (ValueError, lambda: ops.conv(x, w, padding=((1, 1),)), "padding must be 'SAME'"),
-    (
-        ValueError,
-        lambda: ops.conv(x, w, jnp.ones(3)),
-        r"ops\.conv: bias must be \(out,\); got bias",
-    ),
+    (ValueError, lambda: ops.conv(x, w, jnp.ones(3)), r"conv: bias must .* got bias"),
     (ValueError, lambda: ops.conv(x, w, constraint="to_output"), "to_output_scale"),
     (TypeError, lambda: ops.conv(x > 0, w), r"ops\.conv: x must be a floating array"),
     (TypeError, lambda: ops.conv(x, w.astype(int)), r"ops\.conv: kernel must be a floating array"),

@@ -45,7 +45,6 @@ def test_deterministic_is_the_expected_value(scale) -> None:
         scales=(scale,),
         dtype="float16",
         step=1.0,
-        transforms=("jit",),
     )
 
 

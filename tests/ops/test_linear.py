@@ -16,10 +16,12 @@ from unitscale.quant import MatmulConfig
 from .conformance import (
     DTYPES,
     SCALES,
+    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
     check as check_with,
     normal,
+    pulled,
     rounded,
 )
 
@@ -70,7 +72,7 @@ def test_layer(name: str, use_bias: bool, dtype: str) -> None:
         # The reference divides the bias by fwd, and so does its derivative.
         bwd=(dx, weight, weight * fwd)[: len(shapes)],
         dtype=dtype,
-        transforms=("jit",) if use_bias and dtype != "float16" else ("grad", "vmap", "scan", "jit"),
+        transforms=("jit",) if use_bias else TRANSFORMS[dtype],
     )
 
 
@@ -88,8 +90,6 @@ def test_constraint(name: str, constraint) -> None:
         normal(name, (*BATCH, IN), (IN, OUT)),
         fwd=fwd,
         bwd=(dx, weight),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -124,14 +124,12 @@ def test_scales(scales, bias_scale) -> None:
         fwd=fwd,
         bwd=(fwd, ROWS**-0.5, ROWS**-0.5 * fwd),
         scales=scales,
-        dtype="float32",
-        transforms=("jit",),
     )
     args = [
         jnp.ones(s) if scale is None else ScaledArray(jnp.ones(s), scale)
         for s, scale in zip((*shapes, (OUT,)), scales, strict=False)
     ]
-    assert ops.dense(*args).data.shape == (*BATCH, OUT)
+    assert jax.eval_shape(ops.dense, *args).shape == (*BATCH, OUT)
 
 
 def test_scale_of_the_output() -> None:
@@ -185,8 +183,6 @@ def test_matmul(batches, constraint) -> None:
         normal("matmul", (*left, m, k), (*right, k, n)),
         fwd=fwd,
         bwd=(dleft, dright),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -199,8 +195,6 @@ def test_matmul_constraints(constraint) -> None:
         normal("matmul", (2, 4), (4, 3)),
         fwd=fwd,
         bwd=(fwd, fwd),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -208,18 +202,17 @@ def test_matmul_constraints(constraint) -> None:
 def test_matmul_transforms(dtype: str) -> None:
     shapes = (2, 2, 4), (2, 4, 3)
     args = normal("matmul", *shapes)
-    check(ops.matmul, np.matmul, args, fwd=0.5, bwd=(0.5, 0.5), dtype=dtype)
-    scales = (np.array([[[2.0]], [[4.0]]], np.float32), np.array([1, 0.5, 2], np.float32))
     check(
         ops.matmul,
         np.matmul,
         args,
         fwd=0.5,
         bwd=(0.5, 0.5),
-        scales=scales,
         dtype=dtype,
-        transforms=("jit",),
+        transforms=TRANSFORMS[dtype],
     )
+    scales = (np.array([[[2.0]], [[4.0]]], np.float32), np.array([1, 0.5, 2], np.float32))
+    check(ops.matmul, np.matmul, args, fwd=0.5, bwd=(0.5, 0.5), scales=scales, dtype=dtype)
 
 
 PROMOTIONS = [
@@ -236,10 +229,9 @@ PROMOTIONS = [
 @pytest.mark.parametrize("op", [ops.dense, ops.matmul], ids=["dense", "matmul"])
 def test_dtypes(op, x: str, kernel: str, expected: str) -> None:
     a, b = jnp.full((2, 4), 3.0, x), jnp.full((4, 2), 64.0, kernel)
-    y, vjp = jax.vjp(lambda a, b: op(a, b).data, a, b)
+    y, grads = pulled(op, a, b)
     assert y.dtype.name == expected
-    np.testing.assert_array_equal(y.astype(jnp.float32), 384)
-    grads = vjp(y)
+    np.testing.assert_array_equal(np.float32(y), 384)
     assert [g.dtype.name for g in grads] == [x, kernel]
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads)
 
@@ -341,39 +333,22 @@ def test_quantized_matmul_and_readout() -> None:
 x, w = jnp.ones((8, 32)), jnp.ones((16, 64))
 good = jnp.ones((32, 4))
 ERRORS = [
-    (
-        ValueError,
-        lambda: ops.dense(x, w),
-        r"ops\.dense: kernel must be \(in, out\) with in == x.shape\[-1\]; got x \(8, 32\), kernel "
-        r"\(16, 64\)",
-    ),
+    (ValueError, lambda: ops.dense(x, w), r"kernel must .* x \(8, 32\), kernel \(16, 64\)"),
     (ValueError, lambda: ops.dense(x, good.T), r"Transpose the kernel\?"),
     (ValueError, lambda: ops.readout(x, good[None]), r"ops\.readout: kernel must be"),
-    (
-        ValueError,
-        lambda: ops.dense(x, good, jnp.ones(5)),
-        r"bias must be \(out,\); got bias \(5,\)",
-    ),
+    (ValueError, lambda: ops.dense(x, good, jnp.ones(5)), r"bias must be .*; got bias \(5,\)"),
     (TypeError, lambda: ops.dense(x, good, jnp.ones(4, int)), "bias must be a floating array"),
-    (
-        TypeError,
-        lambda: ops.dense(x.astype(int), good),
-        r"ops\.dense: x must be .* got dtype int32",
-    ),
+    (TypeError, lambda: ops.dense(x.astype(int), good), r"dense: x must .* dtype int32"),
     (TypeError, lambda: ops.readout(x, good > 0), r"ops\.readout: kernel must be a floating"),
     (ValueError, lambda: ops.dense(jnp.ones(()), good), r"ops\.dense: kernel must be"),
-    (
-        ValueError,
-        lambda: ops.dense(x, good, constraint="to_output_scal"),
-        "Did you mean 'to_output_scale'",
-    ),
+    (ValueError, lambda: ops.dense(x, good, constraint="to_output_scal"), "'to_output_scale'"),
     (ValueError, lambda: ops.dense(x, good, constraint="to_left_grad_scale"), "left_grad_scale"),
     (ValueError, lambda: ops.matmul(x, w), r"ops\.matmul: left must be \(\.\.\., m, k\)"),
     (ValueError, lambda: ops.matmul(x[0], good), r"ops\.matmul: left must be"),
     (
         ValueError,
-        lambda: ops.matmul(jnp.ones((2, 8, 32)), jnp.ones((3, 32, 4))),
-        "leading dimensions must broadcast",
+        lambda: ops.matmul(jnp.ones((2, 1, 1)), jnp.ones((3, 1, 1))),
+        "leading dimensions",
     ),
     (ValueError, lambda: ops.matmul(x, good, constraint="to_grad_input_scale"), "grad_input_scale"),
     (TypeError, lambda: ops.matmul(x, good > 0), r"ops\.matmul: right must be a floating"),

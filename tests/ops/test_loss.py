@@ -15,9 +15,11 @@ from unitscale.core import ScaledArray
 from .conformance import (
     DTYPES,
     SCALES,
+    TRANSFORMS,
     assert_scales_are_constants,
     check,
     normal,
+    pulled,
 )
 
 VOCAB = 5
@@ -50,7 +52,15 @@ def logits(*shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy(dtype: str) -> None:
     # The 1/N of the mean is kept out of the backward.
-    check(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,), dtype=dtype)
+    check(
+        loss,
+        cross_entropy,
+        logits(),
+        fwd=1.0,
+        bwd=(FACTOR * TOKENS,),
+        dtype=dtype,
+        transforms=TRANSFORMS[dtype],
+    )
 
 
 @pytest.mark.parametrize("where", [None, WHERE], ids=["all", "where"])
@@ -67,8 +77,6 @@ def test_reductions(mult: float, reduction, where) -> None:
         logits(),
         fwd=1.0,
         bwd=(bwd,),
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -76,23 +84,13 @@ def test_reductions(mult: float, reduction, where) -> None:
     "scale", [*SCALES, np.float32([[[1], [2], [0.5]]]), np.float32([3] * 5), 0]
 )
 def test_scale_is_folded_in(scale) -> None:
-    check(
-        loss,
-        cross_entropy,
-        logits(),
-        fwd=1.0,
-        bwd=(FACTOR * TOKENS,),
-        scales=(scale,),
-        dtype="float32",
-        transforms=("jit",),
-        slack=4,
-    )
+    check(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,), scales=(scale,), slack=4)
     assert_scales_are_constants(loss, ScaledArray(jnp.asarray(logits()[0]), scale))
 
 
 def test_value_is_float32_and_gradient_is_that_of_the_logits() -> None:
     x = jnp.zeros((2, 3, VOCAB), jnp.bfloat16)
-    value, grad = jax.value_and_grad(loss)(x)
+    value, grad = jax.jit(jax.value_and_grad(loss))(x)
     assert value.dtype == jnp.float32
     assert value.shape == ()
     np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
@@ -103,17 +101,15 @@ def test_gradient_is_unit_for_small_logits() -> None:
     """As at initialisation: the RMS over all tokens is 1, whatever their number."""
     for tokens in (1, 64):
         labels = jnp.arange(tokens) % 16
-        grad = jax.grad(lambda z, y=labels: ops.softmax_cross_entropy(z, y))(
-            jnp.zeros((tokens, 16))
-        )
-        np.testing.assert_allclose(jnp.mean(grad**2), 1.0, rtol=1e-5)
+        grad = jax.jit(jax.grad(ops.softmax_cross_entropy))(jnp.zeros((tokens, 16)), labels)
+        np.testing.assert_allclose(np.mean(np.square(grad)), 1.0, rtol=1e-5)
 
 
 def test_small_gradients_survive_float16() -> None:
     """A probability of 3e-8 is below float16's subnormals / 2, times the factor 224 it is not."""
     vocab = 50000
     z = jnp.zeros((1, vocab), jnp.float16).at[0, 0].set(6.5)
-    grad = np.asarray(jax.grad(lambda z: ops.softmax_cross_entropy(z, jnp.array([0])))(z))
+    grad = np.asarray(jax.jit(jax.grad(ops.softmax_cross_entropy))(z, jnp.array([0])))
     p = 1 / (np.exp(6.5) + vocab - 1)
     np.testing.assert_allclose(np.float64(grad[0, 1]), p * vocab / (vocab - 1) ** 0.5, rtol=2**-10)
 
@@ -122,19 +118,20 @@ def test_no_token_counts() -> None:
     nothing = jnp.zeros(LABELS.shape, bool)
     for reduction in ("mean", "sum", "none"):
         f = functools.partial(loss, where=nothing, reduction=reduction)
-        value, vjp = jax.vjp(f, jnp.ones((2, 3, VOCAB)))
+        value, (grad,) = pulled(f, jnp.ones((2, 3, VOCAB)))
         np.testing.assert_array_equal(value, 0)
-        np.testing.assert_array_equal(vjp(jnp.ones_like(value))[0], 0)
+        np.testing.assert_array_equal(grad, 0)
 
 
 def test_tokens_that_do_not_count_may_hold_anything() -> None:
     x, labels = jnp.ones((2, VOCAB)).at[1].set(jnp.nan), jnp.array([0, -100])
-    f = functools.partial(ops.softmax_cross_entropy, where=jnp.array([True, False]))
+    where = jnp.array([True, False])
     for reduction in ("mean", "sum"):
-        value, grad = jax.value_and_grad(f)(x, labels, reduction=reduction)
+        f = functools.partial(ops.softmax_cross_entropy, where=where, reduction=reduction)
+        value, grad = jax.jit(jax.value_and_grad(f))(x, labels)
         np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
         assert np.isfinite(np.asarray(grad)).all()
-        np.testing.assert_array_equal(grad[1], 0)
+        np.testing.assert_array_equal(np.asarray(grad)[1], 0)
 
 
 @pytest.mark.parametrize("scale", [None, 4.0, 0.25])
@@ -142,7 +139,7 @@ def test_infinite_logits(scale) -> None:
     """A class masked by -inf has probability and gradient 0; the others share the rest."""
     x = jnp.asarray([[0.0, -jnp.inf, 0.0, -jnp.inf, 0.0]], jnp.float16)
     scaled = x if scale is None else ScaledArray(x, scale)
-    value, grad = jax.value_and_grad(lambda z: ops.softmax_cross_entropy(z, jnp.array([2])))(scaled)
+    value, grad = jax.jit(jax.value_and_grad(ops.softmax_cross_entropy))(scaled, jnp.array([2]))
     np.testing.assert_allclose(value, np.log(3), rtol=1e-6)
     expected = FACTOR * (scale or 1) * np.array([[1 / 3, 0, -2 / 3, 0, 1 / 3]])
     np.testing.assert_allclose(getattr(grad, "data", grad), expected, rtol=2**-10)
@@ -159,6 +156,7 @@ def test_mse(dtype: str) -> None:
         fwd=1.0,
         bwd=(12 * 8**-0.5, 12 * 8**-0.5),
         dtype=dtype,
+        transforms=TRANSFORMS[dtype],
     )
 
 
@@ -174,23 +172,21 @@ def test_mse_scales(scales) -> None:
         fwd=1.0,
         bwd=(12 * 8**-0.5, 12 * 8**-0.5),
         scales=scales,
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
 def test_mse_unit_variance() -> None:
-    squares = []
+    gradients, squares = jax.jit(jax.grad(ops.mse_loss, (0, 1))), []
     for seed in range(16):
         p, t = np.random.default_rng(seed).standard_normal((2, 1024)).astype(np.float32)
-        squares.append([np.mean(g**2) for g in jax.grad(ops.mse_loss, (0, 1))(p, t)])
+        squares.append([np.mean(np.square(g)) for g in gradients(p, t)])
     error = np.std(squares, 0, ddof=1) / 4
     assert (np.abs(np.mean(squares, 0) - 1) <= 5 * error).all()
 
 
 def test_mse_is_summed_wide() -> None:
     p = jnp.full((100,), 300.0, jnp.float16)
-    value, grad = jax.value_and_grad(ops.mse_loss)(p, -p)
+    value, grad = jax.jit(jax.value_and_grad(ops.mse_loss))(p, -p)
     assert value == 600.0**2
     assert value.dtype == jnp.float32
     np.testing.assert_array_equal(grad, np.float16(1200 * 8**-0.5))
@@ -198,11 +194,7 @@ def test_mse_is_summed_wide() -> None:
 
 x = jnp.ones((2, 3, VOCAB))
 ERRORS = [
-    (
-        ValueError,
-        lambda: loss(x, reduction="avg"),
-        r"reduction must be 'mean', 'sum' or 'none'; got",
-    ),
+    (ValueError, lambda: loss(x, reduction="avg"), "reduction must .* got 'avg'"),
     (ValueError, lambda: loss(x[0]), r"got logits \(3, 5\), labels \(2, 3\).*class indices"),
     (ValueError, lambda: loss(x, where=WHERE[0]), r"where \(3,\)"),
     (ValueError, lambda: loss(x[..., :1]), "vocab must be at least 2"),
@@ -210,11 +202,7 @@ ERRORS = [
     (TypeError, lambda: loss(x, where=WHERE.astype(int)), "where must be boolean; got dtype int32"),
     (TypeError, lambda: ops.softmax_cross_entropy(x, x[..., 0]), "labels must be integers; got"),
     (TypeError, lambda: loss(x > 0), r"softmax_cross_entropy: logits must be a floating array"),
-    (
-        ValueError,
-        lambda: ops.mse_loss(x, x[0]),
-        r"ops\.mse_loss: pred and target must have the same",
-    ),
+    (ValueError, lambda: ops.mse_loss(x, x[0]), r"mse_loss: pred and target must"),
     (TypeError, lambda: ops.mse_loss(x, x > 0), r"ops\.mse_loss: target must be a floating array"),
 ]
 

@@ -12,13 +12,7 @@ import pytest
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import (
-    DTYPES,
-    assert_scales_are_constants,
-    assert_unit,
-    check,
-    normal,
-)
+from .conformance import DTYPES, TRANSFORMS, assert_scales_are_constants, assert_unit, check, normal
 
 ROWS = 6
 WEIGHT = ROWS**-0.5
@@ -55,7 +49,7 @@ def test_norm(name: str, dtype: str) -> None:
         fwd=1.0,
         bwd=(1.0, WEIGHT, WEIGHT)[:operands],
         dtype=dtype,
-        transforms=("grad", "jit", "vmap", "scan", "checkpoint") if full else ("jit",),
+        transforms=TRANSFORMS[dtype] if full else ("jit",),
         slack=2,
     )
 
@@ -81,8 +75,6 @@ def test_scales(name: str, scales) -> None:
         fwd=1.0,
         bwd=(1.0, WEIGHT, WEIGHT)[:operands],
         scales=scales[:operands],
-        dtype="float32",
-        transforms=("jit",),
         slack=4,
     )
 
@@ -129,27 +121,16 @@ def test_unit_variance(name: str) -> None:
     # A row of 64 loses up to two of its degrees of freedom in the gradient.
     assert_unit(op, (16, 64), bias=2 / 64)
     assert_unit(
-        lambda x, gain: op(x, 1 + gain - jax.lax.stop_gradient(gain)),
-        (16, 64),
-        (64,),
-        bias=3 / 64,
+        lambda x, gain: op(x, 1 + gain - jax.lax.stop_gradient(gain)), (16, 64), (64,), bias=3 / 64
     )
 
 
 x = jnp.ones((2, 4))
 ERRORS = [
     (ValueError, lambda: ops.layer_norm(x, x), r"ops\.layer_norm: gain must be \(features,\)"),
-    (
-        ValueError,
-        lambda: ops.layer_norm(x, None, x[0, :2]),
-        r"bias must be .* got x \(2, 4\), bias",
-    ),
+    (ValueError, lambda: ops.layer_norm(x, None, x[0, :2]), r"bias must .* got x \(2, 4\)"),
     (ValueError, lambda: ops.rms_norm(x, eps=-1.0), r"ops\.rms_norm: eps must not be negative"),
-    (
-        ValueError,
-        lambda: ops.rms_norm(jnp.ones(())),
-        r"ops\.rms_norm: x must be \(\.\.\., features",
-    ),
+    (ValueError, lambda: ops.rms_norm(jnp.ones(())), r"rms_norm: x must be"),
     (TypeError, lambda: ops.rms_norm(x > 0), r"ops\.rms_norm: x must be a floating array"),
     (TypeError, lambda: ops.layer_norm(x, x[0] > 0), r"ops\.layer_norm: gain must be a floating"),
 ]

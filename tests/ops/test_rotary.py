@@ -11,7 +11,7 @@ import pytest
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, assert_scales_are_constants, assert_unit, check, normal
+from .conformance import DTYPES, TRANSFORMS, assert_scales_are_constants, assert_unit, check, normal
 
 POSITIONS = np.array([0, 1, 700])
 
@@ -36,7 +36,17 @@ SLACK = {"float32": 64, "float16": 2, "bfloat16": 1}
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary(dtype: str) -> None:
     x = normal("rotary", (3, 2, 4))
-    check(op, rotary, x, fwd=1.0, bwd=(1.0,), dtype=dtype, step=1.0, slack=SLACK[dtype])
+    check(
+        op,
+        rotary,
+        x,
+        fwd=1.0,
+        bwd=(1.0,),
+        dtype=dtype,
+        transforms=TRANSFORMS[dtype],
+        step=1.0,
+        slack=SLACK[dtype],
+    )
 
 
 SCALED = [2.0**12, 2.0**-12, 0, np.float32([[[1]], [[2]], [[4]]]), np.float32([1, 2, 8, 0.5])]
@@ -51,10 +61,8 @@ def test_scales(scale) -> None:
         fwd=1.0,
         bwd=(1.0,),
         scales=(scale,),
-        dtype="float32",
         step=1.0,
         slack=SLACK["float32"],
-        transforms=("jit",),
     )
 
 
@@ -90,17 +98,9 @@ def test_unit_variance() -> None:
 
 x = jnp.ones((2, 3, 1, 4))
 ERRORS = [
-    (
-        ValueError,
-        lambda: ops.rotary(x[..., :3], POSITIONS),
-        r"\.\.\., time, heads, d\) with even d",
-    ),
+    (ValueError, lambda: ops.rotary(x[..., :3], POSITIONS), "even d"),
     (ValueError, lambda: ops.rotary(x[0, 0], POSITIONS), r"ops\.rotary: x must be"),
-    (
-        ValueError,
-        lambda: ops.rotary(x, np.arange(4)),
-        r"positions must broadcast to \(\.\.\., time",
-    ),
+    (ValueError, lambda: ops.rotary(x, np.arange(4)), "positions must broadcast"),
     (ValueError, lambda: ops.rotary(x, np.zeros((1, 1, 3))), "positions must broadcast"),
     (TypeError, lambda: ops.rotary(x > 0, POSITIONS), r"ops\.rotary: x must be a floating array"),
 ]

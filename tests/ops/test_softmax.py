@@ -15,6 +15,7 @@ from unitscale.core import ScaledArray
 from .conformance import (
     DTYPES,
     SCALES,
+    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
     check,
@@ -39,6 +40,7 @@ def test_softmax(axis: int, dtype: str) -> None:
         fwd=fwd,
         bwd=(fwd,),
         dtype=dtype,
+        transforms=TRANSFORMS[dtype],
     )
 
 
@@ -51,8 +53,6 @@ def test_constraint_and_mult(constraint) -> None:
         normal("softmax", (4, 3)),
         fwd=factors.fwd,
         bwd=factors.bwd,
-        dtype="float32",
-        transforms=("jit",),
     )
 
 
@@ -69,8 +69,6 @@ def test_scale_is_folded_in(scale) -> None:
         fwd=fwd,
         bwd=(fwd,),
         scales=(scale,),
-        dtype="float32",
-        transforms=("jit",),
         # A product of 2^12 and data is rounded at 2^12 epsilons of its exponential.
         slack=2**6 if np.max(scale) > 100 else 4,
     )

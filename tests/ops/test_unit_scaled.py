@@ -11,6 +11,8 @@ from tests.draws import check_unit
 from unitscale import as_scaled, ops
 from unitscale.core import ScaledArray
 
+from .conformance import pulled
+
 
 def zeros(*shape):
     return np.zeros(shape, np.float32)
@@ -33,8 +35,7 @@ def test_result_and_gradients_are_unit() -> None:
 def test_constrained_gradients_are_the_true_ones_and_cut_ones_a_multiple() -> None:
     op = ops.unit_scaled(smooth, [zeros(8, 4), zeros(4, 6)], cut=[1])
     x, w, g = normal(0, 8, 4), normal(1, 4, 6), normal(2, 8, 6)
-    own = jax.vjp(lambda x, w: op(x, w).data, x, w)[1](g)
-    true = jax.vjp(smooth, x, w)[1](g)
+    own, true = (pulled(f, x, w, cotangent=g)[1] for f in (op, smooth))
     np.testing.assert_allclose(own[0], op.factors.fwd * true[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(own[1], op.factors.bwd[1] * true[1], rtol=1e-5, atol=1e-6)
     assert op.factors.bwd[0] == op.factors.fwd
@@ -50,7 +51,7 @@ def test_a_loss_keeps_its_value_and_one_factor_for_its_arguments() -> None:
     args = normal(0, 256), normal(1, 256), np.ones(256, np.int32)
     assert op.is_loss
     np.testing.assert_allclose(op(*args), loss(*args), rtol=1e-6)
-    grads = jax.grad(op, argnums=(0, 1))(*args)
+    grads = jax.jit(jax.grad(op, argnums=(0, 1)))(*args)
     check_unit(op, example, seeds=32)
     np.testing.assert_allclose(grads[0], -grads[1], rtol=1e-6)
 

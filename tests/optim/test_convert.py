@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from tests.batching import compute
 from unitscale.core import format_of, to_array
 from unitscale.optim import convert_state, scaled
 from unitscale.optim._moments import is_stored, load
 
-PARAMS = {"w": jnp.linspace(0.5, 2, 24).reshape(4, 6), "b": jnp.ones(6)}
-GRADS = {"w": jnp.linspace(1, 2, 24).reshape(4, 6), "b": jnp.linspace(1, 2, 6)}
+PARAMS = {"w": np.linspace(0.5, 2, 24).reshape(4, 6), "b": np.ones(6)}
+PARAMS = {name: x.astype(np.float32) for name, x in PARAMS.items()}
+GRADS = {"w": np.linspace(1, 2, 24).reshape(4, 6), "b": np.linspace(1, 2, 6)}
+GRADS = {name: x.astype(np.float32) for name, x in GRADS.items()}
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 9)))
 FORMATS = {
     "plain": None,
@@ -35,15 +39,26 @@ def make(name: str):
     return INNER if settings is None else scaled(INNER, **settings)
 
 
+def start(name: str):
+    """Parameters and the first state."""
+    tx = make(name)
+    params = PARAMS if name == "plain" else tx.scale_params(PARAMS)
+    return params, tx.init(params)
+
+
+@functools.cache
 def stepped(name: str):
-    """State after two steps, and the values of the parameters."""
-    tx, params = make(name), PARAMS
-    if name != "plain":
-        params = tx.scale_params(params)
-    state = tx.init(params)
-    for _ in range(2):
-        _, state = tx.update(GRADS, state, params)
-    return state
+    """State after two steps."""
+    tx = make(name)
+
+    @jax.jit
+    def run():
+        params, state = start(name)
+        for _ in range(2):
+            _, state = tx.update(GRADS, state, params)
+        return state
+
+    return run()
 
 
 def values(state):
@@ -52,56 +67,60 @@ def values(state):
 
 
 @pytest.mark.parametrize("target", FORMATS)
-@pytest.mark.parametrize("source", FORMATS)
-def test_numbers_are_those_of_the_source_rounded_once(source: str, target: str) -> None:
-    before, tx = stepped(source), make(target)
-    params = PARAMS if target == "plain" else tx.scale_params(PARAMS)
-    like = tx.init(params)
-    after = convert_state(before, like)
-    assert jax.tree.structure(after) == jax.tree.structure(like)
-    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(like)]
+def test_numbers_are_those_of_the_source_rounded_once(target: str) -> None:
+    def convert(before):
+        params, like = start(target)
+        after = convert_state(before, like)
+        updates, _ = make(target).update(GRADS, after, params)  # it goes on
+        return like, after, values(after), values(before), to_array(updates["w"])
+
     first, second = MOMENTS[target]
-    mine, theirs = values(after)[1][0], values(before)[1][0]
-    assert int(mine.count) == int(theirs.count) == 2
-    for got, wanted, dtype, roots in [
-        (mine.mu, theirs.mu, first, 1),
-        (mine.nu, theirs.nu, second, 2),  # of a root, squared
-    ]:
-        jax.tree.map(
-            lambda a, b, d=dtype, n=roots: np.testing.assert_allclose(
-                a, b, rtol=n * format_of(d).eps / 2 * 1.01
-            ),
-            got,
-            wanted,
-        )
-    # It goes on.
-    updates, _ = tx.update(GRADS, after, params)
-    assert np.isfinite(np.asarray(to_array(updates["w"]))).all()
+    table = {source: (convert, stepped(source)) for source in FORMATS}
+    for like, after, mine, theirs, update in compute(table).values():
+        assert jax.tree.structure(after) == jax.tree.structure(like)
+        assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(like)]
+        mine, theirs = mine[1][0], theirs[1][0]
+        assert int(mine.count) == int(theirs.count) == 2
+        for got, wanted, dtype, roots in [
+            (mine.mu, theirs.mu, first, 1),
+            (mine.nu, theirs.nu, second, 2),  # of a root, squared
+        ]:
+            rtol = roots * format_of(dtype).eps / 2 * 1.01
+            for key, x in got.items():
+                np.testing.assert_allclose(x, wanted[key], rtol=rtol)
+        assert np.isfinite(update).all()
 
 
 def test_there_and_back_is_exact() -> None:
     """What is in the formats already is not rounded again."""
-    state = stepped("6 bytes")
-    plain = convert_state(state, INNER.init(PARAMS))
-    tx = make("6 bytes")
-    again = convert_state(plain, tx.init(tx.scale_params(PARAMS)))
-    jax.tree.map(np.testing.assert_array_equal, values(state), values(again))
+
+    @jax.jit
+    def there_and_back(state):
+        plain = convert_state(state, INNER.init(PARAMS))
+        return values(state), values(convert_state(plain, start("6 bytes")[1]))
+
+    jax.tree.map(np.testing.assert_array_equal, *there_and_back(stepped("6 bytes")))
 
 
 def test_the_key_is_part_of_the_state() -> None:
-    state, tx = stepped("4 bytes"), make("4 bytes")
-    like = tx.init(tx.scale_params(PARAMS))
-    data = jax.random.key_data
-    assert (data(convert_state(state, like).key) == data(state.key)).all()
-    assert not (data(state.key) == data(like.key)).all()
-    assert (data(convert_state(stepped("plain"), like).key) == data(like.key)).all()
-    tx = make("6 bytes")
-    assert convert_state(state, tx.init(tx.scale_params(PARAMS))).key is None
+
+    @jax.jit
+    def keys(state, plain):
+        like = start("4 bytes")[1]
+        assert convert_state(state, start("6 bytes")[1]).key is None
+        found = (convert_state(state, like), state, convert_state(plain, like), like)
+        return [jax.random.key_data(x.key) for x in found]
+
+    converted, own, of_plain, fresh = map(np.asarray, keys(stepped("4 bytes"), stepped("plain")))
+    assert (converted == own).all()
+    assert (own != fresh).any()
+    assert (of_plain == fresh).all()
 
 
 def test_errors() -> None:
-    other = {**PARAMS, "b": jnp.ones(5)}
+    other = {**PARAMS, "b": np.ones(5)}
     with pytest.raises(ValueError, match=r"convert_state: state must be of .*expected \(5,\)"):
-        convert_state(stepped("plain"), INNER.init(other))
+        jax.eval_shape(lambda: convert_state(stepped("plain"), INNER.init(other)))
+    momentum = optax.sgd(0.1, momentum=0.9)
     with pytest.raises(ValueError, match="convert_state: state must be of the transformation"):
-        convert_state(stepped("6 bytes"), optax.sgd(0.1, momentum=0.9).init(PARAMS))
+        jax.eval_shape(lambda: convert_state(stepped("6 bytes"), momentum.init(PARAMS)))

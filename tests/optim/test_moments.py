@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,30 +23,41 @@ def sample(seed: int = 0, spread: float = 2.0, shape=(24, 40)) -> np.ndarray:
     return (2.0 ** -rng.uniform(0, spread, shape) * rng.choice([-1, 1], shape)).astype(np.float32)
 
 
-def stored(x, dtype, root=False, block=None, key=None):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def both(x, dtype, root=False, block=None, key=None):
+    """What is stored, and what is read of it."""
     rounding = "nearest" if key is None else "stochastic"
-    return store(jnp.asarray(x), Moment(dtype, root, block), rounding, key)
+    out = store(x, Moment(dtype, root, block), rounding, key)
+    return out, load(out)
+
+
+def stored(x, *args, **kwargs):
+    return both(np.asarray(x, np.float32), *args, **kwargs)[0]
+
+
+def read(x, *args, **kwargs):
+    return np.asarray(both(np.asarray(x, np.float32), *args, **kwargs)[1])
 
 
 @pytest.mark.parametrize("size", [1.0, 3e-7, 2e9])
 @pytest.mark.parametrize("dtype", NARROW + WIDE)
 def test_error_is_half_the_distance_of_neighbours(dtype: str, size: float) -> None:
     x = sample() * np.float32(size)
-    out = stored(x, dtype)
+    out, value = both(x, dtype)
     assert isinstance(out, ScaledArray)
     assert out.dtype == format_of(dtype).dtype
-    np.testing.assert_allclose(load(out), x, rtol=format_of(dtype).eps / 2)
+    np.testing.assert_allclose(value, x, rtol=format_of(dtype).eps / 2)
 
 
 @pytest.mark.parametrize("size", [1.0, 3e-7, 2e9])
 @pytest.mark.parametrize("dtype", NARROW + WIDE)
 def test_the_square_of_a_rounded_root_has_twice_its_error(dtype: str, size: float) -> None:
     x = np.abs(sample()) * np.float32(size)
-    out = stored(x, dtype, root=True)
+    out, value = both(x, dtype, True)
     assert isinstance(out, SquareRoot)
     half = format_of(dtype).eps / 2
-    np.testing.assert_allclose(load(out), x, rtol=(1 + half) ** 2 - 1 + 1e-6)
-    np.testing.assert_allclose(np.sqrt(load(out)), np.sqrt(x), rtol=half + 1e-6)
+    np.testing.assert_allclose(value, x, rtol=(1 + half) ** 2 - 1 + 1e-6)
+    np.testing.assert_allclose(np.sqrt(value), np.sqrt(x), rtol=half + 1e-6)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -52,7 +65,7 @@ def test_the_largest_entry_never_saturates_and_uses_the_top_of_the_range(dtype: 
     for exponent in np.linspace(-30, 30, 41):
         for root in (False, True):
             x = np.float32(2.0**exponent) * np.ones(3, np.float32)
-            out = stored(x, dtype, root=root)
+            out = stored(x, dtype, root)
             data = np.asarray((out.root if root else out).data).astype(np.float64)
             top = 2.0 ** np.floor(np.log2(format_of(dtype).max))
             assert (data <= top).all()
@@ -61,17 +74,17 @@ def test_the_largest_entry_never_saturates_and_uses_the_top_of_the_range(dtype: 
 
 def test_the_root_covers_2_to_the_34_in_8_bits() -> None:
     x = np.float32(2.0) ** np.arange(0, -34, -1, dtype=np.float32)
-    plain, root = stored(x, "float8_e5m2"), stored(x, "float8_e4m3fn", root=True)
-    np.testing.assert_allclose(np.log2(load(root)), np.log2(x), atol=1.2)  # subnormal at the end
-    np.testing.assert_allclose(load(root)[:28], x[:28], rtol=0.13)
-    assert not np.asarray(load(plain)[-1])
+    plain, root = read(x, "float8_e5m2"), read(x, "float8_e4m3fn", True)
+    np.testing.assert_allclose(np.log2(root), np.log2(x), atol=1.2)  # subnormal at the end
+    np.testing.assert_allclose(root[:28], x[:28], rtol=0.13)
+    assert not plain[-1]
 
 
 @pytest.mark.parametrize("key", [None, 0])
 def test_a_second_moment_never_rounds_to_zero(key) -> None:
     key = None if key is None else jax.random.key(key)
     x = np.array([1.0, 1e-12, 1e-25, 0.0], np.float32)
-    value = np.asarray(load(stored(x, "float8_e4m3fn", root=True, key=key)))
+    value = read(x, "float8_e4m3fn", True, key=key)
     assert (value[:3] >= x[:3] * (1 - 2**-3)).all()
     assert value[3] == 0
 
@@ -79,10 +92,10 @@ def test_a_second_moment_never_rounds_to_zero(key) -> None:
 @pytest.mark.parametrize("dtype", NARROW + WIDE)
 @pytest.mark.parametrize("root", [False, True])
 def test_zeros_stay_zeros_and_signs_stay(dtype: str, root: bool) -> None:
-    np.testing.assert_array_equal(load(stored(np.zeros((3, 2)), dtype, root)), np.zeros((3, 2)))
-    assert float(load(stored(np.float32(0), dtype, root))) == 0
+    np.testing.assert_array_equal(read(np.zeros((3, 2)), dtype, root), np.zeros((3, 2)))
+    assert float(read(0, dtype, root)) == 0
     x = sample()
-    np.testing.assert_array_equal(np.sign(load(stored(x, dtype, root))), np.sign(x))
+    np.testing.assert_array_equal(np.sign(read(x, dtype, root)), np.sign(x))
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -91,8 +104,8 @@ def test_zeros_stay_zeros_and_signs_stay(dtype: str, root: bool) -> None:
 def test_what_is_not_finite_is_seen(dtype: str, root: bool, bad: float) -> None:
     x = sample()
     x[3, 5] = bad
-    assert np.isnan(load(stored(x, dtype, root))).all()
-    blocks = np.isnan(load(stored(x, dtype, root, block=8)))
+    assert np.isnan(read(x, dtype, root)).all()
+    blocks = np.isnan(read(x, dtype, root, 8))
     assert blocks[3, :8].all()
     assert blocks.sum() == 8
 
@@ -101,22 +114,22 @@ def test_what_is_not_finite_is_seen(dtype: str, root: bool, bad: float) -> None:
 @pytest.mark.parametrize("root", [False, True])
 def test_storing_what_was_stored_changes_nothing(dtype: str, root: bool) -> None:
     for seed in range(20):  # among them largest entries that round up to a power of two
-        once = load(stored(sample(seed, 30, (8, 8)), dtype, root))
-        twice = load(stored(once, dtype, root))
+        once = read(sample(seed, 30, (8, 8)), dtype, root)
+        twice = read(once, dtype, root)
         np.testing.assert_array_equal(twice, once)
 
 
 @pytest.mark.parametrize("columns", [8, 13, 16])
 def test_blocks_have_scales_of_their_own(columns: int) -> None:
     x = sample(shape=(4, columns)) * np.repeat([1.0, 1e-20], [8, columns - 8]).astype(np.float32)
-    out = stored(x, "float8_e4m3fn", block=8)
+    out, value = both(x, "float8_e4m3fn", False, 8)
     assert out.block_shape == (1, 8)
     assert out.scale.shape == (4, -(-columns // 8))
-    np.testing.assert_allclose(load(out), x, rtol=2**-4)
+    np.testing.assert_allclose(value, x, rtol=2**-4)
     if columns > 8:
-        assert not np.asarray(load(stored(x, "float8_e4m3fn")))[:, 8:].any()
+        assert not read(x, "float8_e4m3fn")[:, 8:].any()
     assert moment_of(out) == Moment("float8_e4m3fn", False, 8)
-    assert moment_of(stored(x, "float16", root=True, block=8)) == Moment("float16", True, 8)
+    assert moment_of(stored(x, "float16", True, 8)) == Moment("float16", True, 8)
 
 
 @pytest.mark.parametrize("root", [False, True])
@@ -125,7 +138,7 @@ def test_stochastic_rounding_is_unbiased(root: bool) -> None:
     n = 4096
     x = np.full(n, 0.3, np.float32)
     x[0] = 1.0
-    out = stored(x, "float8_e4m3fn", root=root, key=jax.random.key(0))
+    out = stored(x, "float8_e4m3fn", root, key=jax.random.key(0))
     y = np.asarray((out.root if root else out).value)[1:]
     true = 0.3**0.5 if root else 0.3
     assert len(np.unique(y)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -25,10 +26,13 @@ def stepper(**settings: Any):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
 
 
+default_stepper = functools.cache(stepper)
+
+
 def followed(recovery: int, steps: int) -> list[float]:
     """mu after each step on ones, which take 256 of the range up to 448 at mu = 1."""
     rows = {"w": np.ones((DEVICES, 64), np.float32)}
-    auto, step, found = AutoScale.create({"w": 0.0}, recovery=recovery), stepper(), []
+    auto, step, found = AutoScale.create({"w": 0.0}, recovery=recovery), default_stepper(), []
     for _ in range(steps):
         means, auto = step(auto, rows)
         found.append(float(auto.mu["w"]))
@@ -50,16 +54,18 @@ def test_one_device_overflows_for_all() -> None:
     rows[:, 0] = 256.0
     rows[2, 1] = 256.0
     auto = AutoScale(mu=jnp.float32(2), threshold=4.5 / 400)  # 5 of 400 saturate at mu = 2
-    means, after = stepper()(auto, rows)
+    means, after = default_stepper()(auto, rows)
     assert float(after.mu) == 1.0
-    assert float(stepper()(AutoScale(mu=jnp.float32(2), threshold=5.5 / 400), rows)[1].mu) > 2
+    assert (
+        float(default_stepper()(AutoScale(mu=jnp.float32(2), threshold=5.5 / 400), rows)[1].mu) > 2
+    )
     assert float(means[0]) == 224.0  # 448 / 2
 
 
 def test_tensors_have_their_own() -> None:
     rows = {"a": np.ones((DEVICES, 8), np.float32), "b": np.ones((DEVICES, 8), np.float32)}
     rows["b"][1, 1] = np.inf
-    means, auto = stepper()(AutoScale.create({"a": 0, "b": 0}), rows)
+    means, auto = default_stepper()(AutoScale.create({"a": 0, "b": 0}), rows)
     np.testing.assert_allclose(auto.mu["a"], 2.0**0.001, rtol=1e-6)
     assert float(auto.mu["b"]) == 0.5
     assert np.isnan(means["b"]).all()

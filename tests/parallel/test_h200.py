@@ -1,4 +1,4 @@
-"""What eight H200s would send, by the programs that XLA compiles for them; see `tests/h200.py`."""
+"""What eight H200s would send, by the programs that XLA compiles for them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from tests.h200 import topology
+from unitscale.analysis import compile_h200, h200_topology
 from unitscale.parallel import all_reduce, bytes_on_wire, collectives
 
 pytestmark = pytest.mark.h200
@@ -21,11 +20,11 @@ PART = (DEVICES - 1) / DEVICES
 
 
 def compiled(f: Callable[[jax.Array], jax.Array], dtype: str):
-    mesh = Mesh(np.array(topology(DEVICES).devices), ("data",))
+    mesh = Mesh(h200_topology(DEVICES).devices, ("data",))
     each = NamedSharding(mesh, P("data"))
     argument = jax.ShapeDtypeStruct((DEVICES * SIZE,), jnp.dtype(dtype), sharding=each)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
-    return jax.jit(mapped).lower(argument).compile()
+    return compile_h200(mapped, argument)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,10 +18,16 @@ from unitscale.parallel._quantize import agree, axis_size, decode, encode, wire_
 DEVICES = 4
 
 
+@functools.cache
+def agreed(dtype: str, mu: Any) -> Any:
+    def f(x):
+        return tuple(agree([x], [format_of(dtype)], [mu], "data")[0])
+
+    return on_each(f, DEVICES, (P(), P()))
+
+
 def shared_scale(rows: np.ndarray, dtype: str, mu: Any = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    fmt = format_of(dtype)
-    f = on_each(lambda x: tuple(agree([x], [fmt], [mu], "data")[0]), DEVICES, (P(), P()))
-    scale, inverse = f(rows)
+    scale, inverse = agreed(dtype, mu)(rows)
     return np.asarray(scale), np.asarray(inverse)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from unitscale.parallel import (
 )
 
 WIDTH, HIDDEN, BATCH, STEPS = 16, 64, 32, 5
+OPTIMIZERS = {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1)}
 
 
 def first_params() -> dict[str, Any]:
@@ -43,20 +45,23 @@ def loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(jnp.square(jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - y))
 
 
-def on_one_device(optimizer: optax.GradientTransformation) -> tuple[Any, list[float]]:
-    params = first_params()
-    state, losses = optimizer.init(params), []
-    for batch in batches():
+@functools.cache
+def on_one_device(name: str) -> tuple[Any, list[float]]:
+    optimizer = OPTIMIZERS[name]
+
+    def step(carry, batch):
+        params, state = carry
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    return params, losses
+        return (optax.apply_updates(params, updates), state), value
 
+    @jax.jit
+    def run(params, batches):
+        (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), batches)
+        return params, losses
 
-@pytest.fixture(scope="module")
-def reference() -> tuple[Any, list[float]]:
-    return on_one_device(optax.adam(1e-2))
+    params, losses = run(first_params(), jax.tree.map(lambda *x: np.stack(x), *batches()))
+    return jax.tree.map(np.asarray, params), losses.tolist()
 
 
 def run(step: Any, state: Any, keys: bool = False) -> tuple[Any, list[float]]:
@@ -75,10 +80,10 @@ def distance(params: Any, wanted: Any) -> float:
     return max(relative_error(moved[k], wanted[k] - first[k]) for k in first)
 
 
-def test_float32_on_eight_devices_with_shardings(reference: Any) -> None:
+def test_float32_on_eight_devices_with_shardings() -> None:
     """data x fsdp x tensor = 2 x 2 x 2: jit divides the work, the numbers are those of one."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
-    optimizer = optax.adam(1e-2)
+    optimizer = OPTIMIZERS["adam"]
     params = jax.device_put(first_params(), param_shardings(first_params(), mesh, small=256))
     state = optimizer.init(params)
     state = jax.device_put(state, param_shardings(state, mesh, small=256))
@@ -94,7 +99,7 @@ def test_float32_on_eight_devices_with_shardings(reference: Any) -> None:
         params, state, value = step(params, state, shard_batch(batch, mesh))
         losses.append(float(value))
     assert {s.data.shape for s in params["up"].addressable_shards} == {(WIDTH // 2, HIDDEN // 2)}
-    wanted, wanted_losses = reference
+    wanted, wanted_losses = on_one_device("adam")
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     for name, value in params.items():
         assert relative_error(value, wanted[name]) < 1e-5
@@ -119,26 +124,26 @@ def test_gradients_of_matrices_in_a_row(axes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_float32_exchange_is_one_device(axes: dict[str, int], reference: Any) -> None:
-    optimizer = optax.adam(1e-2)
+def test_float32_exchange_is_one_device(axes: dict[str, int]) -> None:
+    optimizer = OPTIMIZERS["adam"]
+    wanted, wanted_losses = on_one_device("adam")
     names = tuple(n for n in axes if n != "tensor")
     step = train_step(loss, optimizer, mesh_of(**axes), axis_name=names, dtype="float32")
     state, losses = run(step, ParallelState(first_params(), optimizer.init(first_params())))
-    np.testing.assert_allclose(losses, reference[1], rtol=1e-5)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     for name, value in state.params.items():
-        assert relative_error(value, reference[0][name]) < 1e-5
+        assert relative_error(value, wanted[name]) < 1e-5
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize(("rounding", "auto"), [("nearest", False), ("stochastic", True)])
 def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
     """With SGD the change of weights errs as the gradients do.
 
     A rounding to e4m3fn errs by 2.6% on average over a binade (steps of 1/8, uniform within), one
     at random by sqrt(2) more, and there are two.
     """
-    optimizer = optax.sgd(0.1)
-    wanted, wanted_losses = on_one_device(optimizer)
+    optimizer = OPTIMIZERS["sgd"]
+    wanted, wanted_losses = on_one_device("sgd")
     step = train_step(loss, optimizer, mesh_of(data=8), rounding=rounding, small=0)
     scale = AutoScale.create(first_params()) if auto else None
     state = ParallelState(first_params(), optimizer.init(first_params()), scale)
@@ -163,9 +168,14 @@ def test_exchange_is_in_fp8() -> None:
 def test_scaled_optimizer() -> None:
     """Weights as float16 ScaledArrays, moments in FP8, gradients exchanged in FP8."""
     optimizer = scaled(optax.adam(1e-2))
-    params = optimizer.scale_params(jax.tree.map(jnp.asarray, first_params()))
+
+    @jax.jit
+    def start(params):
+        params = optimizer.scale_params(params)
+        return ParallelState(params, optimizer.init(params))
+
     step = train_step(loss, optimizer, mesh_of(data=4), donate=False)
-    state, losses = run(step, ParallelState(params, optimizer.init(params)))
+    state, losses = run(step, start(first_params()))
     assert state.params["up"].dtype == jnp.float16
     assert losses[-1] < losses[0]
 

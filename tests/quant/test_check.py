@@ -7,10 +7,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import ShapeDtypeStruct as Spec, lax
 
-from tests.h200 import compile_h200, spec
 from tests.quant import programs
+from unitscale.analysis import compile_h200
 from unitscale.quant import (
     Block,
     Fp8Report,
@@ -176,7 +176,7 @@ M, N, K, ROWS = 512, 2048, 1024, (512, 1)
     ],
 )
 def test_every_known_form(form, m, types, scale, reason: str) -> None:
-    args = spec((m, K), types[0]), spec((N, K), types[1]), spec(scale, jnp.float32)
+    args = Spec((m, K), types[0]), Spec((N, K), types[1]), Spec(scale, jnp.float32)
     report = check_fp8(compile_h200(form, *args))
     (matmul,) = report.matmuls
     assert matmul.fp8 is (not reason)
@@ -193,9 +193,8 @@ def test_every_known_form(form, m, types, scale, reason: str) -> None:
 @pytest.mark.parametrize(("form", "fp8"), [(direct, True), (fake, False), (heads, False)])
 def test_triton_keeps_what_is_multiplied_directly(form, fp8: bool) -> None:
     """With XLA's default flags; the form that scales first loses its operands there."""
-    args = spec((M, K), E4), spec((N, K), E4), spec((), jnp.float32)
-    compiled = jax.jit(form).lower(*args).compile()
-    (matmul,) = check_fp8(compiled).matmuls
+    args = Spec((M, K), E4), Spec((N, K), E4), Spec((), jnp.float32)
+    (matmul,) = check_fp8(compile_h200(form, *args, triton=True)).matmuls
     assert (matmul.kernel, matmul.fp8) == ("Triton", fp8)
 
 
@@ -206,9 +205,10 @@ def test_block_scales_need_a_later_gpu() -> None:
             a, b, lhs_scale=p, rhs_scale=q, dimension_numbers=NT, preferred_element_type=BF16
         )
 
-    exponents = [spec((rows, K // 32), jnp.float8_e8m0fnu) for rows in (M, N)]
-    compiled = jax.jit(product).lower(spec((M, K), E4), spec((N, K), E4), *exponents).compile()
-    (matmul,) = check_fp8(compiled).lost
+    exponents = [Spec((rows, K // 32), jnp.float8_e8m0fnu) for rows in (M, N)]
+    args = Spec((M, K), E4), Spec((N, K), E4), *exponents
+    program = compile_h200(product, *args, triton=True)  # else XLA refuses
+    (matmul,) = check_fp8(program).lost
     assert matmul.reason == "block scales: FP8 kernels exist from sm_100"
 
 
@@ -225,7 +225,7 @@ def test_amax_reductions_of_a_dynamic_scale() -> None:
     def softmax(x):
         return jax.nn.softmax(x, axis=1)
 
-    x, w = spec((M, K), BF16), spec((N, K), BF16)
+    x, w = Spec((M, K), BF16), Spec((N, K), BF16)
     report = check_fp8(compile_h200(product, x, w))
     assert report
     assert (report.amax_reductions, report.casts) == (2, 2)
@@ -244,5 +244,5 @@ def test_amax_reductions_of_a_dynamic_scale() -> None:
 )
 def test_rounding_survives_where_the_product_is_wide(f) -> None:
     """XLA drops a conversion to FP8 and back, and with it the rounding, unless it is kept from."""
-    report = check_fp8(compile_h200(f, spec((M, K), BF16), spec((N, K), BF16)))
+    report = check_fp8(compile_h200(f, Spec((M, K), BF16), Spec((N, K), BF16)))
     assert report.casts >= 1

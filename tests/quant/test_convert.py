@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from tests.h200 import compile_h200, spec
+from unitscale.analysis import compile_h200
 from unitscale.quant import (
     PRESETS,
     Delayed,
@@ -363,9 +363,8 @@ def test_converted_layers_are_fp8_kernels(preset: str) -> None:
 
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
-    params = jax.tree.map(lambda p: spec(p.shape, p.dtype), params)
-    text = compile_h200(gradient, params, spec((4, 128, 256), jnp.bfloat16))
-    report = check_fp8(text)
+    x = jax.ShapeDtypeStruct((4, 128, 256), jnp.bfloat16)
+    report = check_fp8(compile_h200(gradient, params, x))
     assert report, report
     assert (len(report.fp8), len(report.wide)) == (6, 0)
     # Activations, weight and cotangent of two layers; unit scaling needs none.

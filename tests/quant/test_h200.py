@@ -1,6 +1,6 @@
 """The quantized products become FP8 kernels of an H200, with their factors inside.
 
-What is compared is the program that XLA would run there; see `tests/h200.py`.
+What is compared is the program that XLA would run there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import ShapeDtypeStruct as Spec
 
-from tests.h200 import FP8_GEMM, compile_h200, gemms, library_calls, spec
+from tests.h200 import FP8_GEMM, gemms, library_calls
 from unitscale import ops
+from unitscale.analysis import compile_h200
 from unitscale.quant import (
     Contraction,
     Delayed,
@@ -57,10 +59,10 @@ def program(cotangent: str, transform: Callable[..., Any], in_features: int = IN
     lead = () if transform is direct else (2,)
     return compile_h200(
         three_products,
-        spec((*lead, BATCH, TIME, in_features), jnp.bfloat16),
-        spec((in_features, OUT), jnp.float32),
-        spec((*lead, BATCH, TIME, OUT), jnp.bfloat16),
-    )
+        Spec((*lead, BATCH, TIME, in_features), jnp.bfloat16),
+        Spec((in_features, OUT), jnp.float32),
+        Spec((*lead, BATCH, TIME, OUT), jnp.bfloat16),
+    ).as_text()
 
 
 @pytest.mark.parametrize("transform", [direct, vmapped, scanned])
@@ -100,28 +102,25 @@ def test_the_backward_reads_8_bit_residuals() -> None:
     def forward(x, w):
         return ops.dense(x, w, config=config).data
 
-    args = spec((BATCH, TIME, IN), jnp.bfloat16), spec((IN, OUT), jnp.float32)
+    args = Spec((BATCH, TIME, IN), jnp.bfloat16), Spec((IN, OUT), jnp.float32)
     residuals = jax.eval_shape(lambda *a: jax.vjp(forward, *a)[1], *args)
     kept = {leaf.dtype.name for leaf in jax.tree.leaves(residuals) if leaf.size}
     assert kept == {"float8_e4m3fn"}
     leaves, structure = jax.tree.flatten(residuals)
-    text = compile_h200(
+    program = compile_h200(
         lambda ct, *leaves: jax.tree.unflatten(structure, leaves)(ct),
-        spec((BATCH, TIME, OUT), jnp.bfloat16),
-        *(spec(leaf.shape, leaf.dtype) for leaf in leaves),
+        Spec((BATCH, TIME, OUT), jnp.bfloat16),
+        *leaves,
     )
-    assert library_calls(text) == [FP8_GEMM] * 2
+    assert library_calls(program.as_text()) == [FP8_GEMM] * 2
 
 
 def test_an_exempt_readout_stays_in_16_bits() -> None:
     def readout(x, w):
         return ops.readout(x, w).data
 
-    text = compile_h200(
-        readout, spec((BATCH, TIME, IN), jnp.bfloat16), spec((IN, OUT), jnp.bfloat16)
-    )
-    assert library_calls(text) == ["__cublas$lt$matmul"]
-    assert FP8_GEMM not in text
+    args = Spec((BATCH, TIME, IN), jnp.bfloat16), Spec((IN, OUT), jnp.bfloat16)
+    assert library_calls(compile_h200(readout, *args).as_text()) == ["__cublas$lt$matmul"]
 
 
 STRATEGIES = [
@@ -139,11 +138,11 @@ def train_program(strategy: Any, cotangent: str = "float8_e5m2") -> str:
     config = MatmulConfig(cotangent=cotangent, strategy=strategy)
     return compile_h200(
         three_products(config, Contraction("btk", "kn", "btn")),
-        spec((BATCH, TIME, IN), jnp.bfloat16),
-        spec((IN, OUT), jnp.float32),
-        spec((BATCH, TIME, OUT), jnp.bfloat16),
-        jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), state_of(strategy)),
-    )
+        Spec((BATCH, TIME, IN), jnp.bfloat16),
+        Spec((IN, OUT), jnp.float32),
+        Spec((BATCH, TIME, OUT), jnp.bfloat16),
+        state_of(strategy),
+    ).as_text()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -198,10 +197,10 @@ def test_a_hook_of_flax_becomes_fp8_kernels() -> None:
         y, vjp = jax.vjp(lambda x, w: dot(x, w, (((2,), (0,)), ((), ()))), x, w)
         return y, *vjp(ct)
 
-    text = compile_h200(
+    program = compile_h200(
         three_products,
-        spec((BATCH, TIME, IN), jnp.bfloat16),
-        spec((IN, OUT), jnp.bfloat16),
-        spec((BATCH, TIME, OUT), jnp.bfloat16),
+        Spec((BATCH, TIME, IN), jnp.bfloat16),
+        Spec((IN, OUT), jnp.bfloat16),
+        Spec((BATCH, TIME, OUT), jnp.bfloat16),
     )
-    assert library_calls(text) == [FP8_GEMM] * 3
+    assert library_calls(program.as_text()) == [FP8_GEMM] * 3

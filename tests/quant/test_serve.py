@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from tests.h200 import compile_h200, spec
+from unitscale.analysis import compile_h200
 from unitscale.quant import (
     MatmulConfig,
     Static,
@@ -221,11 +221,8 @@ def test_a_served_model_runs_fp8_kernels() -> None:
         return model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
-    state = jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), state)
-    text = compile_h200(
-        lambda state, x: nnx.merge(graphdef, state)(x), state, spec((256, WIDTH), jnp.bfloat16)
-    )
-    report = check_fp8(text)
+    x = jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16)
+    report = check_fp8(compile_h200(lambda state, x: nnx.merge(graphdef, state)(x), state, x))
     assert report, report
     assert [len(report.fp8), len(report.wide)] == [3, 1]
     # Inputs are cast, weights are not.

@@ -1,13 +1,7 @@
-"""Trouble that users of FP8 libraries report, and what shows that it is not had here.
-
-`TROUBLE` names the tests of each, which lie beside what they test; those that belong to no single
-module are below.
-"""
+"""Trouble that users of FP8 libraries report, and that belongs to no single module here."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,70 +13,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from tests.gradients import jit
-from tests.h200 import compile_program, spec
 from unitscale import ScaledArray, nn, ops, to_array
+from unitscale.analysis import compile_h200
 from unitscale.quant import Block, Contraction, Dynamic, MatmulConfig
 from unitscale.transforms import scalify
 
 from .products import three_products
-
-TESTS = Path(__file__).parents[1]
-HERE = "quant/test_trouble.py::"
-
-TROUBLE = {
-    "accumulated gradients keep the amax of the last microbatch only": (
-        "quant/test_state.py::test_gradient_accumulation_keeps_the_largest_amax",
-        "quant/test_nnx.py::test_accumulation_is_one_step_of_the_history",
-    ),
-    "an amax of the local shard turns into NaN under tensor parallelism": (
-        "quant/test_state.py::test_tensor_parallel_amax_is_global",
-        "quant/test_state.py::test_manual_data_parallel_amax_is_global",
-        HERE + "test_dynamic_scales_are_those_of_the_whole_tensor",
-    ),
-    "amax state is clipped and decayed as if it were a gradient": (
-        "quant/test_nnx.py::test_clipping_and_decay_never_see_the_state",
-    ),
-    "tensors and blocks of zeros have NaN for a scale": (
-        "quant/test_amax.py::test_an_amax_that_says_nothing_has_scale_1",
-        "quant/test_quantize.py::test_blocks_of_zeros_beside_others",
-        "quant/test_state.py::test_unused_and_all_zero_tensors_leave_their_scale",
-        "quant/test_strategies.py::test_all_zero_tensors_give_zeros",
-    ),
-    "operands and their transposes stay, so that FP8 takes more memory than bfloat16": (
-        "quant/test_strategies.py::test_the_backward_keeps_8_bit_operands_and_scales",
-        "quant/test_h200.py::test_the_backward_reads_8_bit_residuals",
-        HERE + "test_the_backward_of_layers_keeps_less_than_in_bfloat16",
-        HERE + "test_a_step_on_a_gpu_takes_less_memory_than_in_bfloat16",
-    ),
-    "a scale that is not fused costs the speed-up, and nobody is told": (
-        "quant/test_contraction.py::test_products_are_emitted_in_the_direct_form",
-        "quant/test_check.py::test_a_program_that_lost_its_operands",
-        "quant/test_h200.py::test_scales_per_tensor_are_inside_the_products",
-    ),
-    "jax.grad outside of a transformation drops a custom_vjp inside": (
-        "transforms/test_rules_custom.py::test_the_users_rule_is_used_outside_too",
-    ),
-    "infinities and zeros turn logsumexp, log_softmax, var and LayerNorm into NaN": (
-        "transforms/test_numerics.py::test_same_pattern_of_infinities_and_nans",
-        "transforms/test_numerics.py::test_special_zero",
-        "ops/test_norm.py::test_an_array_of_zeros_has_finite_gradients",
-        "ops/test_softmax.py::test_masked_logits",
-        HERE + "test_gradients_are_not_finite_only_where_those_of_jax_are",
-    ),
-    "factors of one's own loss or layer have to be derived by hand": (
-        HERE + "test_a_function_of_ones_own_gets_its_factors",
-        HERE + "test_a_loss_of_ones_own_needs_no_factors",
-    ),
-}
-
-
-@pytest.mark.parametrize("trouble", TROUBLE)
-def test_each_has_its_tests(trouble: str) -> None:
-    for test in TROUBLE[trouble]:
-        path, _, name = test.partition("::")
-        tree = ast.parse((TESTS / path).read_text("utf-8"))
-        assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, test
-
 
 MATMUL = Contraction("bk", "kn", "bn")
 
@@ -107,7 +43,7 @@ def test_dynamic_scales_are_those_of_the_whole_tensor(strategy) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=8 * 2.0**-24 * np.max(np.abs(b)))
 
 
-def mlps(policy: str, specs: Any = lambda x: x) -> tuple[Any, Any]:
+def mlps(policy: str) -> tuple[Any, Any]:
     """The loss of four MLPs and its arguments, shapes only."""
     make = lambda rngs: nn.MLP(256, 1024, use_bias=False, policy=policy, rngs=rngs)  # noqa: E731
     graphdef, params, rest = nnx.split(
@@ -120,7 +56,7 @@ def mlps(policy: str, specs: Any = lambda x: x) -> tuple[Any, Any]:
         return jnp.mean(x.value.astype(jnp.float32) ** 2)
 
     x = jax.ShapeDtypeStruct((8192, 256), jnp.bfloat16)
-    return loss, jax.tree.map(specs, (params, rest, x))
+    return loss, (params, rest, x)
 
 
 @pytest.mark.parametrize("policy", ["fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"])
@@ -148,8 +84,8 @@ def test_a_step_on_a_gpu_takes_less_memory_than_in_bfloat16() -> None:
     """
 
     def temporaries(policy: str) -> int:
-        loss, args = mlps(policy, lambda x: spec(x.shape, x.dtype))
-        analysis: Any = compile_program(jax.value_and_grad(loss), *args).memory_analysis()
+        loss, args = mlps(policy)
+        analysis: Any = compile_h200(jax.value_and_grad(loss), *args).memory_analysis()
         return analysis.temp_size_in_bytes
 
     assert temporaries("fp8") < temporaries("bfloat16")

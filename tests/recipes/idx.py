@@ -49,19 +49,8 @@ def write_config(folder: Path) -> Path:
         "name": "tiny",
         "data": {**write_files(folder), "batch_size": 16},
         "model": {"hidden": 16, "layers": 1, "channels": 4, "patch": 1, "width": 8, "heads": 2},
-        "optimizer": {
-            "name": "sgd",
-            "learning_rate": 0.05,
-            "schedule": "constant",
-            "umup": False,
-        },
-        "train": {
-            "steps": 12,
-            "eval_every": 6,
-            "checkpoint_every": 6,
-            "log_every": 4,
-            "runs_dir": str(folder / "runs"),
-        },
+        "optimizer": {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "umup": False},
+        "train": {"steps": 12, "eval_every": 6, "log_every": 4, "runs_dir": str(folder / "runs")},
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

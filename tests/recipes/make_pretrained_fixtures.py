@@ -1,7 +1,8 @@
 """Makes `tests/recipes/pretrained_fixtures`: tiny Hugging Face folders and the logits they give.
 
-Run it where `torch` and `transformers` are installed (the project needs neither), from the root:
+From the root, where `torch` and `transformers` are installed:
 
+    pip install -e ".[peers]"
     python -m tests.recipes.make_pretrained_fixtures
 
 Every parameter is random, biases and norms too, so that one left out or transposed shows in the

@@ -36,7 +36,11 @@ TRAINING = (
 )
 WARM = "optimizer.warmup_steps=10"
 TOKENIZER = FIXTURES / "bert-mlm" / "tokenizer.json"
-PLAIN = ("model.library=plain", "optimizer.umup=false", "optimizer.multipliers={}")
+PLAIN = (
+    "model.library=plain",
+    "optimizer.umup=false",
+    "optimizer.multipliers={readout: 1.0, bias: 1.0, norm: 1.0}",
+)
 SMALL = ("data.batch_size=16", "optimizer.learning_rate=0.002", "optimizer.b1=0.5")
 FP8 = "scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}"
 

@@ -90,11 +90,11 @@ def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> N
 
 WRONG_FILES = [
     ("", r"expected a mapping of keys to values; got nothing"),
-    ("- 1\n- 2\n", r"expected a mapping of keys to values; got list"),
+    ("- 1\n- 2\n", r"expected a mapping of keys to values; got a list"),
     ("name: x\nmodel: {layers: [\n", r"line 3, column 1: not valid YAML"),
     (
         "name: x\nseed: 1\nseed: 2\n",
-        r"line 3, column 1: not valid YAML: the key 'seed' is given twice",
+        r"line 3, column 1: not valid YAML: found duplicate key seed",
     ),
     ("seed: 1\n", r"name: expected a value; got none; set it: names the run's folder"),
     ("name: x\nmodel: {layer: 3}\n", r"model\.layer is not a key .*did you mean model\.layers\?"),

@@ -10,7 +10,7 @@ from unitscale import rules
 from unitscale.rules import AttentionContext
 
 LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 16, 16, 3, 24
-GELU = 0.5 * np.sqrt(8 / np.pi)
+GELU = 0.5 * float(np.sqrt(8 / np.pi))
 
 
 def gelu(x):
@@ -34,7 +34,7 @@ CASES = [
 
 
 def dense(rng, x, features):
-    return x @ rng.standard_normal((x.shape[-1], features)) / np.sqrt(x.shape[-1])
+    return x @ rng.standard_normal((x.shape[-1], features), np.float32) / x.shape[-1] ** 0.5
 
 
 def normalize(x):
@@ -54,7 +54,7 @@ def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
     """Mean squares of the attention averages of a random stack made with the predicted factors."""
     before = normalize if norm_placement == "pre" else lambda x: x
     after = normalize if norm_placement == "post" else lambda x: x
-    x, found = rng.standard_normal((LENGTH, HEADS * HEAD_DIM)), []
+    x, found = rng.standard_normal((LENGTH, HEADS * HEAD_DIM), np.float32), []
     for mean_square in predicted:
         y = attend(rng, before(x), is_causal)
         found.append(np.mean(y**2))

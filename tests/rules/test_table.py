@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+
+import pytest
 
 from unitscale import rules
 
@@ -42,7 +43,6 @@ def test_the_page_is_current() -> None:
     assert page.read_text("utf-8") == rules.table_page(), "python -m unitscale.rules > the page"
 
 
-def test_the_command_prints_the_page() -> None:
-    command = [sys.executable, "-m", "unitscale.rules"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == rules.table_page()
+def test_the_command_prints_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_module("unitscale.rules", run_name="__main__")
+    assert capsys.readouterr().out == rules.table_page()

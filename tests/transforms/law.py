@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import chunks, compute, entry
 from unitscale import ScaledArray, to_array
 from unitscale.transforms import scalify
 
 from .table import Entry
 
 SCALES = (1.0, 2.0**12, 2.0**-12)
-# Most of the time goes into compiling; the code that comes out runs once.
-QUICK = {"xla_backend_optimization_level": 0}
+# Properties of a test: how many entries it asked for, and one for each that obeyed.
+ASKED, HELD = "entries of the law", "an entry that obeys"
 EPSILON = float(np.finfo(np.float32).eps)
 
 
@@ -60,20 +61,30 @@ def close(actual: Any, expected: Any, steps: float, what: str) -> None:
         assert error <= steps * EPSILON * size + 1e-30, f"{what}: {error / size / EPSILON} epsilons"
 
 
-def check(entry: Entry) -> None:
-    """The law: the scalified value and gradient are the plain ones, whatever the input scales."""
-    program = _both(entry)
-    expected = jax.jit(program, compiler_options=QUICK)(*entry.args)
-
-    def scaled(scale: jax.Array, *args: jax.Array) -> Any:
+def _plain_and_scaled(program: Any) -> Any:
+    def scaled(scale: jax.Array, args: Any) -> Any:
         return to_array(scalify(program)(*(ScaledArray(a / scale, scale) for a in args)))
 
-    compiled = jax.jit(scaled, compiler_options=QUICK)
-    for scale in SCALES:
-        actual = compiled(jnp.float32(scale), *entry.args)
-        close(actual, expected, entry.steps, f"{entry.name} at scale {scale}")
+    return lambda *args: (
+        program(*args),
+        jax.lax.map(lambda scale: scaled(scale, args), jnp.asarray(SCALES)),
+    )
 
 
 def law(entries: list[Entry]) -> Any:
-    """Parametrizes a test by the entries of a table."""
-    return pytest.mark.parametrize("entry", entries, ids=lambda e: e.name)
+    """The test that scalified values and gradients are the plain ones, whatever the scales."""
+    table = {e.name: e for e in entries}
+    assert len(table) == len(entries), "names of entries are distinct"
+
+    @pytest.mark.parametrize("names", chunks(table))
+    def test_value_and_gradient(names: list[str], record_property: Any) -> None:
+        record_property(ASKED, len(names))
+        programs = {name: _plain_and_scaled(_both(table[name])) for name in names}
+        results = compute({name: (programs[name], *table[name].args) for name in names})
+        for name, (expected, found) in jax.device_get(results).items():
+            for i, scale in enumerate(SCALES):
+                with entry(f"{name} at scale {scale}"):
+                    close([x[i] for x in jax.tree.leaves(found)], expected, table[name].steps, name)
+            record_property(HELD, 1)
+
+    return test_value_and_gradient

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings, strategies as st
+import pytest
 from jax import lax
 
+from tests.batching import chunks, compute, entry
 from unitscale import ScaledArray, to_array
 from unitscale.transforms import scalify
 
-from .law import QUICK, close
+from .law import close
 
 UNARY: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
@@ -45,12 +47,19 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "where": lambda x, y: jnp.where(x > y, x, 0.5 * y),
     "halves": lambda x, y: jnp.concatenate([x[:2], y[2:]]),
 }
-# Each step names a function and the earlier results that it takes.
-STEPS = st.lists(
-    st.tuples(st.sampled_from([*UNARY, *BINARY]), st.integers(0, 9), st.integers(0, 9)),
-    min_size=1,
-    max_size=6,
-)
+RANDOM = random.Random(0)
+
+
+def drawn() -> list[tuple[str, int, int]]:
+    """Up to six steps, each the name of a function and the earlier results that it takes."""
+    names = [*UNARY, *BINARY]
+    return [
+        (RANDOM.choice(names), RANDOM.randrange(10), RANDOM.randrange(10))
+        for _ in range(RANDOM.randint(1, 6))
+    ]
+
+
+PROGRAMS = [(drawn(), np.float32(2.0 ** RANDOM.randint(-20, 20))) for _ in range(24)]
 
 
 def composed(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
@@ -64,24 +73,33 @@ def composed(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
     return program
 
 
-@settings(max_examples=15)
-@given(steps=STEPS, exponent=st.integers(-20, 20))
-def test_random_programs(steps: list[tuple[str, int, int]], exponent: int) -> None:
-    """Value and derivative along a direction; rounding is relative to the largest element met."""
-    rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.normal(size=(4, 4)), jnp.float32) for _ in range(2))
-    program = composed(steps)
+def plain_and_scaled(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
+    """Value and gradient; the arguments of the scalified program have different scales."""
 
     def both(a: Any, b: Any) -> Any:
-        return jax.value_and_grad(lambda p, q: jnp.sum(program(p, q)), argnums=(0, 1))(a, b)
+        return jax.value_and_grad(lambda p, q: jnp.sum(composed(steps)(p, q)), argnums=(0, 1))(a, b)
 
-    scale = jnp.float32(2.0**exponent)
-    scaled = (ScaledArray(x / scale, scale), ScaledArray(y * scale, 1 / scale))
-    actual = to_array(jax.jit(scalify(both), compiler_options=QUICK)(*scaled))
-    expected = jax.jit(both, compiler_options=QUICK)(x, y)
-    terms = 16 * 4 ** len(steps)
-    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6 * terms)
-    close(actual[1], expected[1], 64.0 * terms, str(steps))
+    def result(x: Any, y: Any, scale: Any) -> Any:
+        scaled = (ScaledArray(x / scale, scale), ScaledArray(y * scale, 1 / scale))
+        return both(x, y), to_array(scalify(both)(*scaled))
+
+    return result
+
+
+@pytest.mark.parametrize("numbers", chunks(range(len(PROGRAMS))))
+def test_random_programs(numbers: list[int]) -> None:
+    """Rounding is relative to the largest element met."""
+    rng = np.random.default_rng(0)
+    x, y = (np.asarray(rng.normal(size=(4, 4)), np.float32) for _ in range(2))
+    results = compute(
+        {i: (plain_and_scaled(PROGRAMS[i][0]), x, y, PROGRAMS[i][1]) for i in numbers}
+    )
+    for i, (expected, actual) in results.items():
+        steps, scale = PROGRAMS[i]
+        with entry(f"{steps} at scale {scale}"):
+            terms = 16 * 4 ** len(steps)
+            np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6 * terms)
+            close(actual[1], expected[1], 64.0 * terms, "gradient")
 
 
 def test_values_are_dropped_after_their_last_use() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax, nn
 
+from tests.batching import chunks, compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
 
@@ -73,28 +74,48 @@ def same_pattern(actual: Any, expected: Any, tolerance: float, what: str) -> Non
     )
 
 
-@pytest.mark.parametrize("name", CAREFUL)
-def test_same_pattern_of_infinities_and_nans(name: str) -> None:
-    function = CAREFUL[name]
-    plain = jax.jit(function)
+SCALES = (1.0, 2.0**12, 2.0**-12)
 
-    @jax.jit
+
+def plain_and_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Results at every input, plain and at every scale."""
+
     def scaled(x: jax.Array, scale: jax.Array) -> Any:
         return to_array(scalify(function)(ScaledArray(x / scale, scale)))
 
-    for kind, x in INPUTS.items():
-        for scale in (1.0, 2.0**12, 2.0**-12):
-            actual = scaled(x, jnp.float32(scale))
-            same_pattern(actual, plain(x), 1e-5, f"{name}, {kind}, scale {scale}")
+    return lambda xs, scales: (
+        lax.map(function, xs),
+        lax.map(lambda x: lax.map(lambda scale: scaled(x, scale), scales), xs),
+    )
 
 
-@pytest.mark.parametrize("name", sorted(set(CAREFUL) - {"argmax", "divide self"}))
-def test_special_zero(name: str) -> None:
+@pytest.mark.parametrize("names", chunks(CAREFUL))
+def test_same_pattern_of_infinities_and_nans(names: list[str]) -> None:
+    args = np.stack(list(INPUTS.values())), np.asarray(SCALES, np.float32)
+    results = compute({name: (plain_and_scaled(CAREFUL[name]), *args) for name in names})
+    for name, (plain, scaled) in jax.device_get(results).items():
+        for i, kind in enumerate(INPUTS):
+            for j, scale in enumerate(SCALES):
+                same_pattern(scaled[i, j], plain[i], 1e-5, f"{name}, {kind}, scale {scale}")
+
+
+@pytest.mark.parametrize("names", chunks(sorted(set(CAREFUL) - {"argmax", "divide self"})))
+def test_special_zero(names: list[str]) -> None:
     """The static zero, and a scale that is zero at run time, are arrays of zeros."""
-    function, zeros = CAREFUL[name], jnp.zeros_like(X)
-    expected = function(zeros)
-    same_pattern(to_array(scalify(function)(ScaledArray(X, 0))), expected, 1e-6, name)
-    same_pattern(to_array(scalify(function)(as_scaled(zeros))), expected, 1e-6, name)
+
+    def all_three(function: Callable[..., Any]) -> Callable[..., Any]:
+        def result(x: jax.Array, zeros: jax.Array, scaled: Any) -> Any:
+            static = scalify(function)(ScaledArray(x, 0))
+            return function(zeros), to_array(static), to_array(scalify(function)(scaled))
+
+        return result
+
+    zeros = jnp.zeros_like(X)
+    args = X, zeros, as_scaled(zeros)
+    results = compute({name: (all_three(CAREFUL[name]), *args) for name in names})
+    for name, (expected, static, scaled) in results.items():
+        same_pattern(static, expected, 1e-6, name)
+        same_pattern(scaled, expected, 1e-6, name)
 
 
 @pytest.mark.parametrize("exponent", [-110, -60, 60, 110])
@@ -113,7 +134,7 @@ def test_scales_at_the_ends_of_their_range(exponent: int) -> None:
 
 def test_subnormal_scale_and_data_stay_finite() -> None:
     x = ScaledArray(X * 2.0**-130, jnp.float32(2.0**100))
-    actual = to_array(scalify(lambda a: nn.softmax(a * 2.0**20))(x))
+    actual = to_array(jax.jit(scalify(lambda a: nn.softmax(a * 2.0**20)))(x))
     assert np.all(np.isfinite(actual))
 
 
@@ -125,30 +146,40 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks_do_not_take_the_scale(mask: str, dtype: Any) -> None:
-    keep = jnp.asarray([[True, False, True, True], [True, True, False, True]])
+def masked(mask: float, added: bool) -> Callable[..., Any]:
+    keep = np.asarray([[True, False, True, True], [True, True, False, True]])
 
     def chosen(x: jax.Array) -> jax.Array:
-        return nn.softmax(jnp.where(keep, x, MASKS[mask]))
+        return nn.softmax(x + jnp.where(keep, 0.0, mask) if added else jnp.where(keep, x, mask))
 
-    def added(x: jax.Array) -> jax.Array:
-        return nn.softmax(x + jnp.where(keep, 0.0, MASKS[mask]))
+    def scaled(x: jax.Array, scale: jax.Array) -> Any:
+        return chosen(X * scale), to_array(scalify(chosen)(ScaledArray(x, scale)))
 
-    for scale in (2.0**-18, 2.0**-4, 1.0, 2.0**8):
-        for function in (chosen, added):
-            value = X * scale
-            actual = to_array(scalify(function)(ScaledArray(X.astype(dtype), jnp.float32(scale))))
-            tolerance = 4 * HALF * max(1.0, float(jnp.max(value))) if dtype == jnp.float16 else 1e-6
-            same_pattern(actual, function(value), tolerance, f"{function.__name__} at {scale}")
+    return lambda x, scales: lax.map(lambda scale: scaled(x, scale), scales)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_masks_do_not_take_the_scale(dtype: Any) -> None:
+    scales = np.asarray([2.0**-18, 2.0**-4, 1.0, 2.0**8], np.float32)
+    args = X.astype(dtype), scales
+    table = {
+        (name, added): (masked(MASKS[name], added), *args) for name in MASKS for added in (0, 1)
+    }
+    for name, (plain, found) in jax.device_get(compute(table)).items():
+        for expected, actual, scale in zip(plain, found, scales, strict=True):
+            most = 4 * HALF * max(1.0, float(np.max(X * scale)))
+            tolerance = most if dtype == np.float16 else 1e-6
+            same_pattern(actual, expected, tolerance, f"{name} at {scale}")
 
 
 def test_constants_keep_float16_data() -> None:
     x = as_scaled(X, dtype=jnp.float16)
-    result = scalify(lambda a: (a * 1e-6 + 1e-8) / 3.0 * jnp.arange(4.0) - jnp.ones(4) * 1e-7)(x)
+
+    def function(a: jax.Array) -> jax.Array:
+        return (a * 1e-6 + 1e-8) / 3.0 * jnp.arange(4.0) - jnp.ones(4) * 1e-7
+
+    result, expected = jax.jit(lambda x: (scalify(function)(x), function(X)))(x)
     assert result.dtype == jnp.float16
-    expected = (X * 1e-6 + 1e-8) / 3.0 * jnp.arange(4.0) - 1e-7
     same_pattern(result.value, expected, 4 * HALF, "constants")
 
 
@@ -165,16 +196,25 @@ HALF_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HALF_FUNCTIONS)
-@pytest.mark.parametrize("exponent", [-30, 0, 30])
-def test_float16_data_keeps_type_and_value(name: str, exponent: int) -> None:
-    function = HALF_FUNCTIONS[name]
-    if name not in ("mean", "var", "norm", "product", "cube") and exponent:
-        exponent //= 30
-    x = ScaledArray(X.astype(jnp.float16), jnp.float32(2.0**exponent))
-    result = jax.jit(scalify(function))(x)
-    assert result.dtype == jnp.float16
-    same_pattern(result.value, function(x.value), 16 * HALF, name)
+@pytest.mark.parametrize("names", chunks(HALF_FUNCTIONS))
+def test_float16_data_keeps_type_and_value(names: list[str]) -> None:
+    def plain_and_half(function: Callable[..., Any]) -> Callable[..., Any]:
+        def at(scale: jax.Array) -> Any:
+            x = ScaledArray(X.astype(jnp.float16), scale)
+            result = scalify(function)(x)
+            assert result.dtype == jnp.float16
+            return function(x.value), result.value
+
+        return lambda scales: lax.map(at, scales)
+
+    def scales_of(name: str) -> np.ndarray:
+        most = 30 if name in ("mean", "var", "norm", "product", "cube") else 1
+        return np.asarray([2.0**-most, 1.0, 2.0**most], np.float32)
+
+    table = {name: (plain_and_half(HALF_FUNCTIONS[name]), scales_of(name)) for name in names}
+    for name, (plain, half) in jax.device_get(compute(table)).items():
+        for expected, actual in zip(plain, half, strict=True):
+            same_pattern(actual, expected, 16 * HALF, name)
 
 
 def deep_chain(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -187,21 +227,22 @@ def scanned_chain(x: jax.Array, weights: jax.Array) -> jax.Array:
     return lax.scan(lambda c, w: (c @ w, None), x, weights)[0]
 
 
-@pytest.mark.parametrize("chain", [deep_chain, scanned_chain])
-@pytest.mark.parametrize("width", [24, 32, 48])
-def test_sixty_products_neither_overflow_nor_underflow(chain: Any, width: int) -> None:
+def test_sixty_products_neither_overflow_nor_underflow() -> None:
     """Each product grows data by a root that is no power of two; the drift is bounded."""
-    rng = np.random.default_rng(0)
-    weights = jnp.asarray(rng.normal(size=(60, width, width)), jnp.float32) * 1e-1
-    x = jnp.asarray(rng.normal(size=(8, width)), jnp.float32) * 1e-3
-    exact = np.asarray(x, np.float64)
-    for w in np.asarray(weights, np.float64):
-        exact = exact @ w
-    half = as_scaled((x, weights), dtype=jnp.float16)
-    result = jax.jit(scalify(chain))(*half)
-    assert result.dtype == jnp.float16
-    rms = float(jnp.sqrt(jnp.mean(result.data.astype(jnp.float32) ** 2)))
-    assert 2.0**-6 < rms < 2.0**6
-    value = np.asarray(result.data, np.float64) * float(result.scale)
-    error = np.linalg.norm(value - exact) / np.linalg.norm(exact)
-    assert error < 0.02
+    rng, table, exact = np.random.default_rng(0), {}, {}
+    for width in (24, 32, 48):
+        weights = np.asarray(rng.normal(size=(60, width, width)), np.float32) * np.float32(1e-1)
+        x = np.asarray(rng.normal(size=(8, width)), np.float32) * np.float32(1e-3)
+        half = as_scaled((jnp.asarray(x), jnp.asarray(weights)), dtype=jnp.float16)
+        product = np.asarray(x, np.float64)
+        for w in np.asarray(weights, np.float64):
+            product = product @ w
+        for chain in (deep_chain, scanned_chain):
+            table[chain, width], exact[chain, width] = (scalify(chain), *half), product
+    for name, result in compute(table).items():
+        with entry(name):
+            assert result.dtype == jnp.float16
+            data = np.asarray(result.data, np.float64)
+            assert 2.0**-6 < np.sqrt(np.mean(data**2)) < 2.0**6
+            error = np.linalg.norm(data * float(result.scale) - exact[name])
+            assert error < 0.02 * np.linalg.norm(exact[name])

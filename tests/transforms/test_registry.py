@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from unitscale import as_scaled, to_array
 from unitscale.transforms import register, scalify, unlisted
@@ -50,8 +50,6 @@ def test_a_primitive_without_a_rule_takes_the_default() -> None:
 
 
 def _report(primitive: Primitive, x: Any) -> Any:
-    from jax.interpreters import mlir
-
     mlir.register_lowering(primitive, mlir.lower_fun(lambda v: v * 3, multiple_results=False))
     assert isinstance(x.data, jax.Array)
     return scalify(lambda a: primitive.bind(a)).report(x)

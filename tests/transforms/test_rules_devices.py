@@ -48,6 +48,6 @@ def test_a_float16_sum_over_devices_does_not_overflow(mesh: Mesh) -> None:
     program = jax.shard_map(
         lambda v: lax.psum(v * 2, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
     )
-    result = scalify(program)(x)
+    result = jax.jit(scalify(program))(x)
     assert result.dtype == jnp.float16
     np.testing.assert_allclose(result.value, 240000.0, rtol=1e-3)

@@ -14,7 +14,6 @@ from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import is_scaled
 from unitscale.transforms import scalify
 
-from .law import QUICK
 from .models import Task, mlp, step_of, transformer
 
 STEPS = 50
@@ -28,7 +27,7 @@ TASKS = {"mlp": mlp, "transformer": transformer}
 
 
 def losses_of(step: Any, params: Any, state: Any, batch: Any) -> tuple[np.ndarray, Any]:
-    step, losses = jax.jit(step, compiler_options=QUICK), []
+    losses = []
     for _ in range(STEPS):
         params, state, loss = step(params, state, batch)
         losses.append(float(to_array(loss)))
@@ -70,7 +69,7 @@ def check_scales(tree: Any) -> None:
 def test_losses_follow_float32_and_scales_have_a_fixed_point(task: str, optimizer: str) -> None:
     problem: Task = TASKS[task]()
     rule = OPTIMIZERS[optimizer]()
-    step, state = step_of(problem, rule), rule.init(problem.params)
+    step, state = jax.jit(step_of(problem, rule)), rule.init(problem.params)
     plain, _ = losses_of(step, problem.params, state, problem.batch)
     assert plain[-1] < 0.7 * plain[0], "the task is one that is learned"
     for dtype in (jnp.float32, jnp.float16):
@@ -78,7 +77,7 @@ def test_losses_follow_float32_and_scales_have_a_fixed_point(task: str, optimize
         # A step rounds some hundred times in a row, independently: the root of that, times one.
         bound = 10 * (noise_of(step, problem, state, plain, epsilon) + epsilon * plain)
         scaled = as_scaled((problem.params, state, problem.batch), dtype=dtype)
-        losses, end = losses_of(scalify(step), *scaled)
+        losses, end = losses_of(jax.jit(scalify(step)), *scaled)
         far = np.abs(losses - plain) > bound
         assert not far.any(), (dtype, losses[far] - plain[far], bound[far])
         check_scales(end)

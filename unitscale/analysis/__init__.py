@@ -3,8 +3,8 @@
 `cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
 leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
 `fit_factors` simulates the factors of an op that has no rule yet, and `snr` says what a format
-makes of values at a scale. Tables need rich and plots matplotlib: `pip install
-"unitscale[recipes]"`.
+makes of values at a scale. `compile_h200` gives the program that an H200 would run. Tables need
+rich and plots matplotlib: `pip install "unitscale[recipes]"`.
 """
 
 from ._blame import Guilty as Guilty
@@ -19,6 +19,11 @@ from ._gradients import (
     GradientReport as GradientReport,
     ParameterGradient as ParameterGradient,
     check_gradients as check_gradients,
+)
+from ._h200 import (
+    compile_h200 as compile_h200,
+    h200_available as h200_available,
+    h200_topology as h200_topology,
 )
 from ._scale_trace import (
     FormatShares as FormatShares,

@@ -18,9 +18,10 @@ def _value_gradient(gradient: Any, weight: Any) -> Any:
         return widen(gradient) if is_floating else gradient
     if is_static(gradient.scale) or not is_scaled(weight):
         return widen(gradient.value)
-    # The cotangent of a scale is zero, and NaN in e8m0, which has no zero: no scale at all.
+    # The cotangent of a scale is zero, and NaN in e8m0, which has no zero: no scale at all. XLA
+    # makes infinity of that NaN where it is a constant of a compiled program.
     own, scale = to_float(gradient.full_scale), to_float(weight.full_scale)
-    return widen(gradient.data) * jnp.where(own > 0, own, 1 / scale)
+    return widen(gradient.data) * jnp.where((own > 0) & (own < jnp.inf), own, 1 / scale)
 
 
 def value_gradients(gradients: Any, params: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from recipes.bench import overhead, parallel
 from recipes.bench._compare import comparison, configs_of
-from recipes.bench._runs import Asked
+from recipes.bench._runs import Told
 from recipes.cli import main
 from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
@@ -66,13 +66,13 @@ def test_quant(bench: Any) -> None:
 
 
 # qwix 0.1.8 calls what Flax has deprecated.
+@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_qwix_takes_the_products_that_are_converted(config_file: Path) -> None:
-    pytest.importorskip("qwix")
     ids = jnp.zeros((1, 16), jnp.int32)
     counts = []
     for name in ("converted-fp8_dynamic", "qwix"):
-        (config, *_) = configs_of(comparison("converted"), Asked(str(config_file)), name)
+        (config, *_) = configs_of(comparison("converted"), Told(str(config_file)), name)
         assert isinstance(config, GPTConfig)
         program = jax.make_jaxpr(build(config))(ids)
         counts.append(str(program).count("dtype=float8_e4m3fn"))

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from recipes.bench import _compare, _runs
 from recipes.bench._compare import compare, comparison, configs_of, judged, verdict
-from recipes.bench._runs import CONFIGS, Asked
+from recipes.bench._runs import CONFIGS, Told
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
@@ -105,7 +105,7 @@ def test_every_variant_is_a_valid_config(name: str, tmp_path: Path) -> None:
     if entry.recipe == "images":
         path = tmp_path / "images.yaml"
         path.write_text("recipe: images\nname: images\n", encoding="utf-8")
-    told = Asked(None if path is None else str(path), seeds=2)
+    told = Told(None if path is None else str(path), seeds=2)
     names = set()
     for variant in entry.variants:
         first, second = configs_of(entry, told, variant, DATA.get(entry.recipe, []))
@@ -121,7 +121,7 @@ def test_runs_of_one_name_are_the_same_run() -> None:
     for name in NAMES:
         entry = comparison(name)
         for variant in entry.variants if entry.recipe in ("gpt", "bert") else ():
-            for config in configs_of(entry, Asked(), variant):
+            for config in configs_of(entry, Told(), variant):
                 assert seen.setdefault(config.name, config) == config
     assert len(seen) > 20
 
@@ -136,7 +136,7 @@ def test_options_choose_among_variants() -> None:
 
 
 def test_overrides_are_told_to_every_run_and_own_words_win(config_file: Path) -> None:
-    told = Asked(str(config_file), ["train.steps=3", "seed=4"], data="elsewhere")
+    told = Told(str(config_file), ["train.steps=3", "seed=4"], data="elsewhere")
     entry = comparison("parity")
     (config,) = configs_of(entry, told, "plain-float16", ["optimizer.learning_rate=0.5"])
     assert (config.seed, config.train.steps, config.policy) == (4, 3, "float16")
@@ -185,11 +185,12 @@ def test_a_score_is_that_of_the_run(
     assert "stopped by signal 15; run the same command to resume" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compare_trains_once_and_measures_all_validation_text(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = comparison("methods").only("--methods", "auto-loss-scale")
-    told = Asked(str(config_file), ["train.steps=2", "train.eval_batches=1", "model.dropout=0.0"])
+    told = Told(str(config_file), ["train.steps=2", "train.eval_batches=1", "model.dropout=0.0"])
     found = compare(entry, told)
     losses = [row["validation loss"] for row in found.table().rows]
     assert losses[0] != losses[1]

@@ -19,11 +19,11 @@ from flax import nnx
 
 from recipes.bench import methods, optim, parallel, parity, quant, scales, scalify
 from recipes.bench._compare import comparison, configs_of
-from recipes.bench._extremes import Program, error, programs
-from recipes.bench._runs import Asked
+from recipes.bench._runs import Told
 from recipes.bench._timing import interleaved, ratio
 from recipes.bench._underflow import Underflow, counted, gradient
 from recipes.bench.overhead import flops, flops_of, plain as in_plain_flax, unfactored
+from recipes.bench.scalify import Program, error, programs
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.gpt import build
@@ -97,15 +97,16 @@ def test_gain_is_the_ratio_of_shares(own: int, other: int, within: bool) -> None
 
 def method(name: str, config_file: Path) -> GPTConfig:
     words = ["model.library=unitscale", "model.dropout=0.0", "train.steps=2"]
-    (config,) = configs_of(comparison("methods"), Asked(str(config_file), words), name)
+    (config,) = configs_of(comparison("methods"), Told(str(config_file), words), name)
     assert isinstance(config, GPTConfig)
     return config
 
 
 def test_an_automatic_scale_reduces_each_gradient(config_file: Path) -> None:
-    none, auto = (method(name, config_file) for name in ("plain-float16", "auto-loss-scale"))
-    costs = {one.name: methods.cost_of(one) for one in (none, auto)}
-    rows = methods.added(costs, ["plain-float16", "auto-loss-scale"]).rows
+    names = ["plain-float16", "auto-loss-scale"]
+    none, auto = (method(name, config_file) for name in names)
+    costs = {name: methods.cost_of(one) for name, one in zip(names, (none, auto), strict=True)}
+    rows = methods.added(names, costs).rows
     parameters = len(jax.tree.leaves(nnx.state(build(none), nnx.Param)))
     assert [row["reductions"] for row in rows] == [0, parameters]
     assert rows[0]["FLOPs"] == 0 < rows[1]["FLOPs"]
@@ -326,7 +327,7 @@ def test_the_unit_scaled_program_is_judged(fp8: bool, amax: int, within: bool) -
 def test_what_cannot_be_measured_is_said(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quant, "available", lambda: False)
+    monkeypatch.setattr(quant, "h200_available", lambda: False)
     assert main(["bench", "quant", "--no-train"]) == 0
     printed = capsys.readouterr().out
     assert "FP8 kernels and memory: not compiled; that needs" in printed

@@ -55,6 +55,7 @@ GRADIENTS: list[tuple[Pairs, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "options"), GRADIENTS, ids=[name for name, _ in GRADIENTS])
 @pytest.mark.usefixtures("wide")
 def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, options: dict) -> None:

@@ -49,6 +49,7 @@ def test_every_model_has_a_float32_loss_and_float32_parameters(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["plain", "unitscale"])
 def test_a_model_sees_no_later_character(library, tmp_path) -> None:
     for kind in ("conv", "rnn", "attention"):

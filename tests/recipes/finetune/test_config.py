@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from recipes.finetune.config import ClassificationConfig, TaskConfig
+from recipes.finetune.config import ClassificationConfig, FinetuneConfig
 from recipes.registry import valid_keys
 
 FILES = {"train": "train.json", "validation": "dev.json"}
+RUN = {"recipe": "finetune", "name": "task", "init": "run"}
 
 
 def test_every_key_is_described() -> None:
-    missing = [key for key, field in valid_keys(TaskConfig) if not field.description]
+    missing = [key for key, field in valid_keys(FinetuneConfig) if not field.description]
     assert not missing
 
 
 def test_defaults_are_those_of_the_files_that_are_published() -> None:
-    config = TaskConfig.model_validate({"task": "squad", "data": FILES})
+    config = FinetuneConfig.model_validate({**RUN, "task": "squad", "data": FILES})
     assert (config.squad.n_best, config.squad.max_answer_length) == (20, 30)
     columns = config.classification
     assert (columns.header, columns.text, columns.pair, columns.label) == (
@@ -55,13 +56,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("section", "values", "message"), WRONG)
 def test_wrong_values(section: str, values: dict[str, Any], message: str) -> None:
-    tree: dict[str, Any] = {"task": "squad", "data": dict(FILES)}
+    tree: dict[str, Any] = {**RUN, "task": "squad", "data": dict(FILES)}
     tree[section] = tree.get(section, {}) | values
     with pytest.raises(ValidationError, match=message):
-        TaskConfig.model_validate(tree)
+        FinetuneConfig.model_validate(tree)
 
 
 def test_the_formats_of_classification() -> None:
-    tree = {"task": "classification", "data": {**FILES, "format": "squad"}}
+    tree = {**RUN, "task": "classification", "data": {**FILES, "format": "squad"}}
     with pytest.raises(ValidationError, match=r"task classification must be tsv, csv or jsonl"):
-        TaskConfig.model_validate(tree)
+        FinetuneConfig.model_validate(tree)

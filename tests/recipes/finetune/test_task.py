@@ -55,6 +55,7 @@ def trained_parameters(config: FinetuneConfig) -> dict[str, tuple[np.ndarray, np
     }
 
 
+@pytest.mark.slow
 def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two words decide the label: a linear model over the first states could tell them apart."""
     words = [str(folder / "classification.yaml"), "train.steps=60", SGD]
@@ -78,6 +79,7 @@ def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFi
     assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
 
 
+@pytest.mark.slow
 def test_questions_are_answered_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(folder / "squad.yaml"), "policy=fp8", SGD]
     assert main(["train", *words]) == 0

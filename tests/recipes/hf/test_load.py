@@ -214,10 +214,10 @@ def test_dropout_is_that_of_the_config(loaded: dict[str, Pretrained]) -> None:
     assert load(FIXTURES / "gpt2", dropout=0.3).model.dropout.rate == 0.3
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("architecture", list(fixtures.CLASSES))
 def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
-    """Another random shape, where `transformers` is installed."""
-    pytest.importorskip("transformers")
+    """Another random shape."""
     draw = np.random.default_rng()
     sizes = [int(n) for n in draw.integers(1, 5, 3)]
     if architecture.startswith("GPT2"):

@@ -35,6 +35,7 @@ def error(name: str, config: ScalifyConfig) -> tuple[float, int]:
     return float(np.sqrt(np.mean(difference**2) / np.mean(expected**2))), operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert-classes"])
 def test_logits_in_16_and_8_bits(name: str) -> None:
     """Each operation rounds to 2^-11 in float16, and rounding errors add in squares.

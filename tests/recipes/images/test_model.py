@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,10 +67,10 @@ def test_fp8_is_the_plain_model_until_it_is_scaled(kind: type[MLP | CNN]) -> Non
         np.testing.assert_array_equal(one, other, strict=True)
 
 
-def vit(image: tuple[int, int] = (8, 12), policy: object = "float32", **shape: int) -> ViT:
+def vit(image: tuple[int, int] = (8, 12), policy: Any = "float32", **shape: int) -> Any:
     small = {"kind": "vit", "patch": 4, "width": 8, "heads": 2, "layers": 1, "hidden": 16}
     config = ImageModelConfig.model_validate(small | shape)
-    return ViT(config, image, 4, policy=policy, rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
+    return ViT(config, image, 4, policy=policy, rngs=nnx.Rngs(0))
 
 
 def test_gradients_of_the_vit_are_constants_times_the_truth() -> None:

@@ -35,6 +35,7 @@ def test_the_first_signal_is_noted_and_the_second_acts() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
 def test_a_stopped_process_saves(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "recipes", "train", str(config_file)]

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.run.pool import each
 from recipes.sweep import _sweep as module, append_row, read_rows, sweep
-from recipes.sweep._pool import each
 
 from ..characters import make, write
 from ..dying import dies_at_two
@@ -100,6 +100,7 @@ def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_point(tmp_path) -> None:
     tasks = [(number, str(tmp_path)) for number in range(5)]
     ended = dict(each(tasks, 2, dies_at_two))

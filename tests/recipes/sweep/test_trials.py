@@ -65,10 +65,3 @@ def test_a_rate_is_the_optimizer_s_own(settings, tmp_path) -> None:
     config = make(tmp_path, model={"library": library}, optimizer=settings)
     (found,) = Trials(config)([0.03], 0)
     np.testing.assert_allclose(found, alone(config, 0.03, 0), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_run_that_leaves_steps_out_is_not_lost(tmp_path) -> None:
-    settings = {"skip_nonfinite": 3}
-    config = make(tmp_path, policy="float16", optimizer=settings, train={"steps": 2})
-    assert all(np.isfinite(Trials(config)([0.1, 1e30], 0)))

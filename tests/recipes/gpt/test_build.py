@@ -1,0 +1,75 @@
+"""The plain GPT with FP8 products in its layers, as one recipe of the shared training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.errors import RecipeError
+from recipes.gpt import build
+from recipes.gpt.config import GPTConfig
+from recipes.run.state import init_state
+from recipes.run.step import make_train_step
+from unitscale.quant import AmaxState
+
+MakeConfig = Callable[..., GPTConfig]
+IDS = jnp.zeros((1, 16), jnp.int32)
+
+
+def products_in_fp8(model: Any) -> int:
+    return str(jax.make_jaxpr(model)(IDS)).count("dtype=float8_e4m3fn")
+
+
+def test_products_of_layers_are_converted_and_weights_are_not(make_config: MakeConfig) -> None:
+    plain = build(make_config("policy=float16"))
+    model: Any = build(make_config("policy=float16", "model.products=fp8_dynamic"))
+    # Both operands of query, key, value, out, up and down; not of the readout.
+    assert (products_in_fp8(plain), products_in_fp8(model)) == (0, 12)
+    assert model(IDS).dtype == jnp.float16
+    leaves = [jax.tree.leaves(nnx.state(one, nnx.Param)) for one in (plain, model)]
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
+
+
+@pytest.mark.slow
+def test_the_shared_step_keeps_delayed_scales(make_config: MakeConfig) -> None:
+    graphdef, optimizer, state = init_state(make_config("model.products=fp8_delayed"))
+    step = make_train_step(graphdef, optimizer)
+    before = jax.tree.map(np.asarray, nnx.split_state(state.rest, AmaxState, ...)[0])
+    state, _ = step(state, jnp.zeros((4, 17), jnp.int32), np.int32(0))
+    after = nnx.split_state(state.rest, AmaxState, ...)[0]
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    changed = [bool(np.any(np.asarray(new) != old)) for old, new in pairs]
+    assert len(jax.tree.leaves(before)) >= 6
+    assert any(changed)
+
+
+def test_qwix_is_asked_for_where_it_is_missing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(RecipeError, match=r"model\.products: expected qwix .*pip install qwix"):
+        build(make_config("model.products=qwix"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.library=unitscale", "model.products=qwix"], "needs model.library plain"),
+        (["scalify={}", "model.products=fp8_dynamic"], "scalify null"),
+        (["policy=fp8"], "with model.products for FP8 products"),
+    ],
+)
+def test_products_are_of_plain_models(
+    make_config: MakeConfig, words: list[str], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_config(*words)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from recipes.config import GPTModelConfig, ResidualConfig
+from recipes.gpt.model import GPT
+from tests.gradients import FLOAT64, check, jit, model_loss
+from unitscale import optim
+
+# Each option of the model, of several values each, stands in one of them.
+MODELS: dict[str, dict[str, Any]] = {
+    "tied learned": {"tied_readout": True, "positions": "learned", "norm": "layer"},
+    "gated grouped": {
+        "mlp": "gated",
+        "kv_heads": 2,
+        "dropout": 0.2,
+        "bias": True,
+        "residual": ResidualConfig(scheme="fixed", tau=0.4),
+    },
+}
+
+
+def make(options: dict[str, Any], policy: Any = "float32") -> GPT:
+    shape = {"vocab": 11, "width": 8, "layers": 2, "heads": 4, "mlp_ratio": 2.0, "context": 8}
+    return GPT(GPTModelConfig(**(shape | options)), policy=policy, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_logits_are_the_uncached_ones(name: str) -> None:
+    model = make(MODELS[name])
+    ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
+    uncached = jit(lambda ids: model(ids).value)(ids)
+    step = jit(lambda ids, cache: model(ids, cache=cache))
+    first, cache = step(ids[:, :4], model.init_cache(2, 8))
+    second, _ = step(ids[:, 4:], cache)
+    found = np.concatenate([first.value, second.value], axis=1)
+    # Rounding a few times per layer, relative to logits of RMS below 1.
+    tolerance = 32 * float(jnp.finfo(jnp.float32).eps)
+    np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_constants_times_the_truth(name: str) -> None:
+    with jax.enable_x64(True):
+        model = make(MODELS[name], FLOAT64)
+        ids = np.random.default_rng(5).integers(0, 11, (2, 7))
+        dropped = {"deterministic": model.config.dropout == 0}
+        loss = model_loss(model, lambda m: m.loss(ids[:, :-1], ids[:, 1:], **dropped))
+        check(*loss, directions=2)
+
+
+def test_every_parameter_has_a_role() -> None:
+    model = make({"positions": "learned", "mlp_ratio": 4.0})
+    params = nnx.state(model, nnx.Param)
+    tx = optim.umup(optax.identity(), params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    block = updates["stack"]["layers"][0]
+    assert block["attention_norm"]["gain"][0] == pytest.approx(4**-0.5)
+    assert block["mlp"]["up"]["kernel"][0, 0] == pytest.approx((8 * 4) ** -0.5)
+    assert updates["positions"]["embedding"][0, 0] == pytest.approx(8**-0.5)
+    assert updates["norm"]["gain"][0] == 1
