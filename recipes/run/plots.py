@@ -14,7 +14,7 @@ from .probe import Reading
 
 
 def plot_loss(folder: Path, *, per: str) -> Path:
-    """Draws `loss.png` from `metrics.jsonl`: training, validation and test loss by step.
+    """Draws `loss.png` from `metrics.jsonl`: training and validation loss by step.
 
     Args:
       folder: The run's folder.
@@ -23,7 +23,7 @@ def plot_loss(folder: Path, *, per: str) -> Path:
     rows = read_metrics(folder / "metrics.jsonl")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, style in (("loss", "-"), ("validation_loss", "o-"), ("test_loss", "o-")):
+    for name, style in (("loss", "-"), ("validation_loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)

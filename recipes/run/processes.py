@@ -191,18 +191,5 @@ def _check_devices() -> None:
         )
 
 
-def require_one(recipe: str) -> None:
-    """Refuses several processes.
-
-    Raises:
-      SharedError: There are several.
-    """
-    if jax.process_count() > 1:
-        raise SharedError(
-            f"processes: expected one for recipe {recipe}; got {jax.process_count()}; start it "
-            "without the others"
-        )
-
-
 def _who(index: int) -> str:
     return f"process {index} of {jax.process_count()}"

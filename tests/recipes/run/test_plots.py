@@ -31,15 +31,6 @@ def test_loss(tmp_path: Path) -> None:
     assert ink(tmp_path / "loss.png") > empty
 
 
-def test_loss_on_test_data(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
-    metrics.write(1, loss=1.0)
-    without = ink(plot_loss(tmp_path, per="image"))
-    metrics.write(1, test_loss=2.0)
-    metrics.close()
-    assert ink(plot_loss(tmp_path, per="image")) > without
-
-
 @pytest.mark.parametrize("value", [1.0, 0.0, float("nan"), float("inf")])
 def test_rms(tmp_path: Path, value: float) -> None:
     layers = {"embed": jnp.float32(1.5), "layers.0": jnp.float32(value)}

@@ -180,7 +180,6 @@ def test_one_process() -> None:
     assert processes.all_texts("here") == ["here"]
     assert processes.largest(3) == 3
     processes.check_alike({"name": "tiny"})
-    processes.require_one("mnist")
     with pytest.raises(RecipeError, match="as it was"), processes.together():
         raise RecipeError("as it was")
 
@@ -192,8 +191,6 @@ def test_refusals(make_config: Callable[..., GPTConfig], monkeypatch: pytest.Mon
     ):
         pass
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(RecipeError, match=r"processes: expected one for recipe mnist; got 2"):
-        processes.require_one("mnist")
     count = jax.device_count()
     with pytest.raises(RecipeError, match=rf"mesh: .* got null; set mesh\.data={count}"):
         open_mesh(make_config())
