@@ -251,7 +251,7 @@ class _Watch:
         ending = done == settings.steps or self.signal is not None
         if logging:
             self._log(done, values)
-        validating = done % settings.eval_every == 0 and self.signal is None
+        validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
         saving = done % settings.checkpoint_every == 0 or ending
         if validating or saving:
             jax.block_until_ready(values)  # these steps count, what follows does not
