@@ -15,7 +15,6 @@ from tensorboardX.summary import scalar
 from ..atomic import write_whole
 from .processes import is_first
 
-
 # Protocol buffers make their classes at run time, out of sight of type checkers.
 _Event: Any = getattr(event_pb2, "Event")  # noqa: B009
 _SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009

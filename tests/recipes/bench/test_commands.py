@@ -89,6 +89,8 @@ def test_scalify(bench: Any) -> None:
 
 
 def test_optim(bench: Any, config_file: Path) -> None:
+    text = config_file.read_text("utf-8").replace("library: plain", "library: unitscale")
+    config_file.write_text(text, encoding="utf-8")
     size, times, losses = bench("optim", *UNIT[:3], "--large", str(config_file), "--rounds", "4")
     assert [row["formats"] for row in size] == [row["variant"] for row in losses]
     assert [row["buffers"] for row in times] == ["new", "donated"]
