@@ -30,6 +30,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("deterministic")
 
+collect_ignore = ["mutation"]  # a program, which needs packages of its own
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {
     "gpu": "a GPU and JAX_PLATFORMS=cuda",

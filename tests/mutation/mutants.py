@@ -1,4 +1,4 @@
-"""The mutants of the library that a run of `tools.mutation` draws from.
+"""The mutants of the library that a run of `tests.mutation` draws from.
 
 The operators are Cosmic Ray's. A place in the source is drawn first and then one of its mutants, so
 that an operator with many replacements weighs no more than another; a smaller sample is the

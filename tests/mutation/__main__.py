@@ -1,11 +1,11 @@
 """How many wrong programs the fast tests notice, of a fixed sample of mutants of the library.
 
     pip install -e ".[test,mutation]"
-    python -m tools.mutation --sample 300 --seed 0            # to mutation.jsonl, and goes on there
-    python -m tools.mutation --tests main --out before.jsonl  # with the tests of a git revision
-    python -m tools.mutation --report --out before.jsonl      # survivors, share killed so far
+    python -m tests.mutation --sample 300 --seed 0            # to mutation.jsonl, and goes on there
+    python -m tests.mutation --tests main --out before.jsonl  # with the tests of a git revision
+    python -m tests.mutation --report --out before.jsonl      # survivors, share killed so far
 
-Mutants are those of `tools.mutants`, made in copies of the working tree. Tests run in stages, the
+Mutants are those of `tests.mutation.mutants`, made in copies of the working tree. Tests run in stages, the
 likely killers first: those of the module, of its namesakes in other packages, of its package, and,
 for what is undecided when all mutants have come so far, of the packages that import that. A mutant
 that needs several times the usual time counts as killed.
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.compilation import cache_folder
-from tools.mutants import Mutant, draw
+from tests.mutation.mutants import Mutant, draw
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # The packages whose tests may notice a mutant of another: those that import it, the nearest first.
 IMPORTED_BY = {
     "core": ("rules", "quant", "ops", "optim", "transforms", "nn"),
