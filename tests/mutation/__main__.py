@@ -5,11 +5,10 @@
     python -m tests.mutation --tests main --out before.jsonl  # with the tests of a git revision
     python -m tests.mutation --report --out before.jsonl      # survivors, share killed so far
 
-Mutants are those of `tests.mutation.mutants`, made in copies of the working tree. Tests run in stages, the
-likely killers first: those of the module, of its namesakes in other packages, of its package, and,
-for what is undecided when all mutants have come so far, of the packages that import that. A mutant
-that needs several times the usual time counts as killed.
-"""
+Mutants are those of `tests.mutation.mutants`, made in copies of the working tree. Tests run in
+stages, the likely killers first: those of the module, of its namesakes in other packages, of its
+package, and, for what is undecided when all mutants have come so far, of the packages that import
+that. A mutant that needs several times the usual time counts as killed."""
 
 from __future__ import annotations
 
