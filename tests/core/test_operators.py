@@ -290,3 +290,17 @@ class TestGradient:
                 expected = exact(w).sum(1) * exact(x) / np.asarray(x.data)
                 np.testing.assert_allclose(grad.data, expected, rtol=1e-4)
                 np.testing.assert_array_equal(grad.scale, np.zeros_like(x.scale))
+
+
+@pytest.mark.parametrize(("number", "difference"), [("uint8", 5.0 - 1), ("int8", 5.0 + 128)])
+def test_integers_become_floats_before_they_are_subtracted(number: str, difference: float) -> None:
+    smallest = jnp.array([1 if number == "uint8" else -128], number)
+    assert (ScaledArray(jnp.array([5.0])) - smallest).value == difference
+
+
+@pytest.mark.parametrize("exponent", [2.0, np.float32(3.0), -1.0])
+def test_a_whole_power_is_that_of_an_integer(exponent: float) -> None:
+    x = ScaledArray(jnp.array([1.5, -2.0], jnp.float16), 4.0)
+    found, expected = x**exponent, x ** int(exponent)
+    assert found.dtype == expected.dtype == jnp.float16
+    np.testing.assert_array_equal(found.value, expected.value)

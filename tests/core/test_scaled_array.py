@@ -292,3 +292,8 @@ def test_special_values_do_not_reach_the_scale(kind: str, special: float) -> Non
         if not (y.scale is None or isinstance(y.scale, int)):
             assert np.isfinite(np.asarray(y.scale).astype(np.float32)).all()
             assert (np.asarray(y.scale).astype(np.float32) > 0).all()
+
+
+def test_shapes_alone_have_a_repr() -> None:
+    abstract = jax.eval_shape(lambda: ScaledArray(jnp.ones(3), jnp.float32(2.0)))
+    assert repr(abstract) == "ScaledArray(float32[3], scale=float32[])"

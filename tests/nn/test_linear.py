@@ -83,3 +83,9 @@ def test_errors(kind) -> None:
         wrong(jnp.ones((2, 8)))
     with pytest.raises(ValueError, match=r"'to_left_grad_scale' is for ops with 2"):
         kind(8, 4, constraint="to_left_grad_scale", rngs=nnx.Rngs(0))(jnp.ones((2, 8)))
+
+
+def test_ranks_are_promoted_by_name() -> None:
+    with jax.numpy_rank_promotion("raise"):
+        x = nn.LayerNorm(8, rngs=nnx.Rngs(0))(nn.Dense(8, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 8))))
+        assert x.shape == (2, 3, 8)

@@ -216,3 +216,10 @@ ERRORS = [
 def test_errors(error, call, match) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("padding", [1, (1, 1), (1, (1, 1))])
+def test_padding_by_integers(padding) -> None:
+    x, kernel = jnp.ones((1, 5, 6, 2)), jnp.ones((3, 3, 2, 4))
+    expected = ops.conv(x, kernel, padding=((1, 1), (1, 1)))
+    np.testing.assert_array_equal(ops.conv(x, kernel, padding=padding).data, expected.data)

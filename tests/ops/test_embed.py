@@ -101,3 +101,12 @@ def test_one_scale_per_row_travels_with_the_row() -> None:
     scaled = ScaledArray(table, jnp.array([[1.0], [2.0], [4.0], [8.0]]))
     y = ops.embed(jnp.array([3, 0]), scaled)
     np.testing.assert_array_equal(y.scale, [[8], [1]])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_an_id_outside_gives_nan_and_no_gradient(dtype: str) -> None:
+    ids = jnp.array([3, 4, 255] if dtype == "uint8" else [3, -1, 4]).astype(dtype)
+    found = ops.embed(ids, jnp.ones((4, 2))).data
+    np.testing.assert_array_equal(np.isnan(found), [[False] * 2, [True] * 2, [True] * 2])
+    grad = jax.grad(lambda t: ops.embed(ids, t).data[0].sum())(jnp.ones((4, 2)))
+    assert np.count_nonzero(grad) == 2

@@ -211,3 +211,28 @@ ERRORS = [
 def test_errors(error, call, match) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+def test_labels_of_any_integer_type(dtype: str) -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 300)), jnp.float32)
+    labels = jnp.array([0, 1, 127])
+
+    def loss(labels):
+        return lambda logits: ops.softmax_cross_entropy(logits, labels)
+
+    (expected, dz), (found, own) = (
+        jax.value_and_grad(loss(x))(logits) for x in (labels, labels.astype(dtype))
+    )
+    assert found == expected
+    np.testing.assert_array_equal(own, dz)
+
+
+def test_a_negative_label_counts_from_the_end() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5)), jnp.float32)
+    both = (
+        jax.value_and_grad(lambda z, y=y: ops.softmax_cross_entropy(z, y))(logits)
+        for y in (jnp.array([-1, 2]), jnp.array([4, 2]))
+    )
+    for found, expected in zip(*both, strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -98,15 +98,20 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
 
 def add(left: Pair, right: Pair) -> Pair:
     """Returns left + right at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
-    scale = common_scale(left[1], right[1])
-    dtype = result_dtype(left[0], right[0])
-    x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
-    return (x + y).astype(dtype), scale
+    return _aligned(jnp.add, left, right)
 
 
 def subtract(left: Pair, right: Pair) -> Pair:
     """Returns left - right, at the scale of the sum."""
-    return add(left, (-widen(right[0]), right[1]) if right[0].dtype == bool else negate(right))
+    return _aligned(jnp.subtract, left, right)
+
+
+def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
+    """An operation on data at one scale, in the wide type: integers become floats before it."""
+    scale = common_scale(left[1], right[1])
+    dtype = result_dtype(left[0], right[0])
+    x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
+    return operation(x, y).astype(dtype), scale
 
 
 def negate(x: Pair) -> Pair:

@@ -97,7 +97,8 @@ class Operators:
         return self._binary(other, arithmetic.matmul, swap=True)
 
     def __pow__(self, exponent: Any) -> "Self":
-        if isinstance(exponent, (int, np.integer)):
+        number = isinstance(exponent, (int, float, np.integer, np.floating))
+        if number and float(exponent).is_integer():
             return type(self)(*arithmetic.power(self.pair, int(exponent)))
         return self._binary(exponent, arithmetic.general_power)
 

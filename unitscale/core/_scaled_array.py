@@ -272,7 +272,8 @@ class ScaledArray(Reductions):
         shape = ",".join(map(str, getattr(data, "shape", ())))
         scale = self.scale
         if not is_static(scale):
-            if isinstance(scale, Tracer) or not hasattr(scale, "dtype") or scale.size != 1:
+            concrete = isinstance(scale, (np.ndarray, np.generic, jax.Array))
+            if isinstance(scale, Tracer) or not concrete or scale.size != 1:
                 scale = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
             else:
                 scale = f"{float(np.asarray(scale, np.float32).reshape(())):g}"

@@ -24,7 +24,8 @@ class Conv(nnx.Module):
         out_features: output channels.
         kernel_size: one size per spatial dimension, or an integer for one dimension.
         strides: one stride, or one per spatial dimension.
-        padding: "SAME", "VALID", "CAUSAL" or (low, high) pairs.
+        padding: "SAME", "VALID", "CAUSAL", an integer, or an integer or (low, high) pair for each
+            dimension.
         kernel_dilation: one dilation, or one per spatial dimension.
         feature_group_count: number of groups, dividing in_features and out_features.
         use_bias: whether to add a bias.
@@ -53,7 +54,7 @@ class Conv(nnx.Module):
         kernel_size: int | Sequence[int],
         strides: int | Sequence[int] = 1,
         *,
-        padding: str | Sequence[tuple[int, int]] = "SAME",
+        padding: str | int | Sequence[int | tuple[int, int]] = "SAME",
         kernel_dilation: int | Sequence[int] = 1,
         feature_group_count: int = 1,
         use_bias: bool = True,
@@ -70,9 +71,7 @@ class Conv(nnx.Module):
         self.constraint: Constraint = constraint
         self.kernel_size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         self.strides = strides if isinstance(strides, int) else tuple(strides)
-        self.padding: str | tuple[tuple[int, int], ...] = (
-            padding if isinstance(padding, str) else tuple((low, high) for low, high in padding)
-        )
+        self.padding = padding if isinstance(padding, (str, int)) else tuple(padding)
         self.kernel_dilation = (
             kernel_dilation if isinstance(kernel_dilation, int) else tuple(kernel_dilation)
         )

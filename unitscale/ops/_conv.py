@@ -15,7 +15,7 @@ from ._linear import add_bias
 from ._operands import ArrayLike, output_dtype, shape_error, unpack, unpack_uniform
 from ._wide import wide_op
 
-Padding = str | Sequence[tuple[int, int]]
+Padding = str | int | Sequence[int | tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,8 @@ def conv(
         kernel: (*spatial, in / groups, out), floating.
         bias: (out,), or None.
         strides: one stride, or one per spatial dimension.
-        padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), or (low, high) pairs.
+        padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), an integer for both sides of
+            every dimension, or one integer or (low, high) pair for each.
         dilation: one kernel dilation, or one per spatial dimension.
         feature_group_count: number of groups, dividing in and out.
         constraint: how the output and the input gradient come to share a factor.
@@ -147,9 +148,13 @@ def _padding(padding, kernel_shape, dilation) -> str | tuple[tuple[int, int], ..
             return (((kernel_shape[0] - 1) * dilation[0], 0),)
         if name in ("SAME", "VALID"):
             return name
-    elif len(padding) == rank and all(len(pair) == 2 for pair in padding):
-        return tuple((int(low), int(high)) for low, high in padding)
+    else:
+        sides = (padding,) * rank if isinstance(padding, int) else padding
+        pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in sides]
+        if len(pairs) == rank and all(len(pair) == 2 for pair in pairs):
+            return tuple((int(low), int(high)) for low, high in pairs)
     raise ValueError(
-        "unitscale.ops.conv: padding must be 'SAME', 'VALID', 'CAUSAL' (one spatial dimension) or "
-        f"one (low, high) pair for each of {rank} dimensions; got {padding!r}"
+        "unitscale.ops.conv: padding must be 'SAME', 'VALID', 'CAUSAL' (one spatial dimension), an "
+        f"integer, or one integer or (low, high) pair for each of {rank} dimensions; got "
+        f"{padding!r}"
     )

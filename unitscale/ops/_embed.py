@@ -64,6 +64,9 @@ def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
         raise shape_error(
             "embed", "table must be (vocab, features)", "Reshape the table.", table=data.shape
         )
+    # A negative index would count from the end; one past the end gives NaN.
+    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+    ids = jnp.where(ids < 0, data.shape[0], ids)
     (factor,) = rules.embed(data.shape[0], max(ids.size, 1)).bwd
     if not is_static(scale) and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
         scale = jnp.take(scale, ids, axis=0)  # one scale per row

@@ -252,7 +252,14 @@ def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -
             bias=b.shape,
             output=data.shape,
         )
-    y = combine(
-        (data, scale), (b, b_scale), weights=(1.0, 1.0), bwd=(1.0, factor), at=scale, out=data.dtype
+    leading = tuple(range(data.ndim - 1))
+    if jnp.ndim(b_scale) == 1:
+        b_scale = jnp.expand_dims(b_scale, leading)
+    return combine(
+        (data, scale),
+        (jnp.expand_dims(b, leading), b_scale),
+        weights=(1.0, 1.0),
+        bwd=(1.0, factor),
+        at=scale,
+        out=data.dtype,
     )
-    return y

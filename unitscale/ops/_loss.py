@@ -80,7 +80,8 @@ def softmax_cross_entropy(
 
     Args:
         logits: (..., V), floating array or ScaledArray, whose scale is folded in.
-        labels: (...), integers in [0, V).
+        labels: (...), integers in [0, V), of any integer type; a negative one counts from the
+            end, as an index does.
         mult: static multiplier of the logits (inverse temperature).
         where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
         reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token).
@@ -112,6 +113,9 @@ def softmax_cross_entropy(
             "unitscale.ops.softmax_cross_entropy: labels must be integers; got dtype "
             f"{labels.dtype}"
         )
+    # Small types cannot hold every class, and the gradient compares labels with classes.
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    labels = jnp.where(labels < 0, labels + data.shape[-1], labels) if data.ndim else labels
     where = None if where is None else jnp.asarray(where)
     if where is not None and where.dtype != bool:
         raise TypeError(

@@ -31,12 +31,13 @@ class _Normalize:
         bias = affine.pop(0) if affine else None
         if self.centered:
             x = x - jnp.mean(x, axis=-1, keepdims=True)
+        leading = tuple(range(x.ndim - 1))
         eps = self.eps if x_scale is None else self.eps / jnp.square(x_scale)
         y = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
         if gain is not None:
-            y = y * (gain if gain_scale is None else gain * gain_scale)
+            y = y * jnp.expand_dims(gain if gain_scale is None else gain * gain_scale, leading)
         if bias is not None:
-            y = y + (bias if bias_scale is None else bias * bias_scale)
+            y = y + jnp.expand_dims(bias if bias_scale is None else bias * bias_scale, leading)
         return y
 
 
