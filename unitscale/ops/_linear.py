@@ -253,7 +253,7 @@ def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -
             output=data.shape,
         )
     leading = tuple(range(data.ndim - 1))
-    if jnp.ndim(b_scale) == 1:
+    if not is_static(b_scale) and jnp.ndim(b_scale) == 1:
         b_scale = jnp.expand_dims(b_scale, leading)
     return combine(
         (data, scale),
