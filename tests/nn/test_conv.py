@@ -8,6 +8,7 @@ from flax import nnx
 
 from tests.gradients import jit
 from unitscale import nn
+from unitscale.core import ScaledArray
 
 # arguments of both constructors, options, spatial shape of the input
 CASES = {
@@ -34,6 +35,23 @@ def test_conv_is_the_layer_of_flax_over_the_root_of_its_fan_in(name) -> None:
     x = jax.random.normal(jax.random.key(0), (2, *spatial, 4))
     found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3), (0, 2)])
+def test_any_number_of_batch_dimensions(batch) -> None:
+    ours, flax = (kind.Conv(4, 6, (3, 2), strides=2, rngs=nnx.Rngs(0)) for kind in (nn, nnx))
+    flax.kernel.set_value(ours.kernel.get_value() / ours.kernel.fan_in**0.5)
+    x = jax.random.normal(jax.random.key(0), (*batch, 6, 5, 4))
+    y = ours(ScaledArray(x, 2.0))
+    assert y.scale == 2
+    assert y.shape == (*batch, 3, 3, 6)
+    np.testing.assert_allclose(y.data, flax(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_scale_per_example_stays_one() -> None:
+    scale = jnp.array([1.0, 4.0])[:, None, None]
+    y = nn.Conv(4, 6, 3, rngs=nnx.Rngs(0))(ScaledArray(jnp.ones((2, 5, 4)), scale))
+    np.testing.assert_array_equal(y.scale, scale)
 
 
 def test_a_causal_convolution_pads_on_the_left() -> None:
@@ -64,6 +82,6 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"x must be \(batch, \*spatial, in\)"):
         layer(jnp.ones((2, 9, 5)))
     with pytest.raises(ValueError, match=r"x must be \(batch, \*spatial, in\)"):
-        layer(jnp.ones((2, 9, 9, 4)))
+        layer(jnp.ones(4))
     with pytest.raises(ValueError, match=r"padding must be 'SAME', 'VALID', 'CAUSAL'.*got 'FULL'"):
         nn.Conv(4, 6, (3,), padding="FULL", rngs=nnx.Rngs(0))(jnp.ones((2, 9, 4)))

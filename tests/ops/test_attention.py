@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
+from unitscale.parallel import make_mesh
 
 from .conformance import (
     DTYPES,
@@ -270,6 +272,27 @@ def test_dropout() -> None:
     assert (np.asarray(error) > 0.01).any()
     no_rate = ops.dot_product_attention(q, k, v, deterministic=False)
     np.testing.assert_array_equal(no_rate.data, plain)
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [("float16", 0.0), ("float32", 0.5), ("bfloat16", 0.5)])
+def test_operands_that_vary_differently_in_shard_map(dtype: str, rate: float) -> None:
+    """Queries of each device meet the values of all, whose gradient is summed over the devices."""
+    q, v = (jnp.asarray(a, dtype) for a in normal("shard", (2, 4, 2, 4), (1, 4, 2, 4)))
+    key = jax.random.key(0)
+
+    def grads(q, v):
+        f = functools.partial(
+            ops.dot_product_attention, dropout_rate=rate, dropout_key=key, deterministic=False
+        )
+        return jax.grad(lambda *args: f(q, *args).data.astype("float32").sum(), (0, 1))(v, v)
+
+    mesh = make_mesh({"d": 2}, devices=jax.devices()[:2])
+    mapped = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P("d"), P()), out_specs=P()))
+    each = [jax.jit(grads)(q[i : i + 1], v) for i in range(2)]
+    for found, *parts in zip(mapped(q, v), *each, strict=True):
+        expected = sum(np.asarray(part, np.float32) for part in parts)
+        tolerance = 4 * float(jnp.finfo(dtype).eps) * np.abs(expected).max()
+        np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -165,6 +165,26 @@ def test_float16_is_summed_wide() -> None:
     np.testing.assert_array_equal(y.data, np.float16(96000 * 48**-0.5))
 
 
+def test_bfloat16_stays_bfloat16() -> None:
+    """Operands of all three products; sums are float32, so that only results are rounded."""
+    given = normal("bfloat16", (2, 6, 64), (3, 64, 32), (2, 6, 32))
+
+    def pull(x, w, ct):
+        y, vjp = jax.vjp(lambda x, w: ops.conv(x, w).data, x, w)
+        return y, *vjp(ct)
+
+    x, w, ct = (jnp.asarray(a, jnp.bfloat16) for a in given)
+    program = jax.jit(pull).lower(x, w, ct).as_text()
+    products = [line for line in program.splitlines() if "stablehlo.convolution" in line]
+    assert len(products) == 3
+    assert not any("f32>" in line.rpartition(" : ")[2] for line in products)
+    wide = jax.jit(pull)(*(a.astype(jnp.float32) for a in (x, w, ct)))
+    for found, expected in zip(jax.jit(pull)(x, w, ct), wide, strict=True):
+        assert found.dtype == jnp.bfloat16
+        # Half an eps for the result, another half for its product with the factor.
+        np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-7, atol=1e-6)
+
+
 def test_quantized() -> None:
     x, w = normal("fp8", (1, 6, 4), (3, 4, 2))
     x[0, 0, 0] = 500.0  # saturates

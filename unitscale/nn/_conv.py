@@ -90,9 +90,14 @@ class Conv(nnx.Module):
         self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Maps (batch, *spatial, in_features) to (batch, *spatial, out_features)."""
-        return ops.conv(
-            self.policy.activation(x),
+        """Maps (*batch, *spatial, in_features) to (*batch, *spatial, out_features)."""
+        x = self.policy.activation(x)
+        leading = max(x.ndim - len(self.kernel_size) - 1, 0)
+        batch = x.shape[:leading]
+        if leading != 1:
+            x = x.reshape(math.prod(batch), *x.shape[leading:])
+        y = ops.conv(
+            x,
             self.policy.weight(read(self.kernel), "weight"),
             read(self.bias),
             strides=self.strides,
@@ -103,3 +108,4 @@ class Conv(nnx.Module):
             config=self.policy.matmul_for("weight"),
             state=read_state(self.amax),
         )
+        return y if leading == 1 else y.reshape(*batch, *y.shape[1:])

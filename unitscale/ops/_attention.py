@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .. import rules
 from ..core import (
     ScaledArray,
+    custom_vjp,
     is_static,
     multiply_scales,
     result_dtype,
@@ -191,7 +192,7 @@ def _attend(q, k, v, mask, is_causal, logit_factor, logit_scale, dropout_rate, d
     return y.reshape(batch, time, heads, d).astype(v.dtype)
 
 
-@jax.custom_vjp
+@custom_vjp
 def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Averages v over float32 weights, rounded to its dtype; their gradient stays in float32.
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, multiply_scales
+from ..core import ScaledArray, multiply_scales, scale, scale_bwd
 from ..quant import MatmulConfig, QuantState, fake_quantize_operands
 from ..rules import Constraint
 from ._linear import add_bias
@@ -60,8 +61,10 @@ def conv(
     Scaling:
         data = fan_in^-1/2 * conv(x.data, kernel.data) + bias, scale = x.scale * kernel.scale, with
         fan_in = prod(spatial) * in / groups; dx sums out / groups * prod(spatial) /
-        prod(strides) terms, dkernel and dbias batch * output positions. Operands are widened to
-        float32, and all three results are rounded once, after their factor. See `rules.conv`.
+        prod(strides) terms, dkernel and dbias batch * output positions. All three accumulate in
+        float32. Where both operands are bfloat16 they stay so, and results are rounded before
+        their factor, as those of `dense`; else operands are widened to float32, and results are
+        rounded once, after their factor. See `rules.conv`.
 
     Args:
         x: (batch, *spatial, in), floating.
@@ -74,7 +77,7 @@ def conv(
         feature_group_count: number of groups, dividing in and out.
         constraint: how the output and the input gradient come to share a factor.
         config: formats that operands are quantized to before the product, which itself runs in
-            float32: XLA has no FP8 convolution kernel. Cotangents are not quantized.
+            bfloat16 or float32: XLA has no FP8 convolution kernel. Cotangents are not quantized.
         state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
     Returns:
@@ -124,11 +127,18 @@ def conv(
     if config is not None:
         axes = tuple(range(1, rank + 2)), tuple(range(rank + 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
-    y = wide_op(op, data, w, fwd=factors.fwd, bwd=factors.bwd[:2], out_dtype=output_dtype(x))
-    scale = multiply_scales(x_scale, w_scale)
-    return (
-        ScaledArray(y, scale) if bias is None else add_bias("conv", y, scale, bias, factors.bwd[2])
-    )
+    y = _convolve(op, data, w, factors.fwd, factors.bwd[:2], output_dtype(x))
+    y_scale = multiply_scales(x_scale, w_scale)
+    if bias is None:
+        return ScaledArray(y, y_scale)
+    return add_bias("conv", y, y_scale, bias, factors.bwd[2])
+
+
+def _convolve(op: _Conv, x, w, fwd: float, bwd: tuple[float, ...], out_dtype: Any) -> jax.Array:
+    if x.dtype == w.dtype == jnp.bfloat16:
+        # The range is that of float32, so that factors can follow the rounding, as in `contract`.
+        return scale(op(scale_bwd(x, bwd[0]), scale_bwd(w, bwd[1])), fwd)
+    return wide_op(op, x, w, fwd=fwd, bwd=bwd, out_dtype=out_dtype)
 
 
 def _per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
