@@ -25,6 +25,7 @@ from ._values import (
     is_complex,
     narrow,
     scale_of,
+    spread,
     uniform,
     widen,
 )
@@ -54,7 +55,8 @@ def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
 def shaped(data: Any, *values: Value) -> Any:
     """Broadcasts data to the shape that element-wise operands have together."""
     shape = np.broadcast_shapes(*(v.shape for v in values))
-    return data if jnp.shape(data) == shape else jnp.broadcast_to(data, shape)
+    whole = [v.data for v in values if v.shape == shape]
+    return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
 
 
 def doubt_of(value: Value, data: Any) -> float:
