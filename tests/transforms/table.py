@@ -219,6 +219,7 @@ REDUCTIONS = [
     ),
     Entry("segment_sum", lambda x: jax.ops.segment_sum(x, IDS, 5), (A,)),
     Entry("segment_max", lambda x: jax.ops.segment_max(x, IDS, 4), (A,), False),
+    Entry("at.apply", lambda x: x.at[IDS[1:3]].apply(jnp.sin), (A,), False),
     Entry("norm clipping", lambda x: x * jnp.minimum(1.0, 0.5 / jnp.sqrt(jnp.sum(x**2))), (A,)),
     Entry(
         "layer norm",

@@ -139,6 +139,20 @@ CONTROL = [
         (P,),
         False,
     ),
+    Entry(
+        "vmap while",
+        jax.vmap(lambda r: lax.while_loop(lambda s: jnp.max(s) < 9, lambda s: s * 2, r)),
+        (P,),
+        False,
+    ),
+    Entry(
+        "vmap fori_loop",
+        lambda x: jax.vmap(
+            jax.vmap(lambda n, a: lax.fori_loop(0, n, lambda i, c: jnp.sin(c) + i * a, a))
+        )(jnp.arange(24).reshape(4, 6) % 5, x),
+        (A,),
+        False,
+    ),
     Entry("cond", lambda x: lax.cond(x[0, 0] > 0, lambda a: a * 3, lambda a: jnp.sin(a), x), (A,)),
     Entry(
         "cond constant", lambda x: lax.cond(x[0, 0] > 9, jnp.zeros_like, lambda a: a * a, x), (A,)

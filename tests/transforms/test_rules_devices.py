@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
@@ -51,3 +51,28 @@ def test_a_float16_sum_over_devices_does_not_overflow(mesh: Mesh) -> None:
     result = jax.jit(scalify(program))(x)
     assert result.dtype == jnp.float16
     np.testing.assert_allclose(result.value, 240000.0, rtol=1e-3)
+
+
+SPREADING: dict[str, Callable[[Any], Any]] = {
+    "where": lambda x: jnp.where(x > 1, 2 * x, 9.0),
+    "where zero": lambda x: jnp.where(x > 1, x, 0.0),
+    "logsumexp": lambda x: jax.nn.logsumexp(x, axis=-1),
+    "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1),
+    "scan from zeros": lambda x: lax.scan(lambda c, _: (c / 2 + x, 0), jnp.zeros_like(x), length=3)[
+        0
+    ],
+    "gradient": jax.grad(lambda x: jnp.sum(jax.nn.softmax(jax.nn.relu(x)) ** 2)),
+}
+
+
+@pytest.mark.parametrize("name", SPREADING)
+def test_shardings_that_are_part_of_the_type(name: str) -> None:
+    program = jax.jit(SPREADING[name])
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+        expected = program(x)
+        for scale in (1.0, 2.0**12, 2.0**-12):
+            actual = to_array(jax.jit(scalify(program))(ScaledArray(x / scale, jnp.float32(scale))))
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+            assert jax.typeof(actual).sharding == jax.typeof(expected).sharding

@@ -22,6 +22,7 @@ from ._values import (
     narrow,
     saturate,
     scale_limit,
+    spread,
     times,
     uniform,
     widen,
@@ -127,7 +128,7 @@ def align(
             data = value.data if is_float(value.data) else value.const
             arrays.append(jnp.asarray(data, wide) if value.scale is None else widen(value.data))
         elif value.const is not None and value.scale is None and value.shape:
-            arrays.append(jnp.broadcast_to(fill(value, scale, dtype), value.shape))
+            arrays.append(spread(fill(value, scale, dtype), value.data))
         else:
             arrays.append(at_scale(value, scale, dtype))
     wide = jnp.result_type(*(jnp.result_type(a) for a in arrays))

@@ -53,11 +53,14 @@ def _check_scale(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
 
 
 def traced_aval(leaf: Any) -> Any:
-    """Returns what a program is traced on: values, so float32 where a scale multiplies 16 bits."""
+    """Returns what a program is traced on: values, so float32 where a scale multiplies 16 bits.
+
+    They lie on the devices as data does.
+    """
     if not isinstance(leaf, ScaledArray):
         return leaf
     dtype = leaf.dtype if leaf.scale is None else wide_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=jax.typeof(leaf.data).sharding)
 
 
 def to_output(value: Value) -> Any:

@@ -88,7 +88,7 @@ def leave(value: Value, form: Form) -> list[Any]:
     if form.scale is None:
         return [value.data]
     if value.const == 0.0 and form.is_variable:
-        zeros = jnp.zeros(value.shape, form.dtype)
+        zeros = jnp.zeros_like(value.data, form.dtype)
         return [zeros, jnp.asarray(SMALLEST.array())]
     if isinstance(form.scale, LazyScale):
         own = scale_of(uniform(value))

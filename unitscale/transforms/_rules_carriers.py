@@ -6,9 +6,12 @@ elements change places.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align_uniform, doubt_among
@@ -19,7 +22,7 @@ from ._values import Value, is_float, uniform
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj", "real", "imag")
 
 
-@register("carrier", *_SAME_PLACE, "reduce_precision", "sharding_constraint", "layout_constraint")
+@register("carrier", *_SAME_PLACE, "sharding_constraint", "layout_constraint")
 def same_place(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; every element keeps its scale."""
     (x,) = values
@@ -91,26 +94,39 @@ def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
     return interpreter.default(eqn, values)
 
 
-_CHOICES = (
-    "concatenate",
-    "stack",
-    "pad",
-    "dynamic_update_slice",
-    "scatter",
-    "scatter_max",
-    "scatter_min",
-    "select_and_scatter",
-)
+_CHOICES = ("concatenate", "stack", "pad", "dynamic_update_slice")
 
 
-@register("carrier", *_CHOICES)
-def put_together(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Float operands are brought to one scale, constants giving way; then applied to data."""
+def _put_together(
+    interpreter: Interpreter, values: list[Value], apply: Callable[..., Any]
+) -> Value:
     floats = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
     parts = [values[i] for i in floats]
     arrays, scale, drift, dtype = align_uniform(interpreter, parts)
     operands: list[Any] = [v.data for v in values]
     for index, array in zip(floats, arrays, strict=True):
         operands[index] = array
-    data = interpreter.bind(eqn, operands)
-    return Value(data, scale, drift, dtype, doubt=doubt_among(parts))
+    return Value(apply(*operands), scale, drift, dtype, doubt=doubt_among(parts))
+
+
+@register("carrier", *_CHOICES)
+def put_together(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Float operands are brought to one scale, constants giving way; then applied to data."""
+    return _put_together(interpreter, values, lambda *arrays: interpreter.bind(eqn, arrays))
+
+
+def scattered(eqn: JaxprEqn, *arrays: Any) -> Any:
+    """Applies a scatter to arrays of any one type.
+
+    The function in its parameters, which combines two elements, has the types of the program.
+    """
+    params = {k: v for k, v in eqn.params.items() if not k.startswith("update_")}
+    return getattr(lax, eqn.primitive.name.replace("-", "_"))(*arrays, **params)
+
+
+@register("carrier", "scatter", "scatter_max", "scatter_min")
+def scatter(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Operand and updates are brought to one scale; the default where a function is applied."""
+    if eqn.primitive is lax.scatter_p and eqn.params["update_jaxpr"] is not None:
+        return interpreter.default(eqn, values)
+    return _put_together(interpreter, values, functools.partial(scattered, eqn))

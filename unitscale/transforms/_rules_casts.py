@@ -10,6 +10,8 @@ from ..core import cast
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
+from ._rules_carriers import same_place
+from ._rules_functions import unbounded
 from ._settle import finish, settle
 from ._values import ONE, Value, aval_of, is_float, numeric, scale_of, uniform, widen
 
@@ -42,6 +44,15 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
         return finish(lax.real(x.data), scale_of(x), x.drift, dtype)
     x = settle(x) if dtype.itemsize == 2 else x
     return finish(widen(x.data), scale_of(x), x.drift, dtype)
+
+
+@register("cast", "reduce_precision")
+def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Rounds the value; to its own precision, which only keeps it from being fused, data."""
+    own = jnp.finfo(aval_of(eqn.invars[0]).dtype)
+    if (own.nexp, own.nmant) == (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]):
+        return same_place(interpreter, eqn, values)
+    return unbounded(interpreter, eqn, values)
 
 
 @register("cast", "bitcast_convert_type")

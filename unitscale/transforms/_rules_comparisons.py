@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -13,7 +14,7 @@ from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import shaped, wide_operands
 from ._settle import finish, keeps_wide
-from ._values import Value, aval_of, is_float, numeric, uniform, widen
+from ._values import Value, is_float, numeric, spread, uniform, widen
 
 
 def _comparable(values: list[Value]) -> list[Any]:
@@ -75,9 +76,9 @@ def select_n(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Va
         if all(c.const == 0.0 for c in cases):
             return zeros[0].with_data(zeros[0].data)
     arrays, scale, drift, dtype = align(interpreter, cases)
-    shape = aval_of(eqn.outvars[0]).shape
-    arrays = [lax.broadcast(a, shape) if a.shape != shape else a for a in arrays]
-    wide, doubt = keeps_wide(shape, *cases), doubt_among(cases)
+    like = max((c.data for c in cases), key=jnp.ndim)
+    arrays = [spread(a, like) for a in arrays]
+    wide, doubt = keeps_wide(jnp.shape(like), *cases), doubt_among(cases)
     return finish(lax.select_n(which.data, *arrays), scale, drift, dtype, doubt=doubt, wide=wide)
 
 

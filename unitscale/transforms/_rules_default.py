@@ -32,6 +32,7 @@ _GENERIC = (
     "reduce",
     "reduce_window",
     "scatter_mul",
+    "select_and_scatter",
     "rng_uniform",
     "random_gamma",
     "clamp_gradient",

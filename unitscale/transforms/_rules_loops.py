@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from ..core._compat import scan_counts
 from ..core._lazy_scale import LazyScale
@@ -108,6 +108,29 @@ def _stacked(data: Any, item: Value, scales: Any) -> Value:
     return Value(data, scale, item.drift, item.dtype)
 
 
+def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> Any:
+    """Returns test and body of a loop over examples of which each stops by itself.
+
+    It goes on while any of them does, and those that have stopped keep what they carry. Both take
+    the constants of the two, then what is carried.
+    """
+    tests, known = condition.in_avals[:first], body.in_avals[:second]
+    avals = [*tests, *known, *condition.in_avals[first:]]
+
+    def going(arrays: Sequence[Any]) -> Any:
+        return jaxpr_as_fun(condition)(*arrays[:first], *arrays[first + second :])[0]
+
+    def turn(*arrays: Any) -> list[Any]:
+        which, before = going(arrays), arrays[first + second :]
+        after = jaxpr_as_fun(body)(*arrays[first:])
+        return [
+            lax.select(lax.broadcast_in_dim(which, x.shape, range(which.ndim)), y, x)
+            for x, y in zip(before, after, strict=True)
+        ]
+
+    return [jax.make_jaxpr(f)(*avals) for f in (lambda *arrays: [jnp.any(going(arrays))], turn)]
+
+
 @register("control flow", "while")
 def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The same loop; carried scales reach a fixed point."""
@@ -116,6 +139,9 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     first, second = params["cond_nconsts"], params["body_nconsts"]
     tests, known = values[:first], values[first : first + second]
     start = values[first + second :]
+    if condition.out_avals[0].shape:
+        condition, body = _of_examples(condition, body, first, second)
+        tests = known = [*tests, *known]
     found: dict[str, Any] = {}
 
     def turn(forms: list[Form]) -> tuple[Any, list[Value]]:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core._lazy_scale import LazyScale
-from ._align import split
+from ._align import is_neutral, split
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_functions import unbounded
@@ -25,6 +25,7 @@ from ._values import (
     is_complex,
     narrow,
     scale_of,
+    spread,
     uniform,
     widen,
 )
@@ -54,15 +55,18 @@ def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
 def shaped(data: Any, *values: Value) -> Any:
     """Broadcasts data to the shape that element-wise operands have together."""
     shape = np.broadcast_shapes(*(v.shape for v in values))
-    return data if jnp.shape(data) == shape else jnp.broadcast_to(data, shape)
+    whole = [v.data for v in values if v.shape == shape]
+    return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
 
 
 def doubt_of(value: Value, data: Any) -> float:
     """Returns how uncertain the estimate of an operand is: nothing is known of a plain array."""
     if value.scale is not None:
         return value.doubt
+    if is_neutral(value):
+        return 0.0
     if value.is_fill:
-        return abs(math.log2(abs(float(np.asarray(data))) or 1.0))
+        return abs(math.log2(abs(float(np.asarray(data)))))
     return MOST_DOUBT if value.shape else DOUBT
 
 
@@ -76,7 +80,7 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         return x.with_data(shaped(x.data, x, y))
     dtype = data_dtype(x, y)
     (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
-    if y.is_plain and y.is_fill and y.const:
+    if y.is_plain and y.is_fill and not is_neutral(y):
         mantissa = float(np.asarray(other))
         if abs(mantissa) == 1:
             moved = x.data if mantissa > 0 else lax.neg(x.data)

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 from ._align import align, doubt_among
 from ._interpreter import Interpreter
 from ._registry import register
+from ._rules_carriers import scattered
 from ._rules_products import shaped
 from ._settle import finish, keeps_wide
 from ._values import Value, data_dtype, scale_of, uniform, widen
@@ -81,7 +82,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     operand, indices, updates = values
     pair = [uniform(operand), uniform(updates)]
     (x, y), scale, drift, dtype = align(interpreter, pair)
-    data = interpreter.bind(eqn, [x, indices.data, y])
+    data = scattered(eqn, x, indices.data, y)
     return finish(data, scale, drift, dtype, doubt=doubt_among(pair) + _CANCELLED)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -148,6 +149,13 @@ def widen(data: Any) -> Any:
     return lax.convert_element_type(data, wide_dtype(dtype))
 
 
+def spread(data: Any, like: Any) -> Any:
+    """Broadcasts data to the shape of an array, and places it on the devices as that is."""
+    if jnp.shape(data) == jnp.shape(like):
+        return data
+    return jnp.broadcast_to(data, jnp.shape(like), out_sharding=jax.typeof(like).sharding)
+
+
 def times(data: Any, scale: LazyScale) -> Any:
     """Returns ``data * scale`` in the type of data, which must be wide."""
     if scale.is_static and scale.log2 == 0:
@@ -157,9 +165,7 @@ def times(data: Any, scale: LazyScale) -> Any:
         half = scale.log2 // 2
         return times(times(data, LazyScale(half)), LazyScale(scale.log2 - half))
     factor = lax.convert_element_type(factor, jnp.result_type(data))
-    if jnp.ndim(factor) and jnp.shape(factor) != jnp.shape(data):
-        factor = jnp.broadcast_to(factor, jnp.shape(data))
-    return lax.mul(data, factor)
+    return lax.mul(data, spread(factor, data) if jnp.ndim(factor) else factor)
 
 
 def saturate(data: Any, dtype: Any) -> Any:
