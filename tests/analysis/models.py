@@ -141,6 +141,10 @@ def dense(constraint):
     return lambda p, h: ops.dense(h, p["d"], constraint=constraint)
 
 
+def broadcast(constraint):
+    return lambda p, h: ops.add(h, jnp.mean(h.data, 0, keepdims=True), constraint=constraint)
+
+
 VALID: dict[str, Callable[[], Model]] = {
     "chain without constraint": functional(chain(dense(None))),
     "dense": functional(beside(dense("to_output_scale"))),
@@ -154,6 +158,7 @@ VALID: dict[str, Callable[[], Model]] = {
     "add without constraint": functional(
         chain(lambda p, h: ops.add(h, ops.tanh(h), constraint=None))
     ),
+    "broadcast": functional(beside(broadcast("to_output_scale"))),
     "attention": functional(attention("to_output_scale")),
     "scan": functional(scanned(ops.gelu)),
     "recurrent": functional(recurrent(ops.gelu)),
@@ -190,7 +195,7 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     "attention": ({"dot_product_attention"}, functional(attention(None))),
     "broadcast": (
         {"add"},
-        functional(beside(lambda p, h: ops.add(h, jnp.mean(h.data, 0, keepdims=True)))),
+        functional(beside(broadcast(None))),
     ),
     "residual without split": (
         {"residual_add"},

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core import _arithmetic as arithmetic, is_zero, result_dtype
+from unitscale.core import (
+    ScaledArray,
+    _arithmetic as arithmetic,
+    as_scaled,
+    is_zero,
+    result_dtype,
+)
 
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 
@@ -145,6 +151,54 @@ def test_static_scales_prune_the_program() -> None:
         return len(jaxpr(jnp.ones(2), jnp.ones(2)).eqns)
 
     assert count(None) == count(1) == 1
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("name", "operation", "exponents"),
+    [
+        ("multiply", lambda x, y: x * y, (80, 60)),
+        ("multiply small", lambda x, y: x * y, (-80, -60)),
+        ("multiply in range", lambda x, y: x * y, (127, -126)),
+        ("divide", lambda x, y: x / y, (80, -60)),
+        ("divide small", lambda x, y: x / y, (-80, 60)),
+        ("divide one", lambda x, y: 1 / y, (0, 127)),
+        ("square", lambda x, y: x**2, (80, 0)),
+        ("cube small", lambda x, y: x**3, (-60, 0)),
+        ("inverse square", lambda x, y: x**-2, (100, 0)),
+        ("matmul", lambda x, y: x @ y, (80, 60)),
+        ("sum", lambda x, y: x.sum(), (127, 0)),
+        ("var", lambda x, y: x.var(), (80, 0)),
+    ],
+)
+def test_scales_stay_within_float32(name: str, operation, exponents, jit: bool) -> None:
+    """What does not fit into the scale moves into data, exactly: nothing becomes NaN."""
+    data = np.array([1, -1, 0.5, 1]), np.array([1, 1, 0.25, -0.25])
+    scales = [np.float64(2) ** e for e in exponents]
+
+    def apply(*pairs):
+        return operation(*(ScaledArray(*pair) for pair in pairs))
+
+    pairs = [(jnp.float32(d), jnp.float32(s)) for d, s in zip(data, scales, strict=True)]
+    got = (jax.jit(apply) if jit else apply)(*pairs)
+    want = operation(*(d * s for d, s in zip(data, scales, strict=True)))
+    assert 2.0**-126 <= float(got.scale) <= 2.0**127
+    np.testing.assert_array_equal(np.float64(got.data) * np.float64(got.scale), want)
+    if name == "multiply in range":
+        assert got.scale == 2
+
+
+def test_zeros_stay_zeros_beside_large_values() -> None:
+    x = as_scaled(jnp.array([0.0, 1e25]))
+    for y in (x * x, x**2, x**20, x * x.value, x / (1 / x)):
+        assert y.value[0] == 0
+    assert float((x[:1] @ x[1:]).value) == 0
+
+
+def test_zero_entries_of_scales_make_zeros() -> None:
+    x, zero = ScaledArray(jnp.ones(2), 8.0), ScaledArray(jnp.ones(2), jnp.float32([0, 1]))
+    for y in (x * zero, zero / x, zero**2):
+        assert float(y.value[0]) == 0
 
 
 def test_power_of_static_zeros() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.batching import compute, entry
 from unitscale.core import ScaledArray
 
-from .arrays import DTYPES, KINDS, assert_close, exact, make
+from .arrays import DTYPES, KINDS, assert_close, exact, make, stored
 
 REARRANGE = {
     "int": lambda x: x[1],
@@ -54,6 +54,22 @@ def test_transposed_scales_stay_small(kind: str) -> None:
     x = make(kind, "float32")
     assert x.T.scale.shape == x.scale.shape[::-1]
     assert x.T.scale.dtype == x.scale.dtype
+
+
+def test_transposed_blocks_stay_blocks() -> None:
+    scale = stored(2.0 ** np.arange(12).reshape(2, 3, 2), "float8_e8m0fnu")
+    x = ScaledArray(jnp.ones((2, 5, 4)), scale, block_shape=(1, 2, 2))
+    for axes in ((), (1, 2, 0), ((2, 0, -2),), (None,)):
+        y = x.transpose(*axes)
+        assert y.scale.dtype == scale.dtype
+        assert y.block_shape == tuple(np.ones(x.block_shape).transpose(*axes).shape)
+        np.testing.assert_array_equal(y.value, np.asarray(x.value).transpose(*axes))
+    stack = jax.tree.map(lambda leaf: leaf[None], x)
+    for y in (jax.vmap(lambda x: x.T)(stack), stack.transpose(0, 3, 2, 1)):
+        assert y.block_shape == (1, 2, 2, 1)
+        np.testing.assert_array_equal(y.value[0], x.value.T)
+    one = ScaledArray(jnp.ones((1, 4)), jnp.ones((1, 1)), block_shape=(1, 4))
+    assert one.T.block_shape == (4, 1)
 
 
 def test_iteration_ends() -> None:

@@ -70,15 +70,27 @@ def test_constraint(constraint) -> None:
     )
 
 
+@pytest.mark.parametrize("constraint", ["to_output_scale", None])
 @pytest.mark.parametrize(
     "shapes", [((2, 3, 4), (4,)), ((1, 3, 1), (2, 1, 4)), ((), (3, 4)), ((2, 1), (2, 1))], ids=str
 )
-def test_a_broadcast_operand_counts_as_a_cut_edge(shapes) -> None:
+def test_only_without_constraint_broadcasting_changes_a_factor(shapes, constraint) -> None:
     size = np.prod(np.broadcast_shapes(*shapes))
     repeats = [size / max(np.prod(s), 1) for s in shapes]
     args = [a + 0.0 for a in normal("add", *((*s, 1) if s == () else s for s in shapes))]
     args = [a.reshape(s) if s else np.full((1,), a[0]) for a, s in zip(args, shapes, strict=True)]
-    check(ops.add, np.add, args, fwd=HALF, bwd=[HALF * r**-0.5 for r in repeats])
+    bwd = [HALF if constraint else r**-0.5 for r in repeats]
+    check(functools.partial(ops.add, constraint=constraint), np.add, args, fwd=HALF, bwd=bwd)
+
+
+def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
+    x, weights = normal("mean", (6, 4), (6, 4))
+
+    def total(add, x):
+        return (add(x, x.mean(0)) * weights).sum()
+
+    grad = jax.grad(lambda x: total(lambda x, y: ops.add(x, y).data, x))(x)
+    np.testing.assert_allclose(grad, HALF * jax.grad(lambda x: total(jnp.add, x))(x), rtol=1e-5)
 
 
 SCALED = [
@@ -158,10 +170,11 @@ def test_dtypes() -> None:
 def test_float16_is_summed_wide() -> None:
     x = jnp.full(2, 40000.0, jnp.float16)
     np.testing.assert_array_equal(ops.add(x, x).data, np.float16(80000 * HALF))
-    # 100 cotangents of 1000 sum to more than 65504 before the factor 100^-1/2 * 2^-1/2.
-    _, vjp = jax.vjp(lambda b: ops.add(jnp.ones((100, 2), jnp.float16), b).data, x)
+    # 100 cotangents of 1000 sum to more than 65504 before the factor 100^-1/2.
+    ones = jnp.ones((100, 2), jnp.float16)
+    _, vjp = jax.vjp(lambda b: ops.add(ones, b, constraint=None).data, x)
     (grad,) = vjp(jnp.full((100, 2), 1000.0, jnp.float16))
-    np.testing.assert_array_equal(grad, np.float16(1e5 * 0.1 * HALF))
+    np.testing.assert_array_equal(grad, np.float16(1e5 * 0.1))
 
 
 def test_unit_variance() -> None:

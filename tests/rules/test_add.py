@@ -28,12 +28,22 @@ def test_is_unit_and_broadcast_gradients_too(assert_unit) -> None:
     assert_unit(trial, trials=200)
 
 
-@pytest.mark.parametrize("constraint", ["to_output_scale", "gmean", "to_left_grad_scale", None])
-def test_broadcast_multiplies_the_constrained_factor(constraint) -> None:
-    plain = rules.add(constraint=constraint)
-    broadcast = rules.add(left_repeats=4, right_repeats=9, constraint=constraint)
-    assert broadcast.fwd == plain.fwd
-    assert broadcast.bwd == pytest.approx((plain.bwd[0] / 2, plain.bwd[1] / 3), rel=1e-15)
+# The means of the factors 2^-1/2 (output), 4^-1/2 (left) and 9^-1/2 (right).
+CONSTRAINTS = {
+    "to_output_scale": 0.5**0.5,
+    "to_left_grad_scale": 1 / 2,
+    "to_right_grad_scale": 1 / 3,
+    "gmean": (0.5**0.5 / 6) ** (1 / 3),
+    "hmean": 3 / (2**0.5 + 2 + 3),
+    "amean": (0.5**0.5 + 1 / 2 + 1 / 3) / 3,
+}
+
+
+@pytest.mark.parametrize("constraint", [*CONSTRAINTS, None])
+def test_a_constraint_binds_a_broadcast_operand(constraint) -> None:
+    factors = rules.add(left_repeats=4, right_repeats=9, constraint=constraint)
+    want = (CONSTRAINTS[constraint],) * 3 if constraint else (0.5**0.5, 1 / 2, 1 / 3)
+    assert (factors.fwd, *factors.bwd) == pytest.approx(want, rel=1e-15)
 
 
 weight = st.floats(-100, 100).filter(lambda w: w == 0 or abs(w) > 1e-3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -127,14 +129,32 @@ def test_is_computed_once_per_function_and_mult() -> None:
     assert len(calls) > first
 
 
-def test_accepts_functions_that_cannot_be_hashed_and_scalar_control_flow() -> None:
+def test_does_not_keep_a_function_and_what_it_holds() -> None:
+    held = []
+    for scale in (1.0, 2.0):
+        array = np.full(3, scale)
+        held.append(weakref.ref(array))
+        rules.elementwise(lambda x, a=array: jnp.tanh(a[0] * x))
+        del array
+    gc.collect()
+    assert all(ref() is None for ref in held)
+
+
+def test_accepts_functions_that_cannot_be_cached_and_scalar_control_flow() -> None:
     class Unhashable:
         __hash__ = None
 
         def __call__(self, x):
             return jax.lax.cond(x > 0, lambda x: x, jnp.zeros_like, x)
 
+    class WithoutWeakReferences:
+        __slots__ = ()
+
+        def __call__(self, x):
+            return 2 * x
+
     assert rules.elementwise(Unhashable()).fwd == pytest.approx(1.7129, abs=1e-4)
+    assert rules.elementwise(WithoutWeakReferences()).fwd == pytest.approx(0.5, rel=1e-6)
     partial = functools.partial(jax.nn.leaky_relu, negative_slope=1.0)
     assert rules.elementwise(partial).fwd == pytest.approx(1, rel=1e-6)
 

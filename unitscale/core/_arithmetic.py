@@ -17,10 +17,11 @@ from ._formats import wide_dtype
 from ._pow2 import static_pow2, static_pow2_sqrt
 from ._scale import (
     Scale,
+    bounded_power,
+    bounded_product,
+    bounded_quotient,
     common_scale,
-    divide_scales,
     is_static,
-    multiply_scales,
     safe_scale,
     to_float,
 )
@@ -122,7 +123,13 @@ def negate(x: Pair) -> Pair:
 def multiply(left: Pair, right: Pair) -> Pair:
     """Returns left * right: the data are multiplied, and so are the scales."""
     dtype = result_dtype(left[0], right[0])
-    return (widen(left[0]) * widen(right[0])).astype(dtype), multiply_scales(left[1], right[1])
+    scale, rest = bounded_product(left[1], right[1])
+    return (_times(left[0], rest) * widen(right[0])).astype(dtype), scale
+
+
+def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
+    """Multiplies data by what was left of a scale that is bounded."""
+    return widen(data) if isinstance(rest, int) else widen(data) * rest
 
 
 def divide(left: Pair, right: Pair) -> Pair:
@@ -133,7 +140,8 @@ def divide(left: Pair, right: Pair) -> Pair:
         (jnp.zeros_like(data), 1) if is_zero(scale) else (data, scale)
         for data, scale in (left, right)
     )
-    return (widen(x) / widen(y)).astype(dtype), divide_scales(x_scale, y_scale)
+    scale, rest = bounded_quotient(x_scale, y_scale)
+    return (_times(x, rest) / widen(y)).astype(dtype), scale
 
 
 def power(x: Pair, exponent: int) -> Pair:
@@ -141,8 +149,8 @@ def power(x: Pair, exponent: int) -> Pair:
     data, scale = x
     if is_zero(scale) and exponent <= 0:
         data, scale = jnp.zeros_like(data), 1
-    raised = (widen(data) ** exponent).astype(result_dtype(data))
-    return raised, scale if is_static(scale) else to_float(scale) ** exponent
+    scale, rest = bounded_power(scale, exponent)
+    return (_times(data, rest) ** exponent).astype(result_dtype(data)), scale
 
 
 def general_power(base: Pair, exponent: Pair) -> Pair:
@@ -170,11 +178,18 @@ def matmul(left: Pair, right: Pair) -> Pair:
         x, y = x.astype(dtype), y.astype(dtype)
     total = jnp.matmul(x, y, preferred_element_type=wide_dtype(dtype))
     norm = static_pow2_sqrt(x.shape[-1])
-    scale = multiply_scales(x_scale, y_scale)
+    scale, rest = bounded_product(x_scale, y_scale)
     if scale is None:
         return total.astype(dtype), None
-    scale = scale if is_zero(scale) or norm == 1 else to_float(scale) * norm
-    return (total / norm).astype(dtype), scale
+    return _normalized(_times(total, rest), scale, norm, dtype)
+
+
+def _normalized(total: jax.Array, scale: Scale, norm: float, dtype: Any) -> Pair:
+    """Moves a norm from a sum into its scale."""
+    if is_zero(scale) or norm == 1:
+        return (total / norm).astype(dtype), scale
+    scale, rest = bounded_product(to_float(scale), jnp.float32(norm))
+    return (_times(total, rest) / norm).astype(dtype), scale
 
 
 def _drop_axis(scale: Scale, axis: int) -> Scale:
@@ -191,8 +206,7 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
         return total.astype(result_dtype(data)), scale
     norm = static_pow2_sqrt(data.size // max(total.size, 1))
     scale = reduce_scale(scale, data, axis, keepdims)
-    scale = scale if norm == 1 else to_float(scale) * norm
-    return (total / norm).astype(result_dtype(data)), scale
+    return _normalized(total, scale, norm, result_dtype(data))
 
 
 def reduce_scale(scale: Scale, data: jax.Array, axis: Any, keepdims: bool) -> Scale:

@@ -43,7 +43,9 @@ class Operators:
 
     if TYPE_CHECKING:
 
-        def __init__(self, data: Any, scale: Any = None) -> None: ...
+        def __init__(
+            self, data: Any, scale: Any = None, *, block_shape: tuple[int, ...] | None = None
+        ) -> None: ...
 
         @property
         def scale(self) -> Scale: ...

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from . import _arithmetic as arithmetic
 from ._cast import widen
-from ._scale import Scale, multiply_scales
 from ._shaping import Shaping
 
 if TYPE_CHECKING:
@@ -36,12 +35,8 @@ class Reductions(Shaping):
 
     def var(self, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> "Self":
         """Returns the variance, at the square of the scale."""
-        return self._reduce(
-            lambda x, **kwargs: jnp.var(x, ddof=ddof, **kwargs),
-            axis,
-            keepdims,
-            lambda scale: multiply_scales(scale, scale),
-        )
+        var = self._reduce(lambda x, **kwargs: jnp.var(x, ddof=ddof, **kwargs), axis, keepdims)
+        return type(self)(*arithmetic.multiply(var.pair, (jnp.asarray(1.0), var.scale)))
 
     def std(self, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> "Self":
         """Returns the standard deviation."""
@@ -69,16 +64,10 @@ class Reductions(Shaping):
             return widen(self.value)
         return widen(data)
 
-    def _reduce(
-        self,
-        fn: Callable[..., jax.Array],
-        axis: Any,
-        keepdims: bool,
-        scale_fn: Callable[[Scale], Scale] = lambda scale: scale,
-    ) -> "Self":
+    def _reduce(self, fn: Callable[..., jax.Array], axis: Any, keepdims: bool) -> "Self":
         data, scale = self.pair
         if arithmetic.varies_over(data, scale, axis):
             return type(self)(fn(self.value, axis=axis, keepdims=keepdims))
         reduced = fn(widen(data), axis=axis, keepdims=keepdims)
-        scale = scale_fn(arithmetic.reduce_scale(scale, data, axis, keepdims))
+        scale = arithmetic.reduce_scale(scale, data, axis, keepdims)
         return type(self)(reduced.astype(arithmetic.result_dtype(data)), scale)

@@ -126,6 +126,62 @@ def divide_scales(left: Scale, right: Scale) -> Scale:
     return to_float(left) / to_float(right)
 
 
+def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
+    """Returns left * right within the normal numbers of float32, and what is left for the data.
+
+    Example:
+        >>> scale, rest = bounded_product(jnp.float32(2.0**80), jnp.float32(2.0**50))
+        >>> float(scale) == 2.0**127, float(rest)
+        (True, 8.0)
+    """
+    scale = multiply_scales(left, right)
+    if is_static(left) or is_static(right):
+        return scale, 1
+    a, b = to_float(left), to_float(right)
+    low, high = jnp.minimum(a, b), jnp.maximum(a, b)
+    near = _normal(jnp.asarray(scale), low > 0)
+    # In this order no part is out of range.
+    return near, jnp.where(near == scale, 1, high / near * low)
+
+
+def bounded_quotient(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
+    """Returns left / right within the normal numbers of float32, and what is left for the data.
+
+    Example:
+        >>> scale, rest = bounded_quotient(1, jnp.float32(2.0**127))
+        >>> float(scale) == 2.0**-126, float(rest)
+        (True, 0.5)
+    """
+    scale = divide_scales(left, right)
+    if scale is left or is_static(scale):
+        return scale, 1
+    a, b = to_float(left), to_float(right)
+    near = _normal(scale, (a > 0) & (b > 0))
+    return near, jnp.where(near == scale, 1, a / near / b)
+
+
+def bounded_power(scale: Scale, exponent: int) -> tuple[Scale, jax.Array | int]:
+    """Returns scale**exponent within the normal numbers of float32, and what is left for the data.
+
+    The latter is to multiply the data before it is raised to the power itself.
+
+    Example:
+        >>> scale, rest = bounded_power(jnp.float32(2.0**50), 3)
+        >>> float(scale) == 2.0**126, float(rest)
+        (True, 256.0)
+    """
+    if is_static(scale):
+        return scale, 1
+    whole, times = to_float(scale), max(abs(exponent), 1)
+    near = jnp.clip(whole, 2.0 ** -(126 // times), 2.0 ** (127 // times))
+    return near**exponent, whole / near
+
+
+def _normal(scale: jax.Array, positive: jax.Array) -> jax.Array:
+    """The scale within the normal numbers of float32, where it is made of positive ones."""
+    return jnp.where(positive, jnp.clip(scale, 2.0**-126, 2.0**127), scale)
+
+
 def safe_scale(scale: jax.Array) -> jax.Array:
     """Replaces scales that cannot divide (zero, infinite, NaN) by 1.
 

@@ -60,6 +60,7 @@ class ScaledArray(Reductions):
         with ``scale`` held constant, and the cotangent of ``scale`` is zero. Operators compute the
         ordinary result in float32, round once, and choose the result's scale statically (products
         multiply scales, sums meet at sqrt(s1**2 + s2**2), reductions over n terms take sqrt(n)).
+        What of a scale would leave the normal numbers of float32 moves into the data.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.

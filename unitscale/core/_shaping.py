@@ -83,10 +83,15 @@ class Shaping(Operators):
 
     def transpose(self, *axes: Any) -> "Self":
         """Permutes the axes of data and scale; a scale per channel or block stays one."""
-        if self._is_uniform() or self.block_shape is not None:
+        block = self.block_shape
+        if block is not None:
+            # The sizes of the transpose of an array of that shape, which repeats one number.
+            block = np.broadcast_to(0, block).transpose(*axes).shape
+        elif self._is_uniform():
             return self._rearrange(lambda x: x.transpose(*axes))
         scale = jnp.asarray(self.scale)
-        return type(self)(self.data.transpose(*axes), scale.transpose(*axes))
+        data = self.data.transpose(*axes)
+        return type(self)(data, scale.transpose(*axes), block_shape=block)
 
     @property
     def T(self) -> "Self":

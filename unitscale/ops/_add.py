@@ -124,14 +124,15 @@ def add(
 
     Scaling:
         data = 2^-1/2 * (x + y) at the common scale sqrt(sx^2 + sy^2), a power of two; backward
-        2^-1/2 each way, a broadcast operand's gradient times its repeats^-1/2 (a broadcast operand
-        counts as a cut edge, as a bias is). A Python number is added as it is, and changes neither
-        scale nor gradient. See `rules.add`.
+        2^-1/2 each way, for a broadcast operand too, before its copies' gradients are summed. With
+        ``constraint=None``, for operands that are cut edges, each gradient has repeats^-1/2. A
+        Python number is added as it is, and changes neither scale nor gradient. See `rules.add`.
 
     Args:
         x: floating array or ScaledArray, or a Python number if ``y`` is not.
         y: the same, broadcasting with ``x``.
-        constraint: how output and gradients come to share a factor.
+        constraint: how output and gradients come to share a factor; None where each operand is a
+            cut edge, or the factors are to differ.
 
     Returns:
         ScaledArray of the broadcast shape.

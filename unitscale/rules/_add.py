@@ -1,7 +1,7 @@
 """Factors of sums.
 
 Adding two independent unit values doubles the variance. An operand that the sum broadcasts gets the
-summed cotangents of all its copies, which is where the two sides of an addition come to differ.
+summed cotangents of all its copies, which is where the ideal factors of its two sides differ.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ def add(
     """Return the factors of `left + right`.
 
     Scaling:
-        Forward `2^-1/2`, the ideal backward factor 1, constrained together: `2^-1/2` each way by
-        default. An operand that is broadcast gets a further `repeats^-1/2`, because its gradient
-        sums that many cotangents. A broadcast operand is taken to be a cut edge (a bias, a table of
-        positions). One that is not, such as `x + mean(x)`, must be expanded to the full shape
-        before the addition: then its gradient is the true derivative times the constrained factor,
-        summed outside the op.
+        Forward `2^-1/2`. Before the constraint, a gradient has `repeats^-1/2`, as it sums that many
+        cotangents: 1 for an operand that is not broadcast. The constraint binds both operands,
+        because a broadcast one need not be a cut edge, as in `x + mean(x)`. Where it is one, such
+        as a table of positions, None makes its gradient unit.
 
     Args:
         left_repeats: Number of output elements that each left element is copied to.
@@ -50,8 +48,10 @@ def add(
         Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, weighted addition.
     """
     positive_sizes("add", {"left_repeats": left_repeats, "right_repeats": right_repeats})
-    output, left, right = constrain(constraint, math.sqrt(0.5), 1.0, 1.0)
-    return Factors(output, (left / math.sqrt(left_repeats), right / math.sqrt(right_repeats)))
+    output, left, right = constrain(
+        constraint, math.sqrt(0.5), 1 / math.sqrt(left_repeats), 1 / math.sqrt(right_repeats)
+    )
+    return Factors(output, (left, right))
 
 
 def weighted_add(weights: Sequence[float]) -> Factors:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -20,7 +21,9 @@ from ._constraints import Constraint, constrain
 from ._factors import Factors
 
 _LIMIT = 12.0
-_CACHE_SIZE = 1024
+_Statistics = tuple[float, float, float]
+# Weak, because a function may hold a whole model; its numbers by mult go when it goes.
+_cache: WeakKeyDictionary[Callable[..., Any], dict[float, _Statistics]] = WeakKeyDictionary()
 
 
 def elementwise(
@@ -113,16 +116,18 @@ def glu(
     return Factors(output, (x, gate))
 
 
-def _statistics(f: Callable[..., Any], mult: float) -> tuple[float, float, float]:
+def _statistics(f: Callable[..., Any], mult: float) -> _Statistics:
     """Return std and RMS of f(mult x), and RMS of its derivative in x, for unit normal x."""
     try:
-        hash(f)
-    except TypeError:
+        known = _cache.setdefault(f, {})
+    except TypeError:  # f has no hash, or allows no weak references
         return _integrate(f, mult)
-    return _cached(f, mult)
+    if mult not in known:
+        known[mult] = _integrate(f, mult)
+    return known[mult]
 
 
-def _integrate(f: Callable[..., Any], mult: float) -> tuple[float, float, float]:
+def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
     nodes, weights = quadrature()
     # Inside a trace of jit the constants are still needed as Python floats, now.
     with jax.ensure_compile_time_eval():
@@ -156,9 +161,6 @@ def _integrate(f: Callable[..., Any], mult: float) -> tuple[float, float, float]
             )
     noise = 8 * float(np.finfo(np.float32).eps) * rms
     return (std if std > noise else 0.0), rms, slope_rms
-
-
-_cached = functools.lru_cache(maxsize=_CACHE_SIZE)(_integrate)
 
 
 @functools.cache
