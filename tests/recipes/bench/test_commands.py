@@ -62,7 +62,9 @@ def test_quant(bench: Any) -> None:
     assert len({row["validation loss"] for row in policies}) == 3
     names = ["float32", "converted to fp8_dynamic", "converted to fp8_delayed"]
     assert [row["variant"] for row in converted[:3]] == names
-    assert len({row["validation loss"] for row in converted}) == len(converted)
+    # Scales are powers of two: however they are chosen, so few steps may round alike.
+    reference, *others = (row["validation loss"] for row in converted)
+    assert reference not in others
 
 
 # qwix 0.1.8 calls what Flax has deprecated.
