@@ -52,7 +52,7 @@ class ImageData:
         """Height and width."""
         return self.train.images.shape[1:]
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Tells whether two data sets have the same pixels and labels."""
         found = hashlib.sha256()

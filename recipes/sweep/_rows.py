@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +25,6 @@ class Row(NamedTuple):
     seed: int
     loss: float | None
     error: str | None = None
-
-
-def key_of(point: Mapping[str, Any]) -> str:
-    """A point of a grid as text, equal for equal points."""
-    return json.dumps(dict(point), sort_keys=True)
 
 
 def append_row(folder: Path, row: Row) -> None:
