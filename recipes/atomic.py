@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -14,3 +16,8 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Writes a whole JSON file or, on any error, leaves the old one as it was."""
+    write_whole(path, json.dumps(tree, ensure_ascii=False, indent=1) + "\n")

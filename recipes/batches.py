@@ -7,7 +7,9 @@ saved. Validation is finite and always the same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -95,3 +97,39 @@ def validation_batches(
     dataset = dataset.batch(min(size, len(source)), drop_remainder=True)
     count = len(dataset) if count is None else min(count, len(dataset))
     return (dataset[index] for index in range(count))
+
+
+class Data(ABC):
+    """What a run learns from, and is measured on; a subclass says what the examples are."""
+
+    batch_size: int
+    """Examples of a batch, over all processes."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Tells whether two runs learn from the same data."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """How much there is to learn from, in words."""
+
+    @abstractmethod
+    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+        """The source to train on, or to measure on, and what draws examples of its elements."""
+
+    def save(self, folder: Path) -> None:
+        """Leaves in a run's folder what its model is used with, such as the tokenizer."""
+        return
+
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+        """Shuffled batches for ever, the share of one of the processes."""
+        source, draw = self.examples(training=True)
+        share = {"process": process, "processes": processes}
+        return training_batches(source, seed, self.batch_size, draw=draw, **share)
+
+    def validation(self, batches: int | None = None) -> Iterator[Any]:
+        """Validation batches, the same ones each time; all of them for None."""
+        source, draw = self.examples(training=False)
+        return validation_batches(source, self.batch_size, batches, draw=draw)

@@ -188,14 +188,7 @@ for _name, _summary in BENCHMARKS.items():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-      arguments: What follows `python -m recipes`; by default that of this process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     wants_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]

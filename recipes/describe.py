@@ -7,20 +7,19 @@ hold is described in a minute.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
+from unitscale import grad
 from unitscale.core import is_scaled
 
 from .config import RunConfig
-from .run.batch import loss_inputs
+from .run.batch import make_loss, over_amax
 from .run.recipe import recipe_of
-from .run.state import TrainState, init_state
-from .run.step import make_train_step
+from .run.state import TrainState
+from .run.step import abstract_step
 
 
 class Description(NamedTuple):
@@ -46,30 +45,16 @@ class Description(NamedTuple):
 
 
 def describe(config: RunConfig) -> Description:
-    """Traces and lowers the training step of a config on shapes alone.
-
-    Args:
-      config: Any run that `recipes.train` trains.
-    """
-    found: list[Any] = []
-
-    def begin() -> TrainState:
-        graphdef, optimizer, state = init_state(config)
-        found.extend((graphdef, optimizer))
-        return state
-
-    state: Any = jax.eval_shape(begin)
-    graphdef, optimizer = found
-    step = make_train_step(graphdef, optimizer, config.scalify)
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = step.lower(state, recipe_of(config).abstract_batch(config), index)
+    """Traces and lowers the training step of a config on shapes alone."""
+    graphdef, step, shapes = abstract_step(config)
+    state, batch, _ = shapes
+    lowered = step.lower(*shapes)
     cost = lowered.cost_analysis()
     assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
 
-    def gradients(state: TrainState, batch: Any) -> Any:
-        return jax.grad(_loss(graphdef, state, batch), allow_int=True)(state.params)
-
-    one, two = (_saved_bytes(graphdef, state, config, size) for size in (1, 2))
+    loss = make_loss(graphdef, deterministic=False)
+    gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
+    one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
     parameters: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_scaled):
         part = str(getattr(path[0], "key", path[0]))
@@ -78,11 +63,22 @@ def describe(config: RunConfig) -> Description:
         parameters,
         config.data.step_size,
         cost["flops"],
-        _bytes(state.params),
-        _bytes(jax.eval_shape(gradients, state, recipe_of(config).abstract_batch(config))),
-        _bytes(state.opt_state),
+        bytes_of(state.params),
+        bytes_of(gradients),
+        bytes_of(state.opt_state),
         two - one,
     )
+
+
+def _gradients(loss: Any, config: RunConfig) -> Any:
+    """The gradient by parameters as the step has it: plain arrays, or scaled ones under scalify."""
+    by = jax.grad if config.scalify else grad
+
+    def differentiate(params: Any, rest: Any, batch: Any) -> Any:
+        amax, of_amax = over_amax(loss, rest)
+        return by(of_amax, (0, 1), allow_int=True)(params, amax, batch)[0]
+
+    return differentiate
 
 
 def report(config: RunConfig) -> Iterator[str]:
@@ -108,24 +104,17 @@ def report(config: RunConfig) -> Iterator[str]:
     )
 
 
-def _loss(graphdef: nnx.GraphDef, state: TrainState, batch: Any) -> Any:
-    def loss(params: Any) -> jax.Array:
-        model: Any = nnx.merge(graphdef, params, state.rest, copy=True)
-        return model.loss(*loss_inputs(batch), deterministic=False)
-
-    return loss
-
-
-def _saved_bytes(graphdef: nnx.GraphDef, state: TrainState, config: RunConfig, size: int) -> int:
+def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:
     """Bytes that the backward pass of `size` examples is given, parameters included."""
 
-    def backward(state: TrainState, batch: Any) -> Any:
-        return jax.vjp(_loss(graphdef, state, batch), state.params)[1]
+    def backward(params: Any, rest: Any, batch: Any) -> Any:
+        return jax.vjp(lambda params: loss(params, rest, batch), params)[1]
 
     data = config.data.model_copy(update={"batch_size": size})
     batch = recipe_of(config).abstract_batch(config.model_copy(update={"data": data}))
-    return _bytes(jax.eval_shape(backward, state, batch))
+    return bytes_of(jax.eval_shape(backward, state.params, state.rest, batch))
 
 
-def _bytes(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,8 +1,12 @@
-"""The one exception that the command line turns into a message instead of a traceback, and how."""
+"""The one exception that the command line turns into a message, and reading that raises it."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,20 +24,25 @@ class RecipeError(Exception):
         self.exit_code = exit_code
 
 
-def cannot_write(folder: Path, error: OSError, *, kept: str | None = None) -> RecipeError:
-    """The error of a run whose folder cannot be written.
+@contextlib.contextmanager
+def refused(what: str, todo: str, *, exit_code: int = 2) -> Iterator[None]:
+    """Makes an OSError of the block a message: what could not be done, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise RecipeError(f"{what}: {reason}; {todo}", exit_code=exit_code) from error
 
-    Args:
-      folder: The run's.
-      error: What the system said.
-      kept: What of the run is safe, in words.
-    """
-    safe = "" if kept is None else f"{kept}; "
-    return RecipeError(
-        f"cannot write to {folder}: {error.strerror or error}; {safe}free space or change "
-        "permissions, then run the same command again",
-        exit_code=1,
-    )
+
+def read_text(path: Path, key: str, todo: str = "give the path of a readable file") -> str:
+    """The text of a UTF-8 file without a byte order mark; `key` named the file."""
+    try:
+        with refused(f"{key}: {path} cannot be read", todo):
+            return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{key}: {path} is not UTF-8 text: {error}; convert the file to UTF-8"
+        ) from error
 
 
 def complain(message: str) -> None:
@@ -41,3 +50,22 @@ def complain(message: str) -> None:
     console = Console(stderr=True)
     console.print("error:", style="bold red", end=" ")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, Any]]:
+    """The values of lines of JSON and their numbers; `where` comes before a number in messages."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise RecipeError(
+                    f"{where}{number}: malformed JSON, or not in UTF-8: {error}; correct or "
+                    "remove the line"
+                ) from error
+
+
+def clipped(value: object, limit: int = 60) -> str:
+    """A value for a message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -15,15 +15,7 @@ from .run.state import load_trained, with_run_tokenizer
 
 
 def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
-    """The lines that `python -m recipes evaluate` prints.
-
-    Args:
-      config: Names the run.
-      say: Called with a line for each damaged checkpoint that was passed over.
-
-    Raises:
-      RecipeError: No such run, or one of another model or without a checkpoint.
-    """
+    """The lines that `python -m recipes evaluate` prints."""
     recipe = recipe_of(config)
     graphdef, state = load_trained(config, say)
     data = recipe.load_data(with_run_tokenizer(config))

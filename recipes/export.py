@@ -9,10 +9,10 @@ from flax import nnx
 from safetensors import flax as tensors
 
 from unitscale.core import is_scaled
-from unitscale.quant import convert, to_static
+from unitscale.nn import convert, to_static
 
 from .config import RunConfig
-from .errors import RecipeError
+from .errors import RecipeError, refused
 from .hf import join
 from .run.scaling import plain
 from .run.state import load_trained
@@ -26,10 +26,6 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bo
       path: The file; its folder is made.
       say: Called with a line for each damaged checkpoint that was passed over.
       fp8: Stores the kernels of a plain model's linear layers in FP8, each with a scale.
-
-    Returns:
-      A line that says what was written.
-
     Raises:
       RecipeError: No such run, one without a checkpoint, one whose layers have no FP8 kernels, or
         the file cannot be written.
@@ -50,32 +46,17 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bo
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:
-    """Writes the arrays of a model by their dotted paths, such as `layers.0.mlp.up.kernel`.
-
-    Args:
-      model: Any NNX model whose variables hold arrays; a ScaledArray is written as its value.
-      path: The file; its folder is made.
-
-    Returns:
-      How many there are.
-
-    Raises:
-      RecipeError: A variable holds no array, or the file cannot be written.
-    """
+    """Writes the arrays of a model by their dotted paths, such as `layers.0.mlp.up.kernel`."""
     arrays = {}
     for parts, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         name, value = ".".join(map(str, parts)), variable.get_value()
         if not hasattr(value, "shape"):
             raise RecipeError(
                 f"{name} holds a {type(value).__name__}, and safetensors has arrays only; "
-                "export what unitscale.quant.to_static made"
+                "export what unitscale.nn.to_static made"
             )
         arrays[name] = join(value, "float32") if is_scaled(value) else value
-    try:
+    with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors.save_file(arrays, str(path))
-    except OSError as error:
-        raise RecipeError(
-            f"cannot write {path}: {error.strerror}; give a path that can be written"
-        ) from error
     return len(arrays)

@@ -18,15 +18,7 @@ from .text import SubwordTokenizer, open_tokenizer, require_vocab
 
 
 def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
-    """The model of a run with its tokenizer.
-
-    Args:
-      config: Names the run.
-      say: Called with a line for each damaged checkpoint that was passed over.
-
-    Raises:
-      RecipeError: No such run, or one whose model does not continue text.
-    """
+    """The model of a run with its tokenizer."""
     graphdef, state = load_trained(config, say)
     model: Any = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
     data = with_run_tokenizer(config).data
@@ -41,11 +33,7 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
 
 
 def open_folder(folder: str) -> Writer:
-    """The GPT-2 of a Hugging Face folder with its tokenizer.
-
-    Raises:
-      RecipeError: The folder has no GPT-2, or a tokenizer of more ids.
-    """
+    """The GPT-2 of a Hugging Face folder with its tokenizer."""
     pretrained = load(folder, "lm")
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key=folder)
     require_vocab(tokenizer, pretrained.config.vocab, folder)

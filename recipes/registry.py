@@ -18,7 +18,7 @@ from yaml import YAMLError
 from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
 from .config import RunConfig, describe_problem, unknown_key, valid_keys
-from .errors import RecipeError
+from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
 from .images.config import ImagesConfig
@@ -91,20 +91,11 @@ def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
 
 
 def _read(path: Path) -> DictConfig:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not path.exists():
         raise RecipeError(
             f"config file {path} does not exist; give the path of a YAML file{_similar_file(path)}"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"config file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from error
-    except OSError as error:
-        raise RecipeError(
-            f"config file {path} cannot be read: {error.strerror}; give a readable YAML file"
-        ) from error
+        )
+    text = read_text(path, "config file", "give a readable YAML file")
     return _mapping(lambda: OmegaConf.create(text), f"config file {path}")
 
 

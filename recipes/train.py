@@ -22,9 +22,9 @@ from rich.console import Console
 
 from unitscale.core import is_scaled
 
-from .batches import Batches
+from .batches import Batches, Data
 from .config import RunConfig
-from .errors import RecipeError, cannot_write
+from .errors import RecipeError
 from .run.batch import loss_inputs
 from .run.checkpoint import Checkpoints
 from .run.convert import formats
@@ -46,12 +46,11 @@ from .run.processes import (
     together,
 )
 from .run.progress import Reporter, Stopwatch
-from .run.recipe import Data, recipe_of
+from .run.recipe import recipe_of
 from .run.scaling import plain
 from .run.signals import StopRequest
 from .run.state import TrainState, init_state, restore, with_kept_tokenizer
-from .run.step import make_train_step
-from .run.steps import advance
+from .run.step import advance, make_train_step
 
 
 class Outcome(NamedTuple):
@@ -119,7 +118,11 @@ def train(
             return Outcome(folder, step, None, {}, int(signal))
         return _finish(run, say)
     except OSError as error:
-        raise cannot_write(folder, error, kept=run.checkpoints.what_is_safe) from error
+        raise RecipeError(
+            f"cannot write to {folder}: {error.strerror or error}; {run.checkpoints.what_is_safe}; "
+            "free space or change permissions, then run the same command again",
+            exit_code=1,
+        ) from error
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if lost := is_lost(error):
             safe = run.checkpoints.what_is_complete

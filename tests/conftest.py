@@ -29,7 +29,6 @@ hypothesis.settings.register_profile(
     "deterministic", derandomize=True, database=None, deadline=None, print_blob=True
 )
 hypothesis.settings.load_profile("deterministic")
-
 collect_ignore = ["mutation"]  # a program, which needs packages of its own
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {

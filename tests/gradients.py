@@ -15,14 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-
-from unitscale import nn
 
 Loss = Callable[[Any], jax.Array]
-
-FLOAT64 = nn.Policy(param_dtype="float64", compute_dtype="float64")
-"""The policy of models to be checked, under `jax.enable_x64(True)`."""
 
 # A loss sums many rounded terms: how many of its epsilons its last digits are worth.
 _ROUNDINGS = 128
@@ -37,15 +31,6 @@ def jit(f: Callable[..., Any]) -> Callable[..., Any]:
 
 class WrongGradient(AssertionError):
     """A gradient that is no positive constant times the true one."""
-
-
-def model_loss(model: nnx.Module, f: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
-    """Returns ``f(model)`` as a function of the model's parameters, and the parameters.
-
-    Everything else, such as the streams of random keys, starts from the same state at each call.
-    """
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return lambda params: f(nnx.merge(graphdef, params, rest, copy=True)), params
 
 
 def check(

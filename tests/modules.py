@@ -1,4 +1,4 @@
-"""Flax modules whose parameters NumPy draws: JAX compiles a program for every shape it draws."""
+"""Flax modules for tests: parameters that NumPy draws, and losses by them alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from unitscale import nn
+
 Module = TypeVar("Module", bound=nnx.Module)
+Loss = Callable[[Any], jax.Array]
+
+FLOAT64 = nn.Policy(param_dtype="float64", compute_dtype="float64")
+"""The policy of models whose gradients are checked, under `jax.enable_x64(True)`."""
 
 
 def build(make: Callable[[], Module], seed: int = 0) -> Module:
-    """Returns `make()`, but all its parameters from N(0, 1), gains and biases at 0.3 of it."""
+    """Returns `make()`, but all its parameters from N(0, 1), gains and biases at 0.3 of it.
+
+    JAX would compile a program for every shape that it draws.
+    """
     graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     rng = np.random.default_rng(seed)
 
@@ -25,3 +34,12 @@ def build(make: Callable[[], Module], seed: int = 0) -> Module:
     if jax.tree.leaves(rest):
         rest = jax.jit(lambda: nnx.split(make(), nnx.Param, ...)[2])()
     return nnx.merge(graphdef, jax.tree.map(draw, params), rest)
+
+
+def model_loss(model: nnx.Module, f: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
+    """Returns ``f(model)`` as a function of the model's parameters, and the parameters.
+
+    Everything else, such as the streams of random keys, starts from the same state at each call.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params: f(nnx.merge(graphdef, params, rest, copy=True)), params

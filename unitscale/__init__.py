@@ -23,10 +23,14 @@ Example:
 from .core import (
     ScaledArray as ScaledArray,
     as_scaled as as_scaled,
+    batch_over as batch_over,
     cast as cast,
+    grad as grad,
+    map_values as map_values,
     rebalance as rebalance,
     rescale as rescale,
     to_array as to_array,
+    value_and_grad as value_and_grad,
 )
 from .transforms import scalify as scalify
 

@@ -17,4 +17,5 @@ BENCHMARKS = {
     "trace": "time and memory of a training step under analysis.trace_scales",
     "lms": "losses and scores of language models by format, imported logits, and pipeline speed",
     "mnist": "test accuracy of a classifier under scalify, in each number format",
+    "fuzz": "random programs on ScaledArrays that agree with float64, values and gradients",
 }

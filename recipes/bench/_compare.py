@@ -50,11 +50,7 @@ class Comparison(Section):
         return self.variants[name].label or name
 
     def only(self, option: str, names: str, prefix: str = "") -> Comparison:
-        """The reference, and the variants that an option of the command line lists.
-
-        Raises:
-          RecipeError: One is not there.
-        """
+        """The reference, and the variants that an option of the command line lists."""
         known = {name.removeprefix(prefix) for name in self.variants if name != self.reference}
         wanted = [name.strip() for name in names.split(",") if name.strip()]
         if unknown := [name for name in wanted if name not in known]:
@@ -102,14 +98,7 @@ def compare(
     own: Mapping[str, Sequence[str]] | None = None,
     run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
 ) -> Compared:
-    """Trains, resumes or reads every run of a comparison, and measures it.
-
-    Args:
-      entry: What is compared.
-      told: What the command line says of it.
-      own: Further overrides by variant.
-      run: Trains a run, unless it is finished, and gives its scores; by default in this process.
-    """
+    """Trains, resumes or reads every run of a comparison, and measures it."""
     own = {} if own is None else own
     configs = {name: configs_of(entry, told, name, own.get(name, ())) for name in entry.variants}
     values: dict[str, list[float]] = {name: [] for name in configs}

@@ -21,11 +21,7 @@ _INPUTS = "input_ids", "token_type_ids", "attention_mask"
 
 
 def folders(given: Iterable[Path]) -> list[Path]:
-    """The folders to compare: those given, or the small ones of the tests, if they are there.
-
-    Raises:
-      RecipeError: A folder has no saved logits.
-    """
+    """The folders to compare: those given, or the small ones of the tests, if they are there."""
     found = list(given) or sorted(file.parent for file in FIXTURES.glob(f"*/{REFERENCE}"))
     for folder in found:
         if not (folder / REFERENCE).is_file():

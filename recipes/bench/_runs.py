@@ -64,26 +64,14 @@ def variant(
     *settings: str,
     kind: type[Kind] = GPTConfig,
 ) -> Kind:
-    """A config with settings of its own, named after them, that prints no sample.
-
-    Args:
-      path: The YAML file.
-      words: The user's overrides, for all variants.
-      suffix: What to append to the run's name.
-      *settings: Further overrides, of this variant.
-      kind: Whose config it must be.
-    """
+    """A config with settings of its own, named after them, that prints no sample."""
     words = [*words, *settings]
     name = f"name={load_kind(kind, path, words).name}-{suffix}"
     return load_kind(kind, path, [*words, name, "train.sample_tokens=0"])
 
 
 def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
-    """Trains or resumes a run, if it is not finished; its scores.
-
-    Raises:
-      RecipeError: A signal stopped the run.
-    """
+    """Trains or resumes a run, if it is not finished; its scores."""
     outcome = train(config, fresh=fresh, console=Console())
     if outcome.signal is not None:
         raise RecipeError(

@@ -19,11 +19,7 @@ REGULAR, REGULAR_HALF = ("plain", "float32"), ("plain", "float16")
 
 
 def read_best(path: Path) -> ByFormat:
-    """Least losses of a sweep, from its folder or the file of rows in it.
-
-    Raises:
-      RecipeError: There is no sweep.
-    """
+    """Least losses of a sweep, from its folder or the file of rows in it."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.yaml").exists():
         raise RecipeError(

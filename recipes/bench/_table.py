@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from ..errors import RecipeError
+from ..errors import refused
 
 WIDTH = 160  # of what is not printed to a terminal
 
@@ -27,9 +27,10 @@ _NAMES = {
     ".5f": "validation loss",
     ".4f": "accuracy, loss, bytes per entry, over float32, over plain",
     ".3f": "f1, ratio, ratio of medians, lower quartile, upper quartile, CPU time ratio, "
-    "scalify s, plain s, over bfloat16, weights, state, together, least, greatest",
+    "over bfloat16, weights, state, together, least, greatest",
     ".2f": "largest logit, apart",
     ".1f": "times smaller, without absent times smaller, traced, plain, scaled ms, optax ms, "
+    "scalify ms, "
     "unitscale ms, plain ms, times ahead",
     ".4g": "best, vertex, standard deviation",
     "+.4g": "above reference",
@@ -58,12 +59,7 @@ JsonPath = Annotated[
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of unrounded values, shown by the names of their columns.
-
-    Args:
-      title: Says what was measured, on what.
-      rows: One mapping from column name to value per row; a column may be missing.
-    """
+    """Rows of unrounded values, shown by the names of their columns."""
 
     title: str
     rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
@@ -82,11 +78,7 @@ class Table:
 def publish(
     name: str, tables: Sequence[Table], path: Path | None = None, notes: Sequence[str] = ()
 ) -> None:
-    """Prints tables and notes, and writes them to `path` if there is one.
-
-    Raises:
-      RecipeError: The file cannot be written.
-    """
+    """Prints tables and notes, and writes them to `path` if there is one."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -109,13 +101,9 @@ def publish(
         "tables": [{"title": t.title, "rows": [_plain(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
-    try:
+    with refused(f"--json: cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(
-            f"--json: cannot write {path}: {error.strerror}; give a path that can be written"
-        ) from error
     console.print(f"written to {path}", markup=False, highlight=False)
 
 

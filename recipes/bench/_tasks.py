@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..atomic import write_whole
 from ..config import RunConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, read_text, refused
 from ..finetune.squad_data import read_squad
 from ..run.folder import run_folder
 
@@ -16,12 +16,7 @@ HELD_OUT = 8
 
 
 def split_articles(path: str, folder: Path) -> tuple[Path, Path]:
-    """Writes every eighth article of a SQuAD file to `validation.json`, the others to `train.json`.
-
-    Raises:
-      RecipeError: The file is not that of a SQuAD, has fewer than eight articles, or the folder
-        cannot be written.
-    """
+    """Writes a SQuAD file's articles to `train.json`, every eighth one to `validation.json`."""
     read_squad(path, "--squad")
     tree = json.loads(Path(path).read_text(encoding="utf-8"))
     articles = tree["data"]
@@ -33,29 +28,17 @@ def split_articles(path: str, folder: Path) -> tuple[Path, Path]:
     parts = {"train": [], "validation": []}
     for index, article in enumerate(articles, 1):
         parts["train" if index % HELD_OUT else "validation"].append(article)
-    try:
+    todo = "free space, or change train.runs_dir"
+    with refused(f"train.runs_dir: cannot write {folder}", todo):
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             write_whole(folder / f"{name}.json", json.dumps(tree | {"data": part}))
-    except OSError as error:
-        raise RecipeError(
-            f"train.runs_dir: cannot write {folder}: {error.strerror}; free space, or change "
-            "train.runs_dir"
-        ) from error
     return folder / "train.json", folder / "validation.json"
 
 
 def sentence_words(train: str, validation: str) -> list[str]:
-    """Overrides for SST-2's files: GLUE's, which name their columns, or sentence and label alone.
-
-    Raises:
-      RecipeError: The training file cannot be read.
-    """
-    try:
-        with Path(train).open(encoding="utf-8") as file:
-            names = file.readline().rstrip("\n").split("\t")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--sst2: cannot read {train}: {error}; give a TSV file") from error
+    """Overrides for SST-2's files: GLUE's, which name columns, or sentence and label alone."""
+    names = read_text(Path(train), "--sst2").partition("\n")[0].split("\t")
     words = [f"data.train={train}", f"data.validation={validation}"]
     if "label" in names:
         return words

@@ -28,19 +28,6 @@ class Times(NamedTuple):
     cpu: list[float]
 
 
-class Ratio(NamedTuple):
-    """How two programs compare.
-
-    `medians` is the ratio of the two medians; `median`, `low` and `high` are the median and the
-    quartiles of the ratio within each round.
-    """
-
-    medians: float
-    median: float
-    low: float
-    high: float
-
-
 def random_batch(config: GPTConfig) -> np.ndarray:
     """Windows of random tokens, always the same."""
     shape = (config.data.batch_size, config.data.sequence_length + 1)
@@ -85,17 +72,7 @@ def compiled(lower: Callable[[], Any]) -> tuple[Any, float]:
 def interleaved(
     first: Callable[[], object], second: Callable[[], object], rounds: int, warmup: int = 2
 ) -> tuple[Times, Times]:
-    """Times two functions that wait for their own results, in alternating order.
-
-    Args:
-      first: A function without arguments.
-      second: Another.
-      rounds: How often each is timed.
-      warmup: Rounds before those, not counted; the first one compiles.
-
-    Returns:
-      The times of `first` and those of `second`, round by round.
-    """
+    """Times two functions that wait for their own results, in alternating order."""
     functions = (first, second)
     times = (Times([], []), Times([], []))
     for index in range(warmup + rounds):
@@ -109,35 +86,32 @@ def interleaved(
     return times
 
 
-def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
-    """Compares rounds of `first` with those of `second`; needs two rounds or more.
+def ratio(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """Columns that compare rounds of `first` with those of `second`, two rounds or more.
+
+    The ratio is the median over that of each round.
 
     Example:
-      >>> ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]).median
+      >>> ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])["ratio"]
       2.0
     """
     pairs = [a / b for a, b in zip(first, second, strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
-    return Ratio(statistics.median(first) / statistics.median(second), middle, low, high)
+    return {
+        "ratio": middle,
+        "ratio of medians": statistics.median(first) / statistics.median(second),
+        "lower quartile": low,
+        "upper quartile": high,
+    }
 
 
 def compared(first: str, second: str, times: tuple[Times, Times], most: float) -> dict[str, Any]:
-    """A table's row about the times of two programs.
-
-    Args:
-      first: What to call the program that is judged.
-      second: What to call the one it is compared with.
-      times: Those of `interleaved`.
-      most: The largest ratio asked for.
-    """
+    """A table's row about the times of two programs."""
     elapsed, cpu = (ratio(one, other) for one, other in zip(*times, strict=True))
     return {
         f"{first} ms": 1e3 * statistics.median(times[0].elapsed),
         f"{second} ms": 1e3 * statistics.median(times[1].elapsed),
-        "ratio": elapsed.median,
-        "ratio of medians": elapsed.medians,
-        "lower quartile": elapsed.low,
-        "upper quartile": elapsed.high,
-        "CPU time ratio": cpu.median,
-        **asked(elapsed.median, most=most),
+        **elapsed,
+        "CPU time ratio": cpu["ratio"],
+        **asked(elapsed["ratio"], most=most),
     }

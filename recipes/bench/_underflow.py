@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..gpt import build
 from ..gpt.config import GPTConfig
-from ..run.batch import loss_inputs
+from ..run.batch import make_loss, over_amax
 from ..run.recipe import recipe_of
 from ..run.scaling import plain, under
 from ..run.state import TrainState, init_state
@@ -73,10 +73,6 @@ def lost_gradients(config: GPTConfig, sample: Sample) -> list[Underflow]:
 
     Both formats start from the same float32 parameters; dropout is left out. A loss scale is that
     of the run; before it, the first without overflow.
-
-    Args:
-      config: The run.
-      sample: Of its text.
     """
     shape = config.model.model_copy(update={"products": None})
     exact = config.model_copy(update={"policy": "float32", "scalify": None, "model": shape})
@@ -107,25 +103,23 @@ def lost_gradients(config: GPTConfig, sample: Sample) -> list[Underflow]:
 def gradient(graphdef: nnx.GraphDef) -> Callable[..., tuple[jax.Array, Any]]:
     """Loss and gradient without dropout: `(params, rest, batch, scale)`, a loss scale or None."""
 
+    value_of = make_loss(graphdef)
+
     def compute(params, rest, batch, scale):
-        def loss(params):
-            model = nnx.merge(graphdef, params, rest, copy=True)
-            value = model.loss(*loss_inputs(batch), deterministic=True)
+        amax, of_amax = over_amax(value_of, rest)
+
+        def loss(params, amax):
+            value = of_amax(params, amax, batch)
             return value if scale is None else value * scale
 
-        value, grads = jax.value_and_grad(loss)(params)
+        value, (grads, _) = jax.value_and_grad(loss, (0, 1))(params, amax)
         return value, grads if scale is None else jax.tree.map(lambda g: g / scale, grads)
 
     return compute
 
 
 def counted(pairs: Iterable[tuple[Any, Any]], absent: np.ndarray) -> Underflow:
-    """Counts over pairs of gradients, of the same parameters: without rounding, and with it.
-
-    Args:
-      pairs: Trees of arrays.
-      absent: As of a `Sample`.
-    """
+    """Counts over pairs of gradients, of the same parameters: without rounding, and with it."""
     counts = [_counts(exact, half, absent) for exact, half in pairs]
     return Underflow(*(sum(column) for column in zip(*counts, strict=True)))
 

@@ -22,7 +22,7 @@ import typer
 from flax import nnx
 
 from unitscale.core import is_scaled
-from unitscale.quant import AmaxState
+from unitscale.nn import AmaxState
 
 from ..gpt.config import GPTConfig
 from ..run.scaling import under

@@ -22,6 +22,7 @@ from flax import nnx
 from unitscale.core import is_scaled
 from unitscale.optim import scaled
 
+from ..describe import bytes_of
 from ..gpt import build
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
@@ -78,7 +79,7 @@ def count_bytes(path: str, shape: tuple[str, ...] = ()) -> Table:
         (config,) = configs_of(entry, Told(path, list(shape)), name)
         _, _, state = init_state(config)
         count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
-        weights, moments = (_bytes(tree) / count for tree in (state.params, state.opt_state))
+        weights, moments = (bytes_of(tree) / count for tree in (state.params, state.opt_state))
         row: dict[str, Any] = {
             "formats": entry.label(name),
             "parameters": count,
@@ -91,13 +92,6 @@ def count_bytes(path: str, shape: tuple[str, ...] = ()) -> Table:
         rows.append(row)
         del state
     return Table("Bytes per parameter", rows)
-
-
-def _bytes(tree: Any) -> int:
-    leaves = jax.tree.leaves(tree)
-    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-    plain = [jax.random.key_data(x) if k else x for x, k in zip(leaves, keys, strict=True)]
-    return sum(x.nbytes for x in plain)
 
 
 def step_times(config: GPTConfig, rounds: int) -> Table:

@@ -1,16 +1,18 @@
-"""What unit scaling costs: step time over plain `flax.nnx`, and the operations factors add.
+"""What unit scaling costs: step time over plain `flax.nnx`, the operations factors add, compiling.
 
     python -m recipes bench overhead
 
 Step time is that of the whole training step of `recipes.train`, in float32, for the same shape in
 both libraries. Operations are those of the loss and its gradient as JAX lowers them, once as they
 are and once with every factor of `unitscale.rules` set to 1, which leaves its multiplication out.
+Compile time is that of a step of 48 layers, traced and compiled one by one and as a scan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
@@ -26,14 +28,16 @@ from ..bert.config import BertConfig
 from ..config import RunConfig
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
-from ..run.batch import loss_inputs
+from ..run.batch import make_loss
 from ..run.recipe import recipe_of
+from ..run.step import abstract_step
 from ._runs import CONFIGS
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved, random_batch, stepper
 
 LARGER = ("model.width=512", "model.heads=8", "data.sequence_length=256", "data.batch_size=4")
-MOST_TIME, MOST_FLOPS = 1.05, 0.002
+DEEP = ("model.layers=48",)
+MOST_TIME, MOST_FLOPS, MOST_COMPILING = 1.05, 0.002, 1 / 8
 
 # Token ids as the models of these shapes were trained on them.
 GPT2 = ("policy=float32", "model.vocab=50257", "model.tied_readout=true", "data.batch_size=8")
@@ -44,9 +48,10 @@ def main(
     rounds: Annotated[int, typer.Option(min=4, help="timed steps of each library")] = 60,
     larger: Annotated[bool, typer.Option(help="also time a model 512 wide")] = True,
     count: Annotated[bool, typer.Option(help="also count operations")] = True,
+    deep: Annotated[bool, typer.Option(help="also compile a step of 48 layers")] = True,
     json: JsonPath = None,
 ) -> None:
-    """Prints step time over plain flax.nnx, and the operations that factors add."""
+    """Prints step time over plain flax.nnx, what factors add, and what a scan saves to compile."""
     parity = CONFIGS / "gpt" / "parity.yaml"
     shapes = [(), LARGER] if larger else [()]
     timed = [
@@ -61,6 +66,9 @@ def main(
         rows = [count_factors("GPT-2 small", gpt), count_factors("BERT Large", bert)]
         rows[0]["over plain"] = rows[0]["with factors"] / flops(plain(gpt))
         tables.append(Table("Floating-point operations of loss and gradient", rows))
+    if deep:
+        config = load_kind(GPTConfig, parity, ["policy=float32", *DEEP])
+        tables.append(Table("Compiling a training step of a deep model", [time_compiling(config)]))
     notes = [
         f"Each library's step was timed {rounds} times, in turns. ratio: median over rounds; "
         "quartiles likewise.",
@@ -87,6 +95,26 @@ def time_steps(config: GPTConfig, rounds: int) -> dict[str, Any]:
         "tokens"
     )
     return {"model": name, **compared("unitscale", "plain", times, MOST_TIME)}
+
+
+def time_compiling(config: GPTConfig) -> dict[str, Any]:
+    """One row: seconds to compile the step of a config, layers one by one and as a scan."""
+    model = config.model
+    seconds = {}
+    for name, scan in (("scan", True), ("one by one", False)):
+        shape = model.model_copy(update={"scan": scan})
+        _, step, arguments = abstract_step(config.model_copy(update={"model": shape}))
+        start = time.perf_counter()
+        step.lower(*arguments).compile()
+        seconds[name] = round(time.perf_counter() - start, 3)
+    ratio = seconds["scan"] / seconds["one by one"]
+    return {
+        "model": f"{model.width} wide, {model.layers} layers",
+        "one by one, s": seconds["one by one"],
+        "scan, s": seconds["scan"],
+        "ratio": ratio,
+        **asked(ratio, most=MOST_COMPILING, form=".3f"),
+    }
 
 
 def count_factors(name: str, config: GPTConfig | BertConfig) -> dict[str, Any]:
@@ -117,10 +145,7 @@ def flops_of(model: nnx.Module, batch: Any) -> float:
     """Those of an abstract model and batch."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def loss(params, rest, batch):
-        model: Any = nnx.merge(graphdef, params, rest)
-        return model.loss(*loss_inputs(batch), deterministic=True)
-
+    loss = make_loss(graphdef)
     analysis: Any = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch).cost_analysis()
     return float(analysis["flops"])
 

@@ -26,14 +26,13 @@ from unitscale import nn
 from unitscale.analysis import compile_h200, h200_available
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
-from ..config import RunConfig
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
-from ..run.recipe import recipe_of
+from ..run.step import abstract_step
 from ._compare import compare, comparison, judged
 from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
-from ._timing import random_batch, seconds, stepper, train_step
+from ._timing import random_batch, seconds, stepper
 from .overhead import GPT2
 
 MOST_MEMORY = 0.8
@@ -129,7 +128,8 @@ def kernels(names: Sequence[str]) -> Table:
         for name, words in programs.items():
             config = load_kind(GPTConfig, CONFIGS / "gpt" / "gpt2-small.yaml", [*GPT2, *words])
             _say(f"compiling a training step: {name}")
-            compiled = compile_step(config)
+            _, step, shapes = abstract_step(config)
+            compiled = compile_h200(step, *shapes)
             analysis: Any = compiled.memory_analysis()
             reference = reference or analysis.temp_size_in_bytes
             sizes = analysis.temp_size_in_bytes, reference
@@ -140,19 +140,6 @@ def kernels(names: Sequence[str]) -> Table:
 
 def _say(message: str) -> None:
     Console(stderr=True).print(message, markup=False, highlight=False)
-
-
-def compile_step(config: RunConfig) -> jax.stages.Compiled:
-    """The training step of a config, for an H200; nothing is allocated."""
-    made: list[Any] = []
-
-    def begin() -> Any:
-        step, state = train_step(config)
-        made.append(step)
-        return state
-
-    state, batch = jax.eval_shape(begin), recipe_of(config).abstract_batch(config)
-    return compile_h200(made[0], state, batch, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def row_of(
@@ -223,7 +210,7 @@ def _temporaries(layers: int, width: int, hidden: int, tokens: int, policy: str)
         return jnp.mean(x.value.astype(jnp.float32) ** 2)
 
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
-    step = jax.value_and_grad(loss)
+    step = jax.value_and_grad(loss, argnums=(0, 1))  # by the scales too, which is their amax
     analysis: Any = compile_h200(step, params, rest, x).memory_analysis()
     return analysis.temp_size_in_bytes
 

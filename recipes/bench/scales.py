@@ -12,8 +12,8 @@ small batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -52,14 +52,7 @@ KINDS: dict[str, tuple[float, float] | None] = {
 """What a model's tensors are sorted into, and the range asked of their RMS, if any."""
 
 Values = dict[str, dict[str, float]]
-"""The RMS of tensors by kind and path."""
-
-
-class Found(NamedTuple):
-    """The tensors of one model."""
-
-    label: str
-    values: Values
+"""The RMS of tensors of a model by kind and path."""
 
 
 def main(
@@ -91,10 +84,10 @@ def main(
     runs = [(config_of(*shape, VOCAB), "random", tokens) for shape in dict.fromkeys(shapes)]
     text = config_of(layers[0], usual, 256)
     runs.append((text, "text", next(recipe_of(text).load_data(text).validation(1))))
-    found = []
+    found: dict[str, Values] = {}
     for config, kind, ids in runs:
         label = f"{config.model.layers} x {config.model.width} {kind}"
-        found.append(Found(label, measure(config, ids)))
+        found[label] = measure(config, ids)
         jax.clear_caches()  # each shape is compiled once, and large ones hold much memory
     notes = [
         f"{batch} sequences of {length} tokens, heads of {HEAD}; random: independent uniform "
@@ -129,14 +122,14 @@ def measure(config: GPTConfig, tokens: np.ndarray) -> Values:
     return found
 
 
-def summary(found: Sequence[Found]) -> Table:
+def summary(found: Mapping[str, Values]) -> Table:
     """Every kind of tensor over all shapes."""
     rows = []
     for kind, bounds in KINDS.items():
         values = [
-            (value, f"{one.label}: {path}")
-            for one in found
-            for path, value in one.values[kind].items()
+            (value, f"{label}: {path}")
+            for label, tensors in found.items()
+            for path, value in tensors[kind].items()
         ]
         (least, low), (greatest, high) = min(values), max(values)
         row: dict[str, Any] = {"tensors": kind}
@@ -148,28 +141,28 @@ def summary(found: Sequence[Found]) -> Table:
     return Table("RMS at initialisation, over all shapes", rows)
 
 
-def by_shape(found: Sequence[Found]) -> Table:
+def by_shape(found: Mapping[str, Values]) -> Table:
     """Every shape, all kinds."""
     rows = [
-        {"layers x width": one.label} | {kind: _range(one.values[kind].values()) for kind in KINDS}
-        for one in found
+        {"layers x width": label} | {kind: _range(tensors[kind].values()) for kind in KINDS}
+        for label, tensors in found.items()
     ]
     return Table("Least and greatest RMS of each shape", rows)
 
 
-def outside(found: Sequence[Found]) -> Table:
+def outside(found: Mapping[str, Values]) -> Table:
     """Which tensors leave the range asked for, layers of one kind together."""
     rows = []
-    for one in found:
+    for label, tensors in found.items():
         for kind, bounds in KINDS.items():
             members: dict[str, list[float]] = {}
-            for path, value in one.values[kind].items():
+            for path, value in tensors[kind].items():
                 name = ".".join("*" if part.isdigit() else part for part in path.split("."))
                 members.setdefault(name, []).append(value)
             for name, values in members.items():
                 beyond = [value for value in values if bounds and not within(value, bounds)]
                 if beyond:
-                    row = {"layers x width": one.label, "kind": kind, "tensor": name}
+                    row = {"layers x width": label, "kind": kind, "tensor": name}
                     row |= {"outside": len(beyond), "of": len(values), "RMS": _range(beyond)}
                     rows.append(row)
     return Table("Outside the range asked for", rows)

@@ -24,7 +24,7 @@ from unitscale.transforms import scalify as transform
 from ._compare import compare, comparison, configs_of
 from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
-from ._timing import compiled, interleaved, random_batch, ratio, stepper, train_step
+from ._timing import compared, compiled, interleaved, random_batch, stepper, train_step
 
 FORMATS = "float32,float16,fp8"
 MOST_TIME, MOST_COMPILE, MOST_ERROR = 1.10, 2.5, 0.02
@@ -70,22 +70,13 @@ def costs(scaled: Any, plain: Any, rounds: int, compilations: int) -> Table:
     pairs = [(_compile_time(scaled), _compile_time(plain)) for _ in range(compilations)]
     ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
     batch = random_batch(plain)
-    first, second = interleaved(stepper(scaled, batch), stepper(plain, batch), rounds)
-    elapsed = ratio(first.elapsed, second.elapsed)
+    times = interleaved(stepper(scaled, batch), stepper(plain, batch), rounds)
     rows: list[dict[str, Any]] = [
-        {
-            "what": "step",
-            "scalify s": statistics.median(first.elapsed),
-            "plain s": statistics.median(second.elapsed),
-            "ratio": elapsed.median,
-            "lower quartile": elapsed.low,
-            "upper quartile": elapsed.high,
-            **asked(elapsed.median, most=MOST_TIME),
-        },
+        {"what": "step", **compared("scalify", "plain", times, MOST_TIME)},
         {
             "what": "trace and compile",
-            "scalify s": ours,
-            "plain s": theirs,
+            "scalify ms": 1e3 * ours,
+            "plain ms": 1e3 * theirs,
             "ratio": ours / theirs,
             **asked(ours / theirs, most=MOST_COMPILE),
         },

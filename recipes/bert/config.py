@@ -1,22 +1,19 @@
 """What pretraining a BERT can be told, each key declared once, with its meaning beside it."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+from pydantic import Field, Strict, model_validator
 
 from ..config import (
     Count,
     DataConfig,
     Flag,
     Fraction,
-    Positive,
+    LanguageConfig,
     ResidualConfig,
-    RunConfig,
     Section,
     TokenizerConfig,
-    check_context,
-    check_vocab,
-    with_vocab,
+    TransformerConfig,
 )
 
 Pairs = Literal["none", "next_sentence", "sentence_order"]
@@ -87,19 +84,13 @@ class BertDataConfig(DataConfig):
         return self
 
 
-class BertModelConfig(Section):
+class BertModelConfig(TransformerConfig):
     """The shape of the BERT."""
 
     vocab: Count = Field(
         default=8192, description="number of token ids; null for those of data.tokenizer"
     )
     width: Count = Field(default=256, description="size of the residual stream")
-    layers: Count = Field(default=4, description="number of Transformer layers")
-    heads: Count = Field(default=4, description="number of attention heads")
-    mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
-    context: Count | None = Field(
-        default=None, description="number of positions; null for data.sequence_length"
-    )
     norm_placement: Literal["post", "pre"] = Field(
         default="post", description="LayerNorm after each sum, as in BERT, or inside each branch"
     )
@@ -112,26 +103,8 @@ class BertModelConfig(Section):
         description="residual weights",
     )
 
-    @property
-    def hidden(self) -> int:
-        return round(self.width * self.mlp_ratio)
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(
-                f"heads must divide width; got heads {self.heads} and width {self.width}; "
-                "change one of them"
-            )
-        if self.hidden < 1:
-            raise ValueError(
-                "mlp_ratio * width must be at least 1; "
-                f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
-            )
-        return self
-
-
-class BertConfig(RunConfig):
+class BertConfig(LanguageConfig):
     """A whole config of a BERT's pretraining."""
 
     recipe: Literal["bert"] = Field(description="which recipe this config is of")
@@ -143,32 +116,15 @@ class BertConfig(RunConfig):
     )
 
     @property
-    def context(self) -> int:
-        """Number of positions."""
-        return self.model.context or self.data.sequence_length
-
-    @property
-    def longest(self) -> int | None:
-        return self.context
-
-    @property
     def loss_unit(self) -> str:
         asked = self.data.pairs != "none"
         return "hidden token plus nats per pair" if asked else "hidden token"
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
-        """Fills in `vocab`, so that a run's config tells its model's shape by itself."""
-        return with_vocab(model, info.data.get("data"))
-
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        check_vocab(self.model.vocab, self.data.tokenizer)
+    def _no_scalify(self) -> Self:
         if self.scalify is not None:
             raise ValueError(
                 "scalify is for plain models; this recipe has unitscale models only; set scalify "
                 "null"
             )
-        check_context(self.model.context, self.data.sequence_length)
         return self

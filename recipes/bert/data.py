@@ -8,14 +8,12 @@ text once, in windows that do not overlap, and always hides the same tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from ..batches import Batches, training_batches, validation_batches
+from ..batches import Draw
 from ..errors import RecipeError
 from ..text import (
     Corpus,
@@ -52,11 +50,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """Asks a tokenizer.
-
-        Raises:
-          RecipeError: It has not the tokens [CLS], [SEP] and [MASK].
-        """
+        """Asks a tokenizer."""
         if not isinstance(tokenizer, SubwordTokenizer):
             raise RecipeError(
                 "data.tokenizer: expected one with the tokens [CLS], [SEP] and [MASK]; got bytes; "
@@ -137,83 +131,35 @@ class _Sequences:
 
 
 @dataclass(frozen=True)
-class MaskedCorpus:
-    """A corpus as `Bert.loss` takes it.
+class MaskedCorpus(Corpus):
+    """A corpus as `Bert.loss` takes it; what is hidden of a window is drawn."""
 
-    Args:
-      corpus: The tokens.
-      config: The `data` section.
-    """
-
-    corpus: Corpus
-    config: BertDataConfig
-
-    @property
-    def summary(self) -> str:
-        """How much there is to learn from, in words."""
-        return self.corpus.summary
-
-    @property
-    def digest(self) -> str:
-        """Tells whether two corpora hold the same tokens, split in the same place."""
-        return self.corpus.digest
-
-    def save(self, folder: Path) -> None:
-        """Leaves the tokenizer in the run's folder."""
-        self.corpus.save(folder)
+    config: BertDataConfig = field(default_factory=BertDataConfig)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokenizer's special tokens and beginnings of words."""
-        return Vocabulary.of(self.corpus.tokenizer)
+        return Vocabulary.of(self.tokenizer)
 
-    def _windows(self, tokens: np.ndarray, stride: int) -> _Windows:
+    def examples(self, *, training: bool) -> tuple[_Windows, Draw]:
+        """Windows and what makes sequences of them; those to measure on do not overlap."""
+        tokens = self.train_tokens if training else self.validation_tokens
+        stride = 1 if training else self.config.sequence_length
         length = self.config.sequence_length - SPECIAL
-        return _Windows(tokens, self.vocabulary.begins, length, stride)
-
-    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever, reshuffled and masked anew every epoch.
-
-        Args:
-          seed: Decides the order and what is drawn.
-          process: Which of the processes asks, from 0.
-          processes: Number of processes that share each batch; divides `batch_size`.
-        """
-        windows = self._windows(self.corpus.train_tokens, 1)
-        return training_batches(
-            windows,
-            seed,
-            self.config.batch_size,
-            draw=_Sequences(self.config, self.vocabulary, windows),
-            process=process,
-            processes=processes,
-        )
-
-    def validation(self, batches: int | None = None) -> Iterator[Any]:
-        """Validation batches, the same ones with the same tokens hidden each time.
-
-        Args:
-          batches: How many; None for all.
-        """
-        windows = self._windows(self.corpus.validation_tokens, self.config.sequence_length)
-        draw = _Sequences(self.config, self.vocabulary, windows)
-        return validation_batches(windows, self.config.batch_size, batches, draw=draw)
+        windows = _Windows(tokens, self.vocabulary.begins, length, stride)
+        return windows, _Sequences(self.config, self.vocabulary, windows)
 
 
-def load_masked_corpus(config: BertConfig) -> MaskedCorpus:
-    """Tokenizes the text of a config, or finds its tokens in the cache.
-
-    Raises:
-      RecipeError: As `recipes.text.load_corpus`; or the tokenizer has more ids than the model, or
-        has not BERT's special tokens; or the validation part is shorter than two sequences.
-    """
+def load_data(config: BertConfig) -> MaskedCorpus:
+    """The text of the config, in pairs of segments with hidden tokens."""
     tokenizer = open_tokenizer(config.data)
     require_vocab(tokenizer, config.model.vocab)
-    data = MaskedCorpus(load_corpus(config.data, tokenizer), config.data)
+    corpus = load_corpus(config.data, tokenizer)
+    data = MaskedCorpus(**vars(corpus), config=config.data)
     length = data.config.sequence_length
     for part, tokens in (
-        ("training", data.corpus.train_tokens),
-        ("validation", data.corpus.validation_tokens),
+        ("training", data.train_tokens),
+        ("validation", data.validation_tokens),
     ):
         if tokens.size < 2 * length:
             raise RecipeError(

@@ -17,13 +17,7 @@ SEGMENTS = 2
 
 
 class Encoder(nnx.Module):
-    """Embeddings of tokens, positions and segments, and a Transformer over them.
-
-    Args:
-      config: The shape; `config.context` is the number of positions.
-      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
-      rngs: Streams `params` and `dropout`.
-    """
+    """Embeddings of tokens, positions and segments, and a Transformer over them."""
 
     def __init__(self, config: BertModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
         if config.context is None:
@@ -52,6 +46,7 @@ class Encoder(nnx.Module):
             norm_placement=config.norm_placement,
             max_length=config.context,
             dropout_rate=config.dropout,
+            scan=config.scan,
             policy=policy,
             rngs=rngs,
         )
@@ -95,14 +90,7 @@ class Pooler(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """A BERT with its pretraining heads.
-
-    Args:
-      config: The shape; `config.context` is the number of positions.
-      pairs: What is asked of the two segments.
-      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
-      rngs: Streams `params` and `dropout`.
-    """
+    """A BERT with its pretraining heads."""
 
     def __init__(
         self,
@@ -154,9 +142,6 @@ class Bert(nnx.Module):
           counts: bool (batch, n), False for predictions that only fill up n.
           answers: int32 (batch,), 0 or 1: what is asked of each pair.
           deterministic: Leaves dropout out.
-
-        Returns:
-          A float32 scalar in nats.
         """
         x = self.encoder(ids, segments, deterministic=deterministic)
         width, tokens = x.shape[-1], ids.size

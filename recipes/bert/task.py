@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..run.monitor import monitored
+from ..run.recipe import no_scores
 from .config import BertConfig
-from .data import MaskedCorpus, load_masked_corpus
+from .data import MaskedCorpus, load_data as load_data
 from .model import Bert
+
+scores = no_scores
 
 
 def build(config: BertConfig) -> Bert:
@@ -32,16 +35,6 @@ def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     return inputs if data.pairs == "none" else (*inputs, answers)
 
 
-def load_data(config: BertConfig) -> MaskedCorpus:
-    """The text of the config, in pairs of segments with hidden tokens."""
-    return load_masked_corpus(config)
-
-
-def scores(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -> dict[str, float]:
-    """None: the loss says it all."""
-    return {}
-
-
 def closing(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -> Iterator[str]:
     """A validation text with hidden tokens, and what the model puts in their place."""
     if not config.train.sample_tokens:
@@ -49,7 +42,7 @@ def closing(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -
     batch = next(data.validation(1))
     ids, segments, positions, targets, counts = (jnp.asarray(part[:1]) for part in batch[:5])
     logits = model.predict(model.encoder(ids, segments), positions).value
-    guesses, decode = logits.argmax(-1)[0], data.corpus.tokenizer.decode
+    guesses, decode = logits.argmax(-1)[0], data.tokenizer.decode
     pairs = zip(guesses, targets[0], counts[0], strict=True)
     told = [f"{decode([guess])} ({decode([target])})" for guess, target, count in pairs if count]
     yield f"guesses (truth): {', '.join(told)}"

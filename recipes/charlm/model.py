@@ -26,14 +26,7 @@ class ConvBlock(nnx.Module):
 
 
 class UnitModel(nnx.Module):
-    """A unit-scaled character model.
-
-    Args:
-      config: The shape.
-      length: Characters of a training sequence.
-      policy: Formats.
-      rngs: Stream `params`.
-    """
+    """A unit-scaled character model."""
 
     def __init__(
         self, config: CharlmModelConfig, length: int, *, policy: nn.Policy, rngs: nnx.Rngs

@@ -73,14 +73,7 @@ class MLP(nnx.Module):
 
 
 class RegularModel(nnx.Module):
-    """A character model in the usual parametrization, without loss scaling.
-
-    Args:
-      config: The shape.
-      length: Characters of a training sequence.
-      dtype: Of activations and gradients.
-      rngs: Stream `params`.
-    """
+    """A character model in the usual parametrization, without loss scaling."""
 
     def __init__(self, config: CharlmModelConfig, length: int, *, dtype, rngs: nnx.Rngs):
         width = config.width

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from ..run.monitor import monitored
+from ..run.recipe import no_closing, no_scores
 from ..text import Corpus, load_corpus
 from .config import CharlmConfig
 from .model import UnitModel
 from .plain import RegularModel
+
+scores = no_scores
+closing = no_closing
 
 
 def build(config: CharlmConfig) -> UnitModel | RegularModel:
@@ -33,17 +34,3 @@ def abstract_batch(config: CharlmConfig) -> jax.ShapeDtypeStruct:
 def load_data(config: CharlmConfig) -> Corpus:
     """The text of the config, in windows."""
     return load_corpus(config.data)
-
-
-def scores(
-    config: CharlmConfig, data: Corpus, model: UnitModel | RegularModel, folder: Path
-) -> dict[str, float]:
-    """None: the loss says it all."""
-    return {}
-
-
-def closing(
-    config: CharlmConfig, data: Corpus, model: UnitModel | RegularModel, folder: Path
-) -> Iterator[str]:
-    """Nothing."""
-    yield from ()

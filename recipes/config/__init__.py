@@ -6,16 +6,13 @@ from .data import (
     DataConfig as DataConfig,
     SequenceConfig as SequenceConfig,
     TokenizerConfig as TokenizerConfig,
-    check_context as check_context,
-    check_vocab as check_vocab,
-    with_vocab as with_vocab,
 )
 from .keys import (
     describe_problem as describe_problem,
-    parent_of as parent_of,
     unknown_key as unknown_key,
     valid_keys as valid_keys,
 )
+from .language import LanguageConfig as LanguageConfig
 from .optimizer import MultipliersConfig as MultipliersConfig, OptimizerConfig as OptimizerConfig
 from .run import (
     MeshConfig as MeshConfig,
@@ -34,6 +31,10 @@ from .schema import (
     Section as Section,
     Whole as Whole,
 )
-from .shapes import GPTModelConfig as GPTModelConfig, ResidualConfig as ResidualConfig
+from .shapes import (
+    GPTModelConfig as GPTModelConfig,
+    ResidualConfig as ResidualConfig,
+    TransformerConfig as TransformerConfig,
+)
 from .sweep import SweepConfig as SweepConfig
 from .tokenizer import TOKENIZER_FILE as TOKENIZER_FILE

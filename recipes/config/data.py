@@ -1,8 +1,8 @@
 """The `data` section of a config: sources, tokenizer and batches."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, Strict, model_validator
+from pydantic import Field, Strict, model_validator
 
 from .schema import Count, Flag, Section
 from .tokenizer import count_ids
@@ -111,42 +111,3 @@ class DataConfig(SequenceConfig):
     validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
         default=0.1, description="the share of the text, at its end, that is kept for validation"
     )
-
-
-def with_vocab(model: Any, data: DataConfig | None) -> Any:
-    """A `model` section, before it is validated, whose absent or null `vocab` is the tokenizer's.
-
-    Args:
-      model: What the config has for the section.
-      data: The valid `data` section, or None where that is wrong too.
-    """
-    given = model.model_dump(exclude_unset=True) if isinstance(model, BaseModel) else model
-    if data is None or not isinstance(given, dict) or given.get("vocab") is not None:
-        return model
-    return {**given, "vocab": data.tokenizer.ids}
-
-
-def check_vocab(vocab: int, tokenizer: TokenizerConfig) -> None:
-    """A model must have all ids of its tokenizer.
-
-    Raises:
-      ValueError: It has fewer. A file, which may have moved, is not asked: the run has a copy.
-    """
-    if tokenizer.kind != "file" and vocab < tokenizer.ids:
-        raise ValueError(
-            f"model.vocab must be at least the {tokenizer.ids} ids of the {tokenizer.kind} "
-            f"tokenizer; got {vocab}; set model.vocab null"
-        )
-
-
-def check_context(context: int | None, length: int) -> None:
-    """Positions must reach to the end of a sequence; None has as many as it has tokens.
-
-    Raises:
-      ValueError: They do not.
-    """
-    if context is not None and context < length:
-        raise ValueError(
-            f"model.context must be at least data.sequence_length; got {context} and {length}; "
-            "set model.context null to use data.sequence_length"
-        )

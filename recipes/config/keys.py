@@ -19,18 +19,6 @@ def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
             yield from valid_keys(section, f"{prefix}{name}.")
 
 
-def parent_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """The mapping of a tree that holds a dotted key, made if it is not there, and the last word."""
-    *parents, last = key.split(".")
-    node = tree
-    for parent in parents:
-        child = node.get(parent)
-        if not isinstance(child, dict):
-            child = node[parent] = {}
-        node = child
-    return node, last
-
-
 def describe_problem(problem: Mapping[str, Any], schema: type[RunConfig]) -> str:
     """One of pydantic's errors: the key, what was expected, what came, and what to do."""
     key = ".".join(str(part) for part in problem["loc"])

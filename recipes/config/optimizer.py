@@ -77,34 +77,22 @@ class OptimizerConfig(Section):
         return self.weights is not None or self.moments is not None
 
     @model_validator(mode="after")
-    def _one_rule_for_nonfinite(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.loss_scale == "dynamic" and self.skip_nonfinite:
             raise ValueError(
                 "loss_scale dynamic leaves out steps that are not finite itself; got "
                 f"skip_nonfinite {self.skip_nonfinite}; set it 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rounding_needs_formats(self) -> Self:
         if self.rounding != "nearest" and not self.scaled:
             raise ValueError(
                 "rounding stochastic needs weights or moments; got null for both; set them, or "
                 "rounding nearest"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _multipliers_need_umup(self) -> Self:
         if not self.umup and self.multipliers != MultipliersConfig():
             raise ValueError(
                 "multipliers need umup true, which knows the roles of parameters; got umup false; "
                 "remove multipliers or set umup true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _decay_needs_adamw(self) -> Self:
         if self.weight_decay and self.name != "adamw":
             raise ValueError(
                 f"weight_decay needs name adamw; got name {self.name} and weight_decay "

@@ -128,16 +128,12 @@ class RunConfig(Section):
         return "example"
 
     @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
+    def _sections_fit(self) -> Self:
         if self.optimizer.warmup_steps >= self.train.steps:
             raise ValueError(
                 "optimizer.warmup_steps must be less than train.steps; "
                 f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _monitor_has_scales(self) -> Self:
         if self.monitor and self.policy not in ("fp8", "fp8_delayed"):
             raise ValueError(
                 "monitor needs a policy whose scales are not those of the data: fp8 or "
@@ -148,10 +144,6 @@ class RunConfig(Section):
                 f"monitor.rebalance needs policy fp8; got policy {self.policy}, whose scales "
                 "follow the data by themselves; set monitor.rebalance false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _mesh_divides_batch(self) -> Self:
         ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
         if self.data.batch_size % ways:
             raise ValueError(

@@ -36,49 +36,28 @@ class ResidualConfig(Section):
         return self
 
 
-class GPTModelConfig(Section):
-    """The shape of the GPT."""
+class TransformerConfig(Section):
+    """What the shapes of all Transformers have."""
 
-    library: Literal["unitscale", "plain"] = Field(
-        default="unitscale",
-        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
-    )
-    products: Literal["fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
-        default=None,
-        description="FP8 products in the layers of a plain model, by this preset of "
-        "unitscale.quant.convert or through qwix; null for the policy's format",
-    )
     vocab: Count = Field(
         default=BYTES, description="number of token ids; null for those of data.tokenizer"
     )
     width: Count = Field(default=128, description="size of the residual stream")
     layers: Count = Field(default=4, description="number of Transformer layers")
     heads: Count = Field(default=4, description="number of attention heads")
-    kv_heads: Count | None = Field(
-        default=None,
-        description="heads of keys and values (grouped-query attention); null for `heads`",
-    )
-    mlp: Literal["plain", "gated"] = Field(
-        default="plain", description="gelu MLP, or gated silu MLP"
-    )
     mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
-    norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
-    norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
-    bias: Flag = Field(default=False, description="whether linear layers add a bias")
-    positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
     context: Count | None = Field(
-        default=None,
-        description="longest sequence of learned positions; null for data.sequence_length",
+        default=None, description="number of learned positions; null for data.sequence_length"
     )
     tied_readout: Flag = Field(default=False, description="use the embedding table as the readout")
     dropout: Fraction = Field(
         default=0.0, description="share of activations dropped in each branch"
     )
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
+    scan: Flag = Field(
+        default=False,
+        description="run the layers as one with stacked parameters, compiled once for all of them",
+    )
 
     @property
     def hidden(self) -> int:
@@ -91,6 +70,44 @@ class GPTModelConfig(Section):
                 f"heads must divide width; got heads {self.heads} and width {self.width}; "
                 f"use heads {_nearest_divisor(self.width, self.heads)}"
             )
+        if self.hidden < 1:
+            raise ValueError(
+                "mlp_ratio * width must be at least 1; "
+                f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
+            )
+        return self
+
+
+class GPTModelConfig(TransformerConfig):
+    """The shape of the GPT."""
+
+    library: Literal["unitscale", "plain"] = Field(
+        default="unitscale",
+        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
+    )
+    products: Literal["fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
+        default=None,
+        description="FP8 products in the layers of a plain model, by this preset of "
+        "unitscale.nn.convert or through qwix; null for the policy's format",
+    )
+    kv_heads: Count | None = Field(
+        default=None,
+        description="heads of keys and values (grouped-query attention); null for `heads`",
+    )
+    mlp: Literal["plain", "gated"] = Field(
+        default="plain", description="gelu MLP, or gated silu MLP"
+    )
+    norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
+    norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
+    bias: Flag = Field(default=False, description="whether linear layers add a bias")
+    positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 "rope needs an even head size (width / heads); "
@@ -101,11 +118,6 @@ class GPTModelConfig(Section):
             raise ValueError(
                 f"kv_heads must divide heads; got kv_heads {self.kv_heads} and heads {self.heads}; "
                 f"use kv_heads {_nearest_divisor(self.heads, self.kv_heads)}"
-            )
-        if self.hidden < 1:
-            raise ValueError(
-                "mlp_ratio * width must be at least 1; "
-                f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
             )
         return self
 

@@ -11,8 +11,8 @@ from scipy.special import softmax
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from tokenizers import Encoding, Tokenizer
 
+from ..atomic import write_json
 from ..errors import RecipeError
-from .files import write_json
 from .records import Records, make_records, padding_copy
 from .rows import Dataset, Row
 
@@ -24,21 +24,7 @@ _MEAN: dict[str, Any] = {"average": "macro", "zero_division": 0}
 def make_classification_records(
     dataset: Dataset, rows: Sequence[Row], tokenizer: Tokenizer, *, sequence_length: int
 ) -> Records:
-    """Tokenizes rows; where texts are too long, the longer one of a pair is cut first.
-
-    Args:
-      dataset: Whose labels count.
-      rows: Some of its rows.
-      tokenizer: Puts a special token first, where the label is read.
-      sequence_length: Tokens of a record, special tokens included.
-
-    Returns:
-      A record for each row, in their order, with the label `label`.
-
-    Raises:
-      RecipeError: `sequence_length` leaves no room for the texts, or the tokenizer puts no special
-        token first.
-    """
+    """Tokenizes rows; where texts are too long, the longer one of a pair is cut first."""
     tokenizer = padding_copy(tokenizer, sequence_length)
     pairs = rows[0].pair is not None
     special = tokenizer.num_special_tokens_to_add(pairs)
@@ -80,17 +66,7 @@ def score_classification(
 def write_labels(
     folder: Path, rows: Sequence[Row], logits: np.ndarray, labels: Sequence[str]
 ) -> None:
-    """Writes `predictions.json`: the line, label and its probability of each row, in their order.
-
-    Args:
-      folder: Where to; an earlier file stays whole until the new one is.
-      rows: What was scored.
-      logits: A score for each label, (rows, labels).
-      labels: Names of the labels.
-
-    Raises:
-      OSError: The file cannot be written.
-    """
+    """Writes `predictions.json`: line, label and probability, by logits (rows, labels)."""
     best, shares = logits.argmax(axis=-1).tolist(), softmax(logits, axis=-1)
     tree = [
         {"line": row.line, "label": labels[label], "probability": float(share[label])}

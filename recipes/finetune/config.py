@@ -151,11 +151,7 @@ class FinetuneConfig(RunConfig):
 
     @property
     def settled(self) -> Self:
-        """The config with `scalify` filled in where `init` is a Hugging Face folder.
-
-        Raises:
-          RecipeError: It asks of a plain model what only those of unitscale have, or the other way.
-        """
+        """The config with `scalify` filled in where `init` is a Hugging Face folder."""
         optimizer, folder = self.optimizer, f"the Hugging Face folder {self.init}"
         if not self.plain:
             if self.scalify is not None and (Path(self.init) / "config.yaml").exists():

@@ -12,7 +12,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..batches import Batches, training_batches
+from ..batches import Data, Draw
 from ..errors import RecipeError
 from ..text import SubwordTokenizer, save_tokenizer
 from .classification import make_classification_records
@@ -23,69 +23,42 @@ from .rows import Dataset, load_classification
 from .squad_data import read_squad
 from .squad_features import SquadFeatures, make_squad_features, with_answers
 
-Batch = tuple[np.ndarray, ...]
-INPUTS = "ids", "segments", "mask"
-LABELS = {"squad": ("start", "end"), "classification": ("label",)}
-
 
 @dataclass(frozen=True)
-class TaskData:
-    """Records to train and to score on.
-
-    Args:
-      train: To train on.
-      scored: To score on.
-      names: Of a record's arrays, in the order in which the model's loss takes them.
-      batch_size: Records per step, over all processes.
-      tokenizer: Of the pretrained model.
-      source: What `scored` was made of, for scoring.
-    """
+class TaskData(Data):
+    """Records to train and to score on."""
 
     train: Records
     scored: Records
-    names: tuple[str, ...]
     batch_size: int
     tokenizer: Tokenizer
     source: SquadFeatures | Dataset
 
     @property
     def digest(self) -> str:
-        """Tells whether two runs learn from the same records."""
         return self.train.digest + self.scored.digest
 
     @property
     def summary(self) -> str:
-        """How much there is to learn from, in words."""
         return f"{len(self.train):,} training and {len(self.scored):,} validation records"
 
     def save(self, folder: Path) -> None:
-        """Leaves the tokenizer in the run's folder."""
         save_tokenizer(SubwordTokenizer(self.tokenizer), folder)
 
-    def _tuple(self, record: dict[str, np.ndarray]) -> Batch:
-        return tuple(record[name] for name in self.names)
+    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+        """The arrays of a record, in the order in which the model's loss takes them."""
+        source: Any = grain.MapDataset.source(self.train if training else self.scored)
+        return source.map(lambda record: tuple(record.values())), None
 
-    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever; see `recipes.batches.training_batches`."""
-        dataset: Any = grain.MapDataset.source(self.train).map(self._tuple)
-        return training_batches(
-            dataset, seed, self.batch_size, process=process, processes=processes
-        )
-
-    def validation(self, batches: int | None = None) -> Iterator[Batch]:
+    def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, ...]]:
         """Validation batches in order; what is left over after the last whole one is not used."""
         size = min(self.batch_size, len(self.scored))
         whole = itertools.islice(self.scored.batches(size), len(self.scored) // size)
-        return map(self._tuple, itertools.islice(whole, batches))
+        return (tuple(batch.values()) for batch in itertools.islice(whole, batches))
 
 
-def load_task_data(config: FinetuneConfig) -> TaskData:
-    """Reads and tokenizes the files of a task.
-
-    Raises:
-      RecipeError: A file is missing or malformed, holds fewer records than a batch, or sequences
-        are longer than the positions that the model learned; or there is no tokenizer beside it.
-    """
+def load_data(config: FinetuneConfig) -> TaskData:
+    """Reads and tokenizes the files of a task."""
     _, positions = limits_of(config)
     length = config.data.sequence_length
     if length > positions:
@@ -119,5 +92,4 @@ def load_task_data(config: FinetuneConfig) -> TaskData:
             f"data.batch_size: expected at most the {len(train)} records of {data.train}; "
             f"got {data.batch_size}; use more data or a smaller batch"
         )
-    names = (*INPUTS, *LABELS[config.task])
-    return TaskData(train, scored, names, data.batch_size, tokenizer, source)
+    return TaskData(train, scored, data.batch_size, tokenizer, source)

@@ -1,8 +1,11 @@
-"""A BERT's encoder under the head of a task."""
+"""A BERT under the head of a task: that of a run, and that of a Hugging Face folder."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from unitscale import nn, ops
@@ -13,14 +16,7 @@ from ..bert.model import Encoder, Pooler
 
 
 class TaskModel(nnx.Module):
-    """Scores the labels of a text or a pair, or each token as the first and the last of an answer.
-
-    Args:
-      config: The shape of the encoder.
-      classes: Number of labels; None for answers.
-      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
-      rngs: Streams `params` and `dropout`.
-    """
+    """Scores `classes` labels of a text or a pair; for None, each token as an answer's ends."""
 
     def __init__(
         self,
@@ -61,3 +57,28 @@ class TaskModel(nnx.Module):
             return mean_loss(logits, *labels)
         start, end = (mean_loss(logits[..., i], label) for i, label in enumerate(labels))
         return (start + end) / 2
+
+
+class PlainModel(nnx.Module):
+    """A model of `recipes.hf`, in standard parametrization, called as `TaskModel`."""
+
+    def __init__(self, bert: Any):
+        self.bert = bert
+
+    def __call__(
+        self, ids: jax.Array, segments: jax.Array, mask: jax.Array, *, deterministic: bool = True
+    ) -> jax.Array:
+        """Logits (batch, time, 2) or (batch, classes)."""
+        return self.bert(ids, segments, mask, deterministic=deterministic)
+
+    def loss(
+        self,
+        ids: jax.Array,
+        segments: jax.Array,
+        mask: jax.Array,
+        *labels: jax.Array,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Mean cross entropy of a label (batch,), or of two: start and end."""
+        label = labels[0] if len(labels) == 1 else jnp.stack(labels, axis=-1)
+        return self.bert.loss(ids, label, segments, mask, deterministic=deterministic)

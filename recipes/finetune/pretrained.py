@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from tokenizers import Tokenizer, processors
 
@@ -14,7 +15,7 @@ from unitscale import to_array
 from ..bert.config import BertConfig
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..hf import shape_of_bert
+from ..hf import Pretrained, load, shape_of_bert
 from ..run.folder import written_config
 from ..run.state import load_trained
 from ..text import SubwordTokenizer
@@ -25,11 +26,7 @@ TAKEN = "encoder", "pooler"
 
 
 def pretraining_of(init: str) -> BertConfig:
-    """The config of the pretraining run in a folder.
-
-    Raises:
-      RecipeError: No such run, or one of another recipe.
-    """
+    """The config of the pretraining run in a folder."""
     folder = Path(init)
     if not (folder / "config.yaml").exists():
         raise RecipeError(
@@ -44,11 +41,7 @@ def pretraining_of(init: str) -> BertConfig:
 
 
 def limits_of(config: FinetuneConfig) -> tuple[int, int]:
-    """How many ids and positions the pretrained model has.
-
-    Raises:
-      RecipeError: It is neither a run nor a Hugging Face folder.
-    """
+    """How many ids and positions the pretrained model has."""
     if config.plain:
         shape = shape_of_bert(config.init)
         return shape.vocab, shape.context
@@ -57,11 +50,7 @@ def limits_of(config: FinetuneConfig) -> tuple[int, int]:
 
 
 def tokenizer_of(config: FinetuneConfig) -> Tokenizer:
-    """The pretrained model's tokenizer, which lays texts out as [CLS] text [SEP] pair [SEP].
-
-    Raises:
-      RecipeError: There is none, or it does not fit the model.
-    """
+    """The pretrained model's tokenizer, which lays texts out as [CLS] text [SEP] pair [SEP]."""
     vocab, _ = limits_of(config)
     tokenizer = SubwordTokenizer.read(Path(config.init) / TOKENIZER_FILE, key="init")
     if tokenizer.vocab > vocab:
@@ -79,20 +68,16 @@ def tokenizer_of(config: FinetuneConfig) -> Tokenizer:
 
 
 def take_weights(model: nnx.Module, init: str) -> None:
-    """Sets the parameters of a model that a pretraining run has too, by their paths.
-
-    Raises:
-      RecipeError: The run has no checkpoint, or not all parameters of the encoder in these shapes.
-    """
+    """Sets the parameters of a model that a pretraining run has too, by their paths."""
     # Numbers are read from the disk also where a caller asks for shapes alone.
     with jax.ensure_compile_time_eval():
         _, state = load_trained(pretraining_of(init), lambda message: None)
-    found = _parameters(state.params)
-    own = _parameters(nnx.state(model, nnx.Param))
+    found = _values(state.params)
+    own = nnx.state(model, nnx.Param)
     wrong = [
         f"{'.'.join(map(str, path))} {value.shape}, the run has "
         f"{found[path].shape if path in found else 'none'}"
-        for path, value in own.items()
+        for path, value in _values(own).items()
         if path[0] == "encoder" and (path not in found or found[path].shape != value.shape)
     ]
     if wrong:
@@ -100,15 +85,25 @@ def take_weights(model: nnx.Module, init: str) -> None:
             f"init: the weights in {init} do not fit: expected {'; '.join(wrong)}; give the run of "
             "a model of this shape"
         )
-    values = {path: found[path].astype(own[path].dtype) for path in own if path in found}
-    taken = {path: value for path, value in values.items() if path[0] in TAKEN}
-    state = nnx.state(model, nnx.Param)
-    for path, variable in nnx.to_flat_state(state):
-        if path in taken:
-            variable.set_value(taken[path])
-    nnx.update(model, state)
+    for path, variable in nnx.to_flat_state(own):
+        if path in found and path[0] in TAKEN:
+            variable.set_value(found[path].astype(variable.get_value().dtype))
+    nnx.update(model, own)
 
 
-def _parameters(state: Any) -> dict[tuple[Any, ...], jax.Array]:
-    flat = nnx.to_flat_state(state)
-    return {path: to_array(variable.get_value()) for path, variable in flat}
+def _values(state: Any) -> dict[tuple[Any, ...], jax.Array]:
+    return {path: to_array(leaf.get_value()) for path, leaf in nnx.to_flat_state(state)}
+
+
+def read_plain(config: FinetuneConfig, classes: int | None) -> Pretrained:
+    """The folder that a config names, with a new head where it has none of the task."""
+    return load(
+        config.init,
+        "question_answering" if config.task == "squad" else "classification",
+        new_head=True,
+        classes=classes,
+        dropout=config.dropout,
+        param_dtype=jnp.float32,
+        scalify=config.scalify,
+        seed=config.seed,
+    )

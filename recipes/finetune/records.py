@@ -66,12 +66,7 @@ def make_records(encodings: Iterable[Encoding], labels: dict[str, Any]) -> Recor
 
 
 def padding_copy(tokenizer: Tokenizer, length: int) -> Tokenizer:
-    """A tokenizer that pads to `length` tokens, and else encodes as the one given.
-
-    Raises:
-      RecipeError: It puts no special token first, as BERT's does with [CLS], or the second text of
-        a pair not behind the first.
-    """
+    """A tokenizer that pads to `length` tokens, and else encodes as the one given."""
     copy, padding = Tokenizer.from_str(tokenizer.to_str()), tokenizer.padding
     copy.no_padding()
     copy.no_truncation()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import RecipeError
+from ..errors import RecipeError, clipped, json_lines, read_text
 from .config import ClassificationConfig, DataConfig
-from .files import read_utf8, shown
 
 _FORMATS = "tsv", "csv", "jsonl"
 
@@ -69,7 +67,7 @@ def load_classification(data: DataConfig, columns: ClassificationConfig) -> Data
             listed = ", ".join(labels[:10]) + (", ..." if len(labels) > 10 else "")
             raise RecipeError(
                 f"{key}: {paths[key]}:{unknown.line}: expected a label out of {listed}; got "
-                f"{shown(unknown.label)}; correct the row, or list classification.labels"
+                f"{clipped(unknown.label)}; correct the row, or list classification.labels"
             )
     return Dataset(found["data.train"], found["data.validation"], labels)
 
@@ -78,7 +76,7 @@ def _learn(rows: Sequence[Row], path: str) -> list[str]:
     names = {row.label for row in rows}
     if len(names) == 1:
         raise RecipeError(
-            f"data.train: {path}: expected at least two labels; got only {shown(min(names))}; "
+            f"data.train: {path}: expected at least two labels; got only {clipped(min(names))}; "
             "give more rows, or list classification.labels"
         )
     # "01" and "1" would be two labels of one number.
@@ -93,7 +91,7 @@ def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) 
             f"{key}: expected a file that ends in .{', .'.join(_FORMATS)}; got {path}; rename it, "
             "or set data.format"
         )
-    where, raw = f"{key}: {path}", read_utf8(Path(path), key)
+    where, raw = f"{key}: {path}", read_text(Path(path), key)
     found = _jsonl(raw, where) if kind == "jsonl" else _table(raw, where, kind, columns.header)
     for line, fields in found:
         at = f"{where}:{line}"
@@ -105,7 +103,7 @@ def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) 
         if not isinstance(label, str) or not label.strip():
             raise RecipeError(
                 f"{at}: expected a name or a whole number as {columns.label!r}; got "
-                f"{shown(label)}; correct the row"
+                f"{clipped(label)}; correct the row"
             )
         yield Row(text, pair, label.strip(), line)
 
@@ -114,7 +112,7 @@ def _text(fields: dict[Any, Any], column: int | str, where: str) -> str:
     value = _field(fields, column, where)
     if not isinstance(value, str):
         raise RecipeError(
-            f"{where}: expected text as {column!r}; got {shown(value)}; correct the row"
+            f"{where}: expected text as {column!r}; got {clipped(value)}; correct the row"
         )
     return value
 
@@ -165,16 +163,9 @@ def _table(text: str, where: str, kind: str, header: bool) -> Iterator[_Fields]:
 
 
 def _jsonl(text: str, where: str) -> Iterator[_Fields]:
-    for line, row in enumerate(text.split("\n"), 1):
-        if row.strip():
-            try:
-                fields = json.loads(row)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise RecipeError(
-                    f"{where}:{line}: not valid JSON: {error}; correct the line"
-                ) from error
-            if not isinstance(fields, dict):
-                raise RecipeError(
-                    f"{where}:{line}: expected an object; got {shown(fields)}; correct the line"
-                )
-            yield line, fields
+    for line, fields in json_lines(text.split("\n"), f"{where}:"):
+        if not isinstance(fields, dict):
+            raise RecipeError(
+                f"{where}:{line}: expected an object; got {clipped(fields)}; correct the line"
+            )
+        yield line, fields

@@ -11,8 +11,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import RecipeError
-from .files import read_utf8, shown
+from ..errors import RecipeError, clipped, read_text
 
 
 class Answer(NamedTuple):
@@ -65,14 +64,6 @@ class _File(_Strict):
 
 def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
     """Reads and checks every question of a file.
-
-    Args:
-      path: A JSON file of SQuAD's format, v1.1 or v2.0.
-      key: The config key that named it, for messages.
-
-    Returns:
-      The questions in the order of the file.
-
     Raises:
       RecipeError: The file cannot be read, is not JSON (line and column named), lacks a key, has a
         value of another kind, an id twice, no questions, or an answer that is not in its context
@@ -80,11 +71,11 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
     """
     where = f"{key}: {path}"
     try:
-        file = _File.model_validate_json(read_utf8(Path(path), key))
+        file = _File.model_validate_json(read_text(Path(path), key))
     except ValidationError as error:
         wrong = error.errors()[0]
         place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in wrong["loc"])
-        got = "" if wrong["type"] == "json_invalid" else f"; got {shown(wrong['input'])}"
+        got = "" if wrong["type"] == "json_invalid" else f"; got {clipped(wrong['input'])}"
         raise RecipeError(
             f"{where}: {place.removeprefix('.') or 'the file'}: {wrong['msg']}{got}; correct the "
             "file, which is of SQuAD's format"
@@ -122,7 +113,7 @@ def _fault(asked: _Asked, context: str) -> str | None:
             found, at = context[max(start, 0) : max(start, 0) + len(text)], context.find(text)
             stands = "the context does not have it" if at < 0 else f"it stands at {at}"
             return (
-                f"answers[{number}]: expected {shown(text)} at character {start} of the context; "
-                f"got {shown(found)}; {stands}"
+                f"answers[{number}]: expected {clipped(text)} at character {start} of the context; "
+                f"got {clipped(found)}; {stands}"
             )
     return None

@@ -65,10 +65,6 @@ def make_squad_features(
 
     Returns:
       At least one record for each question, in the order of questions and windows.
-
-    Raises:
-      RecipeError: `sequence_length` leaves no room for the context, or the tokenizer puts no
-        special token first.
     """
     tokenizer = padding_copy(tokenizer, sequence_length)
     special = tokenizer.num_special_tokens_to_add(True)
@@ -97,15 +93,10 @@ def make_squad_features(
 
 
 def with_answers(records: Records, others: float, seed: int) -> Records:
-    """The records that hold their answer and some, chosen by the seed, of those that do not.
+    """The records that hold their answer, and for each `others` that do not, by the seed.
 
     Of a long context nearly all windows are without the answer: a model that trains on every one of
     them learns above all to point at [CLS].
-
-    Args:
-      records: As of `make_squad_features`.
-      others: Records without the answer for each record with it; all of them where there are fewer.
-      seed: Chooses them.
     """
     answered = records.arrays["start"] > 0
     held, without = np.flatnonzero(answered), np.flatnonzero(~answered)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import softmax
 
+from ..atomic import write_json
 from .config import SquadConfig
-from .files import write_json
 from .squad_features import SquadFeatures, Window
 
 
@@ -112,14 +112,6 @@ def write_predictions(
 
     The files are those that the published scripts read: `evaluate-v1.1.py` and `evaluate-v2.0.py`
     take `predictions.json`, and the latter `null_odds.json` as its `--na-prob-file`.
-
-    Args:
-      folder: Where to; an earlier file stays whole until the new one is.
-      predictions: By id.
-      threshold: Of the odds of no answer (v2.0); None to answer every question (v1.1).
-
-    Raises:
-      OSError: A file cannot be written.
     """
     texts, nbest = {}, {}
     for name, prediction in predictions.items():

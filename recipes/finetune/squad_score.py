@@ -127,11 +127,7 @@ def score_predictions(
 
 
 def version_of(questions: Sequence[Question], config: SquadConfig) -> str:
-    """The version whose rules score these questions.
-
-    Raises:
-      RecipeError: The config says v1.1, and a question has no answer.
-    """
+    """The version whose rules score these questions."""
     unanswered = next((q.id for q in questions if not q.answers), None)
     if config.version == "v1.1" and unanswered is not None:
         raise RecipeError(

@@ -16,10 +16,9 @@ from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
 from .classification import score_classification, write_labels
 from .config import FinetuneConfig
-from .data import INPUTS, LABELS, TaskData, load_task_data
-from .model import TaskModel
-from .plain import PlainModel, read_plain
-from .pretrained import pretraining_of, take_weights
+from .data import TaskData, load_data as load_data
+from .model import PlainModel, TaskModel
+from .pretrained import pretraining_of, read_plain, take_weights
 from .rows import load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
@@ -54,12 +53,7 @@ def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     size, length = config.data.batch_size, config.data.sequence_length
     tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
     labels = jax.ShapeDtypeStruct((size,), jnp.int32)
-    return (*[tokens] * len(INPUTS), *[labels] * len(LABELS[config.task]))
-
-
-def load_data(config: FinetuneConfig) -> TaskData:
-    """The files of the config, tokenized as the pretraining run was."""
-    return load_task_data(config)
+    return (*[tokens] * 3, *[labels] * (2 if config.task == "squad" else 1))
 
 
 def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
@@ -75,13 +69,9 @@ def scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -
     """Scores by name; SQuAD's as percentages, those of classification as shares of 1.
 
     Leaves `predictions.json` in the folder.
-
-    Raises:
-      OSError: The predictions cannot be written.
-      RecipeError: What the model gives is not finite.
     """
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
-    inputs = (tuple(batch[name] for name in INPUTS) for batch in batches)
+    inputs = (tuple(batch.values())[:3] for batch in batches)  # without labels
     logits = finite(predict(model, inputs, config.scalify)[: len(data.scored)])
     if isinstance(data.source, SquadFeatures):
         questions, squad = data.source.questions, config.squad
@@ -95,11 +85,7 @@ def scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -
 
 
 def finite(logits: np.ndarray) -> np.ndarray:
-    """Scores in float64, in which sums of float32 numbers keep their order.
-
-    Raises:
-      RecipeError: One of them is not a finite number.
-    """
+    """Scores in float64, in which sums of float32 numbers keep their order."""
     scores = np.asarray(logits, np.float64)
     if not np.isfinite(scores).all():
         raise RecipeError(

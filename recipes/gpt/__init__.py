@@ -1,3 +1,3 @@
 """The GPT recipe: a unitscale model and its plain twin, built from the same config."""
 
-from ._build import GPT as GPT, build as build
+from .task import GPT as GPT, build as build

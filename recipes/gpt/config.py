@@ -3,24 +3,15 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ..config import (
-    TOKENIZER_FILE,
-    DataConfig,
-    GPTModelConfig,
-    RunConfig,
-    check_context,
-    check_vocab,
-    with_vocab,
-)
+from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig
 
 
-class GPTConfig(RunConfig):
+class GPTConfig(LanguageConfig):
     """A whole run of a GPT."""
 
     recipe: Literal["gpt"] = Field(default="gpt", description="which recipe this config is of")
-    data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
     model: GPTModelConfig = Field(
         default_factory=GPTModelConfig, description="the shape of the model"
     )
@@ -30,11 +21,7 @@ class GPTConfig(RunConfig):
 
     @classmethod
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """With the shape and the tokenizer of the folder in `init`.
-
-        Raises:
-          RecipeError: It is no folder of GPT-2.
-        """
+        """With the shape and the tokenizer of the folder in `init`."""
         init, data = tree.get("init"), tree.get("data", {})
         if not isinstance(init, str):
             return tree
@@ -55,23 +42,11 @@ class GPTConfig(RunConfig):
         return "token"
 
     @property
-    def context(self) -> int:
-        """The longest sequence that learned positions cover."""
-        return self.model.context or self.data.sequence_length
-
-    @property
     def longest(self) -> int | None:
         return self.context if self.model.positions == "learned" else None
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
-        """Fills in `vocab`, so that a run's config tells its model's shape by itself."""
-        return with_vocab(model, info.data.get("data"))
-
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        check_vocab(self.model.vocab, self.data.tokenizer)
         if self.model.library == "plain" and "fp8" in self.policy:
             raise ValueError(
                 f"policy {self.policy} needs model.library unitscale; got model.library plain; "
@@ -82,6 +57,11 @@ class GPTConfig(RunConfig):
             raise ValueError(
                 "model.products needs model.library plain, scalify null and init null; got "
                 f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
+            )
+        if self.model.library == "plain" and self.model.scan:
+            raise ValueError(
+                "model.scan needs model.library unitscale; got model.library plain; "
+                "set model.scan false"
             )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
@@ -107,5 +87,4 @@ class GPTConfig(RunConfig):
                 "optimizer.weights needs model.library unitscale; got model.library plain; "
                 "set optimizer.weights null (optimizer.moments works with both)"
             )
-        check_context(self.model.context, self.data.sequence_length)
         return self

@@ -22,45 +22,20 @@ def generate(
     key: jax.Array,
     temperature: float = 1.0,
     top_k: int | None = None,
-    max_length: int | None = None,
 ) -> jax.Array:
-    """Continues each prompt of a batch.
+    """Continues each prompt of a batch by some tokens.
 
     Args:
       model: Has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`.
       prompt: int32 (batch, time), time at least 1.
-      tokens: How many to add.
+      tokens: How many to add, at least 1.
       key: PRNG key of the draws.
       temperature: Divides the logits; 0 takes the most likely token.
       top_k: Draws from the k most likely tokens only.
-      max_length: Prompt and new tokens together stop at this length.
 
     Returns:
-      int32 (batch, time + added), added at most `tokens`.
-
-    Raises:
-      ValueError: An empty prompt, one longer than `max_length`, a negative temperature, or a
-        `top_k` below 1.
+      int32 (batch, time + tokens).
     """
-    if prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(
-            "recipes.gpt.generate: prompt must be (batch, time) with time at least 1; "
-            f"got {prompt.shape}; give at least one token"
-        )
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(
-            "recipes.gpt.generate: temperature must be at least 0 and top_k at least 1; "
-            f"got {temperature} and {top_k}; temperature 0 takes the most likely token"
-        )
-    if max_length is not None:
-        if prompt.shape[1] > max_length:
-            raise ValueError(
-                f"recipes.gpt.generate: the prompt has {prompt.shape[1]} tokens, more than "
-                f"max_length {max_length}; shorten the prompt"
-            )
-        tokens = min(tokens, max_length - prompt.shape[1])
-    if tokens < 1:
-        return prompt
     graphdef, state = nnx.split(model)
     new = _continue(graphdef, state, prompt, key, jnp.float32(temperature), tokens, top_k)
     return jnp.concatenate([prompt, new], axis=1)
@@ -141,10 +116,6 @@ class Writer(NamedTuple):
           seed: Decides the draws.
           temperature: As for `generate`.
           top_k: As for `generate`.
-
-        Returns:
-          The prompt and its continuation.
-
         Raises:
           RecipeError: An empty prompt, or a context of one token.
         """
@@ -168,11 +139,10 @@ class Writer(NamedTuple):
             out = generate(
                 self.model,
                 jnp.asarray(visible)[None],
-                tokens=context,  # always a whole window, so that few shapes are compiled
+                tokens=context - visible.size,  # whole windows: few shapes are compiled
                 key=draws,
                 temperature=temperature,
                 top_k=top_k,
-                max_length=context,
             )
             ids = np.concatenate([ids, np.asarray(out)[0, visible.size :]])
             window = max(1, context // 2)

@@ -14,14 +14,7 @@ Cache = tuple[nn.KVCache, ...]
 
 
 class GPT(nnx.Module):
-    """A decoder-only language model.
-
-    Args:
-      config: The shape; `config.context` is the sequence length that attention's factors are made
-        for, and the number of learned positions.
-      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
-      rngs: Streams `params` and `dropout`.
-    """
+    """A decoder-only language model."""
 
     def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
         if config.context is None:
@@ -56,6 +49,7 @@ class GPT(nnx.Module):
             rotary_base=10000.0 if config.positions == "rope" else None,
             use_bias=config.bias,
             dropout_rate=config.dropout,
+            scan=config.scan,
             policy=policy,
             rngs=rngs,
         )
@@ -69,12 +63,6 @@ class GPT(nnx.Module):
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
         """Logits of the next token.
-
-        Args:
-          ids: int32 (batch, time).
-          deterministic: Leaves dropout out.
-          cache: From `init_cache` or an earlier call; `ids` continue the tokens in it.
-
         Returns:
           Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
           cache.

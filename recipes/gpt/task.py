@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from unitscale.nn import convert
+
 from ..errors import RecipeError
-from ..hf import load, save
+from ..hf import load, plain, save
+from ..run.monitor import monitored
+from ..run.recipe import no_scores
 from ..text import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
-from . import _build
-from ._build import GPT
+from . import model
 from .config import GPTConfig
 from .generate import Writer
 
+GPT = model.GPT | plain.GPT
 START = "\n"  # what a sample begins with
+scores = no_scores
 
 
 def build(config: GPTConfig) -> GPT:
-    """The GPT that a config describes, with the weights of `config.init` or drawn ones.
-
-    Raises:
-      RecipeError: `config.init` is no folder of that GPT.
-    """
+    """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
     if config.init is None:
-        return _build.build(config)
+        return _drawn(config)
     pretrained = load(
         config.init,
         "lm",
@@ -46,6 +48,39 @@ def build(config: GPTConfig) -> GPT:
     return cast(GPT, pretrained.model)
 
 
+def _drawn(config: GPTConfig) -> GPT:
+    rngs = nnx.Rngs(config.seed)
+    shape = config.model.model_copy(update={"context": config.context})
+    if config.model.library != "plain":
+        return model.GPT(shape, policy=monitored(config), rngs=rngs)
+    gpt = plain.GPT(shape, dtype=jnp.dtype(config.policy), scalify=config.scalify, rngs=rngs)
+    if config.model.products == "qwix":
+        return _through_qwix(gpt, config.data.sequence_length)
+    if config.model.products is not None:
+        convert(gpt, {"layers.*": config.model.products})
+    return gpt
+
+
+def _through_qwix(gpt: plain.GPT, length: int) -> Any:
+    """The products that `convert` takes, by qwix: E4M3, cotangents E5M2, scales by channel."""
+    try:
+        qwix: Any = importlib.import_module("qwix")  # optional
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            "model.products: expected qwix to be installed; it is not; pip install qwix, or set "
+            "model.products fp8_dynamic"
+        ) from error
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    rule = qwix.QtRule(
+        # The path of a layer with a weight: attention's own products are left alone.
+        module_path=r"layers/\d+/\w+/\w+",
+        weight_qtype=e4m3,
+        act_qtype=e4m3,
+        bwd_qtype=e5m2,
+    )
+    return qwix.quantize_model(gpt, qwix.QtProvider([rule]), jnp.zeros((1, length), jnp.int32))
+
+
 def abstract_batch(config: GPTConfig) -> jax.ShapeDtypeStruct:
     """Windows (batch, length + 1) of ids."""
     shape = (config.data.batch_size, config.data.sequence_length + 1)
@@ -53,11 +88,7 @@ def abstract_batch(config: GPTConfig) -> jax.ShapeDtypeStruct:
 
 
 def load_tokenizer(config: GPTConfig) -> Tokenizer:
-    """The tokenizer of the config.
-
-    Raises:
-      RecipeError: It has more ids than the model.
-    """
+    """The tokenizer of the config."""
     tokenizer = open_tokenizer(config.data)
     require_vocab(tokenizer, config.model.vocab)
     return tokenizer
@@ -66,11 +97,6 @@ def load_tokenizer(config: GPTConfig) -> Tokenizer:
 def load_data(config: GPTConfig) -> Corpus:
     """The text of the config, in windows."""
     return load_corpus(config.data, load_tokenizer(config))
-
-
-def scores(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> dict[str, float]:
-    """None: the loss says it all."""
-    return {}
 
 
 def closing(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:

@@ -76,14 +76,6 @@ class Bert(nnx.Module):
 
     Every head is called with `ids`, int32 (batch, time), and optionally `segments` of the same
     shape (0 by default) and `mask` (0 or False where there is padding).
-
-    Args:
-      config: The shape.
-      dtype: What activations are computed in.
-      param_dtype: What parameters are stored in.
-      scalify: Formats of the encoder's products, where the model runs under scalify; heads are
-        left out.
-      rngs: Streams `params` and `dropout`.
     """
 
     def __init__(

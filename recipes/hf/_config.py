@@ -6,19 +6,19 @@ The defaults are those of `transformers`, which leaves out of the file what is a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..config import Count, Flag, Fraction, GPTModelConfig, Positive, Section, Whole
+from ..config import Count, Flag, Fraction, GPTModelConfig, Positive, Section
 from ..errors import RecipeError
 from ._folder import CONFIG, read_config
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
 
 ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
-    "GPT2LMHeadModel": ("gpt2", "lm"),
     "GPT2Model": ("gpt2", "lm"),
+    "GPT2LMHeadModel": ("gpt2", "lm"),
     "BertModel": ("bert", None),
     "BertForPreTraining": ("bert", "masked_lm"),
     "BertForMaskedLM": ("bert", "masked_lm"),
@@ -27,35 +27,51 @@ ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
 }
 """Model type and task of each architecture; a bare encoder has no task."""
 TASKS: dict[str, dict[Task, str]] = {
-    "gpt2": {"lm": "GPT2LMHeadModel"},
-    "bert": {
-        "masked_lm": "BertForMaskedLM",
-        "question_answering": "BertForQuestionAnswering",
-        "classification": "BertForSequenceClassification",
-    },
+    kind: {task: name for name, (own, task) in ARCHITECTURES.items() if own == kind and task}
+    for kind in ("gpt2", "bert")
 }
-"""The tasks of each model type, and the architecture that stands for each."""
+"""The tasks of each model type, and the architecture that stands for each: the last one."""
 
 
 class BertConfig(Section):
-    """The shape of a BERT."""
+    """The shape of a BERT, read from the keys of its config.json; what else is there is left."""
 
-    vocab: Count = Field(default=30522, description="number of token ids")
-    width: Count = Field(default=768, description="size of the residual stream")
-    layers: Count = Field(default=12, description="number of Transformer layers")
-    heads: Count = Field(default=12, description="number of attention heads")
-    hidden: Count = Field(default=3072, description="hidden size of the MLP")
-    context: Count = Field(default=512, description="number of learned positions")
-    segments: Count = Field(default=2, description="number of segment (token type) ids")
-    norm_eps: Positive = Field(default=1e-12, description="added to the variance")
-    activation: Literal["gelu", "gelu_new", "relu"] = Field(
-        default="gelu", description="of the MLP and of the masked-LM head; gelu is the exact one"
-    )
-    tied_readout: Flag = Field(
-        default=True, description="whether the masked-LM head uses the embedding table"
-    )
-    classes: Count = Field(default=2, description="labels of the classification head")
-    dropout: Fraction = Field(default=0.1, description="share of activations dropped")
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+    model_type: Literal["bert"] = "bert"
+    vocab: Count = Field(30522, alias="vocab_size")
+    width: Count = Field(768, alias="hidden_size")
+    layers: Count = Field(12, alias="num_hidden_layers")
+    heads: Count = Field(12, alias="num_attention_heads")
+    hidden: Count = Field(3072, alias="intermediate_size")
+    context: Count = Field(512, alias="max_position_embeddings")
+    segments: Count = Field(2, alias="type_vocab_size")
+    norm_eps: Positive = Field(1e-12, alias="layer_norm_eps")
+    activation: Literal["gelu", "gelu_new", "relu"] = Field("gelu", alias="hidden_act")
+    dropout: Fraction = Field(0.1, alias="hidden_dropout_prob")
+    tied_readout: Flag = Field(True, alias="tie_word_embeddings")
+    classes: Count = 2
+    # Variants that the model does not have.
+    position_embedding_type: Literal["absolute"] = "absolute"
+    is_decoder: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_classes(cls, file: dict[str, Any]) -> dict[str, Any]:
+        """A file names its labels, or says how many there are."""
+        labels = file.get("id2label")
+        count = len(labels) if isinstance(labels, dict) else file.get("num_labels")
+        return {"classes": count, **file} if count else file
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(
+                "num_attention_heads that divide hidden_size; got "
+                f"{self.heads} and {self.width}; correct the file"
+            )
+        return self
 
 
 class _Gpt2File(BaseModel):
@@ -74,32 +90,8 @@ class _Gpt2File(BaseModel):
     tie_word_embeddings: Flag = True
 
 
-class _BertFile(BaseModel):
-    model_type: Literal["bert"]
-    vocab_size: Count = 30522
-    hidden_size: Count = 768
-    num_hidden_layers: Count = 12
-    num_attention_heads: Count = 12
-    intermediate_size: Count = 3072
-    hidden_act: Literal["gelu", "gelu_new", "relu"] = "gelu"
-    hidden_dropout_prob: Fraction = 0.1
-    max_position_embeddings: Count = 512
-    type_vocab_size: Count = 2
-    layer_norm_eps: Positive = 1e-12
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-    tie_word_embeddings: Flag = True
-    id2label: dict[str, str] | None = None
-    num_labels: Whole | None = None
-
-
 def model_type(config: dict[str, Any], path: Path) -> str:
-    """The model type of a config.json.
-
-    Raises:
-      RecipeError: It is none of `TASKS`.
-    """
+    """The model type of a config.json."""
     kind = config.get("model_type")
     if kind not in TASKS:
         raise RecipeError(
@@ -110,11 +102,7 @@ def model_type(config: dict[str, Any], path: Path) -> str:
 
 
 def task_of(config: dict[str, Any], wanted: Task | None, path: Path) -> Task:
-    """The task asked for, or else that of the architecture in a config.json.
-
-    Raises:
-      RecipeError: The architecture is not supported, has no task, or not the one asked for.
-    """
+    """The task asked for, or else that of the architecture in a config.json."""
     kind = model_type(config, path)
     if wanted is not None and wanted not in TASKS[kind]:
         raise RecipeError(
@@ -141,11 +129,7 @@ def task_of(config: dict[str, Any], wanted: Task | None, path: Path) -> Task:
 
 
 def gpt2_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
-    """The GPT that a GPT-2's config.json describes.
-
-    Raises:
-      RecipeError: A value is missing, wrong, or of a variant that is not supported.
-    """
+    """The GPT that a GPT-2's config.json describes."""
     file = _validated(_Gpt2File, config, path)
     shape = {
         "library": "plain",
@@ -165,15 +149,7 @@ def gpt2_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
 
 
 def with_shape(folder: str, given: Any) -> Any:
-    """The `model` section of a config whose parameters come from a folder of GPT-2.
-
-    Args:
-      folder: Has config.json.
-      given: What the config has for the section: dropout, or keys that agree with the folder.
-
-    Raises:
-      RecipeError: The folder is no GPT-2's, or a key does not agree with it.
-    """
+    """The `model` section of a config whose parameters come from a folder of GPT-2."""
     shape = gpt2_shape(read_config(Path(folder)), Path(folder)).model_dump()
     given = {} if given is None else given
     if not isinstance(given, dict):
@@ -188,39 +164,12 @@ def with_shape(folder: str, given: Any) -> Any:
 
 
 def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
-    """The BERT that a config.json describes.
-
-    Raises:
-      RecipeError: A value is missing, wrong, or of a variant that is not supported.
-    """
-    file = _validated(_BertFile, config, path)
-    if file.hidden_size % file.num_attention_heads:
-        raise RecipeError(
-            f"{path / CONFIG}: expected num_attention_heads that divide hidden_size; got "
-            f"{file.num_attention_heads} and {file.hidden_size}; correct the file"
-        )
-    return BertConfig(
-        vocab=file.vocab_size,
-        width=file.hidden_size,
-        layers=file.num_hidden_layers,
-        heads=file.num_attention_heads,
-        hidden=file.intermediate_size,
-        context=file.max_position_embeddings,
-        segments=file.type_vocab_size,
-        norm_eps=file.layer_norm_eps,
-        activation=file.hidden_act,
-        tied_readout=file.tie_word_embeddings,
-        classes=len(file.id2label or ()) or file.num_labels or 2,
-        dropout=file.hidden_dropout_prob,
-    )
+    """The BERT that a config.json describes."""
+    return _validated(BertConfig, config, path)
 
 
 def shape_of_bert(folder: str) -> BertConfig:
-    """The shape of the BERT in a folder, from its config.json alone.
-
-    Raises:
-      RecipeError: As `bert_shape`, or there is no such file.
-    """
+    """The shape of the BERT in a folder, from its config.json alone."""
     return bert_shape(read_config(Path(folder)), Path(folder))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RecipeError
+from ..errors import RecipeError, read_text, refused
 from ._tensors import read_tensors, write_tensors
 
 CONFIG = "config.json"
@@ -51,11 +51,7 @@ class Folder:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json of a folder holds.
-
-    Raises:
-      RecipeError: There is no such folder or file, or it is not a JSON object.
-    """
+    """What config.json of a folder holds."""
     if not path.is_dir():
         raise RecipeError(
             f"{path}: expected a folder of a Hugging Face model; got "
@@ -65,14 +61,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_folder(path: str | Path) -> Folder:
-    """Reads a folder whole.
-
-    Args:
-      path: A folder with config.json and model.safetensors, or with shards and their index.
-
-    Raises:
-      RecipeError: A file is missing or damaged, or the weights are pickle files.
-    """
+    """Reads a folder whole."""
     path = Path(path)
     config = read_config(path)
     headers, tensors = {}, {}
@@ -94,21 +83,13 @@ def read_folder(path: str | Path) -> Folder:
 
 
 def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes the files of a folder, with other numbers for its tensors.
-
-    Raises:
-      RecipeError: A file cannot be written.
-    """
-    try:
+    """Writes the files of a folder, with other numbers for its tensors."""
+    with refused(f"cannot write {path}", "give a folder that can be written"):
         path.mkdir(parents=True, exist_ok=True)
         for name, header in folder.headers.items():
             write_tensors(path / name, header, tensors)
         for name, content in folder.texts.items():
             (path / name).write_bytes(content)
-    except OSError as error:
-        raise RecipeError(
-            f"cannot write {path}: {error.strerror}; give a folder that can be written"
-        ) from error
 
 
 def _tensor_files(path: Path) -> dict[str, set[str] | None]:
@@ -149,11 +130,7 @@ def _shards(path: Path) -> dict[str, set[str] | None]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise RecipeError(
-            f"{file}: expected a JSON file; got {error.strerror}; copy the whole folder"
-        ) from error
+        content = json.loads(read_text(file, "folder", "copy the whole folder"))
     except ValueError as error:
         raise RecipeError(f"{file}: expected JSON; got {error}; copy the file again") from error
     if not isinstance(content, dict):

@@ -85,8 +85,13 @@ def load(
     """
     source = read_folder(folder)
     kind, task = model_type(source.config, source.path), task_of(source.config, task, source.path)
-    config = _shape(kind, source, dropout, classes if new_head else None)
-    model = _build(config, task, dtype, param_dtype, scalify, seed)
+    own = {"dropout": dropout, "classes": classes if new_head else None}
+    read = {"gpt2": gpt2_shape, "bert": bert_shape}[kind](source.config, source.path)
+    config = read.model_copy(update={key: x for key, x in own.items() if x is not None})
+    build: Any = GPT if kind == "gpt2" else BERTS[task]
+    kept = jnp.float32 if param_dtype is None else param_dtype
+    rngs = nnx.Rngs(params=seed, dropout=seed)
+    model = build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
     table = _table(config, task)
     drawn, unused = _matched(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
@@ -114,8 +119,7 @@ def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None
     """
     source, kind = pretrained.source, model_type(pretrained.source.config, pretrained.source.path)
     table = _table(pretrained.config, pretrained.task)
-    flat = nnx.to_flat_state(pretrained.params if params is None else params)
-    values = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    values = values_by_path(pretrained.params if params is None else params)
     if pretrained.drawn:
         source = _with_new_head(pretrained, table, kind)
     tensors = {}
@@ -131,31 +135,6 @@ def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None
                 "save an earlier state, or train in a wider type"
             )
     write_folder(Path(folder), source, tensors)
-
-
-def _shape(
-    kind: str, source: Folder, dropout: float | None, classes: int | None
-) -> GPTModelConfig | BertConfig:
-    read = {"gpt2": gpt2_shape, "bert": bert_shape}[kind]
-    shape = read(source.config, source.path)
-    changes: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
-    if classes is not None:
-        changes["classes"] = classes
-    return shape.model_copy(update=changes)
-
-
-def _build(
-    config: GPTModelConfig | BertConfig,
-    task: Task,
-    dtype: Any,
-    param_dtype: Any,
-    scalify,
-    seed: int,
-) -> GPT | Bert:
-    build: Any = GPT if isinstance(config, GPTModelConfig) else BERTS[task]
-    kept = jnp.float32 if param_dtype is None else param_dtype
-    rngs = nnx.Rngs(params=seed, dropout=seed)
-    return build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
 
 
 def _table(config: GPTModelConfig | BertConfig, task: Task) -> Table:
@@ -194,6 +173,11 @@ def _matched(
     return tuple(missing), tuple(sorted(unused))
 
 
+def values_by_path(state: Any) -> dict[str, Any]:
+    """What the variables of a state hold, by dotted path."""
+    return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
+
+
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}"
@@ -217,7 +201,13 @@ def _fill(model: nnx.Module, table: Table, kind: str, source: Folder, param_dtyp
             )
         for path, piece in entry.unpack(array).items():
             if path in filled:
-                _check_tied(source, filled[path], name)
+                first = filled[path]
+                if source.tensors[first].tobytes() != array.tobytes():
+                    raise RecipeError(
+                        f"{source.path}: expected {first} and {name} to be equal, as they are "
+                        f"tied; got different numbers; set tie_word_embeddings false in {CONFIG} "
+                        "if they are not"
+                    )
                 continue
             filled[path] = name
             value = np.ascontiguousarray(piece)
@@ -227,14 +217,6 @@ def _fill(model: nnx.Module, table: Table, kind: str, source: Folder, param_dtyp
         for path in variables.keys() - filled.keys():
             value = variables[path].get_value()
             variables[path].set_value(value.astype(source.tensors[kept].dtype))
-
-
-def _check_tied(source: Folder, first: str, second: str) -> None:
-    if source.tensors[first].tobytes() != source.tensors[second].tobytes():
-        raise RecipeError(
-            f"{source.path}: expected {first} and {second} to be equal, as they are tied; got "
-            f"different numbers; set tie_word_embeddings false in {CONFIG} if they are not"
-        )
 
 
 def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
@@ -247,9 +229,8 @@ def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
     }
     dtype = next(iter(kept.values())).dtype
     tensors = {full_name(name, kind): array for name, array in kept.items()}
-    flat = nnx.to_flat_state(pretrained.params)
-    drawn = {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
-    tensors |= {name: table[name].pack(drawn).astype(dtype) for name in pretrained.drawn}
+    drawn = values_by_path(pretrained.params)
+    tensors |= {name: np.asarray(table[name].pack(drawn), dtype) for name in pretrained.drawn}
     config = source.config | {"architectures": [TASKS[kind][pretrained.task]]}
     if isinstance(pretrained.config, BertConfig) and pretrained.task == "classification":
         labels = [f"LABEL_{index}" for index in range(pretrained.config.classes)]

@@ -28,9 +28,6 @@ def split(tree: Any, dtype: Any = None) -> Any:
       tree: Arrays, such as the `nnx.State` of a model; other leaves are kept.
       dtype: Rounds the data to this format, saturating. None keeps the type of each array, so
         that `join` gives back every bit.
-
-    Returns:
-      The tree, with scales that are float32 arrays.
     """
     return jax.tree.map(lambda leaf: _split(leaf, dtype), tree, is_leaf=is_scaled)
 

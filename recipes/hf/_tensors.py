@@ -30,14 +30,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def read_tensors(path: Path) -> tuple[bytes, dict[str, np.ndarray]]:
-    """The header and the tensors of a file.
-
-    Args:
-      path: A safetensors file.
-
-    Raises:
-      RecipeError: The file cannot be read, is damaged, or has a type that is not known here.
-    """
+    """The header and the tensors of a file."""
     try:
         raw = path.read_bytes()
         entries = safetensors.deserialize(raw)
@@ -59,11 +52,7 @@ def read_tensors(path: Path) -> tuple[bytes, dict[str, np.ndarray]]:
 
 
 def write_tensors(path: Path, header: bytes, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file with the header given; every tensor has the type and shape stated there.
-
-    Raises:
-      OSError: The file cannot be written; an older one of this name stays whole.
-    """
+    """Writes a file with the header given; every tensor has the type and shape stated there."""
     entries = {name: e for name, e in json.loads(header).items() if name != "__metadata__"}
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:

@@ -35,11 +35,11 @@ def make_product(
 
     def narrowed(x, kernel, *args, **options):
         if scalify.products:
-            x = transforms.cast(x, scalify.products)
-            kernel = transforms.cast(kernel, scalify.products)
+            x = transforms.cast_data(x, scalify.products)
+            kernel = transforms.cast_data(kernel, scalify.products)
         y = product(x, kernel, *args, **options)
         if scalify.gradients:
-            y = transforms.cast(y, scalify.gradients, on="backward")
+            y = transforms.cast_data(y, scalify.gradients, on="backward")
         return y
 
     return narrowed

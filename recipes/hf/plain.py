@@ -108,16 +108,7 @@ class Layer(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A decoder-only language model.
-
-    Args:
-      config: The shape; `config.context` is needed with learned positions.
-      dtype: What activations are computed in.
-      param_dtype: What parameters are stored in.
-      scalify: Formats of the products of linear layers, where the model runs under scalify; the
-        readout is left out.
-      rngs: Streams `params` and `dropout`.
-    """
+    """A decoder-only language model."""
 
     def __init__(
         self,
@@ -148,12 +139,6 @@ class GPT(nnx.Module):
 
     def __call__(self, ids, *, deterministic=True, cache: KVCache | None = None):
         """Logits of the next token.
-
-        Args:
-          ids: int32 (batch, time).
-          deterministic: Leaves dropout out.
-          cache: From `init_cache` or an earlier call; `ids` continue the tokens in it.
-
         Returns:
           Logits (batch, time, vocab), with `cache` the pair of logits and the new cache.
         """

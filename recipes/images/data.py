@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from ..batches import Batches, training_batches, validation_batches
-from ..errors import RecipeError
+from ..batches import Data, Draw
+from ..errors import RecipeError, refused
 from .config import ImageDataConfig
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -37,7 +37,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ImageData:
+class ImageData(Data):
     """Both splits, the number of classes, and the pixels' mean and standard deviation."""
 
     train: Split
@@ -54,7 +54,6 @@ class ImageData:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells whether two data sets have the same pixels and labels."""
         found = hashlib.sha256()
         for array in (*self.train, *self.test):
             found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
@@ -62,31 +61,18 @@ class ImageData:
 
     @property
     def summary(self) -> str:
-        """How much there is to learn from, in words."""
         counts = f"{len(self.train.labels):,} training and {len(self.test.labels):,} test images"
         return f"{counts}, {self.classes} classes"
-
-    def save(self, folder: Path) -> None:
-        """Leaves nothing: the config names the files."""
 
     def standardized(self, images: np.ndarray) -> np.ndarray:
         """Images in float32, of mean 0 and deviation 1 over the training images."""
         return (images.astype(np.float32) - self.mean) / self.deviation
 
-    def _examples(self, split: Split) -> Any:
-        """A split as pairs of a standardized image and its label."""
-        images, labels = split
+    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+        """Pairs of a standardized image and its label."""
+        images, labels = self.train if training else self.test
         numbers = grain.MapDataset.source(range(len(labels)))
-        return numbers.map(lambda index: (self.standardized(images[index]), labels[index]))
-
-    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches of images and labels for ever, reshuffled every epoch."""
-        source = self._examples(self.train)
-        return training_batches(source, seed, self.batch_size, process=process, processes=processes)
-
-    def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Batches of the test images, the same ones each time; all whole ones for None."""
-        return validation_batches(self._examples(self.test), self.batch_size, batches)
+        return numbers.map(lambda index: (self.standardized(images[index]), labels[index])), None
 
     def test_images(self) -> Iterator[tuple[np.ndarray]]:
         """All test images in order, in batches of one size; the last is filled up with zeros."""
@@ -98,11 +84,7 @@ class ImageData:
 
 
 def load_images(config: ImageDataConfig) -> ImageData:
-    """The data set of a config, whose files are read once for as long as they are the same.
-
-    Raises:
-      RecipeError: A file is missing, damaged or of another kind, or the files disagree.
-    """
+    """The data set of a config, whose files are read once for as long as they are the same."""
     train = _load_split(*_stamped(config.train_images, config.train_labels), "train")
     test = _load_split(*_stamped(config.test_images, config.test_labels), "test")
     if train.images.shape[1:] != test.images.shape[1:]:
@@ -169,15 +151,7 @@ def _kind(array: np.ndarray) -> str:
 
 
 def read_idx(path: Path, key: str) -> np.ndarray:
-    """Reads one idx file of any element type and number of axes.
-
-    Args:
-      path: The file, as it is or compressed with gzip, whatever its name.
-      key: The config key that named it, for messages.
-
-    Raises:
-      RecipeError: It cannot be read, is not an idx file, or its size is not what its header says.
-    """
+    """Reads one idx file of any element type and number of axes."""
     content = _read_bytes(path, key)
     magic = content[:4]
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES:
@@ -207,16 +181,8 @@ def read_idx(path: Path, key: str) -> np.ndarray:
 
 def _read_bytes(path: Path, key: str) -> bytes:
     try:
-        content = path.read_bytes()
+        with refused(f"{key}: {path} cannot be read", "name an idx file, or a .gz of one"):
+            content = path.read_bytes()
         return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
-    except FileNotFoundError:
-        raise RecipeError(
-            f"{key}: {path} does not exist; give the path of an idx file, as it is or compressed "
-            "with gzip"
-        ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecipeError(f"{key}: {path} is damaged: {error}; fetch the file again") from error
-    except OSError as error:
-        raise RecipeError(
-            f"{key}: {path} cannot be read: {error.strerror}; give the path of a readable file"
-        ) from error

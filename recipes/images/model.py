@@ -50,14 +50,7 @@ class _Classifier(nnx.Module):
 
 
 class MLP(_Classifier):
-    """Dense layers with relu between them.
-
-    Args:
-      shape: `hidden` and `layers`.
-      image: Height and width.
-      classes: Number of classes.
-      make: Makes the layers.
-    """
+    """Dense layers with relu between them."""
 
     def __init__(self, shape: ImageModelConfig, image: tuple[int, int], classes: int, make: Layers):
         sizes = [math.prod(image), *[shape.hidden] * shape.layers, classes]
@@ -73,14 +66,7 @@ class MLP(_Classifier):
 
 
 class CNN(_Classifier):
-    """Two convolutions that each halve the image, a hidden dense layer, and the readout.
-
-    Args:
-      shape: `hidden` and `channels`.
-      image: Height and width.
-      classes: Number of classes.
-      make: Makes the layers.
-    """
+    """Two convolutions that each halve the image, a hidden dense layer, and the readout."""
 
     def __init__(self, shape: ImageModelConfig, image: tuple[int, int], classes: int, make: Layers):
         channels = 1, shape.channels, 2 * shape.channels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,20 +11,18 @@ from flax import nnx
 
 from ..run.evaluate import predict
 from ..run.monitor import monitored
+from ..run.recipe import no_closing
 from .config import ImagesConfig
 from .data import ImageData, load_images
 from .model import CNN, MLP, make_layers
 from .vit import ViT
 
 Model = MLP | CNN | ViT
+closing = no_closing
 
 
 def build(config: ImagesConfig) -> Model:
-    """The model of a config, for images and classes as its files have them.
-
-    Raises:
-      RecipeError: The files are unusable, or the model does not fit their images.
-    """
+    """The model of a config, for images and classes as its files have them."""
     shape, rngs, data = config.model, nnx.Rngs(config.seed), load_images(config.data)
     if shape.kind == "vit":
         return ViT(shape, data.image, data.classes, policy=monitored(config), rngs=rngs)
@@ -52,8 +49,3 @@ def scores(config: ImagesConfig, data: ImageData, model: Model, folder: Path) ->
     labels = data.test.labels
     logits = predict(model, data.test_images(), config.scalify)[: len(labels)]
     return {"accuracy": float(np.mean(logits.argmax(-1) == labels))}
-
-
-def closing(config: ImagesConfig, data: ImageData, model: Model, folder: Path) -> Iterator[str]:
-    """Nothing: the scores say it all."""
-    return iter(())

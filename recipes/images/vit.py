@@ -14,18 +14,7 @@ from .config import ImageModelConfig
 
 
 class ViT(nnx.Module):
-    """Patches as tokens, a Transformer over them, and a readout of their mean.
-
-    Args:
-      shape: `patch`, `width`, `heads`, `layers` and `hidden`.
-      image: Height and width.
-      classes: Number of classes.
-      policy: Formats, a `unitscale.nn.Policy` or the name of a preset.
-      rngs: The stream `params`.
-
-    Raises:
-      RecipeError: Patches do not cover the image.
-    """
+    """Patches as tokens, a Transformer over them, and a readout of their mean."""
 
     def __init__(
         self,

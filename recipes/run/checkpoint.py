@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from ..errors import RecipeError
+from ..errors import RecipeError, refused
 from .checksums import checksums, crc32s, text_checksum
 from .processes import all_texts, is_first, is_lost
 
@@ -61,15 +61,11 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
         )
-        try:
+        todo = "free space or change permissions"
+        with refused(f"train.runs_dir: cannot use {self._folder}", todo):
             if not self._read_only:
                 self._folder.mkdir(parents=True, exist_ok=True)
             return ocp.CheckpointManager(self._folder, options=options)
-        except OSError as error:
-            raise RecipeError(
-                f"train.runs_dir: cannot use {self._folder}: {error.strerror or error}; free space "
-                "or change permissions"
-            ) from error
 
     @property
     def newest(self) -> int | None:

@@ -1,7 +1,8 @@
 """A run continued in other number formats: its state from those it was saved in.
 
 What a step changes has another shape in other formats: a weight is an array or a ScaledArray, a
-moment has its own format, delayed scales are there or not. Values are carried over, rounded once.
+moment has its own format, delayed scales are there or not, layers are stacked or one by one. Values
+are carried over, rounded once.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ FORMAT_KEYS = (
     "policy",
     "scalify",
     "mesh.gradients",
+    "model.scan",
     *(f"optimizer.{name}" for name in _OPTIMIZER),
 )
 """The keys of a config that may change, on request, when a run is resumed."""
+
+
+def is_same(facts: dict[str, Any], config: RunConfig) -> bool:
+    """Whether a checkpoint with these facts was saved in the formats of a config."""
+    own = formats(config)
+    return {"scan": False} | facts.get("formats", own) == own  # older ones have no scan, or none
 
 
 def formats(config: RunConfig) -> dict[str, Any]:
@@ -35,14 +43,22 @@ def formats(config: RunConfig) -> dict[str, Any]:
         "policy": tree["policy"],
         "scalify": tree["scalify"],
         "gradients": None if config.mesh is None else config.mesh.gradients,
+        "scan": _shape(tree).get("scan", False),
         "optimizer": {name: tree["optimizer"][name] for name in _OPTIMIZER},
     }
+
+
+def _shape(tree: dict[str, Any]) -> dict[str, Any]:
+    """The section of the model; what starts from a pretrained one has none, or null."""
+    return tree.get("model") or {}
 
 
 def with_formats(config: RunConfig, saved: dict[str, Any]) -> RunConfig:
     """The config as it was when a state was saved."""
     tree = config.model_dump(mode="json") | {name: saved[name] for name in ("policy", "scalify")}
     tree["optimizer"] |= saved["optimizer"]
+    if "scan" in _shape(tree):
+        tree["model"]["scan"] = saved.get("scan", False)
     if tree["mesh"] or saved["gradients"]:
         # Devices that shared gradients divided the batch alone; a mesh of one can be that of any.
         tree["mesh"] = {"gradients": saved["gradients"]}
@@ -56,15 +72,7 @@ def convert(
     optimizer: Any,
     like: Any,
 ) -> Any:
-    """The state of a run in the formats of its config.
-
-    Args:
-      state: A `TrainState`, as it was saved.
-      written: The config it was saved under; only its formats may differ.
-      config: The config to go on with.
-      optimizer: Of that config.
-      like: The `TrainState` before the first step under that config.
-    """
+    """The state of a run in the formats of its config."""
     source, target = plain(written.scalify, state), plain(config.scalify, like)
     params = to_array(source.params, jnp.float32)
     if isinstance(optimizer, ScaledTransformation):
@@ -87,3 +95,37 @@ def _carried(source: Any, target: Any) -> Any:
     """The target, with every entry that the source has too taken from there."""
     known = dict(jax.tree_util.tree_leaves_with_path(source))
     return jax.tree_util.tree_map_with_path(lambda path, leaf: known.get(path, leaf), target)
+
+
+def between(written: RunConfig) -> tuple[RunConfig, RunConfig]:
+    """Configs that lead from layers one by one to stacked ones, or back, in plain float32 arrays.
+
+    In other formats a stack has scales per layer where a layer has one.
+    """
+    own = formats(written)
+    narrow = own["optimizer"] | {"weights": None, "moments": None}
+    wide = own | {"scalify": None, "optimizer": narrow}
+    return with_formats(written, wide), with_formats(written, wide | {"scan": not own["scan"]})
+
+
+def restacked(source: Any, like: Any) -> Any:
+    """Arrays of layers one by one as those of a stack, or the other way, wherever trees have them.
+
+    What lies below ``layers`` has the number of the layer as its next key, or it is stacked.
+    """
+    known = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(source)}
+
+    def leaf_at(path: Any, leaf: Any) -> Any:
+        keys = _keys(path)
+        if keys in known:
+            return known[keys]
+        head, tail = keys[: keys.index("layers") + 1], keys[keys.index("layers") + 1 :]
+        if tail[0].isdecimal():
+            return known[head + tail[1:]][int(tail[0])]
+        return jnp.stack([known[(*head, str(i), *tail)] for i in range(leaf.shape[0])])
+
+    return jax.tree_util.tree_map_with_path(leaf_at, like)
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,9 +14,9 @@ from flax import nnx
 
 from unitscale import to_array
 
-from ..atomic import write_whole
+from ..atomic import write_json
 from ..config import RunConfig, ScalifyConfig
-from .batch import loss_inputs
+from .batch import make_loss
 from .scaling import fed, plain, scaled, under
 
 SCORES = "scores.json"
@@ -30,9 +29,7 @@ def make_evaluation(
 ) -> Callable[..., jax.Array]:
     """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
 
-    def loss(params, rest, batch):
-        model = nnx.merge(graphdef, params, rest)
-        return model.loss(*loss_inputs(batch), deterministic=True)
+    loss = make_loss(graphdef)
 
     @jax.jit
     def evaluate(params, rest, batch):
@@ -50,13 +47,7 @@ def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterabl
 def predict(
     model: nnx.Module, batches: Iterable[tuple[Any, ...]], scalify: ScalifyConfig | None = None
 ) -> np.ndarray:
-    """Float32 outputs of a model for the inputs of all batches, one after another, dropout off.
-
-    Args:
-      model: Called as `model(*inputs, deterministic=True)`.
-      batches: Inputs, in batches of one size.
-      scalify: Formats to run it in, or None.
-    """
+    """Float32 outputs of a model for the inputs of all batches, one after another, dropout off."""
     graphdef, state = nnx.split(model)
     state = scaled(scalify, state)
 
@@ -73,7 +64,7 @@ def predict(
 def save_scores(folder: Path, scores: dict[str, float]) -> dict[str, float]:
     """Leaves scores, if there are any, in `SCORES` of a run's folder; returns them."""
     if scores:
-        write_whole(folder / SCORES, json.dumps(scores, indent=1) + "\n")
+        write_json(folder / SCORES, scores)
     return scores
 
 

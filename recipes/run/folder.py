@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ..atomic import write_whole
 from ..config import RunConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, refused
 from .convert import FORMAT_KEYS
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -22,41 +22,22 @@ _FREE = ("sweep.", "train.runs_dir", "data.cache_dir", "mesh.data", "mesh.fsdp",
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
-    """Makes the folder of a run, or opens the one that an earlier start of the same run made.
-
-    Args:
-      config: Its `name` and `train.runs_dir` say where; it is written there as `config.yaml`.
-      fresh: Moves an existing folder aside, to `<name>.old-1` and so on.
-      convert: Lets the number formats of the run change.
-
-    Returns:
-      The folder.
-
-    Raises:
-      RecipeError: The folder belongs to another config, is no run, or cannot be written.
-    """
+    """Makes the folder of a run, or opens the one that an earlier start of the same run made."""
     folder = run_folder(config)
-    try:
+    what = f"train.runs_dir: cannot write the run folder {folder}"
+    todo = "free space, change its permissions, or set train.runs_dir to another folder"
+    with refused(what, todo):
         if fresh and folder.exists():
             folder.rename(_free_name(folder))
         if folder.exists():
             _check_same(config, folder, free=FORMAT_KEYS if convert else ())
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "config.yaml", dump_config(config))
-    except OSError as error:
-        raise RecipeError(
-            f"train.runs_dir: cannot write the run folder {folder}: {error.strerror}; "
-            "free space, change its permissions, or set train.runs_dir to another folder"
-        ) from error
     return folder
 
 
 def existing_run(config: RunConfig) -> Path:
-    """The folder of a run that has been trained, for evaluation and generation.
-
-    Raises:
-      RecipeError: There is none, or its model is not the one of this config.
-    """
+    """The folder of a run that has been trained, for evaluation and generation."""
     folder = run_folder(config)
     if not (folder / "config.yaml").exists():
         raise RecipeError(
@@ -68,11 +49,7 @@ def existing_run(config: RunConfig) -> Path:
 
 
 def written_config(folder: Path, kind: type[Config]) -> Config:
-    """The config of the run in a folder.
-
-    Raises:
-      RecipeError: There is none, or one of another recipe or version.
-    """
+    """The config of the run in a folder."""
     path = folder / "config.yaml"
     try:
         return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -22,15 +22,7 @@ _Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 
 
 class Metrics:
-    """Appends to `metrics.jsonl` and to a new event file in `tensorboard/`.
-
-    Args:
-      folder: The run's folder.
-      resume_step: Steps after this one are dropped, because they are about to be computed again.
-
-    Raises:
-      OSError: The folder cannot be written.
-    """
+    """Appends to `metrics.jsonl` and to a new event file in `tensorboard/`."""
 
     def __init__(self, folder: Path, *, resume_step: int = 0):
         path = folder / "metrics.jsonl"

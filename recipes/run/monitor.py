@@ -10,7 +10,8 @@ import jax
 from flax import nnx
 
 from unitscale import nn
-from unitscale.quant import AmaxState, Overflow, OverflowMonitor, Static, Unit
+from unitscale.nn import AmaxState, Overflow, OverflowMonitor
+from unitscale.quant import Static, Unit
 
 from ..config import RunConfig
 from .state import TrainState
@@ -36,13 +37,6 @@ def watch_overflow(
     config: RunConfig, graphdef: nnx.GraphDef, state: TrainState, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, float]]:
     """Reads what saturated in the last step, and moves scales if the config asks for it.
-
-    Args:
-      config: The run; without a monitor nothing is read.
-      graphdef: Of the model.
-      state: After the step.
-      say: Called with a line for each scale that was moved.
-
     Returns:
       The state, with the moved scales, and the shares of saturated elements by tensor, named
       `saturated/LAYER.TENSOR`.

@@ -15,12 +15,7 @@ from ..errors import RecipeError
 
 
 def open_mesh(config: RunConfig) -> Mesh | None:
-    """The mesh that a config asks for, over all devices; None for one device.
-
-    Raises:
-      RecipeError: The numbers do not multiply to that of the devices, or the exchange of gradients
-        does not fit the rest.
-    """
+    """The mesh that a config asks for, over all devices; None for one device."""
     if config.mesh is None:
         if jax.process_count() > 1:
             raise RecipeError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -14,14 +13,9 @@ from .probe import Reading
 
 
 def plot_loss(folder: Path, *, per: str) -> Path:
-    """Draws `loss.png` from `metrics.jsonl`: training and validation loss by step.
-
-    Args:
-      folder: The run's folder.
-      per: What the losses are means over.
-    """
+    """Draws `loss.png` from `metrics.jsonl`: training and validation loss by step."""
     rows = read_metrics(folder / "metrics.jsonl")
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=120)
     axes = figure.subplots()
     for name, style in (("loss", "-"), ("validation_loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
@@ -31,16 +25,12 @@ def plot_loss(folder: Path, *, per: str) -> Path:
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()
-    return _save(figure, folder / "loss.png")
+    figure.savefig(path := folder / "loss.png")
+    return path
 
 
 def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
-    """Draws `rms.png`: RMS of each layer's output, of the gradient there, and of weight gradients.
-
-    Args:
-      folder: The run's folder.
-      readings: Probes by label, such as `at initialisation` and `after 1000 steps`.
-    """
+    """Draws `rms.png`: RMS of layers' outputs, of gradients there, and of weight gradients."""
     first = next(iter(readings.values()))
     kinds = {
         "activations": "output of each layer",
@@ -48,7 +38,7 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
         "weights": "gradient of each parameter",
     }
     height = 1.5 + 0.16 * max(len(getattr(first, kind)) for kind in kinds)
-    figure = Figure(figsize=(16, max(4.0, height)), layout="constrained")
+    figure = Figure(figsize=(16, max(4.0, height)), layout="constrained", dpi=120)
     for axes, (kind, title) in zip(figure.subplots(1, 3), kinds.items(), strict=True):
         names = list(getattr(first, kind))
         for (label, reading), marker in zip(readings.items(), "oxs^", strict=False):
@@ -63,11 +53,5 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(folder.name)
-    return _save(figure, folder / "rms.png")
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    # Figures made without pyplot need no display and leave no global state.
-    with matplotlib.rc_context({"savefig.dpi": 120}):
-        figure.savefig(path)
+    figure.savefig(path := folder / "rms.png")
     return path

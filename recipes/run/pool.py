@@ -15,13 +15,7 @@ ATTEMPTS = 2  # at a task whose process died, which may have been a neighbour's 
 def each(
     tasks: Sequence[Any], jobs: int, work: Callable[..., str | None]
 ) -> Iterator[tuple[Any, str | None]]:
-    """Yields each task when it is over, with the message of what went wrong.
-
-    Args:
-      tasks: Arguments of `work`.
-      jobs: Number of processes; one is this one.
-      work: Returns a message, or None where all went well.
-    """
+    """Yields each task when it is over, with the message of what went wrong."""
     if jobs == 1:
         yield from ((task, work(*task)) for task in tasks)
         return

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from unitscale import nn, value_and_grad
 from unitscale.core import is_scaled
-from unitscale.optim import value_gradients
+
+from .batch import over_amax
 
 
 class Reading(NamedTuple):
@@ -49,15 +51,8 @@ class Reading(NamedTuple):
 
 
 def probe(model: Any, *inputs: Any) -> Reading:
-    """Runs the loss and its gradient once, noting every layer.
-
-    Args:
-      model: Has `loss(*inputs, deterministic=...)`; dropout is left out.
-      *inputs: Of one batch, such as ids and targets (batch, time).
-
-    Returns:
-      The statistics, layers named by their path in the model.
-    """
+    """Runs the loss and its gradient once, noting every layer."""
+    model = _unrolled(model)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     # The layers that run, and in which order, are known only from a run.
     paths: list[str] = []
@@ -80,6 +75,16 @@ def probe(model: Any, *inputs: Any) -> Reading:
     )
 
 
+def _unrolled(model: Any) -> Any:
+    """The model without scans over layers, in which no layer has an output of its own."""
+    model = nnx.clone(model)
+    for _, module in nnx.iter_modules(model):
+        for name, child in list(vars(module).items()):
+            if isinstance(child, nn.TransformerStack) and child.scan:
+                setattr(module, name, child.with_scan(False))
+    return model
+
+
 def _loss(params, rest, taps, graphdef, inputs):
     model = nnx.merge(graphdef, params, rest)
     with _watched(model, taps) as noted:
@@ -90,15 +95,12 @@ def _loss(params, rest, taps, graphdef, inputs):
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _measure(params, rest, inputs, graphdef, paths):
     taps = {path: jnp.zeros(()) for path in paths}
-    (value, noted), (grads, at_outputs) = jax.value_and_grad(_loss, (0, 2), has_aux=True)(
-        params, rest, taps, graphdef, inputs
+    amax, of_amax = over_amax(
+        lambda params, rest, taps: _loss(params, rest, taps, graphdef, inputs), rest
     )
-    return (
-        value,
-        noted,
-        at_outputs,
-        [_rms(leaf) for leaf in jax.tree.leaves(value_gradients(grads, params))],
-    )
+    differentiate = value_and_grad(of_amax, (0, 1, 2), has_aux=True)
+    (value, noted), (grads, _, at_outputs) = differentiate(params, amax, taps)
+    return value, noted, at_outputs, [_rms(leaf) for leaf in jax.tree.leaves(grads)]
 
 
 @contextmanager

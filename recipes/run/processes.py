@@ -103,12 +103,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def lost_message(error: BaseException, safe: str = "") -> str:
-    """What to tell of an error that `is_lost`.
-
-    Args:
-      error: It.
-      safe: What is left of the run.
-    """
+    """What to tell of an error that `is_lost`."""
     reason = str(error).strip().splitlines()[0][:200]
     return (
         f"{_who(jax.process_index())}: another process no longer answers ({reason}); its own log "
@@ -161,10 +156,6 @@ def together() -> Iterator[None]:
 
 def check_alike(facts: Mapping[str, Any]) -> None:
     """Compares what the processes of a run have to agree on; every process has to ask.
-
-    Args:
-      facts: Plain values by name, such as a config's by dotted key.
-
     Raises:
       SharedError: Some differ; the message is the same in every process.
     """

@@ -13,11 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Stopwatch:
-    """The speed of steps since it was last started.
-
-    Args:
-      start: Steps done before.
-    """
+    """The speed of steps since it was last started."""
 
     def __init__(self, start: int):
         self.restart(start)
@@ -42,15 +38,7 @@ class Stopwatch:
 
 
 class Reporter:
-    """Says how a run goes.
-
-    Args:
-      steps: The number of steps of the whole run.
-      start: Steps already done.
-      per_step: How many of `unit` a step takes; turns a speed into the time left.
-      console: Where to write; its `is_terminal` decides between a bar and lines.
-      unit: What the speed counts.
-    """
+    """Says how a run goes."""
 
     def __init__(
         self, steps: int, start: int, per_step: int, console: Console, unit: str = "tokens"

@@ -14,36 +14,10 @@ from typing import Any, Protocol
 
 from flax import nnx
 
-from ..batches import Batches
+from ..batches import Data
 from ..config import RunConfig
 
 PACKAGE = __name__.removesuffix(".run.recipe")
-
-
-class Data(Protocol):
-    """What a run learns from, and is measured on."""
-
-    @property
-    def digest(self) -> str:
-        """Tells whether two runs learn from the same data."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """How much there is, in words."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Leaves in a run's folder what its model is used with, such as the tokenizer."""
-        ...
-
-    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever, the share of one of the processes."""
-        ...
-
-    def validation(self, batches: int | None = None) -> Iterator[Any]:
-        """Validation batches, the same ones each time; all of them for None."""
-        ...
 
 
 class Recipe(Protocol):
@@ -70,19 +44,22 @@ class Recipe(Protocol):
         ...
 
     def scores(self, config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
-        """What is measured beside the loss, by name; what it was measured on may go to the folder.
-
-        Args:
-          config: The run.
-          data: Its data.
-          model: The trained model.
-          folder: The run's folder.
-        """
+        """What is measured beside the loss, by name; the folder may take what it was of."""
         ...
 
     def closing(self, config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
         """Lines to show of a model that was just trained, beside loss and scores."""
         ...
+
+
+def no_scores(config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
+    """None: the loss says it all."""
+    return {}
+
+
+def no_closing(config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
+    """Nothing: loss and scores say it all."""
+    return iter(())
 
 
 def recipe_of(config: RunConfig) -> Recipe:

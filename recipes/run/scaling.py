@@ -8,33 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from unitscale import as_scaled, to_array
-from unitscale.core import ScaledArray, is_scaled
 from unitscale.transforms import scalify
 
 from ..config import ScalifyConfig
 
 
 def scaled(config: ScalifyConfig | None, tree: Any) -> Any:
-    """The tree's floating arrays as ScaledArrays of the storage format.
-
-    A scale is an array also where the value is zero, as it is after the first step: so that one
-    compiled step serves all.
-    """
-    if config is None:
-        return tree
-    return jax.tree.map(
-        lambda leaf: (
-            ScaledArray(leaf.data, jnp.asarray(leaf.scale or 1, jnp.float32))
-            if is_scaled(leaf) and isinstance(leaf.scale, int)
-            else leaf
-        ),
-        as_scaled(tree, dtype=jnp.dtype(config.storage)),
-        is_leaf=is_scaled,
-    )
+    """The tree's floating arrays as ScaledArrays of the storage format."""
+    return tree if config is None else as_scaled(tree, dtype=jnp.dtype(config.storage))
 
 
 def fed(config: ScalifyConfig | None, batch: Any) -> Any:

@@ -18,7 +18,7 @@ from unitscale.parallel import AutoScale
 from ..config import TOKENIZER_FILE, DataConfig, RunConfig, SequenceConfig, TokenizerConfig
 from ..errors import RecipeError
 from .checkpoint import Checkpoints, Restored
-from .convert import convert, formats, with_formats
+from .convert import between, convert, formats, is_same, restacked, with_formats
 from .folder import existing_run, run_folder, written_config
 from .loss_scale import LossScale
 from .optimizer import make_optimizer
@@ -73,46 +73,32 @@ def restore(
     mesh: Mesh | None,
     say: Callable[[str], None],
 ) -> Restored | None:
-    """The newest whole checkpoint of a run, in the formats of its config and spread over its mesh.
-
-    Args:
-      config: The run; the mesh and the formats may differ from those of the checkpoint.
-      checkpoints: Of its folder.
-      state: As `init_state` made it and `place` spread it.
-      mesh: Of the config.
-      say: Called with a line for each damaged checkpoint, and for other formats.
-
-    Raises:
-      RecipeError: As `Checkpoints.restore`.
-    """
-
-    def is_same(facts: dict[str, Any]) -> bool:
-        return facts.get("formats", formats(config)) == formats(config)
+    """The newest whole checkpoint of a run, in the formats and over the mesh of its config."""
 
     def like(facts: dict[str, Any]) -> TrainState:
-        if is_same(facts):
+        if is_same(facts, config):
             return state
         return place(init_state(with_formats(config, facts["formats"]))[2], mesh)
 
     restored = checkpoints.restore(like, say)
-    if restored is None or is_same(restored.facts):
+    if restored is None or is_same(restored.facts, config):
         return restored
     say(f"continuing in other formats than those of the checkpoint of step {restored.step}")
     written = with_formats(config, restored.facts["formats"])
+    return restored._replace(state=place(_converted(restored.state, written, config), mesh))
+
+
+def _converted(state: TrainState, written: RunConfig, config: RunConfig) -> TrainState:
+    if formats(written)["scan"] != formats(config)["scan"]:
+        before, after = between(written)
+        state = restacked(_converted(state, written, before), init_state(after)[2])
+        return _converted(state, after, config)
     _, optimizer, first = init_state(config)
-    converted = convert(restored.state, written, config, optimizer, first)
-    return restored._replace(state=place(converted, mesh))
+    return convert(state, written, config, optimizer, first)
 
 
 def with_run_tokenizer(config: Run) -> Run:
-    """A config with the tokenizer that its run was trained with, whatever its own says.
-
-    Args:
-      config: Names the run.
-
-    Raises:
-      RecipeError: No such run, or one of another model.
-    """
+    """A config with the tokenizer that its run was trained with, whatever its own says."""
     folder = existing_run(config)
     trained = written_config(folder, type(config))
     if not isinstance(config.data, DataConfig) or not isinstance(trained.data, DataConfig):
@@ -139,15 +125,7 @@ def _with_tokenizer(config: Run, file: Path | None) -> Run:
 
 
 def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
-    """The model of a run, from its newest whole checkpoint; nothing on disk is changed.
-
-    Args:
-      config: Names the run; its model and policy must be the run's.
-      say: Called with a line for each damaged checkpoint that was passed over.
-
-    Raises:
-      RecipeError: No such run, one of another model, or one without a whole checkpoint.
-    """
+    """The model of a run, from its newest whole checkpoint; nothing on disk is changed."""
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
     longest, data = trained.longest, config.data

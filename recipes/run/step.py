@@ -1,26 +1,31 @@
-"""One training step: loss, gradients, their exchange between devices, update."""
+"""The training step: loss, gradients, their exchange, update; and the loop over steps."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from unitscale.core import widen_data
-from unitscale.optim import ScaledTransformation, value_gradients
+from unitscale import batch_over, value_and_grad
+from unitscale.nn import AmaxState
+from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
-from unitscale.quant import AmaxState, QuantState
+from unitscale.quant import QuantState
 
-from ..config import OptimizerConfig, ScalifyConfig
+from ..config import OptimizerConfig, RunConfig, ScalifyConfig
 from .batch import loss_inputs
+from .recipe import recipe_of
 from .scaling import fed, plain, under
-from .state import Skips, TrainState
+from .state import Skips, TrainState, init_state
 
 
 def make_train_step(
@@ -58,10 +63,9 @@ def make_train_step(
         rest = nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
         return loss if scale is None else loss * scale, (loss, rest)
 
-    by_params_and_amax = jax.value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+    by_params_and_amax = value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
 
     def compute(params, amax, rest, batch, scale):
-        params = widen_data(params)
         (_, aux), (grads, seen) = by_params_and_amax(params, amax, rest, batch, scale)
         if scale is not None:
             grads = jax.tree.map(lambda g: g / scale, grads)
@@ -87,7 +91,7 @@ def make_train_step(
         # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
         amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=_is_amax)
         rest = nnx.merge_state(amax, rest)
-        norm = optax.tree.norm(value_gradients(grads, state.params))
+        norm = optax.tree.norm(grads)
         params: Any
         if isinstance(optimizer, ScaledTransformation):
             params, opt_state = optimizer.step(state.params, state.opt_state, grads)
@@ -119,6 +123,7 @@ def make_train_step(
 def _exchanged(compute: Any, mesh: Mesh, dtype: str):
     """Each device differentiates the loss of its share of the batch; gradients are averaged."""
     axes, whole = batch_axes(mesh), PartitionSpec()
+    parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def local(params, amax, rest, batch, scale, auto):
         # Dropout is another on every device; the keys that come back are the same.
@@ -126,7 +131,10 @@ def _exchanged(compute: Any, mesh: Mesh, dtype: str):
         device = lax.axis_index(axes)
         own = jax.tree.map(lambda key: jax.random.fold_in(key, device), keys)
         rest = nnx.merge_state(own, counts)
-        loss, rest, grads, seen = compute(params, amax, rest, batch, scale)
+        # Cotangents are those of one device with all of the batch, if each part counts as that.
+        share = (1.0 if scale is None else scale) / parts
+        with batch_over(axes):
+            loss, rest, grads, seen = compute(params, amax, rest, batch, share)
         _, counts = nnx.split_state(rest, nnx.RngKey, ...)
         if auto is None:
             grads = all_reduce(grads, axes, dtype)
@@ -151,3 +159,52 @@ def _select(condition: jax.Array, new: Any, old: Any) -> Any:
 
 def _is_amax(node: Any) -> bool:
     return isinstance(node, QuantState)
+
+
+Step = Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, Any]]]
+Watch = Callable[[int, TrainState, dict[str, Any], Any], TrainState | None]
+
+
+def advance(
+    step: Step,
+    state: TrainState,
+    batches: Iterator[Any],
+    start: int,
+    stop: int,
+    watch: Watch | None = None,
+) -> TrainState:
+    """Does the steps from `start` to `stop`, without waiting for the device.
+
+    Args:
+      step: Of `make_train_step`.
+      state: Before the first of them; its memory is reused.
+      batches: One for each step, as the step takes them.
+      start: Steps done before.
+      stop: Steps done in the end.
+      watch: Called after each step with the steps done, the state, the step's metrics and its
+        batch; returns the state to go on with, or None to stop there.
+    """
+    for index in range(start, stop):
+        batch = next(batches)
+        state, values = step(state, batch, np.int32(index))
+        if watch is not None:
+            following = watch(index + 1, state, values, batch)
+            if following is None:
+                break
+            state = following
+    return state
+
+
+def abstract_step(config: RunConfig) -> tuple[nnx.GraphDef, Any, tuple[Any, ...]]:
+    """The model's structure, its step, and the shapes that the step takes; nothing is allocated."""
+    made: list[Any] = []
+
+    def begin() -> TrainState:
+        graphdef, optimizer, state = init_state(config)
+        made.extend((graphdef, optimizer))
+        return state
+
+    state, batch = jax.eval_shape(begin), recipe_of(config).abstract_batch(config)
+    graphdef, optimizer = made
+    step = make_train_step(graphdef, optimizer, config.scalify, settings=config.optimizer)
+    return graphdef, step, (state, batch, jax.ShapeDtypeStruct((), jnp.int32))

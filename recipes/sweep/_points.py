@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from ..config import RunConfig, describe_problem, parent_of, unknown_key, valid_keys
+from ..config import RunConfig, describe_problem, unknown_key, valid_keys
 from ..errors import RecipeError
 from ..run.folder import flatten
 
@@ -48,12 +49,7 @@ def in_words(values: Mapping[str, Any]) -> str:
 
 
 def make_points(config: RunConfig) -> list[Point]:
-    """Every point of a config's grid, without those that `sweep.when` leaves out.
-
-    Raises:
-      RecipeError: A key is not one of the config or may not be set by a point, a value does not fit
-        its key, no point is left, or the run has what a sweep does not do.
-    """
+    """Every point of a config's grid, without those that `sweep.when` leaves out."""
     if config.mesh or config.monitor:
         raise RecipeError(
             "sweep: many runs share one device and none is looked at on the way; got mesh or "
@@ -101,12 +97,12 @@ def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
                 return None
             further |= settings
     # Only what was set: defaults may follow from what the point changes.
-    tree = config.model_dump(exclude_unset=True)
+    tree = OmegaConf.create(config.model_dump(exclude_unset=True))
     for key, value in (values | further).items():
-        node, last = parent_of(tree, key)
-        node[last] = value
+        OmegaConf.update(tree, key, value, merge=False)
     try:
-        return Point(values, further, type(config).model_validate(tree).settled)
+        run = type(config).model_validate(OmegaConf.to_container(tree))
+        return Point(values, further, run.settled)
     except ValidationError as error:
         problem = describe_problem(error.errors()[0], type(config))
         raise RecipeError(

@@ -37,11 +37,7 @@ class Curve(NamedTuple):
 
 
 def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
-    """What a folder has of points, without rates that lack a seed and points that have no rate.
-
-    Raises:
-      RecipeError: Its rows are damaged.
-    """
+    """What a folder has of points, without rates that lack a seed and points that have no rate."""
     runs: dict[str, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(folder):
         if row.loss is not None:

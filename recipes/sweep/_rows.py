@@ -28,11 +28,7 @@ class Row(NamedTuple):
 
 
 def append_row(folder: Path, row: Row) -> None:
-    """Appends a row in one write, which processes beside this one cannot split.
-
-    Raises:
-      OSError: The file cannot be written.
-    """
+    """Appends a row in one write, which processes beside this one cannot split."""
     loss = "inf" if row.loss == math.inf else row.loss  # JSON has no infinity
     line = json.dumps(row._asdict() | {"loss": loss}) + "\n"
     file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -43,11 +39,7 @@ def append_row(folder: Path, row: Row) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """All rows of a folder; a line that a crash cut short is left out, and closed.
-
-    Raises:
-      RecipeError: The file holds something else.
-    """
+    """All rows of a folder; a line that a crash cut short is left out, and closed."""
     path = folder / NAME
     if not path.exists():
         return []

@@ -14,19 +14,11 @@ from ..run.evaluate import make_evaluation
 from ..run.optimizer import make_optimizer
 from ..run.recipe import recipe_of
 from ..run.state import TrainState, init_state
-from ..run.step import make_train_step
-from ..run.steps import advance
+from ..run.step import advance, make_train_step
 
 
 class Trials:
-    """Whole runs of one config, compiled once for all learning rates and seeds.
-
-    Args:
-      config: The runs; its own learning rate and seed are not used.
-
-    Raises:
-      RecipeError: The data is missing or unusable.
-    """
+    """Whole runs of one config, compiled once for all learning rates and seeds."""
 
     def __init__(self, config: RunConfig):
         self.config, self.data = config, recipe_of(config).load_data(config)

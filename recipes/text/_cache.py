@@ -14,7 +14,7 @@ import filelock
 import platformdirs
 
 from ..config import DataConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, refused
 from ._sources import find_sources
 
 Made = TypeVar("Made")
@@ -30,24 +30,15 @@ def cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
     """Tells apart what is made from other bytes, other parts of them, or by other settings.
 
     Where a file is and when it was written are no part of it.
-
-    Args:
-      config: The `data` section.
-      settings: What else decides the result, plain JSON values.
-
-    Raises:
-      RecipeError: A file is missing or cannot be read.
     """
     files = []
     for source in find_sources(config):
         for path in source.files:
-            try:
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as error:
-                raise RecipeError(
-                    f"data.path: {path} cannot be read: {error.strerror}; check its permissions"
-                ) from error
+            with (
+                refused(f"data.path: {path} cannot be read", "check its permissions"),
+                path.open("rb") as file,
+            ):
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
             files.append([source.format, digest])
     keys = {"max_bytes", "text_key", "split", "documents"}
     everything = [_VERSION, files, config.model_dump(include=keys), settings]
@@ -79,13 +70,11 @@ def cached(
       build: Fills an empty folder.
       read: Gives what the folder holds; raises one of `_FAULTS` where that cannot be.
       say: Called with a line about a damaged cache.
-
-    Raises:
-      RecipeError: The cache cannot be written, or what `build` raises.
     """
     root = cache_folder(config)
     folder, draft = root / name, root / f"{name}.tmp"
-    try:
+    where, todo = f"data.cache_dir: cannot write {root}", "or set data.cache_dir to another folder"
+    with refused(where, f"free space, change its permissions, {todo}", exit_code=1):
         with contextlib.suppress(*_FAULTS):  # a folder of this name is complete, if not damaged
             return read(folder)
         root.mkdir(parents=True, exist_ok=True)
@@ -104,9 +93,3 @@ def cached(
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
             return read(folder)
-    except OSError as error:
-        raise RecipeError(
-            f"data.cache_dir: cannot write {root}: {error.strerror or error}; free space, change "
-            "its permissions, or set data.cache_dir to another folder",
-            exit_code=1,
-        ) from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..config import DataConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, json_lines, refused
 from ._sources import Source, describe_sources, find_sources
 
 PIECE = 16 * 2**20
@@ -32,10 +31,6 @@ def documents(config: DataConfig) -> Iterator[Document]:
     says: the file, its stretches between blank lines, or its lines. Concatenated, the documents of
     text files are the files, byte for byte; empty documents are left out. A file longer than
     `PIECE` bytes is cut after a line into several documents.
-
-    Args:
-      config: The `data` section.
-
     Yields:
       Each text; the last one is cut where `max_bytes` of UTF-8 are reached, at a character.
 
@@ -71,7 +66,10 @@ def _texts(source: Source, config: DataConfig) -> Iterator[str]:
     }
     offset = 0
     try:
-        with source.path.open("rb") as file:
+        with (
+            refused(f"data.path: {source.path} cannot be read", "check its permissions"),
+            source.path.open("rb") as file,
+        ):
             for raw in parts[config.documents](file):
                 yield raw.decode("utf-8")
                 offset += len(raw)
@@ -83,10 +81,6 @@ def _texts(source: Source, config: DataConfig) -> Iterator[str]:
                 f"({error.reason}); convert the file to UTF-8, for example with "
                 "`iconv -f latin1 -t utf-8`"
             ) from error
-    except OSError as error:
-        raise RecipeError(
-            f"data.path: {source.path} cannot be read: {error.strerror}; check its permissions"
-        ) from error
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -151,16 +145,8 @@ _Row = tuple[str, Any]
 
 def _jsonl(path: Path, config: DataConfig) -> Iterator[_Row]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise RecipeError(
-                        f"data.path: {path} line {number}: expected one JSON object in UTF-8; got "
-                        f"malformed JSON ({error}); correct or remove the line"
-                    ) from error
-                yield f"line {number}", row
+        for number, row in json_lines(lines, f"data.path: {path} line "):
+            yield f"line {number}", row
 
 
 def _parquet(path: Path, config: DataConfig) -> Iterator[_Row]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..batches import Batches, training_batches, validation_batches
+from ..batches import Data, Draw
 from ..config import DataConfig
 from ..errors import RecipeError
 from ._sources import describe_sources
@@ -40,7 +41,7 @@ class _Windows:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Corpus(Data):
     """Tokens for training and validation, and the batches cut from them.
 
     Args:
@@ -59,34 +60,24 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        """How much there is to learn from, in words."""
         return f"{self.train_tokens.size:,} training tokens"
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells whether two corpora hold the same tokens, split in the same place."""
         digest = hashlib.sha256(self.train_tokens.data)
         digest.update(b"|")
         digest.update(self.validation_tokens.data)
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
-        """Leaves the tokenizer in the run's folder."""
         save_tokenizer(self.tokenizer, folder)
 
-    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
-        """Shuffled batches for ever; see `recipes.batches.training_batches`."""
+    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+        """Windows; those to measure on do not overlap."""
+        tokens = self.train_tokens if training else self.validation_tokens
         # Grain shuffles at most 2**32 elements.
-        stride = 1 + self.train_tokens.size // 2**32
-        windows = _Windows(self.train_tokens, self.sequence_length, stride)
-        return training_batches(
-            windows, seed, self.batch_size, process=process, processes=processes
-        )
-
-    def validation(self, batches: int | None = None) -> Iterator[np.ndarray]:
-        """Validation batches (batch, length + 1), the same ones each time; all of them for None."""
-        windows = _Windows(self.validation_tokens, self.sequence_length, self.sequence_length)
-        return validation_batches(windows, self.batch_size, batches)
+        stride = 1 + tokens.size // 2**32 if training else self.sequence_length
+        return _Windows(tokens, self.sequence_length, stride), None
 
 
 def load_corpus(
@@ -95,12 +86,6 @@ def load_corpus(
     say: Callable[[str], None] = print,
 ) -> Corpus:
     """Tokenizes the text of a config, or finds its tokens in the cache, and splits them.
-
-    Args:
-      config: The `data` section.
-      tokenizer: Turns the text into ids; by default the one that the config asks for.
-      say: Called with a line about a tokenizer that is trained, and about a damaged cache.
-
     Returns:
       The corpus. Validation is the last `validation_fraction` of the tokens.
 

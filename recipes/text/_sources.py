@@ -45,12 +45,6 @@ def find_sources(config: DataConfig) -> list[Source]:
 
     Files of a folder come in the order of their relative paths, so the same folder gives the same
     text on every machine; hidden files are left out.
-
-    Args:
-      config: The `data` section.
-
-    Raises:
-      RecipeError: Nothing is there, or nothing matches.
     """
     if config.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])

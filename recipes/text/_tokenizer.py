@@ -68,11 +68,7 @@ class ByteTokenizer:
 
 
 class SubwordTokenizer:
-    """A tokenizer of the `tokenizers` library: BPE, WordPiece, or what a tokenizer.json describes.
-
-    Args:
-      inner: The library's tokenizer, for what this class has no method for, such as offsets.
-    """
+    """A tokenizer of the `tokenizers` library: BPE, WordPiece, or any tokenizer.json."""
 
     def __init__(self, inner: tokenizers.Tokenizer):
         self.inner = inner
@@ -85,15 +81,8 @@ class SubwordTokenizer:
 
     @classmethod
     def read(cls, path: str | Path, key: str = "data.tokenizer.path") -> SubwordTokenizer:
-        """Reads a tokenizer.json; `key` names it in messages.
-
-        Raises:
-          RecipeError: No such file, or it describes no tokenizer.
-        """
-        try:
-            return cls(read_tokenizer(path, key))
-        except ValueError as error:
-            raise RecipeError(str(error)) from error
+        """Reads a tokenizer.json; `key` names it in messages."""
+        return cls(read_tokenizer(path, key))
 
     @property
     def identity(self) -> str:
@@ -102,11 +91,7 @@ class SubwordTokenizer:
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
     def id(self, token: str) -> int:
-        """The id of a token such as "[CLS]".
-
-        Raises:
-          RecipeError: The tokenizer has no such token.
-        """
+        """The id of a token such as "[CLS]"."""
         index = self.inner.token_to_id(token)
         if index is None:
             raise RecipeError(
@@ -152,16 +137,7 @@ def cut_at_lines(text: str, most: int) -> Iterator[str]:
 
 
 def require_vocab(tokenizer: Tokenizer, vocab: int, where: str = "the model") -> None:
-    """Raises unless every id of a tokenizer is one of the model's.
-
-    Args:
-      tokenizer: Any.
-      vocab: Number of ids that the model has.
-      where: What the message calls the model, such as the folder that its weights came from.
-
-    Raises:
-      RecipeError: The tokenizer has more ids than `vocab`.
-    """
+    """Raises unless every id of a tokenizer is one of the model's."""
     if tokenizer.vocab > vocab:
         raise RecipeError(
             f"data.tokenizer: expected at most the {vocab} ids that {where} has; got a tokenizer "

@@ -32,9 +32,6 @@ def tokenize(
     Returns:
       Tokens of all documents, one after the other (tokens,); uint8, uint16 or uint32, mapped from a
       file.
-
-    Raises:
-      RecipeError: As `documents`, or the cache cannot be written.
     """
     dtype = token_dtype(tokenizer.vocab)
 

@@ -27,16 +27,7 @@ _PART = 2**16  # characters that the trainer, which collects 256 parts, is given
 
 
 def open_tokenizer(config: DataConfig, say: Callable[[str], None] = print) -> Tokenizer:
-    """The tokenizer that a config asks for; a trained one comes from the cache if it is there.
-
-    Args:
-      config: The `data` section.
-      say: Called with a line about training, and about a damaged cache.
-
-    Raises:
-      RecipeError: As `documents`; or the text needs more ids than `tokenizer.vocab`, a
-        tokenizer.json is wrong, or the cache cannot be written.
-    """
+    """The tokenizer that a config asks for; a trained one comes from the cache if it is there."""
     settings = config.tokenizer
     if settings.kind == "byte":
         return ByteTokenizer()
@@ -61,15 +52,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def train_tokenizer(config: DataConfig) -> SubwordTokenizer:
-    """Trains a byte-level BPE or a WordPiece tokenizer on the documents of a config.
-
-    Args:
-      config: The `data` section.
-
-    Raises:
-      RecipeError: As `documents`, or the characters of the text need more ids than
-        `tokenizer.vocab`.
-    """
+    """Trains a byte-level BPE or a WordPiece tokenizer on the documents of a config."""
     settings = config.tokenizer
     inner, trainer = _bpe(settings) if settings.kind == "bpe" else _wordpiece(settings)
     parts = (part for text, _ in documents(config) for part in cut_at_lines(text, _PART))

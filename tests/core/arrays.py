@@ -11,7 +11,7 @@ import numpy as np
 from unitscale.core import ScaledArray, format_of
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-KINDS = ["none", "one", "zero", "tensor", "e8m0", "channel", "row", "block"]
+KINDS = ["none", "one", "tensor", "e8m0", "channel", "row", "block"]
 SHAPE = (4, 6)
 
 
@@ -26,7 +26,6 @@ def scale_of(kind: str) -> dict[str, Any]:
     return {
         "none": {"scale": None},
         "one": {"scale": 1},
-        "zero": {"scale": 0},
         "tensor": {"scale": stored(8, "float32")},
         "e8m0": {"scale": stored(powers[:4, None], "float8_e8m0fnu")},
         "channel": {"scale": stored(powers, "float32")},

@@ -11,10 +11,10 @@ from unitscale.core import (
     ScaledArray,
     _arithmetic as arithmetic,
     as_scaled,
-    is_zero,
     result_dtype,
 )
 
+ONE = jnp.float32(1)
 F8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
@@ -49,7 +49,7 @@ def test_weak_types_do_not_widen() -> None:
 def test_a_number_is_split_exactly(x: float) -> None:
     data, scale = arithmetic.scalar_pair(x)
     assert data.weak_type
-    assert np.float32(data) * np.float32(scale) == np.float32(x)
+    assert np.float32(data) * np.float32(1 if scale is None else scale) == np.float32(x)
     if 0 < abs(x) < 1e38:
         assert 0.5 < abs(float(data)) < 2
 
@@ -57,12 +57,7 @@ def test_a_number_is_split_exactly(x: float) -> None:
 def test_nan_is_a_number() -> None:
     data, scale = arithmetic.scalar_pair(float("nan"))
     assert np.isnan(data)
-    assert scale == 1
-
-
-@pytest.mark.parametrize("scale", [None, 1, 0, jnp.float32(0)])
-def test_is_zero(scale: object) -> None:
-    assert is_zero(scale) == (isinstance(scale, int) and scale == 0)
+    assert scale is None
 
 
 @pytest.mark.parametrize("exponent", range(-120, 121, 40))
@@ -140,17 +135,17 @@ def test_scales_of_a_product(left, right, shape, contracted: bool) -> None:
 @pytest.mark.parametrize("left", F8)
 @pytest.mark.parametrize("right", [*F8, jnp.float16, jnp.float32])
 def test_products_of_mixed_types(left: type, right: type) -> None:
-    data, _ = arithmetic.matmul((jnp.ones((2, 4), left), 1), (jnp.ones((4, 2), right), 1))
+    data, _ = arithmetic.matmul((jnp.ones((2, 4), left), ONE), (jnp.ones((4, 2), right), ONE))
     assert data.dtype == result_dtype(jnp.ones(1, left), jnp.ones(1, right))
     np.testing.assert_array_equal(data.astype(jnp.float32), np.full((2, 2), 2))
 
 
-def test_static_scales_prune_the_program() -> None:
+def test_no_scale_prunes_the_program() -> None:
     def count(scale):
         jaxpr = jax.make_jaxpr(lambda x, y: arithmetic.multiply((x, scale), (y, scale))[0])
         return len(jaxpr(jnp.ones(2), jnp.ones(2)).eqns)
 
-    assert count(None) == count(1) == 1
+    assert count(None) == 1 < count(jnp.float32(1))
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -168,7 +163,6 @@ def test_static_scales_prune_the_program() -> None:
         ("inverse square", lambda x, y: x**-2, (100, 0)),
         ("matmul", lambda x, y: x @ y, (80, 60)),
         ("sum", lambda x, y: x.sum(), (127, 0)),
-        ("var", lambda x, y: x.var(), (80, 0)),
     ],
 )
 def test_scales_stay_within_float32(name: str, operation, exponents, jit: bool) -> None:
@@ -199,9 +193,3 @@ def test_zero_entries_of_scales_make_zeros() -> None:
     x, zero = ScaledArray(jnp.ones(2), 8.0), ScaledArray(jnp.ones(2), jnp.float32([0, 1]))
     for y in (x * zero, zero / x, zero**2):
         assert float(y.value[0]) == 0
-
-
-def test_power_of_static_zeros() -> None:
-    x = jnp.ones(1), 0
-    values = [float(arithmetic.value(*arithmetic.power(x, e))[0]) for e in (2, 1, 0, -1)]
-    assert values == [0, 0, 1, np.inf]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from unitscale.core._compat import scan_counts
+from unitscale.core import ScaledArray, _compat
+from unitscale.core._compat import refuse_as_array, scan_counts
 
 
 @pytest.mark.parametrize("carried", [0, 1, 3])
@@ -21,3 +23,33 @@ def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
     closed = jax.make_jaxpr(program)(jnp.ones(2), jnp.ones(2), jnp.ones((4, 2)))
     (loop,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
     assert scan_counts(loop.params) == (1 + bool(carried), carried)
+
+
+PLAIN = {
+    "lax.sin": lax.sin,
+    "lax.add": lambda x: lax.add(x, x),
+    "lax.dot": lambda x: lax.dot(x, x),
+    "lax.cumsum": lax.cumsum,
+    "lax.top_k": lambda x: lax.top_k(x, 1),
+    "jit": jax.jit(lax.exp),
+    "grad": jax.grad(lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_errors_for_want_of_a_value_name_the_library(name: str) -> None:
+    x = ScaledArray(jnp.ones((2, 2)), 2.0)
+    with pytest.raises(ValueError, match=r"unitscale: a plain array .* ScaledArray.*its \.value"):
+        PLAIN[name](x)
+
+
+def test_what_takes_arrays_of_any_type_still_does() -> None:
+    x = ScaledArray(jnp.ones((2, 2)), 2.0)
+    for f in (jnp.sin, jax.nn.softmax, jnp.linalg.norm, lambda x: jax.jit(jnp.sum)(x)):
+        np.testing.assert_array_equal(f(x), f(x.value))
+
+
+def test_a_jax_without_a_place_for_it_keeps_its_own_message(monkeypatch) -> None:
+    monkeypatch.delattr(_compat.jax_core, "pytype_aval_mappings")
+    monkeypatch.delattr(_compat.jax_dtypes, "register_canonicalize_value_handler")
+    refuse_as_array(type("Other", (), {}), "{}")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core import ScaledArray, as_scaled, is_scaled, is_static, to_array, widen_data
+from unitscale.core import ScaledArray, as_scaled, is_scaled, to_array
 
 FORMATS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -66,25 +66,83 @@ def test_numpy_leaves(leaf: object) -> None:
 
 class TestZeros:
     @pytest.mark.parametrize("x", [jnp.zeros(3), jnp.zeros((0, 2)), 0.0, jnp.zeros(2, jnp.float16)])
-    def test_are_static(self, x: object) -> None:
-        assert as_scaled(x).scale == 0
+    def test_have_scale_1(self, x: object) -> None:
+        for scaled in (as_scaled(x), jax.jit(as_scaled)(x), as_scaled(x, dtype=jnp.float16)):
+            assert float(scaled.scale) == 1
+            np.testing.assert_array_equal(scaled.value, np.zeros_like(x))
 
-    def test_are_unknown_while_tracing(self) -> None:
-        scaled = jax.jit(as_scaled)(jnp.zeros(3))
-        assert float(scaled.scale) == 1
-        np.testing.assert_array_equal(scaled.value, [0, 0, 0])
+    def test_structure_is_that_of_other_values(self) -> None:
+        assert jax.tree.structure(as_scaled(jnp.zeros(3))) == jax.tree.structure(
+            as_scaled(jnp.ones(3))
+        )
+
+    @pytest.mark.parametrize("dtype", [None, "float16"])
+    def test_a_zero_bias_learns(self, dtype: str | None) -> None:
+        def loss(b):
+            return (to_array(b) * jnp.asarray([1.0, -2.0])).sum()
+
+        grad = jax.grad(loss)(as_scaled(jnp.zeros(2), dtype=dtype))
+        np.testing.assert_array_equal(grad.data, [1, -2])
 
     def test_small_numbers_are_not_zeros(self) -> None:
-        assert not is_static(as_scaled(jnp.asarray([1e-45, 0.0])).scale)
         with jax.enable_x64(True):
             x = as_scaled(jnp.asarray([1e-300]))
             assert float(x.value[0]) == 1e-300
 
+
+class TestNotFinite:
+    VALUES = np.float32([np.inf, -np.inf, np.nan, 3e-20, -2e-20])
+
+    @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float8_e5m2"])
+    def test_values_survive_and_do_not_reach_the_scale(self, dtype: str | None) -> None:
+        x = as_scaled(jnp.asarray(self.VALUES), dtype=dtype)
+        assert float(x.scale) == 2.0**-66
+        rtol = 0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
+        np.testing.assert_allclose(to_array(x), self.VALUES, rtol=rtol)
+
+    def test_infinity_is_nan_where_there_is_none(self) -> None:
+        x = to_array(as_scaled(jnp.asarray(self.VALUES), dtype="e4m3fn"))
+        assert np.isnan(x[:3]).all()
+        assert np.isfinite(x[3:]).all()
+
     @pytest.mark.parametrize("special", [np.inf, np.nan])
-    def test_other_special_values_have_scale_1(self, special: float) -> None:
-        x = as_scaled(jnp.asarray([special, 2.0]))
-        assert float(x.scale) == 1
-        np.testing.assert_array_equal(x.value, np.float32([special, 2]))
+    def test_alone_they_have_scale_1(self, special: float) -> None:
+        assert float(as_scaled(jnp.asarray([special, 0.0])).scale) == 1
+
+
+class TestStackAxes:
+    X = np.float32([1, 32, 2.0**-20, 0])[:, None, None] * np.ones((4, 3, 3), np.float32)
+
+    def test_each_item_has_its_scale(self) -> None:
+        x = as_scaled(jnp.asarray(self.X), stack_axes=1)
+        np.testing.assert_array_equal(x.scale.ravel(), [1, 32, 2.0**-20, 1])
+        assert x.scale.shape == (4, 1, 1)
+        np.testing.assert_array_equal(x.value, self.X)
+        assert as_scaled(x, stack_axes=2).scale.shape == (4, 3, 1)
+        assert as_scaled(jnp.asarray(self.X), 2.0, stack_axes=1).scale.shape == (4, 1, 1)
+        assert as_scaled(jnp.arange(1.0, 4), stack_axes=1).scale.shape == (3,)
+
+    def test_scan_and_vmap_map_data_and_scale_together(self) -> None:
+        x = as_scaled({"w": jnp.asarray(self.X), "b": jnp.asarray(self.X[:, 0])}, stack_axes=1)
+
+        def layer(v, p):
+            return (v @ p["w"] + p["b"]).value, (v @ p["w"]).sum().value
+
+        expected, v = [], np.ones(3)
+        for w in np.float64(self.X):
+            expected.append((v @ w).sum())
+            v = v @ w + w[0]
+        last, sums = jax.lax.scan(lambda v, p: layer(ScaledArray(v, 1), p), jnp.ones(3), x)
+        np.testing.assert_allclose(last, v, rtol=1e-6)
+        np.testing.assert_allclose(sums, expected, rtol=1e-6)
+        each = jax.vmap(lambda p: (p["w"] @ p["b"]).value)(x)
+        np.testing.assert_allclose(each, 3 * self.X[:, 0] ** 2, rtol=1e-6)
+
+    def test_leaves_without_the_axes(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"at least stack_axes=2 axes; got a leaf of shape \(3,"
+        ):
+            as_scaled(jnp.ones(3), stack_axes=2)
 
 
 class TestGivenScale:
@@ -93,8 +151,8 @@ class TestGivenScale:
         np.testing.assert_array_equal(x.data, [0.5, 1.5])
 
     @pytest.mark.parametrize("scale", [1, 1.0])
-    def test_one_is_static(self, scale: float) -> None:
-        assert as_scaled(jnp.ones(2), scale).scale == 1
+    def test_one_is_an_array(self, scale: float) -> None:
+        assert as_scaled(jnp.ones(2), scale).scale.dtype == jnp.float32
 
     def test_per_channel(self) -> None:
         x = as_scaled(jnp.ones((2, 3)), jnp.asarray([1.0, 2.0, 4.0]))
@@ -130,18 +188,3 @@ def test_to_array_in_a_type() -> None:
 def test_gradients_flow_through() -> None:
     grad = jax.grad(lambda x: (to_array(as_scaled(x)) * 3).sum())(jnp.ones(2) * 100)
     np.testing.assert_array_equal(grad, [3, 3])
-
-
-def test_wide_data_has_the_same_value_and_finite_gradients() -> None:
-    tree = {"w": ScaledArray(jnp.ones(2, jnp.float16), 2.0**10), "b": jnp.ones(2, jnp.float16)}
-    wide = widen_data(tree)
-    assert wide["w"].dtype == jnp.float32
-    assert wide["b"] is tree["b"]
-    np.testing.assert_array_equal(wide["w"].value, tree["w"].value)
-    assert wide["w"].scale is tree["w"].scale
-
-    def loss(tree: dict) -> jax.Array:
-        return 100 * jnp.sum(to_array(tree)["w"])
-
-    assert np.isinf(jax.grad(loss)(tree)["w"].data).all()
-    np.testing.assert_array_equal(jax.grad(loss)(wide)["w"].data, [100 * 2.0**10] * 2)

@@ -123,7 +123,7 @@ def test_train_step(policy: str) -> None:
     def step(params, rest, state, ids):
         model = nnx.merge(graphdef, params, rest)
         loss = lambda model: model.loss(ids[:, :-1], ids[:, 1:])  # noqa: E731
-        value, grads = quant.value_and_grad(loss)(model)
+        value, grads = nn.value_and_grad(loss)(model)
         updates, state = optimizer.update(grads, state, params)
         rest = nnx.state(model, nnx.Not(nnx.Param))
         return optax.apply_updates(params, updates), rest, state, value

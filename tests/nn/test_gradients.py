@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.gradients import FLOAT64, WrongGradient, check, model_loss
-from tests.modules import build
+from tests.gradients import WrongGradient, check
+from tests.modules import FLOAT64, build, model_loss
 from unitscale import nn, ops
 from unitscale.core import ScaledArray
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests.h200 import FP8_GEMM, library_calls
-from unitscale import nn, ops, quant
+from unitscale import nn, ops
 from unitscale.analysis import compile_h200
 
 pytestmark = pytest.mark.h200
@@ -51,7 +51,7 @@ def train_step(policy: str) -> str:
             return ops.softmax_cross_entropy(model(ids[:, :-1]), ids[:, 1:])
 
         model = nnx.merge(graphdef, params, rest)
-        _, grads = quant.value_and_grad(loss)(model)
+        _, grads = nn.value_and_grad(loss)(model)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), nnx.state(model, nnx.Not(nnx.Param)), state
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 from tests.nn.table import LAYERS, make, parameters
 from unitscale import nn
-from unitscale.core import ScaledArray
+from unitscale.core import ScaledArray, as_scaled
 from unitscale.nn._param import constant, read, set_depth, weight
 
 # Per layer: parameter -> (role, fan_in, fan_out, depth).
@@ -97,11 +97,42 @@ def test_set_depth_reaches_nested_modules() -> None:
     assert {p.depth for p in parameters(model).values()} == {12}
 
 
-def test_read_makes_a_special_zero_real() -> None:
+def test_read() -> None:
     assert read(None) is None
-    p = nnx.Param(ScaledArray(jnp.zeros(3), 0), role="bias", fan_in=1, fan_out=3, depth=1)
-    value = read(p)
-    assert value.scale == 1
-    np.testing.assert_array_equal(value.data, np.zeros(3))
     scaled = ScaledArray(jnp.ones(3), 2.0)
     assert float(read(nnx.Param(scaled)).scale) == 2.0
+
+
+def test_stacked_parameters_map_with_their_scales() -> None:
+    """nnx.scan and nnx.vmap over layers made by nnx.vmap, whose parameters are ScaledArrays."""
+    plain = nnx.vmap(lambda rngs: nn.Dense(6, 6, rngs=rngs))(nnx.Rngs(0).split(3))
+    layers, moved = nnx.clone(plain), nnx.clone(plain)
+    sizes = jnp.float32([1, 16, 2.0**-6])
+    for model in (plain, layers):
+        model.kernel[...] = model.kernel[...] * sizes[:, None, None]
+    nnx.update(layers, as_scaled(nnx.state(layers, nnx.Param), stack_axes=1))
+    # One scale for all, as an optimizer may have made it, is repeated for each item.
+    nnx.update(moved, as_scaled(as_scaled(nnx.state(plain, nnx.Param)), stack_axes=1))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6)), jnp.float32)
+
+    @nnx.jit
+    def run(layers):
+        scan = nnx.scan(lambda h, layer: layer(h).value, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        each = nnx.vmap(lambda x, layer: layer(x), in_axes=(None, 0))(x, layers)
+        return scan(x, layers), each.value
+
+    def loss(layers):
+        return sum(jnp.sum(y) for y in run(layers))
+
+    assert layers.kernel.get_value().scale.shape == (3, 1, 1)
+    assert layers.bias.get_value().scale.shape == (3, 1)
+    expected = run(plain)
+    gradient = nnx.grad(loss)(plain)
+    for model in (layers, moved):
+        for got, want in zip(run(model), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+        found = nnx.grad(loss)(model)
+        for name in ("kernel", "bias"):
+            # In data space.
+            want = gradient[name].get_value() * getattr(model, name).get_value().scale
+            np.testing.assert_allclose(found[name].get_value().data, want, rtol=1e-5)

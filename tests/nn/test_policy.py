@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -32,7 +33,7 @@ def test_presets() -> None:
     for name, (strategy, cotangent) in scaled.items():
         config = MatmulConfig(cotangent=cotangent, strategy=strategy)
         assert nn.as_policy(name) == dataclasses.replace(fp8, matmul=config)
-    assert set(nn.PRESETS) == {*expected, "fp8", *scaled}
+    assert set(nn.POLICIES) == {*expected, "fp8", *scaled}
 
 
 def test_a_policy_is_returned_as_it_is() -> None:
@@ -136,3 +137,11 @@ def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:
     assert float(layer(jnp.ones((1, 1))).data[0, 0]) == 1.125
     layer.kernel.set_value(jnp.full((1, 1), 1.0625, jnp.float32))
     assert float(layer(jnp.ones((1, 1))).data[0, 0]) == 1.0
+
+
+@pytest.mark.parametrize("policy", ["float16", "fp8", "fp8_dynamic"])
+def test_large_inputs_are_finite_and_infinite_ones_are_not_hidden(policy: str) -> None:
+    layer = nn.Dense(4, 3, policy=policy, rngs=nnx.Rngs(0))
+    x = jnp.zeros((3, 4)).at[:, 0].set(jnp.asarray([1e5, jnp.inf, jnp.nan]))
+    finite = np.isfinite(np.asarray(nnx.jit(lambda layer, x: layer(x))(layer, x).value, np.float32))
+    np.testing.assert_array_equal(finite.all(1), [True, False, False])

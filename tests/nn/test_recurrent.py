@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from tests.batching import compute
-from tests.gradients import FLOAT64, check, jit, model_loss
-from tests.modules import build
+from tests.gradients import check, jit
+from tests.modules import FLOAT64, build, model_loss
 from unitscale import nn, rules
 
 CELLS = {

@@ -61,14 +61,14 @@ def test_time_major_reverse_and_lengths_do_as_flax() -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_scaled_inputs_and_carries_leave_at_scale_one() -> None:
+def test_scaled_inputs_and_carries_leave_without_a_scale() -> None:
     layer, x = build(lambda: make("lstm")), normal(0, 2, 5, 4, dtype=jnp.float32)
 
     @jit
     def run(x):
         scales = (jnp.float32(8.0), jnp.full((1, 1, 4), 8.0), jnp.full((2, 1, 1), 8.0))
         found = [layer(ScaledArray(x / 8, scale)) for scale in scales]
-        assert all(y.scale == 1 for y in found)
+        assert all(y.scale is None for y in found)
         carry, y = layer(x, return_carry=True)
         scaled = jax.tree.map(
             lambda c: ScaledArray(c.data / 4, jnp.float32(4)),

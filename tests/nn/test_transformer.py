@@ -8,7 +8,9 @@ from flax import nnx
 
 from tests.gradients import jit
 from tests.modules import build
+from tests.parallel.devices import mesh_of, relative_error
 from unitscale import nn, rules
+from unitscale.parallel import collectives, param_shardings
 
 from .models import Decoder
 
@@ -179,3 +181,37 @@ def test_float32_gradients_are_those_of_float64() -> None:
     eps = float(jnp.finfo(jnp.float32).eps)
     for a, b in zip(single, double, strict=True):
         assert np.linalg.norm(a - b) <= 64 * eps * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("activation", ["gelu", "silu_glu"])
+def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
+    """Over the devices, forward: their matrices, heads and hidden units are not gathered."""
+    mesh = mesh_of(tensor=devices)
+    layer = build(
+        lambda: nn.TransformerLayer(
+            32, 4, is_causal=True, activation=activation, use_bias=False, rngs=nnx.Rngs(0)
+        )
+    )
+    graphdef, params = nnx.split(layer)
+    shardings = param_shardings(params, mesh, small=256)
+    placed, whole = jax.device_put(params, shardings), jax.NamedSharding(mesh, jax.P())
+    x = jax.random.normal(jax.random.key(0), (2, TIME, 32))
+
+    def forward(params, x):
+        return nnx.merge(graphdef, params)(x).value
+
+    def gradients(params, x):
+        return jax.grad(lambda *args: jnp.sum(jnp.cos(forward(*args))), argnums=(0, 1))(params, x)
+
+    for f, out in ((forward, whole), (gradients, (shardings, whole))):
+        compiled = jax.jit(f, out_shardings=out).lower(placed, x).compile()
+        # Gains of norms are summed too; the smallest array that a branch could gather is larger.
+        large = [c.kind for c in collectives(compiled) if c.size > 32 * 4]
+        assert set(large) == {"all-reduce"}
+        # Backward one sum for each matrix that reads a branch's input, or one for them together.
+        readers = 5 if activation.endswith("_glu") else 4
+        assert len(large) <= (2 if f is forward else 2 + readers)
+        found = jax.tree.leaves(compiled(placed, x))
+        for got, wanted in zip(found, jax.tree.leaves(jit(f)(params, x)), strict=True):
+            assert relative_error(got, wanted) < 1e-5

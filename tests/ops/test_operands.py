@@ -7,34 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.ops._operands import (
     output_dtype,
     scale_argument,
     shape_error,
     unpack,
-    unpack_term,
     unpack_uniform,
 )
+
+from .conformance import normal
 
 DATA = jnp.asarray([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]], jnp.float16)
 
 
-def test_plain_arrays_have_scale_1() -> None:
-    for x in (DATA, np.asarray(DATA), ScaledArray(DATA), ScaledArray(DATA, 1)):
+def test_plain_arrays_have_no_scale() -> None:
+    for x in (DATA, np.asarray(DATA), ScaledArray(DATA)):
         data, scale = unpack("op", "x", x)
         np.testing.assert_array_equal(data, DATA)
-        assert scale == 1
+        assert scale is None
     data, scale = unpack("op", "x", [1.0, 2.0])
     np.testing.assert_array_equal(data, [1, 2])
-
-
-def test_zeros() -> None:
-    zero = ScaledArray(DATA, 0)
-    for function, expected in ((unpack, 1), (unpack_term, 0)):
-        data, scale = function("op", "x", zero)
-        np.testing.assert_array_equal(data, 0)
-        assert scale == expected
 
 
 def test_blocks_become_one_scale_per_element() -> None:
@@ -96,7 +90,6 @@ def test_output_dtype() -> None:
 
 
 def test_scale_argument() -> None:
-    assert scale_argument(1) is None
     assert scale_argument(None) is None
     assert scale_argument(jnp.float32(2)) == 2
     assert scale_argument(jnp.asarray(2, jnp.float8_e8m0fnu)).dtype == jnp.float32
@@ -115,3 +108,34 @@ def test_shape_error_names_the_shapes() -> None:
     error = shape_error("op", "x must fit y", "Transpose?", x=(1, 2), y=(3,))
     assert str(error) == "unitscale.ops.op: x must fit y; got x (1, 2), y (3,). Transpose?"
     assert isinstance(error, ValueError)
+
+
+PRODUCTS = {
+    "dense": (ops.dense, (3, 4), (4, 2)),
+    "dense with bias": (lambda x, w: ops.dense(x, w, jnp.zeros(2)), (3, 4), (4, 2)),
+    "readout": (ops.readout, (3, 4), (4, 2)),
+    "matmul": (ops.matmul, (2, 3, 4), (4, 5)),
+    "conv": (ops.conv, (1, 5, 4), (3, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_scales_of_products_stay_in_range(name: str, dtype: str) -> None:
+    """2^100 * 2^100 and 2^-100 * 2^-100 are out of float32's range; the values are not."""
+    op, *shapes = PRODUCTS[name]
+    x, w = (jnp.asarray(a, dtype) for a in normal(name, *shapes))
+    x = x.at[0].set(0)  # and zeros stay zeros
+    plain = np.asarray(op(x, w).value, np.float64)
+    for powers in ((100, 100), (-100, -100), (100, -100)):
+        total = sum(powers)
+        shift = -50 * np.sign(total)
+        scaled = (
+            ScaledArray(a * 2.0 ** float(shift), jnp.float32(2.0**p))
+            for a, p in zip((x, w), powers, strict=True)
+        )
+        y = jax.jit(op)(*scaled)
+        assert float(y.scale) == 2.0 ** min(max(total, -126), 127)
+        np.testing.assert_array_equal(
+            np.asarray(y.value, np.float64), plain * 2.0 ** (total + 2 * shift), err_msg=str(powers)
+        )

@@ -49,7 +49,7 @@ def test_rotary(dtype: str) -> None:
     )
 
 
-SCALED = [2.0**12, 2.0**-12, 0, np.float32([[[1]], [[2]], [[4]]]), np.float32([1, 2, 8, 0.5])]
+SCALED = [2.0**12, 2.0**-12, np.float32([[[1]], [[2]], [[4]]]), np.float32([1, 2, 8, 0.5])]
 
 
 @pytest.mark.parametrize("scale", SCALED, ids=range(len(SCALED)))

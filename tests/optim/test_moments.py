@@ -168,3 +168,20 @@ def test_errors() -> None:
     for bad in (0, -1, 1.5):
         with pytest.raises(ValueError, match="block must be a positive number of entries"):
             Moment("float16", block=bad)
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_items_of_a_stack_are_stored_each_as_if_alone(dtype: str, root: bool) -> None:
+    sizes = np.float32([1, 2.0**20, 2.0**-20])[:, None, None]
+    x = np.abs(sample(3, 4.0, (3, 4, 5))) * sizes
+
+    @jax.jit
+    def run(x):
+        stack = store(x, Moment(dtype, root, stack_axes=1), "nearest", None)
+        alone = [load(store(item, Moment(dtype, root), "nearest", None)) for item in x]
+        return stack, load(stack), jnp.stack(alone)
+
+    stack, value, alone = run(x)
+    assert moment_of(stack) == Moment(dtype, root, stack_axes=1)
+    np.testing.assert_array_equal(value, alone)

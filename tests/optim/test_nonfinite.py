@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from unitscale.core import ScaledArray
 from unitscale.optim import apply_updates, scaled, skip_nonfinite
 
 PARAMS = {"w": np.linspace(0.5, 2, 6, dtype=np.float32), "b": np.ones(2, np.float32)}
@@ -72,22 +71,6 @@ def test_update_gives_zeros() -> None:
     equal(updates, jax.tree.map(np.zeros_like, PARAMS))
     equal(after, params)
     assert int(state.skipped) == 1
-
-
-def test_the_scale_of_a_cotangent_does_not_count() -> None:
-    """That of an e8m0 scale, which has no zero, is NaN."""
-    tx = skip_nonfinite(scaled(optax.sgd(0.1)))
-
-    @jax.jit
-    def run(w):
-        grad = jax.grad(lambda w: jnp.sum(w.value))(w)
-        return grad.scale, *tx.update(grad, tx.init(w), w)
-
-    e8m0 = jnp.float32(2).astype(jnp.float8_e8m0fnu)
-    scale, updates, state = run(ScaledArray(jnp.ones(3, jnp.float16), e8m0))
-    assert np.isnan(np.asarray(scale).astype(np.float32))
-    assert int(state.skipped) == 0
-    np.testing.assert_allclose(updates, -0.1, rtol=1e-6)
 
 
 def test_apply_if_finite_of_optax_works_inside() -> None:

@@ -1,4 +1,4 @@
-"""Every optimizer's moments are found by name and shape, and nothing else is."""
+"""Every optimizer's moments are known by the type of their state, and nothing else is stored."""
 
 from __future__ import annotations
 
@@ -38,37 +38,41 @@ def both(field: str, kind: str) -> dict[str, str]:
     return {f"{field}.a": kind, f"{field}.b.c": kind}
 
 
-FIRST, SECOND = "float8_e4m3fn", "float16*"
+FIRST, SECOND, TRACE = "float8_e4m3fn", "float16*", "float16"
 ADAM = both("0.mu", FIRST) | both("0.nu", SECOND)
 TABLE: dict[str, tuple[Any, dict[str, str]]] = {
     "adam": (optax.adam(0.1), ADAM),
     "adamw": (optax.adamw(0.1), ADAM),
     "amsgrad": (optax.amsgrad(0.1), ADAM | both("0.nu_max", SECOND)),
-    "lion": (optax.lion(0.1), both("0.mu", FIRST)),
-    "momentum": (optax.sgd(0.1, momentum=0.9), both("0.trace", FIRST)),
+    "lion": (optax.lion(0.1), both("0.mu", TRACE)),
+    "momentum": (optax.sgd(0.1, momentum=0.9), both("0.trace", TRACE)),
     "sgd": (optax.sgd(0.1), {}),
     "rmsprop": (optax.rmsprop(0.1), both("0.nu", SECOND)),
-    "adagrad": (optax.adagrad(0.1), both("0.sum_of_squares", SECOND)),
+    "adagrad": (optax.adagrad(0.1), {}),  # a sum that only grows
+    "average": (optax.ema(0.9), {}),  # of anything, parameters too
+    "centred": (optax.rmsprop(0.1, centered=True), {}),  # a difference of its moments
+    "belief": (optax.adabelief(0.1), both("0.nu", SECOND)),
+    "sm3": (optax.sm3(0.1), both("0.nu", TRACE)),  # mu sums, and nu is no square
     "chain": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
         both("1.0.mu", FIRST) | both("1.0.nu", SECOND),
     ),
     "multi steps": (
         optax.MultiSteps(optax.lion(0.1), 2),
-        both("inner_opt_state.0.mu", FIRST),  # accumulated gradients stay float32
+        both("inner_opt_state.0.mu", TRACE),  # accumulated gradients stay float32
     ),
     "hyperparams": (
         optax.inject_hyperparams(optax.lion)(learning_rate=0.1),
-        both("inner_state.0.mu", FIRST),
+        both("inner_state.0.mu", TRACE),
     ),
     "masked": (
         optax.masked(optax.trace(0.9), MASK),
-        {"inner_state.trace.a": FIRST},
+        {"inner_state.trace.a": TRACE},
     ),
     "partition": (
         optax.partition({"matrix": optax.lion(0.1), "vector": optax.adam(0.1)}, LABELS),
         {
-            "inner_states.matrix.inner_state.0.mu.a": FIRST,
+            "inner_states.matrix.inner_state.0.mu.a": TRACE,
             "inner_states.vector.inner_state.0.mu.b.c": FIRST,
             "inner_states.vector.inner_state.0.nu.b.c": SECOND,
         },
@@ -76,13 +80,13 @@ TABLE: dict[str, tuple[Any, dict[str, str]]] = {
     "muon": (
         optax.contrib.muon(0.1),
         {
-            "inner_states.muon.inner_state.0.mu.a": FIRST,
+            "inner_states.muon.inner_state.0.mu.a": TRACE,
             "inner_states.adam.inner_state.0.mu.b.c": FIRST,
             "inner_states.adam.inner_state.0.nu.b.c": SECOND,
         },
     ),
     "adafactor": (optax.adafactor(0.1), both("0.v", SECOND)),  # too small to factor
-    "finite": (optax.apply_if_finite(optax.lion(0.1), 3), both("inner_state.0.mu", FIRST)),
+    "finite": (optax.apply_if_finite(optax.lion(0.1), 3), both("inner_state.0.mu", TRACE)),
 }
 
 
@@ -140,18 +144,46 @@ def test_blocks_are_of_the_moments() -> None:
     assert params["a"].block_shape is None
 
 
+class OwnState(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def own() -> optax.GradientTransformation:
+    """Not of optax, and so nothing is known of its fields."""
+    return optax.GradientTransformation(lambda p: OwnState(p, p), lambda u, s, p: (u, s))
+
+
 def test_names_are_not_enough() -> None:
-    """A field of another shape than the parameter's is no moment of it."""
+    assert found(own()) == {}
+    assert found(optax.chain(own(), optax.adam(0.1))) == {f"1.{k}": v for k, v in ADAM.items()}
 
-    class State(NamedTuple):
-        nu: Any
 
-    params = {"w": jnp.ones((4, 6))}
-    for shape, expected in [((4, 6), {"nu.w": SECOND}), ((4,), {}), ((6, 4), {})]:
-        inner = optax.GradientTransformation(
-            lambda _, shape=shape: State({"w": jnp.ones(shape)}), lambda u, s, p: (u, s)
-        )
-        assert found(inner, params) == expected
+def test_what_own_states_hold_is_said_by_the_user() -> None:
+    def moments(path: str, role: str | None) -> Any:
+        assert role is None
+        if path.startswith("mu"):
+            return "float8_e4m3fn"
+        return Moment("float16", root=True)
+
+    assert found(own(), moments=moments) == both("mu", FIRST) | both("nu", SECOND)
+
+
+TRACES = [  # first, second, and what momentum that is the step itself takes of them
+    ("float8_e4m3fn", "float16", "float16"),
+    ("float16", "float8_e4m3fn", "float16"),
+    ("bfloat16", Moment("float16", root=True), "float16"),
+    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn"),
+    ("float32", "float16", "float32"),
+    (None, "float16", None),
+    ("float8_e4m3fn", None, None),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), TRACES)
+def test_a_trace_takes_the_finer_format(first: Any, second: Any, expected: str | None) -> None:
+    formats = found(optax.trace(0.9), moments=(first, second))
+    assert formats == ({} if expected is None else both("trace", expected))
 
 
 def test_errors() -> None:
@@ -174,9 +206,32 @@ def test_errors() -> None:
 
 
 def test_what_is_stored_holds_what_inner_began_with() -> None:
-    tx = scaled(optax.adagrad(0.1, initial_accumulator_value=0.1), weights=None)
-    (state, _) = jax.jit(tx.init)(PARAMS).inner
-    root = state.sum_of_squares["a"].root
+    tx = scaled(optax.scale_by_rms(initial_scale=0.1), weights=None)
+    state = jax.jit(tx.init)(PARAMS).inner
+    root = state.nu["a"].root
+    assert isinstance(root, ScaledArray)
     np.testing.assert_allclose((np.float32(root.data) * root.scale) ** 2, 0.1, rtol=2**-10)
     assert not any(map(is_scaled, jax.tree.leaves(PARAMS, is_leaf=is_scaled)))
-    assert isinstance(state.sum_of_squares["a"].root, ScaledArray)
+
+
+TINY = [
+    optax.contrib.dog(1.0),
+    optax.contrib.dowg(1.0),
+    optax.contrib.prodigy(),
+    optax.contrib.dadapt_adamw(),
+    optax.contrib.mechanize(optax.sgd(0.1)),
+    optax.chain(optax.clip(1.0), optax.scale_by_distance_over_gradients()),
+]
+
+
+@pytest.mark.parametrize("inner", TINY)
+def test_steps_that_rounded_weights_lose(inner: optax.GradientTransformation) -> None:
+    """1e-6 of a weight is less than half the distance of its neighbours in 16 bits."""
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    for weights in ("float16", "bfloat16", "float8_e4m3fn"):
+        tx = scaled(inner, weights=weights)
+        with pytest.raises(ValueError, match=rf"begin near 1e-6 .* weights in {weights} lose"):
+            tx.init(tx.scale_params(params))
+    for weights in (None, "float32"):
+        tx = scaled(inner, weights=weights)
+        jax.eval_shape(tx.init, jax.eval_shape(tx.scale_params, params))

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import unitscale
 from tests.batching import compute
 from unitscale.core import ScaledArray, format_of, is_scaled, rebalance, to_array
 from unitscale.optim import apply_updates, scaled
@@ -176,7 +177,7 @@ def test_arithmetic_is_that_of_inner_on_float32_values() -> None:
 
     @jax.jit
     def step(params, state):
-        tx.update(jax.grad(lambda p: jnp.sum(to_array(p)["w"] ** 2))(params), state, params)
+        tx.update(unitscale.grad(lambda p: jnp.sum(to_array(p)["w"] ** 2))(params), state, params)
         return dict(seen)
 
     seen = step(params, state)
@@ -220,7 +221,7 @@ def make_trajectory() -> Any:
             values = to_array(params)
             return sum(jnp.vdot(slope[k], values[k]) for k in values)
 
-        return tx.step(params, state, jax.grad(loss)(params))
+        return tx.step(params, state, unitscale.grad(loss)(params))
 
     return begin(tx), step
 
@@ -319,7 +320,7 @@ def test_accumulated_cotangents_are_their_sum() -> None:
     @jax.jit
     def step(w, state, factor):
         w = rebalance(w, factor)
-        grads = jax.grad(lambda w: jnp.sum(w.value * jnp.array([0.25, 0.5, 1.0, 0.0])))(w)
+        grads = unitscale.grad(lambda w: jnp.sum(w.value * jnp.array([0.25, 0.5, 1.0, 0.0])))(w)
         return tx.step(w, state, grads)
 
     for power in (3, -5):
@@ -370,3 +371,24 @@ def test_errors() -> None:
         tx.update(GRADS[0], state)
     with pytest.raises(ValueError, match="gradients must have the structure of params"):
         tx.update({"w": GRADS[0]["w"]}, state, params)
+
+
+def test_moments_of_a_stack_have_the_scales_of_its_items() -> None:
+    """Layers whose gradients are 2^24 apart: one scale would lose the smallest in E4M3."""
+    sizes = jnp.float32([1, 2.0**12, 2.0**-12])[:, None, None]
+    params = {"w": sizes * PARAMS["w"]}
+    gradient = {"w": sizes * GRADS[0]["w"]}
+
+    @jax.jit
+    def run(params, gradient):
+        tx, plain = scaled(optax.adam(RATE)), optax.adam(RATE)
+        ours = tx.scale_params(params)
+        updates, state = tx.update(gradient, tx.init(ours), ours)
+        return updates, state, plain.update(gradient, plain.init(params), params)[0]
+
+    updates, state, expected = run(params, gradient)
+    adam = state.inner[0]
+    assert adam.mu["w"].scale.shape == adam.nu["w"].root.scale.shape == (3, 1, 1)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+    read = load(adam.mu["w"])
+    np.testing.assert_allclose(read, 0.1 * gradient["w"], rtol=float(format_of("e4m3fn").eps) / 2)

@@ -176,12 +176,50 @@ def test_plain_parameters_none_and_infinity() -> None:
     for dtype in ("float16", "float8_e4m3fn"):
         w = jax.jit(add, static_argnums=1)(np.array([np.inf, 0.0, 1.0]), dtype)
         np.testing.assert_array_equal(np.isnan(w), [True, False, False])
-    static = ScaledArray(jnp.ones(3, jnp.bfloat16), 1)
-    assert apply_updates(static, jnp.ones(3)).scale == 1
+    unscaled = ScaledArray(jnp.ones(3, jnp.bfloat16))
+    assert apply_updates(unscaled, jnp.ones(3)).scale is None
 
 
 def test_errors() -> None:
     with pytest.raises(ValueError, match="updates must have the structure of params; got"):
         apply_updates({"a": jnp.ones(2)}, [jnp.ones(2)])
-    with pytest.raises(ValueError, match="not the special zero; got one that as_scaled made"):
-        apply_updates(as_scaled(jnp.zeros(3)), jnp.ones(3))
+
+
+SIZES = np.float32([1, 2.0**9, 2.0**-9])
+STACK = SIZES[:, None, None] * RNG.normal(size=(3, 8, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_items_of_a_stack_have_their_own_scales_and_keep_them(dtype: str) -> None:
+    """By default of all axes but the last two; what is updated scans as before."""
+    params = {"w": STACK, "b": STACK[:, 0]}
+    axes = {"w": None, "b": 1}
+    changed = jax.tree.map(lambda x: x * np.float32(16), params)
+
+    @jax.jit
+    def run(params, changed):
+        tx = scaled(optax.sgd(0.1), weights=dtype)
+        first = tx.scale_params(params, stack_axes=axes)
+        updates = jax.tree.map(lambda new, old: new - old.value, changed, first)
+        second = apply_updates(first, updates)
+        third = apply_updates(second, jax.tree.map(jnp.zeros_like, updates))
+        values = [jax.lax.map(lambda w: w.value, p["w"]) for p in (first, third)]
+        return first, third, values
+
+    first, third, values = run(params, changed)
+    eps = float(jnp.finfo(dtype).eps)
+    for tree, value, factor in ((first, values[0], 1), (third, values[1], 16)):
+        assert tree["w"].scale.shape == (3, 1, 1)
+        assert tree["b"].scale.shape == (3, 1)
+        ratio = np.asarray(tree["w"].scale).ravel() / (factor * SIZES)
+        assert ((ratio >= 0.5) & (ratio <= 2)).all()
+        size = np.maximum(np.abs(STACK), SIZES[:, None, None] * 2.0**-5)
+        assert (np.abs(value - factor * STACK) <= 2 * eps * factor * size).all()
+
+
+def test_matrices_and_vectors_have_one_scale() -> None:
+    params = scale_params({"w": X, "b": X[0]})
+    assert params["w"].scale.shape == params["b"].scale.shape == ()
+    everywhere = scaled(optax.sgd(0.1)).scale_params({"w": X, "b": X[0]}, stack_axes=1)
+    assert everywhere["w"].scale.shape == (16, 1)
+    assert everywhere["b"].scale.shape == (24,)

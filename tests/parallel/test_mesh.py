@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.parallel.devices import mesh_of
+from tests.parallel.devices import mesh_of, relative_error
 from unitscale.core import amax, as_scaled, rescale
-from unitscale.parallel import batch_axes, make_mesh, param_shardings, shard_batch
+from unitscale.parallel import batch_axes, collectives, make_mesh, param_shardings, shard_batch
 
 
 def test_mesh_over_all_devices() -> None:
@@ -81,6 +81,61 @@ def test_parameters(shape: tuple[int, ...], spec: P) -> None:
 def test_parameters_without_tensor_axis() -> None:
     assert param_shardings(jnp.zeros((32, 64)), mesh_of(fsdp=4)).spec == P(None, "fsdp")
     assert param_shardings(jnp.zeros((32, 64)), mesh_of(data=4)).spec == P(None, None)
+
+
+def test_the_second_matrix_of_a_block_is_cut_along_its_inputs() -> None:
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    block = {"up": jnp.zeros((64, 128)), "down": jnp.zeros((128, 64)), "bias": jnp.zeros(2048)}
+    kernel = as_scaled(jnp.zeros((3, 64, 64)), scale=2.0)
+    params = [{"mlp": block, "attention": {"out": {"kernel": kernel}}}]
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): sharding.spec
+        for path, sharding in jax.tree_util.tree_leaves_with_path(
+            param_shardings({"mu": params}, mesh)
+        )
+    }
+    assert found == {
+        "mu.0.mlp.up": P("fsdp", "tensor"),
+        "mu.0.mlp.down": P("tensor", "fsdp"),
+        "mu.0.mlp.bias": P(None),
+        "mu.0.attention.out.kernel.data": P(None, "tensor", "fsdp"),
+        "mu.0.attention.out.kernel.scale": P(),
+    }
+    named = param_shardings(block, mesh, rows={"up"})
+    assert [named[name].spec for name in ("up", "down")] == [
+        P("tensor", "fsdp"),
+        P("fsdp", "tensor"),
+    ]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_block_sums_once_over_the_devices(devices: int) -> None:
+    """Neither the hidden units nor the matrices are gathered, forward or backward."""
+    mesh = mesh_of(tensor=devices)
+    whole = jax.sharding.NamedSharding(mesh, P())
+    random = np.random.default_rng(0)
+    shapes = {"up": (64, 256), "gate": (64, 256), "down": (256, 64)}
+    params = {k: random.normal(size=s).astype(np.float32) / 8 for k, s in shapes.items()}
+    x = random.normal(size=(8, 64)).astype(np.float32)
+
+    def block(params, x):
+        return jnp.sin(x @ params["up"]) * (x @ params["gate"]) @ params["down"]
+
+    def gradients(params, x):
+        return jax.grad(lambda *args: jnp.sum(jnp.cos(block(*args))), argnums=(0, 1))(params, x)
+
+    shardings = param_shardings(params, mesh)
+    placed = jax.device_put(params, shardings)
+    # Backward, the sums for the input through `up` and `gate` go together or each on its own.
+    for f, out, counts in ((block, whole, (1,)), (gradients, (shardings, whole), (2, 3))):
+        compiled = jax.jit(f, out_shardings=out).lower(placed, x).compile()
+        kinds = [c.kind for c in collectives(compiled)]
+        assert set(kinds) == {"all-reduce"}
+        assert len(kinds) in counts
+        for got, wanted in zip(
+            *map(jax.tree.leaves, (compiled(placed, x), f(params, x))), strict=True
+        ):
+            assert relative_error(got, wanted) < 1e-5
 
 
 def test_amax_of_a_sharded_array_is_that_of_the_whole() -> None:

@@ -11,7 +11,9 @@ import numpy as np
 import optax
 import pytest
 
+from tests.batching import compute
 from tests.parallel.devices import mesh_of, relative_error
+from unitscale import ops
 from unitscale.core import to_array
 from unitscale.optim import scaled
 from unitscale.parallel import (
@@ -105,8 +107,91 @@ def test_float32_on_eight_devices_with_shardings() -> None:
         assert relative_error(value, wanted[name]) < 1e-5
 
 
+# Each tells gradients from multiples of them.
+EXACT = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(1e-2, eps=0.5),
+    "clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+}
+
+
+def unit_loss(params: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    hidden = ops.layer_norm(ops.dense(x, params["up"], params["bias"]))
+    return ops.mse_loss(ops.readout(ops.gelu(hidden), params["down"]), y)
+
+
+@functools.cache
+def one_unit_step() -> Any:
+    """Parameters after a step on one device, by optimizer."""
+
+    def step(optimizer, params, batch):
+        grads = jax.grad(unit_loss)(params, batch)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    table = {name: (functools.partial(step, tx),) for name, tx in EXACT.items()}
+    return compute({n: (*row, first_params(), batches()[0]) for n, row in table.items()})
+
+
+def by_compiler(optimizer: Any, mesh: Any) -> Any:
+    params = jax.device_put(first_params(), param_shardings(first_params(), mesh))
+
+    @jax.jit
+    def step(params, batch):
+        grads = jax.grad(unit_loss)(params, batch)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    return step(params, shard_batch(batches()[0], mesh))
+
+
+def by_shard_map(optimizer: Any, mesh: Any) -> Any:
+    step = train_step(unit_loss, optimizer, mesh, dtype="float32")
+    state = ParallelState(first_params(), optimizer.init(first_params()))
+    return step(state, batches()[0])[0].params
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("divide", [by_compiler, by_shard_map])
+def test_a_unit_scaled_step_is_that_of_one_device(divide: Any, devices: int, name: str) -> None:
+    found, wanted = divide(EXACT[name], mesh_of(data=devices)), one_unit_step()[name]
+    for key, first in first_params().items():
+        error, moved = (np.linalg.norm(x - wanted[key]) for x in (np.asarray(found[key]), first))
+        # Sums in another order, and two results that are each rounded by half a unit at most.
+        assert error < 2**-20 * moved + 2**-23 * np.linalg.norm(wanted[key]), key
+        assert moved > 2**-10 * np.linalg.norm(first)
+
+
+def test_cotangents_are_those_of_one_device() -> None:
+    """In narrow formats it matters how large they are, not only what the gradients come to."""
+    seen = []
+
+    @jax.custom_vjp
+    def spy(x):
+        return x
+
+    def see(_, cotangent):
+        jax.debug.callback(lambda c: seen.append(np.abs(c).max()), cotangent)
+        return (cotangent,)
+
+    spy.defvjp(lambda x: (x, None), see)
+
+    def loss(params, x):
+        return ops.mse_loss(spy(ops.dense(x, params).data), jnp.zeros((len(x), 4)))
+
+    params, x = jnp.ones((WIDTH, 4)), np.ones((BATCH, WIDTH), np.float32)
+    jax.grad(loss)(params, x)
+    step = train_step(loss, optax.sgd(0.1), mesh_of(data=8), dtype="float32")
+    step(ParallelState(params, optax.sgd(0.1).init(params)), x)
+    jax.effects_barrier()
+    np.testing.assert_allclose(seen, [seen[0]] * 9, rtol=1e-6)
+
+
 @pytest.mark.parametrize("axes", [(2, 2, 2), (4, 2, 1), (2, 4, 1), (1, 4, 2)])
-def test_gradients_of_matrices_in_a_row(axes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("names", [("first", "second"), ("up", "down")])
+def test_gradients_of_matrices_in_a_row(axes: tuple[int, ...], names: tuple[str, str]) -> None:
     """What went wrong with the batch over data before fsdp; see `batch_axes`."""
     mesh = mesh_of(**dict(zip(("data", "fsdp", "tensor"), axes, strict=True)))
     random = np.random.default_rng(0)
@@ -117,8 +202,9 @@ def test_gradients_of_matrices_in_a_row(axes: tuple[int, ...]) -> None:
         return jnp.sum(jnp.sin(x @ params[0] @ params[1]))
 
     grads = jax.jit(jax.grad(total, (0, 1)))
-    placed = jax.device_put(params, param_shardings(params, mesh))
-    found = jax.tree.leaves(grads(placed, shard_batch(x, mesh)))
+    named = dict(zip(names, params, strict=True))
+    placed = jax.device_put(named, param_shardings(named, mesh))
+    found = jax.tree.leaves(grads([placed[name] for name in names], shard_batch(x, mesh)))
     for got, wanted in zip(found, jax.tree.leaves(grads(params, x)), strict=True):
         assert relative_error(got, wanted) < 1e-5
 

@@ -83,10 +83,8 @@ def test_an_amax_that_says_nothing_has_scale_1(value: float) -> None:
     assert float(q.scale) == 1
     if value == 0:
         np.testing.assert_array_equal(q.value, [0, 0])
-    else:  # infinity saturates, NaN stays
-        np.testing.assert_array_equal(
-            np.float32(q.data[0]), np.nan if np.isnan(value) else np.sign(value) * 448
-        )
+    else:  # not hidden: e4m3fn has no infinity
+        assert np.isnan(np.float32(q.data[0]))
 
 
 def test_an_empty_tensor() -> None:
@@ -102,7 +100,7 @@ def test_tiny_and_subnormal_amax_gives_finite_numbers(amax: float) -> None:
     assert float(q.value[0]) == pytest.approx(amax, rel=2**-4, abs=2.0**-126)
 
 
-def test_formats_of_float32s_range_are_cast_at_scale_1() -> None:
+def test_formats_of_float32s_range_are_cast_without_a_scale() -> None:
     q = quantize(jnp.asarray([1e30, 1e-30]), "bfloat16", Dynamic())
-    assert q.scale == 1
+    assert q.scale is None
     np.testing.assert_allclose(q.value.astype(jnp.float32), [1e30, 1e-30], rtol=2**-8)

@@ -27,7 +27,6 @@ SCALES = {
     "per column": (1, 2.0 ** np.arange(4)[None]),
     "both": (2.0 ** np.arange(3)[:, None], 2.0 ** -np.arange(4)[None]),
     "along the sum": (2.0 ** np.arange(8)[None], 2.0),
-    "zero": (0, 2.0),
 }
 
 
@@ -86,3 +85,14 @@ def test_products_are_emitted_in_the_direct_form() -> None:
 def test_contraction_names_its_sum() -> None:
     assert Contraction("abk", "kan", "bn").summed == "ak"
     assert SPEC.grad_lhs.summed == "n"
+
+
+def test_scales_out_of_range_whose_product_is_not() -> None:
+    """2^100 * 2^100 * 2^-80 is 2^120, in any order of these factors."""
+    lhs, rhs = whole(LHS, jnp.float32(2.0**100)), whole(RHS, jnp.float32(2.0**100))
+    near = product(whole(LHS, 1), whole(RHS, 1), SPEC, 2.0**-20, "float32")
+    far = jax.jit(lambda a, b: product(a, b, SPEC, 2.0**-120, "float32"))(lhs, rhs)
+    np.testing.assert_array_equal(far, near * 2.0**100)
+    lhs, rhs = whole(LHS, jnp.float32(2.0**-100)), whole(RHS, jnp.float32(2.0**-100))
+    far = jax.jit(lambda a, b: product(a, b, SPEC, 2.0**120, "float32"))(lhs, rhs)
+    np.testing.assert_array_equal(far, near * 2.0**-60)

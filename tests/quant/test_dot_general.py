@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -10,12 +17,12 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from unitscale.nn import EinsumOp
 from unitscale.quant import (
     Block,
     Contraction,
     Delayed,
     Dynamic,
-    Einsum,
     MatmulConfig,
     QuantState,
     Static,
@@ -121,13 +128,71 @@ def test_einsum_exchanges_its_operands_only_where_that_changes_nothing(config) -
     lhs, rhs = whole(0, (9, 4)) * 300, whole(1, (4, 2))
     spec = Contraction("ij", "jk", "ki")
     wanted = contract(lhs, rhs, spec, config=config)
-    for op in (einsum(config), Einsum(config)):
+    for op in (einsum(config), EinsumOp(config)):
         np.testing.assert_array_equal(op("ij, jk -> ki", lhs, rhs), wanted)
         for subscripts, operands in (("ij,jk", (lhs, rhs)), ("ij,jk,k->i", (lhs, rhs, rhs[0]))):
             with pytest.raises(ValueError, match=f"einsum: both operands of '{subscripts}', which"):
                 op(subscripts, *operands)
     third = einsum(MatmulConfig(strategy=Dynamic()))("ij,jk,k->i", lhs, rhs, rhs[0])
     np.testing.assert_array_equal(third, lhs @ (rhs @ rhs[0]))
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What JAX traces or compiles meanwhile."""
+    found: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if event.endswith(("trace_duration", "compile_duration")):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("strategy", [Unit(), Delayed()], ids=str)
+@pytest.mark.parametrize("subscripts", ["ij,jk->ik", "ij,jk", "ij,jk,k->i"])
+def test_an_eager_einsum_compiles_once_and_keeps_nothing(subscripts: str, strategy) -> None:
+    config = MatmulConfig(strategy=strategy)
+    operands = [jnp.ones((2, 8)), jnp.ones((8, 3)), jnp.ones(3)][: subscripts.count(",") + 1]
+    gone = []
+
+    def call() -> None:
+        op = EinsumOp(config)
+        state = None if op.state is None else op.state.get_value()
+        op(subscripts, *operands)
+        op(subscripts, *operands)
+        functions = [op if state is None else leaf for leaf in jax.tree.leaves(state) or [op]]
+        gone.extend(weakref.ref(held) for held in functions)
+
+    call()
+    with compilations() as found:
+        call()
+        einsum(config, QuantState.create(strategy) if isinstance(strategy, Delayed) else None)(
+            subscripts, *operands
+        )
+    assert not found
+    gc.collect()
+    assert gone
+    assert [held() for held in gone] == [None] * len(gone)
+
+
+def test_an_einsum_of_three_operands_under_transformations() -> None:
+    lhs, rhs, last = whole(0, (2, 9, 4)), whole(1, (4, 2)), whole(2, (2,))
+    op = einsum(MatmulConfig(strategy=Dynamic()))
+
+    def total(f, x):
+        return jnp.sum(f("ij,jk,k->i", x, rhs, last) * jnp.arange(9.0))
+
+    for transform in (jax.vmap, lambda f: lambda x: jax.lax.map(jax.jit(f), x)):
+        value, grad = transform(jax.value_and_grad(partial(total, op)))(lhs)
+        wanted = jax.vmap(jax.value_and_grad(partial(total, jnp.einsum)))(lhs)
+        np.testing.assert_array_equal(value, wanted[0])
+        # The cotangents are small whole numbers times rhs @ last, of which E4M3 keeps four bits.
+        np.testing.assert_allclose(grad, wanted[1], rtol=2**-4)
 
 
 def test_out_sharding_is_obeyed() -> None:

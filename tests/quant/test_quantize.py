@@ -34,7 +34,7 @@ def test_rounds_to_nearest(name: str, dtype: str) -> None:
     x = x.astype(jnp.dtype(dtype))
     y = quantize(jnp.asarray(x), name)
     assert y.dtype == FORMATS[name]
-    assert y.scale == 1
+    assert y.scale is None
     expected = x.astype(np.float32).astype(FORMATS[name])
     np.testing.assert_array_equal(np.asarray(y.data, np.float32), expected.astype(np.float32))
 
@@ -43,7 +43,8 @@ def test_rounds_to_nearest(name: str, dtype: str) -> None:
 def test_saturates(name: str) -> None:
     top = float(ml_dtypes.finfo(FORMATS[name]).max)
     x = jnp.asarray([500.0, 1e9, -1e9, jnp.inf, -jnp.inf, jnp.nan])
-    expected = [min(500.0, top) if name != "float8_e5m2" else 512.0, top, -top, top, -top, np.nan]
+    inf = np.inf if name == "float8_e5m2" else np.nan
+    expected = [min(500.0, top) if name != "float8_e5m2" else 512.0, top, -top, inf, -inf, np.nan]
     np.testing.assert_array_equal(np.asarray(quantize(x, name).data, np.float32), expected)
     np.testing.assert_array_equal(fake_quantize(x, name), expected)
 
@@ -53,7 +54,6 @@ def test_scales_are_kept() -> None:
     y = quantize(x, "e4m3fn")
     np.testing.assert_array_equal(y.scale, x.scale)
     np.testing.assert_array_equal(y.value, x.value)
-    assert quantize(ScaledArray(jnp.ones(2), 0), "e4m3fn").scale == 0
 
 
 def test_gradient_is_straight_through() -> None:
@@ -125,7 +125,7 @@ def test_scales_multiply_those_that_data_has() -> None:
     q = quantize(x, "e4m3fn", Dynamic())
     np.testing.assert_array_equal(q.scale, [[2], [8]])
     np.testing.assert_array_equal(q.value, x.value)
-    with pytest.raises(ValueError, match=r"Block\(\) takes an array, or a ScaledArray of scale 1"):
+    with pytest.raises(ValueError, match=r"Block\(\) takes an array, or a ScaledArray without a"):
         quantize(x, "e4m3fn", Block())
 
 
@@ -155,3 +155,17 @@ def test_errors() -> None:
         quantize(jnp.ones((2, 2)), "e4m3fn", Dynamic("channel"), axis=2)
     with pytest.raises(ValueError, match="float9"):
         fake_quantize(jnp.ones(2), "float9")
+
+
+def test_the_scale_of_what_has_one_stays_in_range() -> None:
+    """Beyond it a zero would be infinity times 0; what is beyond it itself saturates."""
+    x = ScaledArray(jnp.array([0.0, 2.0**40, -(2.0**40)]), jnp.float32(2.0**100))
+    y = quantize(x, "e4m3fn", Dynamic())
+    assert float(y.scale) == 2.0**127
+    np.testing.assert_array_equal(y.data.astype(jnp.float32), [0, 448, -448])
+    assert float(y.value[0]) == 0
+    tiny = quantize(ScaledArray(x.data * 2.0**-100, jnp.float32(2.0**-100)), "e4m3fn", Dynamic())
+    assert float(tiny.scale) == 2.0**-126
+    np.testing.assert_array_equal(tiny.value, 0)  # 2^-160
+    y = quantize(ScaledArray(x.data * 2.0**-60, jnp.float32(2.0**100)), "e4m3fn", Dynamic())
+    np.testing.assert_array_equal(y.value, [0, 2.0**80, -(2.0**80)])

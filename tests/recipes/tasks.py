@@ -11,7 +11,7 @@ import yaml
 
 from recipes.config import ScalifyConfig
 from recipes.finetune.config import FinetuneConfig
-from recipes.finetune.data import INPUTS, TaskData
+from recipes.finetune.data import TaskData
 from recipes.registry import load_kind
 from recipes.run.evaluate import predict
 
@@ -71,4 +71,4 @@ def tuned(folder: Path, task: str, *overrides: str) -> FinetuneConfig:
 def logits(model: Any, data: TaskData, scalify: ScalifyConfig | None = None) -> np.ndarray:
     """What a model gives for the records to score on."""
     batches = data.scored.batches(len(data.scored))
-    return predict(model, (tuple(batch[name] for name in INPUTS) for batch in batches), scalify)
+    return predict(model, (tuple(batch.values())[:3] for batch in batches), scalify)

@@ -98,7 +98,7 @@ WRONG_FILES = [
     ),
     ("seed: 1\n", r"name: expected a value; got none; set it: names the run's folder"),
     ("name: x\nmodel: {layer: 3}\n", r"model\.layer is not a key .*did you mean model\.layers\?"),
-    (b"name: \xff\n", r"is not UTF-8 text \(byte 6\)"),
+    (b"name: \xff\n", r"is not UTF-8 text: .* position 6"),
 ]
 
 

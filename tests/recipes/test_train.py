@@ -28,7 +28,7 @@ from recipes.run.state import init_state, load_trained
 from recipes.run.step import make_train_step
 from recipes.text import Corpus
 from recipes.train import Outcome, train
-from unitscale.quant import AmaxState
+from unitscale.nn import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
 UNITSCALE = [

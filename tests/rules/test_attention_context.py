@@ -116,11 +116,50 @@ def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) ->
     context = AttentionContext(taus_below=(0.5,) * 8)
     grouped = context.mean_square(32, 300, is_causal=is_causal)
     module = __import__("unitscale.rules._attention_context", fromlist=["_groups"])
-    monkeypatch.setattr(module, "_groups", np.ones)
-    module._stream.cache_clear()
+
+    def forget() -> None:
+        for cached in (module._stream, module._keys):
+            cached.cache_clear()
+
+    single = property(lambda attention: np.ones(attention.length))
+    monkeypatch.setattr(module._Attention, "sizes", single)
+    forget()
     every = context.mean_square(32, 300, is_causal=is_causal)
-    module._stream.cache_clear()
+    forget()
     assert grouped == pytest.approx(every, rel=2e-3)
+
+
+def test_the_average_of_a_covariance() -> None:
+    """Against `A S A^T` by products of matrices, with a position in each group."""
+    module = __import__("unitscale.rules._attention_context", fromlist=["_Attention"])
+    length, spread = 12, 0.5
+    seen = np.tril(np.ones((length, length)))
+    average = seen / seen.sum(1, keepdims=True)
+    root = np.random.default_rng(0).standard_normal((length, length))
+    pair, own = root @ root.T * (1 - np.eye(length)), np.arange(1.0, length + 1)
+    found = module._Attention(length, True, spread)(module._Covariance(pair, own))
+    wanted = average @ (pair + np.diag(own)) @ average.T
+    apart = ~np.eye(length, dtype=bool)
+    np.testing.assert_allclose(found.pair[apart], wanted[apart], rtol=1e-12)
+    square, _ = module.moments_by_size(seen.sum(1), spread)
+    variance = np.diag(average @ pair @ average.T) + square * (average @ own)
+    np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
+
+
+def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
+    """What a layer's attention does to a covariance is that of all layers."""
+    module = __import__("unitscale.rules._attention_context", fromlist=["moments_by_size"])
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return moments_by_size(*arguments)
+
+    moments_by_size = module.moments_by_size
+    monkeypatch.setattr(module, "moments_by_size", counted)
+    for layer in range(8):
+        AttentionContext(taus_below=(0.5, 0.25) * layer).mean_square(32, 77, is_causal=True)
+    assert len(calls) == 1
 
 
 def test_the_factor_is_the_inverse_root() -> None:

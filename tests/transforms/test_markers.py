@@ -12,7 +12,7 @@ import pytest
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import (
-    cast,
+    cast_data,
     dynamic_rescale,
     get_data_scale,
     scalify,
@@ -27,7 +27,7 @@ MARKERS: dict[str, Callable[[Any], Any]] = {
     "stop_scaling": stop_scaling,
     "get_data_scale": lambda x: get_data_scale(x)[0],
     "dynamic_rescale": lambda x: dynamic_rescale(x, on="both"),
-    "cast": lambda x: cast(x, jnp.float8_e4m3fn, on="both"),
+    "cast_data": lambda x: cast_data(x, jnp.float8_e4m3fn, on="both"),
 }
 
 
@@ -40,7 +40,7 @@ def test_identity_outside(name: str) -> None:
     np.testing.assert_array_equal(jax.jvp(marker, (X,), (X,))[1], X)
 
 
-@pytest.mark.parametrize("name", sorted({*MARKERS} - {"cast", "get_data_scale"}))
+@pytest.mark.parametrize("name", sorted({*MARKERS} - {"cast_data", "get_data_scale"}))
 def test_the_value_stays_the_same_inside(name: str) -> None:
     x = ScaledArray(X, jnp.float32(2.0))
     marked = scalify(lambda a: jax.value_and_grad(lambda b: jnp.sum(MARKERS[name](b) ** 2))(a))
@@ -65,8 +65,8 @@ def test_rescaled_and_cast_data() -> None:
     x = ScaledArray(X.astype(jnp.float16), jnp.float32(2.0))
     by_amax = scalify(lambda a: dynamic_rescale(a, "amax"))(x)
     assert float(by_amax.scale) == 512.0
-    assert scalify(lambda a: cast(a, jnp.float8_e5m2))(x).dtype == jnp.float8_e5m2
-    back = scalify(lambda a: cast(a, jnp.float8_e5m2) + 0.5)(x)
+    assert scalify(lambda a: cast_data(a, jnp.float8_e5m2))(x).dtype == jnp.float8_e5m2
+    back = scalify(lambda a: cast_data(a, jnp.float8_e5m2) + 0.5)(x)
     assert back.dtype == jnp.float16, "results have the type from before the cast"
     traced = scalify(lambda a, s: set_scaling(a, s))(x, jnp.float32(8.0))
     assert float(traced.scale) == 8.0
@@ -76,7 +76,7 @@ def test_a_backward_cast_rounds_the_cotangent() -> None:
     x = as_scaled(jnp.asarray([1.3, 0.7]), dtype=jnp.float16)
 
     def loss(a: Any) -> Any:
-        return jnp.sum(cast(a, jnp.float8_e5m2, on="backward") ** 2)
+        return jnp.sum(cast_data(a, jnp.float8_e5m2, on="backward") ** 2)
 
     gradient = to_array(scalify(jax.grad(loss))(x))
     exact = 2 * np.asarray(x.value)
@@ -100,4 +100,4 @@ def test_errors() -> None:
     with pytest.raises(TypeError, match="expected a floating array; got dtype int32"):
         stop_scaling(jnp.arange(3))
     with pytest.raises(ValueError, match="float99"):
-        cast(X, "float99")
+        cast_data(X, "float99")

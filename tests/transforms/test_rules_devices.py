@@ -62,6 +62,27 @@ SPREADING: dict[str, Callable[[Any], Any]] = {
         0
     ],
     "gradient": jax.grad(lambda x: jnp.sum(jax.nn.softmax(jax.nn.relu(x)) ** 2)),
+    "matmul": lambda x: x @ jnp.ones((4, 3)),
+    "matmul with itself": lambda x: jnp.einsum("ij,kj->ik", x, x, out_sharding=P("d")),
+    "softmax": lambda x: jax.nn.softmax(x * 2 + 1),
+    "scatter": lambda x: x.at[:, 1].set(3.0).at[:, 2].add(x[:, 0]),
+    "gather": lambda x: x.at[:, jnp.asarray([2, 0])].get(out_sharding=P("d")),
+    "take": lambda x: jnp.take(jnp.arange(6.0) * x.sum(), jnp.asarray([1, 4])),
+    "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1)[:, :2], axis=1),
+    "scan over items": lambda x: lax.scan(lambda c, v: (c + v, c * v), 0 * x[:, 0], x.T)[1].T,
+    "while": lambda x: lax.while_loop(lambda c: jnp.sum(c) < 90, lambda c: c * 2 + 1, jnp.abs(x)),
+    "cond": lambda x: lax.cond(jnp.sum(x) > 0, lambda a: a * 3, jnp.sin, x),
+    "cumsum": lambda x: jnp.cumsum(x, axis=1),
+    "concatenate": lambda x: jnp.concatenate([x, jnp.zeros_like(x), x * 2], axis=1),
+    "pad": lambda x: jnp.pad(x, ((0, 0), (1, 2)), constant_values=7.0),
+    "reshape": lambda x: x.reshape(8, 2, 2).sum(1),
+    "sort": lambda x: jnp.sort(x, axis=1),
+    "vmap": jax.vmap(lambda v: v / jnp.linalg.norm(v)),
+    "remat": jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.tanh(x @ jnp.ones((4, 4)))))),
+    "cast": lambda x: x.astype(jnp.int32) + x.astype(jnp.float32) * (x > 0),
+    "shard_map": lambda x: jax.shard_map(
+        lambda v: lax.psum(v * 2, "d") + v.sum(), out_specs=P("d"), in_specs=P("d")
+    )(x),
 }
 
 
@@ -76,3 +97,17 @@ def test_shardings_that_are_part_of_the_type(name: str) -> None:
             actual = to_array(jax.jit(scalify(program))(ScaledArray(x / scale, jnp.float32(scale))))
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
             assert jax.typeof(actual).sharding == jax.typeof(expected).sharding
+
+
+def test_a_scale_of_each_device_makes_data_vary_before_the_program_does(mesh: Mesh) -> None:
+    def vary(x: Any) -> Any:
+        return lax.pcast(jnp.sin(x), "d", to="varying") * 2 + lax.axis_index("d")
+
+    def shard(x: Any, scale: Any) -> Any:
+        return to_array(scalify(vary)(ScaledArray(x, scale[0])))
+
+    scales = jnp.asarray([0.5, 2.0])
+    program = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    actual = jax.jit(program)(X, scales)
+    expected = [np.sin(np.asarray(X) * scale) * 2 + i for i, scale in enumerate([0.5, 2.0])]
+    np.testing.assert_allclose(actual, np.concatenate(expected), rtol=1e-6, atol=1e-6)

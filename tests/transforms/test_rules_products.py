@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import cast, get_data_scale, scalify
+from unitscale.transforms import cast_data, get_data_scale, scalify
 
 from .law import law
 from .table import PRODUCTS
@@ -47,7 +47,7 @@ def test_dot_sees_fp8_operands_after_a_cast(name: str) -> None:
     dtype = jnp.dtype(name)
     x = as_scaled(jnp.ones((4, 8)), dtype=jnp.float16)
     w = as_scaled(jnp.ones((8, 2)), dtype=jnp.float16)
-    product = jax.jit(scalify(lambda a, b: cast(a, dtype) @ cast(b, dtype)))
+    product = jax.jit(scalify(lambda a, b: cast_data(a, dtype) @ cast_data(b, dtype)))
     (call,) = jax.make_jaxpr(product)(x, w).eqns
     (dot,) = [e for e in call.params["jaxpr"].eqns if e.primitive.name == "dot_general"]
     assert [v.aval.dtype for v in dot.invars] == [dtype, dtype]
@@ -61,8 +61,8 @@ def test_the_gradient_of_an_fp8_product_is_one_too() -> None:
     e4m3, e5m2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = cast(x, e4m3) @ cast(w, e4m3)
-        return jnp.sum(jnp.tanh(cast(y, e5m2, on="backward")))
+        y = cast_data(x, e4m3) @ cast_data(w, e4m3)
+        return jnp.sum(jnp.tanh(cast_data(y, e5m2, on="backward")))
 
     args = as_scaled((jnp.ones((8, 2)), jnp.ones((4, 8))), dtype=jnp.float16)
     jaxpr = jax.make_jaxpr(scalify(jax.grad(loss, argnums=(0, 1))))(*args)
@@ -74,9 +74,9 @@ def test_the_gradient_of_an_fp8_product_is_one_too() -> None:
 
 def test_a_convolution_of_two_8_bit_formats_meets_in_the_type_of_the_data() -> None:
     def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
-        x, kernel = cast(x, jnp.float8_e4m3fn), cast(kernel, jnp.float8_e4m3fn)
+        x, kernel = cast_data(x, jnp.float8_e4m3fn), cast_data(kernel, jnp.float8_e4m3fn)
         y = jax.lax.conv(x, kernel, (1, 1), "SAME")
-        return cast(y, jnp.float8_e5m2, on="backward").sum()
+        return cast_data(y, jnp.float8_e5m2, on="backward").sum()
 
     kernel, x = jnp.ones((2, 1, 3, 3)), jnp.arange(64.0).reshape(1, 1, 8, 8) / 64
     found = jax.jit(scalify(jax.grad(loss)))(*as_scaled((kernel, x), dtype=jnp.float16))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,41 @@ def test_keyword_arguments_and_methods() -> None:
 
     result = Model().apply(as_scaled(jnp.ones(2)), bias=jnp.ones(2))
     np.testing.assert_array_equal(to_array(result), 2.0)
+
+
+def test_what_is_no_array_is_part_of_the_program() -> None:
+    def program(x: jax.Array, function: Any, axis: int, mode: str, dtype: Any = None) -> jax.Array:
+        x = function(x) if mode == "applied" else x
+        return x.sum(axis).astype(dtype)
+
+    x = as_scaled(jnp.arange(6.0).reshape(2, 3))
+    for args, options in (
+        ((jnp.tanh, 1, "applied"), {"dtype": jnp.float32}),
+        ((None, 0, "as it is", jnp.float32), {}),
+    ):
+        actual = scalify(program)(x, *args, **options)
+        np.testing.assert_allclose(actual.value, program(x.value, *args, **options), rtol=1e-6)
+        assert scalify(program).report(x, *args, **options) == []
+
+
+def test_shapes_without_arrays() -> None:
+    function = scalify(lambda x: jnp.tanh(x @ x.T).sum(0))
+    x = as_scaled(jnp.ones((3, 4)), dtype=jnp.float16)
+    shapes = jax.eval_shape(lambda: x)
+    for given in (x, shapes):
+        out = jax.eval_shape(function, given)
+        assert (out.shape, out.dtype) == ((3,), jnp.float16)
+        assert jax.make_jaxpr(function)(given).out_avals[0].dtype == jnp.float16
+    assert jax.eval_shape(function, jax.ShapeDtypeStruct((3, 4), jnp.float32)).shape == (3,)
+
+
+def test_vmap_of_scalify_takes_the_axes_of_data_and_scale() -> None:
+    x = as_scaled(jnp.arange(6.0).reshape(2, 3))
+    rows = jax.tree.map(lambda leaf: 0 if leaf.ndim else None, x)
+    expected = jax.vmap(jax.nn.softmax)(x.value)
+    for axes, given in ((rows, x), (0, ScaledArray(x.data, jnp.full((2, 1), x.scale)))):
+        actual = jax.vmap(scalify(jax.nn.softmax), in_axes=(axes,))(given)
+        np.testing.assert_allclose(to_array(actual), expected, rtol=1e-6)
 
 
 def test_errors() -> None:

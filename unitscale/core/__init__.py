@@ -3,13 +3,13 @@
 Everything else in the library stands on this package, which needs jax, numpy and ml_dtypes only.
 """
 
-from ._arithmetic import is_zero as is_zero, result_dtype as result_dtype
+from ._arithmetic import result_dtype as result_dtype
+from ._batch import batch_over as batch_over, shards as shards
 from ._cast import CastRounding as CastRounding, cast as cast, narrow as narrow, widen as widen
 from ._convert import (
     as_scaled as as_scaled,
     is_scaled as is_scaled,
     to_array as to_array,
-    widen_data as widen_data,
 )
 from ._factor import (
     multiply as multiply,
@@ -18,6 +18,15 @@ from ._factor import (
     scale_fwd as scale_fwd,
 )
 from ._formats import Format as Format, format_of as format_of, wide_dtype as wide_dtype
+from ._gradients import (
+    grad as grad,
+    map_values as map_values,
+    value_and_grad as value_and_grad,
+    value_gradient as value_gradient,
+    wide_data as wide_data,
+    with_data as with_data,
+    without_value as without_value,
+)
 from ._pow2 import (
     Rounding as Rounding,
     exponent_of as exponent_of,
@@ -30,13 +39,11 @@ from ._rescale import RescaleStrategy as RescaleStrategy, rebalance as rebalance
 from ._scale import (
     Scale as Scale,
     as_scale as as_scale,
+    bounded_product as bounded_product,
     common_scale as common_scale,
-    divide_scales as divide_scales,
-    is_static as is_static,
-    multiply_scales as multiply_scales,
     safe_scale as safe_scale,
     to_float as to_float,
 )
 from ._scaled_array import ScaledArray as ScaledArray
 from ._statistics import amax as amax, optimal_scale as optimal_scale, rms as rms
-from ._vjp import custom_vjp as custom_vjp
+from ._vjp import custom_vjp as custom_vjp, vary_alike as vary_alike

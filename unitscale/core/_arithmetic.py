@@ -21,22 +21,11 @@ from ._scale import (
     bounded_product,
     bounded_quotient,
     common_scale,
-    is_static,
     safe_scale,
     to_float,
 )
 
 Pair: TypeAlias = tuple[jax.Array, Scale]
-
-
-def is_zero(scale: Scale) -> bool:
-    """Whether a scale is the static zero.
-
-    Example:
-        >>> is_zero(0), is_zero(None), is_zero(jnp.zeros(()))
-        (True, False, False)
-    """
-    return is_static(scale) and scale == 0 and scale is not None
 
 
 def _promoted(data: jax.Array) -> Any:
@@ -57,27 +46,46 @@ def result_dtype(*data: jax.Array) -> np.dtype:
     return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
-def scalar_pair(x: float) -> Pair:
+def scalar_pair(x: float, beside: Scale = None) -> Pair:
     """Splits a Python number exactly into data of magnitude near 1 and a power-of-two scale.
 
-    Data is weakly typed, so that a number does not widen the array that it meets.
+    Data is weakly typed, so that a number does not widen the array that it meets. Zero, infinity
+    and NaN are themselves at any scale, and take the one that they stand ``beside``.
     """
     if x == 0 or not np.isfinite(x):
-        return jnp.asarray(float(x)), 0 if x == 0 else 1
+        return jnp.asarray(float(x)), beside
     # A scale outside the normal numbers of float32 would be lost; data can be.
     scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
-    return jnp.asarray(x / scale), 1 if scale == 1 else jnp.float32(scale)
+    return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
+
+
+def operand(x: Any, beside: Scale = None) -> Pair | None:
+    """Returns an operand as a pair, or None where it is not a real array or number.
+
+    Args:
+        x: ScaledArray, real array (its scale is None), or Python number, weakly typed as in JAX.
+        beside: the scale that the numbers take which every scale can hold; see `scalar_pair`.
+    """
+    if hasattr(x, "map_data"):
+        return x.pair
+    if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
+        return scalar_pair(float(x), beside)
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        is_real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
+        if is_real and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+            return jnp.asarray(x), None
+    return None
 
 
 def scalar_scale(scale: Scale) -> Scale:
     """Returns a scale of one entry as a scalar."""
-    return scale if is_static(scale) else jnp.reshape(scale, ())
+    return None if scale is None else jnp.reshape(scale, ())
 
 
 def value(data: jax.Array, scale: Scale) -> jax.Array:
-    """Returns ``data * scale``; the data itself for the special scales None and 1."""
-    if is_static(scale):
-        return jnp.zeros_like(data) if is_zero(scale) else data
+    """Returns ``data * scale``; the data itself for the scale None."""
+    if scale is None:
+        return data
     scale = to_float(scale)
     return (widen(data) * scale).astype(jnp.result_type(widen(data).dtype, scale.dtype))
 
@@ -87,10 +95,6 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
 
     The ratio is applied in float32. A target of zero can only hold zeros.
     """
-    if is_zero(scale):
-        return jnp.zeros(data.shape, dtype)
-    if is_static(target) and is_static(scale):
-        return data.astype(dtype)
     if scale is target:
         return data.astype(dtype)
     ratio = to_float(scale) / safe_scale(to_float(target))
@@ -109,7 +113,7 @@ def subtract(left: Pair, right: Pair) -> Pair:
 
 def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
     """An operation on data at one scale, in the wide type: integers become floats before it."""
-    scale = common_scale(left[1], right[1])
+    scale = left[1] if left[1] is right[1] else common_scale(left[1], right[1])
     dtype = result_dtype(left[0], right[0])
     x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
     return operation(x, y).astype(dtype), scale
@@ -135,20 +139,13 @@ def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
 def divide(left: Pair, right: Pair) -> Pair:
     """Returns left / right; a divisor whose scale is zero is divided by as the zeros it is."""
     dtype = result_dtype(left[0], right[0])
-    # Static zeros divide as the zeros they are: the data decides between 0, infinity and NaN.
-    (x, x_scale), (y, y_scale) = (
-        (jnp.zeros_like(data), 1) if is_zero(scale) else (data, scale)
-        for data, scale in (left, right)
-    )
-    scale, rest = bounded_quotient(x_scale, y_scale)
-    return (_times(x, rest) / widen(y)).astype(dtype), scale
+    scale, rest = bounded_quotient(left[1], right[1])
+    return (_times(left[0], rest) / widen(right[0])).astype(dtype), scale
 
 
 def power(x: Pair, exponent: int) -> Pair:
     """Returns x**exponent for a static integer: data and scale are raised alike."""
     data, scale = x
-    if is_zero(scale) and exponent <= 0:
-        data, scale = jnp.zeros_like(data), 1
     scale, rest = bounded_power(scale, exponent)
     return (_times(data, rest) ** exponent).astype(result_dtype(data)), scale
 
@@ -186,14 +183,14 @@ def matmul(left: Pair, right: Pair) -> Pair:
 
 def _normalized(total: jax.Array, scale: Scale, norm: float, dtype: Any) -> Pair:
     """Moves a norm from a sum into its scale."""
-    if is_zero(scale) or norm == 1:
-        return (total / norm).astype(dtype), scale
+    if norm == 1:
+        return total.astype(dtype), scale
     scale, rest = bounded_product(to_float(scale), jnp.float32(norm))
     return (_times(total, rest) / norm).astype(dtype), scale
 
 
 def _drop_axis(scale: Scale, axis: int) -> Scale:
-    if is_static(scale) or jnp.size(scale) == 1:
+    if scale is None or jnp.size(scale) == 1:
         return scalar_scale(scale)
     return jnp.squeeze(scale, axis)
 
@@ -202,7 +199,7 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
     """Returns the sum over axes; the data is divided by the power of two nearest sqrt(count)."""
     data, scale = x
     total = jnp.sum(widen(data), axis=axis, keepdims=keepdims)
-    if scale is None or is_zero(scale):
+    if scale is None:
         return total.astype(result_dtype(data)), scale
     norm = static_pow2_sqrt(data.size // max(total.size, 1))
     scale = reduce_scale(scale, data, axis, keepdims)
@@ -211,14 +208,14 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
 
 def reduce_scale(scale: Scale, data: jax.Array, axis: Any, keepdims: bool) -> Scale:
     """Returns the scale that a reduction over ``axis`` leaves: its size-1 axes are dropped."""
-    if is_static(scale) or jnp.size(scale) == 1:
+    if scale is None or jnp.size(scale) == 1:
         return scalar_scale(scale)
     return jnp.max(to_float(scale), axis=axis, keepdims=keepdims)
 
 
 def varies_over(data: jax.Array, scale: Scale, axis: Any) -> bool:
     """Whether a scale has more than one entry along the axes."""
-    if is_static(scale) or jnp.size(scale) == 1:
+    if scale is None or jnp.size(scale) == 1:
         return False
     shape = (1,) * (data.ndim - scale.ndim) + scale.shape
     axes = range(data.ndim) if axis is None else np.atleast_1d(axis)
@@ -227,6 +224,6 @@ def varies_over(data: jax.Array, scale: Scale, axis: Any) -> bool:
 
 def compare(op: Callable[..., jax.Array], left: Pair, right: Pair) -> jax.Array:
     """Compares values: exactly on data if the scales are the same, else in float32."""
-    if left[1] is right[1] and not is_zero(left[1]):
+    if left[1] is right[1]:
         return op(widen(left[0]), widen(right[0]))
     return op(widen(value(*left)), widen(value(*right)))

@@ -39,6 +39,20 @@ def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
     return jnp.where(jnp.abs(x) > high, jnp.where(x > 0, high, -high), x)
 
 
+def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
+    """Clamps what is finite; infinity stays infinity, or is NaN in a format that has none.
+
+    The select fuses with the clamp. It stands before it where it can (for e4m3fn), so that a
+    quantization ends in clamp and convert.
+    """
+    if fmt.has_inf:
+        clamped = _clamp(x, fmt)
+        return jnp.where(is_infinite, x.astype(clamped.dtype), clamped)
+    if fmt.has_nan or fmt.simulated:
+        x = jnp.where(is_infinite, jnp.nan, x)
+    return _clamp(x, fmt)
+
+
 def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns sign and magnitude bits of float32 values."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -103,7 +117,7 @@ def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array
     """Rounds to powers of two, on integers: float32 holds 2**-127 as a subnormal number only.
 
     Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if they saturate, else
-    NaN.
+    NaN; infinities are NaN.
     """
     sign, magnitude = _bits(x.astype(jnp.float32))
     half = jnp.uint32(1 << 22)
@@ -112,7 +126,7 @@ def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array
     code = jnp.where(magnitude < (1 << 23), (magnitude >= 3 * (1 << 21)).astype(jnp.uint32), code)
     not_positive = (sign != 0) | (magnitude == 0)
     code = jnp.where(not_positive, 0 if saturate else 255, jnp.minimum(code, 254 + (not saturate)))
-    code = jnp.where(jnp.isnan(x), 255, code)
+    code = jnp.where(jnp.isfinite(x), code, 255)
     return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
@@ -143,12 +157,13 @@ def _cast_array(x, key, fmt, stochastic, saturate):
     # XLA converts float64 to 16 bits by way of float32, which rounds twice.
     twice = x.dtype == jnp.float64 and fmt.dtype is not None and fmt.dtype.itemsize == 2
     if not (fmt.simulated or stochastic or twice):
-        return (_clamp(x, fmt) if saturate else x).astype(fmt.dtype)
+        return (_saturate(x, fmt, jnp.isinf(x)) if saturate else x).astype(fmt.dtype)
     y = _round_to_grid(x, fmt, noise)
     if fmt.simulated:
         fmt = _within(fmt, x.dtype)
     if saturate or not fmt.has_nan:
-        y = _clamp(y, fmt)
+        # Asked of x: rounding to the grid may have gone beyond float32.
+        y = _saturate(y, fmt, jnp.isinf(x))
     elif fmt.simulated:
         y = jnp.where(jnp.abs(y) > fmt.max, jnp.where(y > 0, jnp.inf, -jnp.inf), y)
     return y.astype(x.dtype if fmt.simulated else fmt.dtype)
@@ -192,10 +207,11 @@ def cast(
         rounding: "nearest" (ties to even) or "stochastic" (up with probability equal to the
             fraction, so that the expected value is ``x``; from float32, 23 random bits).
         key: `jax.random` key, needed for stochastic rounding.
-        saturate: clamp to the largest finite value (infinity too; NaN stays NaN, except in
-            float4_e2m1fn, which has none). e8m0 clamps to its smallest value as well. If False,
-            overflow does what the format does: infinity, NaN where there is none, the largest
-            value where there is neither.
+        saturate: clamp finite values to the largest one of the format. Infinity and NaN are not
+            hidden: infinity stays, or becomes NaN in a format without it (e4m3fn, e8m0); only
+            float4_e2m1fn has neither, and shows its largest value. e8m0 clamps to its smallest
+            value as well. If False, overflow does what the format does: infinity, NaN where there
+            is none, the largest value where there is neither.
 
     Returns:
         The same type and shape as ``x`` in the new format.
@@ -233,7 +249,7 @@ def cast(
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns ``x`` rounded to a dtype; 8-bit types and narrower, most without infinity, saturate.
+    """Returns ``x`` rounded to a dtype; finite values saturate in 8-bit types and narrower.
 
     Example:
         >>> print(narrow(jnp.float32(1e6), jnp.float16), narrow(jnp.float32(1e6), "float8_e4m3fn"))

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from ._cast import cast, narrow, widen
-from ._formats import wide_dtype
+from ._compat import refuse_as_array
 from ._pow2 import round_to_pow2
-from ._scale import Scale, as_scale, is_static, safe_scale, to_float
+from ._scale import as_scale, broadcasts, safe_scale, to_float
 from ._scaled_array import ScaledArray
 from ._statistics import rms
 
@@ -22,27 +21,18 @@ def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
     """Whether ``x`` is a ScaledArray: the `is_leaf` of trees that hold them.
 
     Example:
-        >>> is_scaled(ScaledArray(jnp.ones(2), 1))
+        >>> is_scaled(ScaledArray(jnp.ones(2)))
         True
     """
     return isinstance(x, ScaledArray)
-
-
-def _is_concrete_zero(x: Any) -> bool:
-    if isinstance(x, Tracer):
-        return False
-    if not x.is_fully_addressable:  # spread over processes: only JAX can look at all of it
-        return not bool(jnp.any(widen(x)))
-    # NumPy, because XLA may take subnormal numbers for zeros.
-    return not np.any(np.asarray(x).astype(wide_dtype(x.dtype)))
 
 
 def _is_floating(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _fitting(scale: Scale, shape: tuple[int, ...]) -> Scale:
-    if not is_static(scale) and np.broadcast_shapes(scale.shape, shape) != shape:
+def _fitting(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if not broadcasts(scale.shape, shape):
         raise ValueError(
             f"unitscale.as_scaled: scale must broadcast against leaves; got leaf {shape}, scale "
             f"{scale.shape}"
@@ -50,27 +40,61 @@ def _fitting(scale: Scale, shape: tuple[int, ...]) -> Scale:
     return scale
 
 
-def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
+def _own_scale(x: jax.Array, stack_axes: int) -> jax.Array:
+    """The power of two nearest the RMS of the finite entries, for each item of the stack axes."""
+    x = widen(x)
+    size = rms(jnp.where(jnp.isfinite(x), x, 0), tuple(range(stack_axes, x.ndim)))
+    scale = jax.lax.stop_gradient(safe_scale(round_to_pow2(size)))
+    return scale if stack_axes else jnp.reshape(scale, ())
+
+
+def _repeated(scale: jax.Array, shape: tuple[int, ...], stack_axes: int) -> jax.Array:
+    """A scale with one entry for each item of the stack axes."""
+    if not stack_axes:
+        return scale
+    stack = shape[:stack_axes] + (1,) * (len(shape) - stack_axes)
+    return jnp.broadcast_to(scale, np.broadcast_shapes(scale.shape, stack))
+
+
+def _stacked(x: ScaledArray, stack_axes: int) -> ScaledArray:
+    block = x.block_shape
+    if block is None:
+        scale = jnp.float32(1) if x.scale is None else x.scale
+        return ScaledArray(x.data, _repeated(scale, x.shape, stack_axes))
+    if any(size > 1 for size in block[:stack_axes]):
+        raise ValueError(
+            f"unitscale.as_scaled: blocks must not reach over stack axes; got blocks of {block}, "
+            f"stack_axes={stack_axes}"
+        )
+    return x
+
+
+def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: int = 0) -> Any:
     """Replaces every floating leaf of a tree by a ScaledArray of the same value.
 
     Scaling:
-        data = x / scale, computed in float32 and cast to ``dtype`` (saturating; to the type of the
-        leaf itself only if that is an 8-bit one, so that infinity stays infinity). By default the
-        scale is the power of two nearest the RMS of each leaf, and an all-zero leaf gets the
-        special zero, which takes the scale of whatever it meets (while tracing, where values are
-        unknown, a scale of 1).
+        data = x / scale, computed in float32 and cast to ``dtype`` (finite values saturate; to the
+        type of the leaf itself only if that is an 8-bit one). By default the scale is the power of
+        two nearest the RMS of the finite entries of each leaf, and 1 for an all-zero leaf: what
+        happens to be zero now, such as a bias, may learn.
 
     Args:
         tree: pytree; integer, boolean and key leaves are kept. Leaves that are ScaledArrays
-            already are kept if no scale is given, else moved to it.
+            already are kept if no scale is given (one that items share is repeated for each), else
+            moved to it.
         scale: one scale for all leaves, or None.
         dtype: data format; None keeps that of each leaf.
+        stack_axes: number of leading axes of each leaf that count its items, such as the layers of
+            parameters made by `jax.vmap`. Each item has its own scale, of shape
+            ``shape[:stack_axes] + (1, ..., 1)``, so that `jax.lax.scan` and `jax.vmap` map over
+            data and scale together.
 
     Returns:
-        The same tree with ScaledArray leaves.
+        The same tree with ScaledArray leaves, each with an array as its scale.
 
     Raises:
-        ValueError: if the scale is negative, zero, or does not broadcast.
+        ValueError: if the scale is negative, zero, or does not broadcast, or a leaf has fewer than
+            ``stack_axes`` axes.
 
     Example:
         >>> tree = as_scaled({"w": jnp.full(3, 1e-6), "steps": 7}, dtype=jnp.float16)
@@ -78,6 +102,9 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         ScaledArray(float16[3], scale=9.53674e-07)
         >>> tree["steps"]
         7
+        >>> layers = as_scaled(jnp.ones((3, 2, 2)), stack_axes=1)
+        >>> jax.lax.scan(lambda x, w: (x @ w.value, w.scale.shape), jnp.ones(2), layers)[0]
+        Array([8., 8.], dtype=float32)
 
     References:
         Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
@@ -87,20 +114,24 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         raise ValueError(f"unitscale.as_scaled: scale must be positive and finite; got {scale!r}")
 
     def convert(x):
-        if is_scaled(x) and scale is None:
-            return x if dtype is None else cast(x, dtype)
         if not (is_scaled(x) or isinstance(x, float) or _is_floating(x)):
             return x
         x = x if is_scaled(x) else jnp.asarray(x)
+        if not 0 <= stack_axes <= x.ndim:
+            raise ValueError(
+                f"unitscale.as_scaled: every leaf must have at least stack_axes={stack_axes} axes; "
+                f"got a leaf of shape {x.shape}. Convert such leaves on their own."
+            )
+        if is_scaled(x) and scale is None:
+            x = _stacked(x, stack_axes) if stack_axes else x
+            return x if dtype is None else cast(x, dtype)
         target = x.dtype if dtype is None else dtype
         x = x.value if is_scaled(x) else x
-        if scale is not None:
-            s = _fitting(as_scale(scale), x.shape)
-        elif _is_concrete_zero(x):
-            return ScaledArray(cast(x, target), 0)
+        if scale is None:
+            s = _own_scale(x, stack_axes)
         else:
-            s = jax.lax.stop_gradient(safe_scale(round_to_pow2(rms(x))))
-        data = x if is_static(s) else widen(x) / to_float(s)
+            s = _repeated(_fitting(to_float(as_scale(scale)), x.shape), x.shape, stack_axes)
+        data = widen(x) / to_float(s)
         return ScaledArray(narrow(data, target) if dtype is None else cast(data, dtype), s)
 
     return jax.tree.map(convert, tree, is_leaf=is_scaled)
@@ -129,23 +160,9 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
     return jax.tree.map(convert, tree, is_leaf=is_scaled)
 
 
-def widen_data(tree: Any) -> Any:
-    """Gives the ScaledArrays of a tree float32 data; the values are the same.
-
-    What to differentiate by in place of parameters in 16 or 8 bits. A cotangent is rounded into the
-    format of the data that it belongs to, and it is the value's times the scale: where a few large
-    entries have given a float16 parameter the scale 2^10, gradients above 64 would be infinite.
-
-    Args:
-        tree: pytree of arrays and ScaledArrays.
-
-    Returns:
-        The same tree; float64 data stays float64, and plain arrays are left as they are.
-
-    Example:
-        >>> w = ScaledArray(jnp.ones(2, jnp.float16), 2.0**10)
-        >>> loss = lambda w: jnp.sum(100 * w.value)
-        >>> print(jax.grad(loss)(w).data, jax.grad(loss)(widen_data(w)).data)
-        [inf inf] [102400. 102400.]
-    """
-    return jax.tree.map(lambda x: x.map_data(widen) if is_scaled(x) else x, tree, is_leaf=is_scaled)
+# jax.numpy and most layers call __jax_array__; jax.lax does not.
+refuse_as_array(
+    ScaledArray,
+    "unitscale: a plain array is needed here; got {!r}. Give its .value, or call the function of "
+    "jax.numpy, unitscale.ops or unitscale.scalify in place of that of jax.lax.",
+)

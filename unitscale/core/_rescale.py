@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arithmetic import is_zero
 from ._cast import cast, widen
 from ._formats import format_of
 from ._pow2 import round_to_pow2
-from ._scale import safe_scale, to_float
+from ._scale import broadcasts, safe_scale, to_float
 from ._scaled_array import ScaledArray
 from ._statistics import Axis, amax, optimal_scale, rms
 
@@ -53,8 +52,6 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
     if isinstance(s, (int, float, np.number)) and not 0 < s < float("inf"):
         raise ValueError(f"unitscale.rebalance: s must be positive and finite; got {s!r}")
     x = _scaled(x)
-    if is_zero(x.scale):
-        return x
     s = jax.lax.stop_gradient(safe_scale(jnp.asarray(s, jnp.float32)))
     if x.block_shape is not None:
         s = _check_broadcast(s, jnp.shape(x.scale))
@@ -67,11 +64,7 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
 
 
 def _check_broadcast(s: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    try:
-        fits = np.broadcast_shapes(s.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(s.shape, shape):
         raise ValueError(
             f"unitscale.rebalance: s must broadcast against {shape}; got shape {s.shape}"
         )
@@ -117,7 +110,7 @@ def rescale(
             f"got {strategy!r}"
         )
     x = _scaled(x)
-    if is_zero(x.scale) or x.size == 0:
+    if x.size == 0:
         return x
     target = format_of(x.dtype if dtype is None else dtype)
     # Blocks give way to the new scale, so their statistics are those of the value.

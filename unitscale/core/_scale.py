@@ -1,11 +1,11 @@
-"""Arithmetic of scales, with the special scales that let work be pruned while tracing.
+"""Arithmetic of scales: an array each, or None, which is pruned while tracing.
 
-A scale is None (a plain array), the static 1, the static 0 (an array of zeros), or a float array
-(float32, or float8_e8m0fnu). Every traced-scale rule of the library is composed of the functions in
-this module, so that special scales are treated in one place.
+A scale is None (a plain array) or a float array (float32, or float8_e8m0fnu). Every traced-scale
+rule of the library is composed of the functions in this module, so that None is treated in one
+place.
 """
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,36 +13,23 @@ import numpy as np
 
 from ._pow2 import round_to_pow2
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-Scale: TypeAlias = int | jax.Array | None
-"""A scale: None (a plain array), a static 1, a static 0 (a zero array), or an array: `as_scale`."""
-
-
-def is_static(scale: Scale) -> "TypeIs[int | None]":
-    """Whether a scale is one of the special scales None, 1 and 0, known while tracing.
-
-    Example:
-        >>> is_static(1), is_static(jnp.float32(1))
-        (True, False)
-    """
-    return scale is None or (isinstance(scale, int) and not isinstance(scale, bool))
+Scale: TypeAlias = jax.Array | None
+"""A scale: None (a plain array) or an array: see `as_scale`."""
 
 
 def as_scale(scale: Any) -> Scale:
     """Returns ``scale`` in canonical form.
 
-    Python and NumPy scalars equal to 1 or 0 become the special scales, every other number becomes a
-    float32 array, and float8_e8m0fnu arrays are kept.
+    A number becomes a float32 array, 1 too: whether a value happens to be 1 (or a leaf all zero)
+    never changes the structure of a program. float8_e8m0fnu arrays are kept.
 
     Raises:
         TypeError: if the scale is not a real number or a floating or integer array.
-        ValueError: if a Python number is negative, infinite, NaN or out of float32's range.
+        ValueError: if a number is not positive, infinite, NaN or out of float32's range.
 
     Example:
         >>> as_scale(1.0), as_scale(None)
-        (1, None)
+        (Array(1., dtype=float32), None)
     """
     if scale is None:
         return None
@@ -52,13 +39,11 @@ def as_scale(scale: Any) -> Scale:
             f"{type(scale).__name__} {scale!r}"
         )
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, np.ndarray):
-        if not (np.isfinite(scale) and scale >= 0):
+        if not (np.isfinite(scale) and scale > 0):
             raise ValueError(
-                "unitscale.ScaledArray: scale must be finite and not negative; got "
-                f"{scale!r}. Put the sign into data."
+                f"unitscale.ScaledArray: scale must be positive and finite; got {scale!r}. Put "
+                "sign and zeros into data."
             )
-        if scale in (0, 1):
-            return int(scale)
         single = np.finfo(np.float32)
         if not float(single.tiny) <= float(scale) <= float(single.max):
             raise ValueError(
@@ -79,6 +64,53 @@ def as_scale(scale: Any) -> Scale:
     raise TypeError(f"unitscale.ScaledArray: scale must be a float array; got dtype {scale.dtype}")
 
 
+def expand_blocks(scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
+    """Returns a scale per block in the shape of the data."""
+    for axis, size in enumerate(block):
+        if size == 1:
+            continue
+        # Without total_repeat_length a broadcast, with it a gather.
+        repeated = jnp.repeat(scale, size, axis=axis)
+        scale = jax.lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
+    return scale
+
+
+def broadcasts(scale_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a scale of one shape broadcasts against data of another.
+
+    Example:
+        >>> broadcasts((3, 1), (3, 2)), broadcasts((3, 1), (2,))
+        (True, False)
+    """
+    try:
+        return np.broadcast_shapes(scale_shape, shape) == shape
+    except ValueError:
+        return False
+
+
+def check_shapes(data: Any, scale: Scale, block_shape: tuple[int, ...] | None) -> None:
+    """Raises a ValueError if a scale does not fit its data."""
+    shape, scale_shape = jnp.shape(data), () if scale is None else jnp.shape(scale)
+    if block_shape is None:
+        if not broadcasts(scale_shape, shape):
+            raise ValueError(
+                f"unitscale.ScaledArray: scale must broadcast against data; got data {shape}, "
+                f"scale {scale_shape}. Give it size-1 dimensions, or block_shape= for blocks."
+            )
+        return
+    if len(block_shape) != len(shape) or any(b < 1 for b in block_shape):
+        raise ValueError(
+            "unitscale.ScaledArray: block_shape needs one positive size per dimension of data; got "
+            f"data {shape}, block_shape {block_shape}"
+        )
+    blocks = tuple(-(-n // b) for n, b in zip(shape, block_shape, strict=True))
+    if scale_shape != blocks:
+        raise ValueError(
+            f"unitscale.ScaledArray: data {shape} in blocks of {block_shape} needs a scale of "
+            f"shape {blocks}; got {scale_shape}"
+        )
+
+
 def to_float(scale: Scale) -> jax.Array:
     """Returns a scale as a float32 (or float64) array; None counts as 1.
 
@@ -88,42 +120,32 @@ def to_float(scale: Scale) -> jax.Array:
     """
     if scale is None:
         return jnp.float32(1)
-    if is_static(scale):
-        return jnp.float32(scale)
-    scale = jax.lax.stop_gradient(scale)
-    return scale.astype(jnp.float32) if scale.dtype == jnp.float8_e8m0fnu else scale
+    array = jax.lax.stop_gradient(scale)
+    return array.astype(jnp.float32) if array.dtype == jnp.float8_e8m0fnu else array
 
 
 def multiply_scales(left: Scale, right: Scale) -> Scale:
-    """Returns left * right; 1 is neutral, 0 absorbs, and None is a neutral without a scale.
+    """Returns left * right; None is neutral.
 
     Example:
-        >>> multiply_scales(1, 0), multiply_scales(None, 1), multiply_scales(None, None)
-        (0, 1, None)
+        >>> multiply_scales(None, jnp.float32(2)), multiply_scales(None, None)
+        (Array(2., dtype=float32), None)
     """
     if left is None:
         return right
     if right is None:
         return left
-    if is_static(left):
-        return right if left == 1 else 0
-    if is_static(right):
-        return left if right == 1 else 0
     return to_float(left) * to_float(right)
 
 
 def divide_scales(left: Scale, right: Scale) -> Scale:
-    """Returns left / right; a divisor of static 0 counts as 1, its sign of zero being in the data.
+    """Returns left / right; None counts as 1.
 
     Example:
-        >>> divide_scales(1, 1), divide_scales(0, 1)
-        (1, 0)
+        >>> divide_scales(None, jnp.float32(2)), divide_scales(None, None)
+        (Array(0.5, dtype=float32), None)
     """
-    if right is None or (is_static(right) and right in (0, 1)):
-        return left
-    if left is not None and is_static(left) and left == 0:
-        return 0
-    return to_float(left) / to_float(right)
+    return left if right is None else to_float(left) / to_float(right)
 
 
 def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
@@ -135,7 +157,7 @@ def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
         (True, 8.0)
     """
     scale = multiply_scales(left, right)
-    if is_static(left) or is_static(right):
+    if left is None or right is None:
         return scale, 1
     a, b = to_float(left), to_float(right)
     low, high = jnp.minimum(a, b), jnp.maximum(a, b)
@@ -148,12 +170,12 @@ def bounded_quotient(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]
     """Returns left / right within the normal numbers of float32, and what is left for the data.
 
     Example:
-        >>> scale, rest = bounded_quotient(1, jnp.float32(2.0**127))
+        >>> scale, rest = bounded_quotient(None, jnp.float32(2.0**127))
         >>> float(scale) == 2.0**-126, float(rest)
         (True, 0.5)
     """
     scale = divide_scales(left, right)
-    if scale is left or is_static(scale):
+    if scale is None or right is None:
         return scale, 1
     a, b = to_float(left), to_float(right)
     near = _normal(scale, (a > 0) & (b > 0))
@@ -170,8 +192,8 @@ def bounded_power(scale: Scale, exponent: int) -> tuple[Scale, jax.Array | int]:
         >>> float(scale) == 2.0**126, float(rest)
         (True, 256.0)
     """
-    if is_static(scale):
-        return scale, 1
+    if scale is None:
+        return None, 1
     whole, times = to_float(scale), max(abs(exponent), 1)
     near = jnp.clip(whole, 2.0 ** -(126 // times), 2.0 ** (127 // times))
     return near**exponent, whole / near
@@ -198,23 +220,16 @@ def safe_scale(scale: jax.Array) -> jax.Array:
 def common_scale(left: Scale, right: Scale) -> Scale:
     """Returns the scale at which two operands of a sum meet.
 
-    sqrt(left**2 + right**2) rounded to a power of two, as independent terms add in variance. A
-    static zero takes the scale of the other operand; None counts as 1 beside a scale.
+    sqrt(left**2 + right**2) rounded to a power of two, as independent terms add in variance. None
+    counts as 1 beside a scale.
 
     Example:
-        >>> common_scale(0, 1), common_scale(None, None)
-        (1, None)
-        >>> print(common_scale(jnp.float32(4), jnp.float32(1)))
+        >>> common_scale(None, None)
+        >>> print(common_scale(jnp.float32(4), None))
         4.0
     """
     if left is None and right is None:
         return None
-    if is_static(left) and left == 0:
-        return right
-    if is_static(right) and right == 0:
-        return left
-    if is_static(left) and is_static(right):
-        return 1
     a, b = to_float(left), to_float(right)
     larger = jnp.maximum(a, b)
     ratio = jnp.minimum(a, b) / safe_scale(larger)

@@ -1,7 +1,7 @@
 """ScaledArray: low-precision data and the scale that recovers the value."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -9,71 +9,62 @@ import numpy as np
 from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
-from ._cast import narrow, widen
+from ._at import At
+from ._cast import widen
 from ._pow2 import exponent_of, pow2
-from ._reductions import Reductions
-from ._scale import Scale, as_scale, is_static, to_float
+from ._scale import Scale, as_scale, check_shapes, expand_blocks, to_float
 
 
-def _expand_blocks(scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
-    for axis, size in enumerate(block):
-        if size == 1:
-            continue
-        # Without total_repeat_length a broadcast, with it a gather.
-        repeated = jnp.repeat(scale, size, axis=axis)
-        scale = jax.lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
-    return scale
+def _operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
+    """An operator and its mirror image; ``aligned`` if it brings operands to one scale."""
+
+    def apply(self: "ScaledArray", other: Any, swap: bool = False) -> "ScaledArray":
+        own = self.pair
+        pair = arithmetic.operand(other, beside=own[1] if aligned else None)
+        if pair is None:
+            return NotImplemented
+        return ScaledArray(*(fn(pair, own) if swap else fn(own, pair)))
+
+    return apply, lambda self, other: apply(self, other, swap=True)
 
 
-def _check_shapes(data: Any, scale: Scale, block_shape: tuple[int, ...] | None) -> None:
-    shape, scale_shape = jnp.shape(data), () if is_static(scale) else jnp.shape(scale)
-    if block_shape is None:
-        try:
-            fits = np.broadcast_shapes(shape, scale_shape) == shape
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(
-                f"unitscale.ScaledArray: scale must broadcast against data; got data {shape}, "
-                f"scale {scale_shape}. Give it size-1 dimensions, or block_shape= for blocks."
-            )
-        return
-    if len(block_shape) != len(shape) or any(b < 1 for b in block_shape):
-        raise ValueError(
-            "unitscale.ScaledArray: block_shape needs one positive size per dimension of data; got "
-            f"data {shape}, block_shape {block_shape}"
-        )
-    blocks = tuple(-(-n // b) for n, b in zip(shape, block_shape, strict=True))
-    if scale_shape != blocks:
-        raise ValueError(
-            f"unitscale.ScaledArray: data {shape} in blocks of {block_shape} needs a scale of "
-            f"shape {blocks}; got {scale_shape}"
-        )
+def _comparison(fn: Callable[..., jax.Array]) -> Any:
+    def compare(self: "ScaledArray", other: Any) -> jax.Array:
+        own = self.pair
+        pair = arithmetic.operand(other, beside=own[1])
+        return NotImplemented if pair is None else arithmetic.compare(fn, own, pair)
+
+    return compare
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class ScaledArray(Reductions):
+class ScaledArray:
     """An array stored as data and a scale: ``value = data * scale``.
+
+    It is immutable. Its operators (on ScaledArrays, real arrays and Python numbers, which are
+    weakly typed), indexing, reshaping and reductions keep the scale; functions of `jax.numpy`, and
+    the operators of a `jax.Array` to its left, take it for its value.
 
     Scaling:
         Cotangents live in data space: the derivative with respect to ``data`` is the ordinary one
-        with ``scale`` held constant, and the cotangent of ``scale`` is zero. Operators compute the
-        ordinary result in float32, round once, and choose the result's scale statically (products
-        multiply scales, sums meet at sqrt(s1**2 + s2**2), reductions over n terms take sqrt(n)).
-        What of a scale would leave the normal numbers of float32 moves into the data.
+        with ``scale`` held constant, and the cotangent of ``scale`` is zero (`jax.grad`); by the
+        value, it is `unitscale.grad`. Operators compute in float32, round once, and choose the
+        result's scale statically (products multiply scales, sums meet at sqrt(s1**2 + s2**2),
+        reductions over n terms take sqrt(n)). What of it would leave the normal numbers of float32
+        moves into the data. Where a scale varies over what is summed, the result has none.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
-        scale: None (a plain array), a static 1 or 0 (pruned while tracing), or a number or float
-            array that broadcasts against data: per tensor, per channel, per batch item; or one
-            entry per block. float32 or float8_e8m0fnu; a power of two makes rescaling exact.
-            Entries of an array are positive, which is not checked. An array scale is a leaf of the
-            tree: its cotangent is zero, except that e8m0 has no zero and shows NaN there.
+        scale: None (the data is the value), or a number or float array that broadcasts against
+            data: per tensor, per channel, per item of leading (stack) axes; or one entry per
+            block. float32 or float8_e8m0fnu; a power of two makes rescaling exact. Entries of an
+            array are positive, which is not checked. A scale is a leaf of the tree: its cotangent
+            is zero, except that e8m0 has no zero and shows NaN there.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:
         TypeError: if data is not floating, or scale is not None, a number or a float array.
-        ValueError: if scale is negative or its shape does not fit data and block_shape.
+        ValueError: if scale is a number that is not positive, or its shape does not fit.
 
     Example:
         >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), 1024.0)
@@ -90,28 +81,45 @@ class ScaledArray(Reductions):
         arXiv 2310.10537 (block scales).
     """
 
-    __slots__ = ("__weakref__", "_block_shape", "_scale", "_scale_is_leaf", "data")
+    __slots__ = ("__weakref__", "_block_shape", "_has_scale", "_scale", "data")
+    __array_priority__ = 200.0  # numpy leaves mixed operators to this class
+
+    data: jax.Array
+    _scale: Scale
+    _has_scale: bool
+    _block_shape: tuple[int, ...] | None
 
     def __init__(
         self, data: Any, scale: Any = None, *, block_shape: tuple[int, ...] | None = None
     ) -> None:
         if isinstance(data, ScaledArray):
             raise TypeError("unitscale.ScaledArray: data is a ScaledArray already; use rebalance")
-        self.data = jnp.asarray(data)
-        if not jnp.issubdtype(self.data.dtype, jnp.floating):
+        data = jnp.asarray(data)
+        if not jnp.issubdtype(data.dtype, jnp.floating):
             raise TypeError(
                 "unitscale.ScaledArray: data must be a floating array; got dtype "
-                f"{self.data.dtype}. Cast it first, for example with astype(jnp.float32)."
+                f"{data.dtype}. Cast it first, for example with astype(jnp.float32)."
             )
         scale = as_scale(scale)
         block_shape = None if block_shape is None else tuple(block_shape)
-        _check_shapes(self.data, scale, block_shape)
-        if not is_static(scale) and 0 < scale.ndim < self.data.ndim:
+        check_shapes(data, scale, block_shape)
+        if scale is not None and 0 < scale.ndim < data.ndim:
             # One rank or none: a scale of any other rank was batched by vmap or scan (see `scale`).
-            scale = scale.reshape((1,) * (self.data.ndim - scale.ndim) + scale.shape)
-        self._scale = scale
-        self._scale_is_leaf = not is_static(scale)
-        self._block_shape = block_shape if self._scale_is_leaf else None
+            scale = scale.reshape((1,) * (data.ndim - scale.ndim) + scale.shape)
+        self._set(data=data, _scale=scale, _has_scale=scale is not None, _block_shape=block_shape)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"unitscale.ScaledArray is immutable: {name} cannot be set. Use x.map_data(f) for "
+            "other data at the same scale, or ScaledArray(data, scale)."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"unitscale.ScaledArray is immutable: {name} cannot be deleted")
 
     @classmethod
     def from_exponent(cls, data: Any, exponent: Any, **kwargs: Any) -> "ScaledArray":
@@ -132,36 +140,35 @@ class ScaledArray(Reductions):
     # -- pytree ------------------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Flattens into data and scale; special scales are part of the structure."""
+        """Flattens into data and scale; whether there is a scale is part of the structure."""
         key = jax.tree_util.GetAttrKey
-        if not self._scale_is_leaf:
-            return ((key("data"), self.data),), (self._scale, None)
         children = ((key("data"), self.data), (key("scale"), self._scale))
-        return children, ("array", self._block_shape)
+        return children[: 1 + self._has_scale], (self._has_scale, self._block_shape)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "ScaledArray":
         """Rebuilds without checks: JAX unflattens placeholders too."""
+        has_scale, block_shape = aux
+        data, scale = children if has_scale else (*children, None)
         new = object.__new__(cls)
-        scale, new._block_shape = aux
-        new._scale_is_leaf = scale == "array"  # a placeholder may look like a special scale
-        if new._scale_is_leaf:
-            new.data, new._scale = children
-        else:
-            (new.data,), new._scale = children, scale
+        new._set(data=data, _scale=scale, _has_scale=has_scale, _block_shape=block_shape)
         return new
+
+    def __reduce__(self) -> Any:
+        children, aux = self.tree_flatten_with_keys()
+        return ScaledArray.tree_unflatten, (aux, [child for _, child in children])
 
     # -- facts -------------------------------------------------------------------------------
 
     @property
-    def scale(self) -> Scale:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """None, 1, 0, or an array: a scalar, one per block, or of the rank of data.
+    def scale(self) -> Scale:
+        """None or an array: a scalar, one per block, or of the rank of data.
 
         vmap and scan stack items: data (n,) with a scalar scale becomes data (batch, n) with
         scale (batch,), which is returned as (batch, 1).
         """
         scale = self._scale
-        if is_static(scale) or self._block_shape is not None:
+        if scale is None or self._block_shape is not None:
             return scale
         missing = getattr(self.data, "ndim", 0) - getattr(scale, "ndim", 0)
         if missing <= 0 or scale.ndim == 0 or not hasattr(scale, "reshape"):
@@ -198,30 +205,45 @@ class ScaledArray(Reductions):
     @property
     def nbytes(self) -> int:
         """Bytes of data and scale together."""
-        scale = 0 if is_static(self.scale) else self.scale.size * self.scale.dtype.itemsize
+        scale = 0 if self._scale is None else self._scale.size * self._scale.dtype.itemsize
         return self.data.size * self.data.dtype.itemsize + scale
 
     @property
     def full_scale(self) -> Scale:
         """The scale in a shape that broadcasts against data: blocks are repeated."""
-        if self.block_shape is None or is_static(self.scale):
-            return self.scale
-        return _expand_blocks(to_float(self.scale), self.shape, self.block_shape)
+        scale = self.scale
+        if self.block_shape is None or scale is None:
+            return scale
+        return expand_blocks(to_float(scale), self.shape, self.block_shape)
 
     @property
     def value(self) -> jax.Array:
-        """``data * scale`` in float32; the data itself if the scale is None or 1."""
-        return arithmetic.value(self.data, self.full_scale)
+        """``data * scale`` in float32; the data itself if the scale is None."""
+        return arithmetic.value(*self.pair)
 
     @property
     def exponent(self) -> jax.Array:
-        """The scale's exponent, floor(log2(scale)), as int32; exact for powers of two."""
+        """The scale's exponent, floor(log2(scale)), as int32."""
         return exponent_of(to_float(self.scale))
 
     @property
-    def pair(self) -> tuple[jax.Array, Scale]:
+    def pair(self) -> arithmetic.Pair:
         """``(data, scale)`` with the scale broadcastable against data."""
         return self.data, self.full_scale
+
+    def __repr__(self) -> str:
+        data = self.data
+        kind = getattr(getattr(data, "dtype", None), "name", type(data).__name__)
+        shape = ",".join(map(str, getattr(data, "shape", ())))
+        scale = self.scale
+        if scale is not None:
+            concrete = isinstance(scale, (np.ndarray, np.generic, jax.Array))
+            if isinstance(scale, Tracer) or not concrete or scale.size != 1:
+                scale = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
+            else:
+                scale = f"{float(np.asarray(scale, np.float32).reshape(())):g}"
+        block = "" if self.block_shape is None else f", block_shape={self.block_shape}"
+        return f"ScaledArray({kind}[{shape}], scale={scale}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":
         """Returns ``fn(data)`` with the same scale; fn must keep the shape.
@@ -241,48 +263,138 @@ class ScaledArray(Reductions):
             return self.map_data(lambda data: data.astype(dtype))
         return widen(self.value).astype(dtype)
 
-    def clip(self, min: Any = None, max: Any = None) -> "ScaledArray":
-        """Clips values to bounds, at the same scale."""
-        scale = self.full_scale
-        low, high = (None if b is None else jnp.asarray(b) / to_float(scale) for b in (min, max))
-        if arithmetic.is_zero(scale):
-            return ScaledArray(jnp.clip(self.value, min, max))
-        return self.map_data(lambda data: narrow(jnp.clip(widen(data), low, high), data.dtype))
-
-    def item(self) -> float:
-        """Returns the only element as a Python number."""
-        return widen(self.value).item()
-
-    def copy(self) -> "ScaledArray":
-        """Returns a copy of data at the same scale."""
-        return self.map_data(jnp.copy)
-
-    def block_until_ready(self) -> "ScaledArray":
-        """Waits for data and scale to be computed."""
-        return jax.block_until_ready(self)
-
     def __jax_array__(self) -> jax.Array:
         return self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)
 
-    def __repr__(self) -> str:
-        data = self.data
-        kind = getattr(getattr(data, "dtype", None), "name", type(data).__name__)
-        shape = ",".join(map(str, getattr(data, "shape", ())))
-        scale = self.scale
-        if not is_static(scale):
-            concrete = isinstance(scale, (np.ndarray, np.generic, jax.Array))
-            if isinstance(scale, Tracer) or not concrete or scale.size != 1:
-                scale = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
-            else:
-                scale = f"{float(np.asarray(scale, np.float32).reshape(())):g}"
-        block = "" if self.block_shape is None else f", block_shape={self.block_shape}"
-        return f"ScaledArray({kind}[{shape}], scale={scale}{block})"
-
     def __bool__(self) -> bool:
         return bool(self.value)
 
     def __float__(self) -> float:
         return float(self.value)
+
+    # -- arithmetic and comparisons ----------------------------------------------------------
+
+    def __pow__(self, exponent: Any) -> "ScaledArray":
+        number = isinstance(exponent, (int, float, np.integer, np.floating))
+        if number and float(exponent).is_integer():
+            return ScaledArray(*arithmetic.power(self.pair, int(exponent)))
+        return self._to_the(exponent)
+
+    def __neg__(self) -> "ScaledArray":
+        return self.map_data(jnp.negative)
+
+    def __pos__(self) -> "ScaledArray":
+        return self
+
+    def __abs__(self) -> "ScaledArray":
+        return self.map_data(lambda data: jnp.abs(widen(data)).astype(data.dtype))
+
+    __add__, __radd__ = _operator(arithmetic.add, aligned=True)
+    __sub__, __rsub__ = _operator(arithmetic.subtract, aligned=True)
+    __mul__, __rmul__ = _operator(arithmetic.multiply)
+    __truediv__, __rtruediv__ = _operator(arithmetic.divide)
+    __matmul__, __rmatmul__ = _operator(arithmetic.matmul)
+    _to_the, __rpow__ = _operator(arithmetic.general_power)
+
+    __eq__ = _comparison(jnp.equal)
+    __ne__ = _comparison(jnp.not_equal)
+    __lt__ = _comparison(jnp.less)
+    __le__ = _comparison(jnp.less_equal)
+    __gt__ = _comparison(jnp.greater)
+    __ge__ = _comparison(jnp.greater_equal)
+
+    __hash__ = None  # type: ignore[assignment]  # unhashable, as jax.Array is
+
+    # -- elements and axes: the scale moves along with the data ------------------------------
+
+    def _rearrange(self, fn: Callable[[jax.Array], jax.Array]) -> "ScaledArray":
+        """Applies a rearrangement of elements to data, and to a scale that is not a scalar."""
+        data, scale = self.pair
+        if scale is None or scale.size == 1:
+            return ScaledArray(fn(data), arithmetic.scalar_scale(self.scale))
+        return ScaledArray(fn(data), fn(jnp.broadcast_to(to_float(scale), data.shape)))
+
+    def __getitem__(self, index: Any) -> "ScaledArray":
+        return self._rearrange(lambda x: x[index])
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a ScaledArray without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator["ScaledArray"]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def at(self) -> At:
+        """Out-of-place updates as in JAX: ``x.at[i].set(v)``; scale and dtype stay those of x.
+
+        ``get``, ``set``, ``add`` and ``multiply`` take arrays or ScaledArrays.
+
+        Example:
+            >>> x = ScaledArray(jnp.ones(3, jnp.float16), 4.0)
+            >>> print(x.at[0].set(8.0).value)
+            [8. 4. 4.]
+        """
+        return At(self)
+
+    def reshape(self, *shape: Any) -> "ScaledArray":
+        """Returns the same elements in another shape; a scalar scale stays a scalar."""
+        return self._rearrange(lambda x: x.reshape(*shape))
+
+    def squeeze(self, axis: Any = None) -> "ScaledArray":
+        """Removes axes of size 1."""
+        return self._rearrange(lambda x: x.squeeze(axis))
+
+    def transpose(self, *axes: Any) -> "ScaledArray":
+        """Permutes the axes of data and scale; a scale per channel or block stays one."""
+        block = self.block_shape
+        if block is not None:
+            # The sizes of the transpose of an array of that shape, which repeats one number.
+            block = np.broadcast_to(0, block).transpose(*axes).shape
+        elif self.scale is None or self.scale.size == 1:
+            return self._rearrange(lambda x: x.transpose(*axes))
+        scale = jnp.asarray(self.scale)
+        return ScaledArray(self.data.transpose(*axes), scale.transpose(*axes), block_shape=block)
+
+    @property
+    def T(self) -> "ScaledArray":
+        """The transpose."""
+        return self.transpose()
+
+    def swapaxes(self, axis1: int, axis2: int) -> "ScaledArray":
+        """Exchanges two axes."""
+        axes = list(range(self.data.ndim))
+        axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
+        return self.transpose(axes)
+
+    # -- reductions, in float32 --------------------------------------------------------------
+
+    def _reduce(self, fn: Callable[..., jax.Array], axis: Any, keepdims: bool) -> "ScaledArray":
+        data, scale = self.pair
+        if arithmetic.varies_over(data, scale, axis):
+            return ScaledArray(fn(self.value, axis=axis, keepdims=keepdims))
+        reduced = fn(widen(data), axis=axis, keepdims=keepdims)
+        scale = arithmetic.reduce_scale(scale, data, axis, keepdims)
+        return ScaledArray(reduced.astype(arithmetic.result_dtype(data)), scale)
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
+        """Returns the sum; its scale grows by the power of two nearest sqrt(count)."""
+        if arithmetic.varies_over(*self.pair, axis):
+            return self._reduce(jnp.sum, axis, keepdims)
+        return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
+        """Returns the mean; data is averaged in float32."""
+        return self._reduce(jnp.mean, axis, keepdims)
+
+    def max(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
+        """Returns the maximum, exactly where the reduced elements share a scale."""
+        return self._reduce(jnp.max, axis, keepdims)
+
+    def min(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
+        """Returns the minimum, exactly where the reduced elements share a scale."""
+        return self._reduce(jnp.min, axis, keepdims)

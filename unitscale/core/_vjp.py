@@ -13,23 +13,28 @@ _ADVICE = (
 )
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
+    """The axes of shard_map that an array may differ along, where JAX keeps account of it."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
 
 
-def _vary_alike(args: Any) -> Any:
+def vary_alike(args: Any) -> Any:
     """Inside shard_map, lets all arrays vary over the mesh axes that any of them varies over.
 
     A gradient varies as the arguments together do, and must have the type of its own; the
     transpose of varying is a sum over the devices, as for JAX's own operations.
+
+    Example:
+        >>> vary_alike((1.0, 2.0))  # nothing varies outside of shard_map
+        (1.0, 2.0)
     """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(args)))
+    axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
     if not axes:
         return args
 
     def vary(x: Any) -> Any:
-        missing = tuple(axes - _varying(x))
+        missing = tuple(axes - varying(x))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, args)
@@ -63,7 +68,7 @@ class custom_vjp:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function on positional arguments."""
-        arrays = iter(_vary_alike([a for i, a in enumerate(args) if i not in self._static]))
+        arrays = iter(vary_alike([a for i, a in enumerate(args) if i not in self._static]))
         args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:
             return self._fun(*args)

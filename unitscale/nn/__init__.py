@@ -3,18 +3,38 @@
 Modules have the names and argument order of `flax.nnx`. Their parameters are drawn from N(0, 1)
 and carry ``role``, ``fan_in``, ``fan_out`` and ``depth`` as variable metadata; their formats come
 from a `Policy`. Every layer takes arrays or ScaledArrays and returns a ScaledArray.
+
+What has no parameters is a function of `unitscale.ops`: activations, pooling, sums and losses,
+under the names of `flax.nnx` and `optax`.
 """
 
+from ._amax_state import (
+    AmaxState as AmaxState,
+    DotGeneral as DotGeneral,
+    EinsumOp as EinsumOp,
+    advance as advance,
+    amax_state as amax_state,
+    amax_states as amax_states,
+    read_state as read_state,
+)
 from ._attention import KVCache as KVCache, MultiHeadAttention as MultiHeadAttention
+from ._calibrate import calibrate as calibrate
 from ._conv import Conv as Conv
+from ._conversion import Conversion as Conversion, ConversionReport as ConversionReport
+from ._conversion_rules import CONVERSIONS as CONVERSIONS, ConfigLike as ConfigLike
+from ._convert import convert as convert, restore as restore
 from ._dropout import Dropout as Dropout
 from ._embed import Embed as Embed, PositionalEmbed as PositionalEmbed
+from ._gradients import grad as grad, value_and_grad as value_and_grad
+from ._hooks import StaticWeight as StaticWeight
+from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack_layers
 from ._linear import Dense as Dense, Readout as Readout
 from ._mlp import MLP as MLP
+from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._optimizer import Optimizer as Optimizer
 from ._policy import (
-    PRESETS as PRESETS,
+    POLICIES as POLICIES,
     Policy as Policy,
     as_policy as as_policy,
 )
@@ -26,4 +46,5 @@ from ._recurrent import (
 )
 from ._residual import Residual as Residual
 from ._rnn import RNN as RNN
+from ._serve import to_static as to_static
 from ._transformer import TransformerLayer as TransformerLayer, TransformerStack as TransformerStack

@@ -1,6 +1,7 @@
 """Multi-head attention and its cache."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from .. import ops, rules
-from ..core import ScaledArray
+from ..core import ScaledArray, widen
 from ._dropout import Dropout
 from ._linear import Dense
 from ._policy import PolicyLike, as_policy
@@ -182,6 +183,7 @@ class MultiHeadAttention(nnx.Module):
         mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
+        factor: jax.Array | None = None,
     ) -> ScaledArray:
         """Attends from ``inputs_q`` to ``inputs_k`` (itself by default).
 
@@ -192,6 +194,8 @@ class MultiHeadAttention(nnx.Module):
             mask: boolean, broadcasting to (batch, heads, time, source); True attends.
             positions: (time,) or (batch, time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
+            factor: multiplies the average over values, where the factor of this layer is data: a
+                number of `factor_over`.
 
         Returns:
             ScaledArray (batch, time, out_features).
@@ -200,7 +204,20 @@ class MultiHeadAttention(nnx.Module):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         q, k, v = self._project(inputs_q, inputs_k, inputs_v, positions)
         y = self._attend(q, k, v, mask=mask, is_causal=self.is_causal, deterministic=deterministic)
+        if factor is not None:
+            y = y.map_data(lambda data: (widen(data) * factor).astype(data.dtype))
         return self._merge(y)
+
+    def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
+        """Returns the factor in a context over that without one, at a number of keys."""
+        length = length if self.max_length is None else self.max_length
+        options: dict[str, Any] = {"is_causal": self.is_causal, "mult": self.mult}
+        mean_square = context and context.mean_square(self.head_dim, length, **options)
+        own, other = (
+            rules.dot_product_attention(self.head_dim, length, mean_square=m, **options).fwd
+            for m in (mean_square, None)
+        )
+        return own / other
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
         """Attends from the next tokens to all tokens so far.

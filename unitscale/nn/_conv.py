@@ -7,8 +7,8 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
-from ..quant import amax_state, read_state
 from ..rules import Constraint
+from ._amax_state import amax_state, read_state
 from ._param import constant, read, weight
 from ._policy import PolicyLike, as_policy
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops
-from ..core import ScaledArray
-from ..quant import amax_state, read_state
+from ..core import ScaledArray, vary_alike
+from ._amax_state import amax_state, read_state
 from ._param import read, weight
 from ._policy import PolicyLike, as_policy
 
@@ -132,6 +132,7 @@ class PositionalEmbed(nnx.Module):
                     f"{self.max_length}; got {time} positions"
                 )
             positions = jnp.arange(time)
-        ids = jnp.broadcast_to(positions, (batch, time))
+        # Inside shard_map positions are those of this part of the batch, as the input is.
+        _, ids = vary_alike((x, jnp.broadcast_to(positions, (batch, time))))
         rows = ops.embed(ids, read(self.embedding)).astype(self.policy.compute_dtype)
         return ops.weighted_add(x, rows)

@@ -4,8 +4,8 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
-from ..quant import amax_state, read_state
 from ..rules import Constraint
+from ._amax_state import amax_state, read_state
 from ._param import constant, read, weight
 from ._policy import PolicyLike, as_policy
 
@@ -74,7 +74,7 @@ class Dense(_Affine):
         >>> import jax.numpy as jnp
         >>> layer = Dense(16, 32, policy="float16", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 16)))
-        ScaledArray(float16[2,32], scale=1)
+        ScaledArray(float16[2,32], scale=None)
 
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.

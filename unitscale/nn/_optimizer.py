@@ -5,35 +5,37 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core import is_scaled
+
 
 class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` for the transformations of `unitscale.optim.scaled` too.
 
     Scaling:
         The model's parameters become ScaledArrays in the format of ``tx``; layers of `unitscale.nn`
-        take them as they are. Gradients come in data space, best from `quant.value_and_grad`, which
-        keeps them in float32; `nnx.grad` rounds them into the format of the weights. `update` is
-        ``tx.step``: each weight is rounded once, at random where ``tx`` says so. Any other optax
-        transformation works as in `flax.nnx.Optimizer`.
+        take them as they are. Gradients are those of `nn.grad` and `nn.value_and_grad`, by value.
+        `update` is ``tx.step``: each weight is rounded once, at random where ``tx`` says so. Any
+        other optax transformation works as in `flax.nnx.Optimizer`.
 
     Args:
         model: module whose parameters are trained; with a scaled ``tx`` they are replaced.
         tx: optax transformation.
-        wrt: filter of the variables that are trained, as for `nnx.grad`.
+        wrt: filter of the variables that are trained, as for `nnx.Optimizer`.
 
     Raises:
-        TypeError: if wrt is missing.
+        TypeError: if wrt is missing, or the model has ScaledArrays for parameters and ``tx`` is not
+            of `unitscale.optim.scaled`.
 
     Example:
         >>> import optax
-        >>> from unitscale import nn, optim, quant
+        >>> from unitscale import nn, optim
         >>> model = nn.Dense(4, 2, rngs=nnx.Rngs(0))
         >>> optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(0.1)), wrt=nnx.Param)
         >>> model.kernel.get_value()
         ScaledArray(float16[4,2], scale=1)
         >>> def loss(model):
         ...     return jnp.sum(model(jnp.ones((1, 4))).value)
-        >>> _, grads = quant.value_and_grad(loss)(model)
+        >>> _, grads = nn.value_and_grad(loss)(model)
         >>> _ = optimizer.update(model, grads)
         >>> int(optimizer.step[...])
         1
@@ -45,6 +47,17 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any) -> None:
         if not hasattr(tx, "step"):
+            scaled = [
+                path
+                for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+                if is_scaled(variable.get_value())
+            ]
+            if scaled:
+                raise TypeError(
+                    "unitscale.nn.Optimizer: tx must be of unitscale.optim.scaled for parameters "
+                    f"that are ScaledArrays, such as {'.'.join(map(str, scaled[0]))}; got "
+                    f"{type(tx).__name__}, which would add to data and scale alike"
+                )
             super().__init__(model, tx, wrt=wrt)
             return
         self.graph, self.tx, self.wrt = None, tx, wrt
@@ -60,7 +73,7 @@ class Optimizer(nnx.Optimizer):
 
         Args:
             model: the module.
-            grads: gradients of ``wrt``, as `nnx.grad` returns them.
+            grads: gradients of ``wrt``, as `nn.grad` returns them.
             **kwargs: passed to ``tx``.
 
         Returns:

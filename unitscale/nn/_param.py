@@ -4,9 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from ..core import ScaledArray, is_zero
 from ..rules import ROLES
 from ._policy import Policy
 
@@ -45,12 +43,5 @@ def set_depth(module: nnx.Module, depth: int) -> None:
 
 
 def read(parameter: nnx.Param | None) -> Any:
-    """Returns a parameter's array or ScaledArray; None stays None.
-
-    A special zero, as `as_scaled` makes of a bias at initialisation, has the derivative zero at its
-    own scale and could never be trained: as a parameter it is zeros at scale 1, with a gradient.
-    """
-    value = None if parameter is None else parameter.get_value()
-    if isinstance(value, ScaledArray) and is_zero(value.scale):
-        return ScaledArray(value.data - lax.stop_gradient(value.data), 1)
-    return value
+    """Returns a parameter's array or ScaledArray; None stays None."""
+    return None if parameter is None else parameter.get_value()

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from ..core import ScaledArray, format_of
+from ..core import ScaledArray, cast, format_of
 from ..ops import ArrayLike
 from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy
 from ..rules import ROLES
@@ -17,7 +17,8 @@ class Policy:
     """The formats of a layer.
 
     Parameters are stored in ``param_dtype`` and cast to ``compute_dtype`` where they are used;
-    activations and their cotangents are in ``compute_dtype``. Where ``matmul`` is set, the
+    activations and their cotangents are in ``compute_dtype``, whose range finite inputs saturate
+    to. Where ``matmul`` is set, the
     operands of products with weights are quantized to its formats, weights directly from
     ``param_dtype``. Roles in ``exempt`` compute their products in ``compute_dtype``.
 
@@ -65,12 +66,17 @@ class Policy:
         return None if role in self.exempt else self.matmul
 
     def activation(self, x: ArrayLike) -> ArrayLike:
-        """Returns an activation in the compute dtype."""
+        """Returns an activation in the compute dtype.
+
+        Values beyond the range of float16 saturate, as those beyond that of FP8 do in a quantized
+        product: a finite input gives a finite output. Infinity and NaN stay.
+        """
         if not isinstance(x, ScaledArray):
             x = jnp.asarray(x)
         if x.dtype == self.compute_dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return x.astype(self.compute_dtype)
+        narrower = format_of(self.compute_dtype).exponent_bits < format_of(x.dtype).exponent_bits
+        return cast(x, self.compute_dtype) if narrower else x.astype(self.compute_dtype)
 
     def weight(self, parameter: ArrayLike, role: str) -> ArrayLike:
         """Returns a weight as its product takes it: quantized products read it as stored."""
@@ -86,7 +92,7 @@ def _fp8(strategy: Strategy) -> Policy:
     return Policy(compute_dtype="bfloat16", matmul=config)
 
 
-PRESETS = {
+POLICIES = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
@@ -105,8 +111,8 @@ def as_policy(policy: PolicyLike) -> Policy:
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
     the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
     bfloat16). As "fp8" with scales from amax and E5M2 cotangents: "fp8_dynamic" (of this step),
-    "fp8_delayed" (of earlier steps; train with `quant.value_and_grad`), "fp8_static" (set once by
-    `quant.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
+    "fp8_delayed" (of earlier steps; train with `nn.value_and_grad`), "fp8_static" (set once by
+    `nn.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
 
     Raises:
         ValueError: if the preset is unknown.
@@ -120,10 +126,10 @@ def as_policy(policy: PolicyLike) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(f"unitscale.nn: policy must be a Policy or a preset's name; got {policy!r}")
-    if policy not in PRESETS:
-        near = difflib.get_close_matches(policy, PRESETS, 1)
+    if policy not in POLICIES:
+        near = difflib.get_close_matches(policy, POLICIES, 1)
         raise ValueError(
-            f"unitscale.nn: policy must be one of {', '.join(PRESETS)} or a Policy; got "
+            f"unitscale.nn: policy must be one of {', '.join(POLICIES)} or a Policy; got "
             f"{policy!r}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
-    return PRESETS[policy]
+    return POLICIES[policy]

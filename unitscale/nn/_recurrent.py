@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
-from ..core import ScaledArray, is_static, narrow, scale_bwd
-from ..quant import read_state
+from ..core import ScaledArray, narrow, scale_bwd
+from ._amax_state import read_state
 from ._linear import Dense
 from ._param import read
 from ._policy import PolicyLike, as_policy
@@ -100,23 +100,23 @@ class RNNCell(nnx.Module):
             rngs: accepted as in flax; nothing is drawn.
         """
         zeros = jnp.zeros((*input_shape[:-1], self.hidden_features), self.policy.compute_dtype)
-        return ScaledArray(zeros, 1)
+        return ScaledArray(zeros)
 
     def __call__(self, carry: Carry, inputs: ops.ArrayLike) -> tuple[Carry, ScaledArray]:
         """Maps a carry and inputs (..., in_features) to the next carry and the output."""
         return self.step(self.weights(), self.as_carry(carry), self.project(inputs))
 
     def as_carry(self, carry: Carry) -> Carry:
-        """Returns arrays and ScaledArrays of a carry in the compute dtype, at the static scale 1.
+        """Returns arrays and ScaledArrays of a carry in the compute dtype, without a scale.
 
-        A scan needs a carry whose type never changes, and `step` returns one at scale 1.
+        A scan needs a carry whose type never changes, and `step` returns one without.
         """
 
         def state(x: ops.ArrayLike) -> ScaledArray:
-            if isinstance(x, ScaledArray) and is_static(x.scale) and x.scale == 1:
-                return ScaledArray(x.data.astype(self.policy.compute_dtype), 1)
+            if isinstance(x, ScaledArray) and x.scale is None:
+                return ScaledArray(x.data.astype(self.policy.compute_dtype))
             value = x.value if isinstance(x, ScaledArray) else jnp.asarray(x)
-            return ScaledArray(narrow(value, self.policy.compute_dtype), 1)
+            return ScaledArray(narrow(value, self.policy.compute_dtype))
 
         return jax.tree.map(state, carry, is_leaf=lambda x: isinstance(x, ScaledArray))
 
@@ -152,7 +152,7 @@ class GRUCell(RNNCell):
         >>> carry = cell.initialize_carry((2, 4))
         >>> carry, y = cell(carry, jnp.ones((2, 4)))
         >>> y
-        ScaledArray(float16[2,8], scale=1)
+        ScaledArray(float16[2,8], scale=None)
 
     References:
         Cho et al., 2014, arXiv 1406.1078; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv

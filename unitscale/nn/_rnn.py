@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops
-from ..core import ScaledArray, is_static, narrow
+from ..core import ScaledArray, narrow, vary_alike
 from ._recurrent import Carry, RNNCell
 
 
@@ -115,20 +115,20 @@ class RNN(nnx.Module):
                 new = jax.tree.map(lambda a, b: jnp.where(valid, a, b), new, carry)
             return new, y.data
 
-        carry, outputs = jax.lax.scan(
-            step, self.cell.as_carry(carry), (data, jnp.arange(steps)), unroll=self.unroll
-        )
+        # Inside shard_map the first state is that of this part of the batch, as all others are.
+        _, carry = vary_alike((data, self.cell.as_carry(carry)))
+        carry, outputs = jax.lax.scan(step, carry, (data, jnp.arange(steps)), unroll=self.unroll)
         if reverse and keep_order:
             outputs = _flip(outputs, seq_lengths)
-        y = ScaledArray(jnp.moveaxis(outputs, 0, axis), 1)
+        y = ScaledArray(jnp.moveaxis(outputs, 0, axis))
         return (carry, y) if return_carry else y
 
 
 def _uniform(x: ScaledArray) -> tuple[jax.Array, Any]:
     """Data and one scale for all of it; where there are several, they are multiplied in."""
-    if is_static(x.scale) or jnp.size(x.scale) == 1:
-        return x.data, x.scale if is_static(x.scale) else jnp.reshape(x.scale, ())
-    return narrow(x.value, x.dtype), 1
+    if x.scale is None or jnp.size(x.scale) == 1:
+        return x.data, None if x.scale is None else jnp.reshape(x.scale, ())
+    return narrow(x.value, x.dtype), None
 
 
 def _flip(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

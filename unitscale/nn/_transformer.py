@@ -1,13 +1,16 @@
 """Transformer layers and stacks."""
 
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
 from ..core import ScaledArray
 from ._attention import KVCache, MultiHeadAttention
+from ._layer_scan import scan_layers, stack_layers, unstack_layers
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
 from ._param import set_depth
@@ -22,6 +25,14 @@ def _choice(name: str, value: str, choices: Any) -> None:
         raise ValueError(
             f"unitscale.nn: {name} must be one of {', '.join(get_args(choices))}; got {value!r}"
         )
+
+
+class LayerFactors(NamedTuple):
+    """What the layers of a stack differ in, as arrays that a scan runs along."""
+
+    branch: jax.Array
+    skip: jax.Array
+    attention: jax.Array
 
 
 class TransformerLayer(nnx.Module):
@@ -142,16 +153,22 @@ class TransformerLayer(nnx.Module):
         mask=None,
         positions=None,
         deterministic: bool | None = None,
+        factors: LayerFactors | None = None,
     ) -> ScaledArray:
-        """Maps (batch, time, features) to the same shape; arguments as for the attention."""
+        """Maps (batch, time, features) to the same shape; arguments as for the attention.
+
+        ``factors`` take the place of the layer's own where a `TransformerStack` scans over layers.
+        """
+        options = {} if factors is None else {"factor": factors.attention}
         x = self._branch(
             self.policy.activation(x),
             0,
             lambda h: self.attention(
-                h, mask=mask, positions=positions, deterministic=deterministic
+                h, mask=mask, positions=positions, deterministic=deterministic, **options
             ),
+            factors,
         )
-        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=deterministic))
+        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=deterministic), factors)
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
         """Maps the next tokens, given a cache of those before; returns the longer cache too."""
@@ -165,13 +182,15 @@ class TransformerLayer(nnx.Module):
         x = self._branch(self.policy.activation(x), 0, attend)
         return self._branch(x, 1, lambda h: self.mlp(h, deterministic=True)), caches[0]
 
-    def _branch(self, x, index: int, fn) -> ScaledArray:
-        norm = (self.attention_norm, self.mlp_norm)[index]
+    def _branch(self, x, index: int, fn, factors: LayerFactors | None = None) -> ScaledArray:
+        norm, tau = (self.attention_norm, self.mlp_norm)[index], self.taus[index]
+        if factors is not None:
+            tau = rules.ResidualFactors(factors.branch[index], factors.skip[index])
         if norm is None:
-            return ops.residual(fn, x, self.taus[index])
+            return ops.residual(fn, x, tau)
         if self.norm_placement == "pre":
-            return ops.residual(lambda h: fn(norm(h)), x, self.taus[index])
-        return norm(ops.residual(fn, x, self.taus[index]))
+            return ops.residual(lambda h: fn(norm(h)), x, tau)
+        return norm(ops.residual(fn, x, tau))
 
 
 class TransformerStack(nnx.Module):
@@ -190,6 +209,11 @@ class TransformerStack(nnx.Module):
         residual_mult: multiplier of all branches in the scheme "depth".
         residual_attention_ratio: ratio of attention to MLP branches in the scheme "depth".
         remat: whether the backward pass computes each layer again, to save memory.
+        scan: whether the layers are one module with stacked parameters, which `jax.lax.scan` runs:
+            the program holds one layer, and compiles in the time of one. The numbers are those of
+            the layers one by one, up to rounding (in 16 bits attention rounds once more).
+            `with_scan` converts. Optimizers that take the number of axes for a parameter's kind
+            (Adafactor, Muon) see one more.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys.
         **layer_options: further options of `TransformerLayer`.
@@ -219,6 +243,7 @@ class TransformerStack(nnx.Module):
         residual_mult: float = 1.0,
         residual_attention_ratio: float = 1.0,
         remat: bool = False,
+        scan: bool = False,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
         **layer_options: Any,
@@ -232,21 +257,63 @@ class TransformerStack(nnx.Module):
             attn_ratio=residual_attention_ratio,
         )
         self.remat = remat
-        self.layers = nnx.List(
-            [
-                TransformerLayer(
-                    features,
-                    num_heads,
-                    hidden_features,
-                    taus=(taus[2 * i], taus[2 * i + 1]),
-                    taus_below=taus[: 2 * i],
-                    depth=depth,
-                    policy=policy,
-                    rngs=rngs,
-                    **layer_options,
-                )
-                for i in range(num_layers)
-            ]
+        layers = [
+            TransformerLayer(
+                features,
+                num_heads,
+                hidden_features,
+                taus=(taus[2 * i], taus[2 * i + 1]),
+                taus_below=taus[: 2 * i],
+                depth=depth,
+                policy=policy,
+                rngs=rngs,
+                **layer_options,
+            )
+            for i in range(num_layers)
+        ]
+        self._hold(layers, scan)
+
+    layers: Any
+
+    def _hold(self, layers: Sequence[TransformerLayer], scan: bool) -> None:
+        self.scan = scan
+        self.own = tuple((layer.taus, layer.attention.context) for layer in layers)
+        if not scan:
+            self.layers = nnx.List(layers)
+            return
+        for layer in layers:  # what they differ in is kept in `own`
+            layer.taus, layer.attention.context = layers[0].taus, None
+        self.layers = nnx.data(stack_layers(layers))
+
+    def layer_list(self) -> list[TransformerLayer]:
+        """Returns the layers, first to last; those of a scan as copies."""
+        if not self.scan:
+            return list(self.layers)
+        layers = unstack_layers(self.layers)
+        for layer, (taus, context) in zip(layers, self.own, strict=True):
+            layer.taus, layer.attention.context = taus, context
+        return layers
+
+    def with_scan(self, scan: bool) -> "TransformerStack":
+        """Returns a stack with the same parameters that scans over its layers, or does not.
+
+        Example:
+            >>> stack = TransformerStack(2, 8, 2, rngs=nnx.Rngs(0)).with_scan(True)
+            >>> stack.layers.mlp.up.kernel.shape
+            (2, 8, 32)
+        """
+        new = nnx.clone(self)
+        new._hold(new.layer_list(), scan)
+        return new
+
+    def _factors(self, length: int) -> LayerFactors:
+        """The factors of all layers; their own axis is the first."""
+        residuals = [[rules.residual(tau) for tau in taus] for taus, _ in self.own]
+        attention = self.layers.attention
+        return LayerFactors(
+            branch=jnp.asarray([[r.branch for r in pair] for pair in residuals]),
+            skip=jnp.asarray([[r.skip for r in pair] for pair in residuals]),
+            attention=jnp.asarray([attention.factor_over(c, length) for _, c in self.own]),
         )
 
     def __call__(
@@ -258,9 +325,18 @@ class TransformerStack(nnx.Module):
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
         """Maps (batch, time, features) to the same shape; arguments as for the attention."""
+        options = {"mask": mask, "positions": positions, "deterministic": deterministic}
+        if self.scan:
+            return scan_layers(
+                lambda layer, h, factors: layer(h, **options, factors=factors),
+                self.layers,
+                self.layers.policy.activation(x),
+                self._factors(x.shape[1]),
+                remat=self.remat,
+            )
 
         def apply(layer, h):
-            return layer(h, mask=mask, positions=positions, deterministic=deterministic)
+            return layer(h, **options)
 
         apply = nnx.remat(apply) if self.remat else apply
         for layer in self.layers:
@@ -269,14 +345,14 @@ class TransformerStack(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
         """Returns one empty cache per layer, as `MultiHeadAttention.init_cache`."""
-        return tuple(layer.attention.init_cache(batch, max_length) for layer in self.layers)
+        return tuple(layer.attention.init_cache(batch, max_length) for layer in self.layer_list())
 
     def decode(
         self, x: ops.ArrayLike, cache: tuple[KVCache, ...]
     ) -> tuple[ops.ArrayLike, tuple[KVCache, ...]]:
         """Maps the next tokens, given the caches of those before; returns the longer caches too."""
         longer = []
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
+        for layer, layer_cache in zip(self.layer_list(), cache, strict=True):
             x, layer_cache = layer.decode(x, layer_cache)
             longer.append(layer_cache)
         return x, tuple(longer)

@@ -15,8 +15,6 @@ from ..core import (
     ScaledArray,
     common_scale,
     custom_vjp,
-    is_static,
-    is_zero,
     narrow,
     result_dtype,
     safe_scale,
@@ -24,33 +22,33 @@ from ..core import (
     widen,
 )
 from ..rules import Constraint
-from ._operands import ArrayLike, shape_error, unpack_term
+from ._operands import ArrayLike, shape_error, sharers, unpack
 
 
-@partial(custom_vjp, nondiff_argnums=(2, 3, 4))
-def _combine(operands, ratios, weights, bwd, out_dtype):
+@partial(custom_vjp, nondiff_argnums=(3, 4, 5))
+def _combine(operands, ratios, traced, weights, bwd, out_dtype):
     terms = (
-        _times(_times(widen(x), weight), ratio)
-        for x, ratio, weight in zip(operands, ratios, weights, strict=True)
+        _times(_times(_times(widen(x), weight), variable), ratio)
+        for x, ratio, variable, weight in zip(operands, ratios, traced, weights, strict=True)
     )
     left, right = terms
     return narrow(left + right, out_dtype)
 
 
-def _combine_fwd(operands, ratios, weights, bwd, out_dtype):
+def _combine_fwd(operands, ratios, traced, weights, bwd, out_dtype):
     shapes = tuple((x.shape, x.dtype) for x in operands)
-    y = _combine(operands, ratios, weights, bwd, out_dtype)
-    return y, (_Static(shapes), ratios)
+    y = _combine(operands, ratios, traced, weights, bwd, out_dtype)
+    return y, (_Static(shapes), ratios, traced)
 
 
 def _combine_bwd(weights, bwd, out_dtype, residuals, cotangent):
-    shapes, ratios = residuals
+    shapes, ratios, traced = residuals
     wide = widen(cotangent)
     grads = tuple(
         narrow(_unbroadcast(_times(wide, ratio), shape, factor), dtype)
         for (shape, dtype), ratio, factor in zip(shapes.value, ratios, bwd, strict=True)
     )
-    return grads, jax.tree.map(jnp.zeros_like, ratios)
+    return grads, jax.tree.map(jnp.zeros_like, ratios), jax.tree.map(jnp.zeros_like, traced)
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)
@@ -81,7 +79,7 @@ def combine(
     left: tuple[jax.Array, Scale],
     right: tuple[jax.Array, Scale],
     *,
-    weights: tuple[float, ...],
+    weights: tuple[Any, ...],
     bwd: tuple[float, ...],
     at: Any = "common",
     out: Any = None,
@@ -91,19 +89,21 @@ def combine(
     Scaling:
         data = sum of weights[i] * x[i].data * (x[i].scale / scale), dx[i] = bwd[i] *
         (x[i].scale / scale) * dy, summed over broadcast dimensions; all in float32, rounded once.
-        scale is ``at``, by default the common scale of the two.
+        scale is ``at``, by default the common scale of the two. Weights that are arrays are
+        constants of differentiation too.
     """
     scale = common_scale(left[1], right[1]) if isinstance(at, str) else at
     ratios = tuple(_ratio(s, scale) for _, s in (left, right))
     dtype = result_dtype(left[0], right[0]) if out is None else out
     operands = (left[0], right[0])
-    y = _combine(operands, ratios, tuple(map(float, weights)), tuple(map(float, bwd)), dtype)
+    traced = tuple(w if isinstance(w, jax.Array) else None for w in weights)
+    static = tuple(1.0 if isinstance(w, jax.Array) else float(w) for w in weights)
+    y = _combine(operands, ratios, traced, static, tuple(map(float, bwd)), dtype)
     return ScaledArray(y, scale)
 
 
 def _ratio(scale: Scale, target: Scale) -> jax.Array | None:
-    # A zero array is zeros at every scale, and no gradient reaches its data.
-    if is_zero(scale) or scale is target or (is_static(scale) and is_static(target)):
+    if scale is target:
         return None
     return to_float(scale) / safe_scale(to_float(target))
 
@@ -115,6 +115,11 @@ def _check_broadcast(op: str, x: jax.Array, y: jax.Array) -> tuple[int, ...]:
         raise shape_error(
             op, "x and y must broadcast", "Insert dimensions of size 1.", x=x.shape, y=y.shape
         ) from None
+
+
+def _leads(shape: tuple[int, ...], x: jax.Array) -> bool:
+    """Whether an operand is broadcast over the leading dimension, that of the batch."""
+    return x.ndim < len(shape) or x.shape[:1] != shape[:1]
 
 
 def add(
@@ -150,22 +155,22 @@ def add(
     """
     if isinstance(x, (int, float)) and not isinstance(y, (int, float)):
         x, y = y, x
-    a, a_scale = unpack_term("add", "x", x)
+    a, a_scale = unpack("add", "x", x)
     if isinstance(y, (int, float)):
-        a_scale = 1 if is_zero(a_scale) else a_scale
         return combine(
             (a, a_scale),
-            (jnp.float32(y), 1),
+            (jnp.float32(y), None),
             weights=(1.0, 1.0),
             bwd=(1.0, 0.0),
             at=a_scale,
             out=result_dtype(a),
         )
-    b, b_scale = unpack_term("add", "y", y)
-    size = math.prod(_check_broadcast("add", a, b))
+    b, b_scale = unpack("add", "y", y)
+    shape = _check_broadcast("add", a, b)
+    size = math.prod(shape)
     factors = rules.add(
-        left_repeats=size // max(a.size, 1) or 1,
-        right_repeats=size // max(b.size, 1) or 1,
+        left_repeats=(size // max(a.size, 1) or 1) * sharers(a, b, _leads(shape, a)),
+        right_repeats=(size // max(b.size, 1) or 1) * sharers(b, a, _leads(shape, b)),
         constraint=constraint,
     )
     return combine((a, a_scale), (b, b_scale), weights=(factors.fwd, factors.fwd), bwd=factors.bwd)
@@ -203,6 +208,6 @@ def weighted_add(
             f"unitscale.ops.weighted_add: weights must be two numbers; got {len(weights)}"
         )
     normalized = rules.normalized_weights(tuple(weights))
-    left, right = unpack_term("weighted_add", "x", x), unpack_term("weighted_add", "y", y)
+    left, right = unpack("weighted_add", "x", x), unpack("weighted_add", "y", y)
     _check_broadcast("weighted_add", left[0], right[0])
     return combine(left, right, weights=normalized, bwd=normalized)

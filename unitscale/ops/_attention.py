@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from .. import rules
 from ..core import (
     ScaledArray,
+    bounded_product,
     custom_vjp,
-    is_static,
-    multiply_scales,
     result_dtype,
     scale,
     scale_bwd,
@@ -121,16 +120,12 @@ def dot_product_attention(
     # it rounds the weights' gradient to float16, which overflows long before q's, k's and v's do;
     # and a traced scale can leave the range of float16.
     fused = implementation == "cudnn" and jax.default_backend() != "cpu"
-    if (
-        rate
-        or vd.dtype == jnp.float64
-        or (half and not (fused and is_static(multiply_scales(qs, ks))))
-    ):
-        logit_scale = multiply_scales(qs, ks)
-        y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scale, rate, dropout_key)
+    if rate or vd.dtype == jnp.float64 or (half and not (fused and qs is None and ks is None)):
+        logit_scales = bounded_product(qs, ks)
+        y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scales, rate, dropout_key)
     else:
-        for s in (qs, ks):
-            if not is_static(s):
+        for s in bounded_product(qs, ks):
+            if s is not None and not isinstance(s, int):
                 qd = (widen(qd) * to_float(s)).astype(qd.dtype)
         y = jax.nn.dot_product_attention(
             qd,
@@ -167,7 +162,7 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _attend(q, k, v, mask, is_causal, logit_factor, logit_scale, dropout_rate, dropout_key):
+def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
     """Plain attention: logits and softmax in float32, weights rounded to the dtype of v."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
@@ -175,9 +170,10 @@ def _attend(q, k, v, mask, is_causal, logit_factor, logit_scale, dropout_rate, d
     q = q.reshape(batch, time, kv_heads, heads // kv_heads, d)
     wide = wide_dtype(v.dtype)
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide) * logit_factor
-    if not is_static(logit_scale):
-        # A scalar, or one per batch item: (batch, 1, 1, 1).
-        logits = logits * to_float(logit_scale)[..., None]
+    for logit_scale in logit_scales:
+        if logit_scale is not None and not isinstance(logit_scale, int):
+            # A scalar, or one per batch item: (batch, 1, 1, 1).
+            logits = logits * to_float(logit_scale)[..., None]
     allowed = jnp.tril(jnp.ones((time, source), bool)) if is_causal else jnp.ones((1, 1), bool)
     if mask is not None:
         allowed = allowed & mask

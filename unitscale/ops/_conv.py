@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, multiply_scales, scale, scale_bwd
+from ..core import ScaledArray, scale, scale_bwd, shards
 from ..quant import MatmulConfig, QuantState, fake_quantize_operands
 from ..rules import Constraint
 from ._linear import add_bias
-from ._operands import ArrayLike, output_dtype, shape_error, unpack, unpack_uniform
+from ._operands import ArrayLike, output_dtype, shape_error, times_scales, unpack, unpack_uniform
 from ._wide import wide_op
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -113,12 +113,13 @@ def conv(
             "unitscale.ops.conv: feature_group_count must divide the output channels; got "
             f"{feature_group_count} groups, kernel {w.shape}"
         )
-    strides, dilation = _per_axis("strides", strides, rank), _per_axis("dilation", dilation, rank)
-    op = _Conv(strides, _padding(padding, w.shape, dilation), dilation, feature_group_count)
+    strides = per_axis("conv", "strides", strides, rank)
+    dilation = per_axis("conv", "dilation", dilation, rank)
+    op = _Conv(strides, sides("conv", padding, w.shape, dilation), dilation, feature_group_count)
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
     factors = rules.conv(
         w.shape,
-        max(out.shape[0], 1),
+        max(out.shape[0], 1) * shards(data),
         out.shape[1:-1],
         strides=strides,
         feature_group_count=feature_group_count,
@@ -128,7 +129,7 @@ def conv(
         axes = tuple(range(1, rank + 2)), tuple(range(rank + 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
     y = _convolve(op, data, w, factors.fwd, factors.bwd[:2], output_dtype(x))
-    y_scale = multiply_scales(x_scale, w_scale)
+    y, y_scale = times_scales(y, x_scale, w_scale)
     if bias is None:
         return ScaledArray(y, y_scale)
     return add_bias("conv", y, y_scale, bias, factors.bwd[2])
@@ -141,30 +142,34 @@ def _convolve(op: _Conv, x, w, fwd: float, bwd: tuple[float, ...], out_dtype: An
     return wide_op(op, x, w, fwd=fwd, bwd=bwd, out_dtype=out_dtype)
 
 
-def _per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+def per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """Returns one positive integer for each spatial dimension; ``op`` names it in errors."""
     sizes = (value,) * rank if isinstance(value, int) else tuple(value)
     if len(sizes) != rank or any(size < 1 for size in sizes):
         raise ValueError(
-            f"unitscale.ops.conv: {name} must be a positive integer or {rank} of them; got {value}"
+            f"unitscale.ops.{op}: {name} must be a positive integer or {rank} of them; got {value}"
         )
     return sizes
 
 
-def _padding(padding, kernel_shape, dilation) -> str | tuple[tuple[int, int], ...]:
+def sides(
+    op: str, padding: Padding, window: Sequence[int], dilation: Sequence[int]
+) -> str | tuple[tuple[int, int], ...]:
+    """Returns padding as "SAME", "VALID" or one (low, high) pair for each spatial dimension."""
     rank = len(dilation)
     if isinstance(padding, str):
         name = padding.upper()
         if name == "CAUSAL" and rank == 1:
-            return (((kernel_shape[0] - 1) * dilation[0], 0),)
+            return (((window[0] - 1) * dilation[0], 0),)
         if name in ("SAME", "VALID"):
             return name
     else:
-        sides = (padding,) * rank if isinstance(padding, int) else padding
-        pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in sides]
+        each = (padding,) * rank if isinstance(padding, int) else padding
+        pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in each]
         if len(pairs) == rank and all(len(pair) == 2 for pair in pairs):
             return tuple((int(low), int(high)) for low, high in pairs)
     raise ValueError(
-        "unitscale.ops.conv: padding must be 'SAME', 'VALID', 'CAUSAL' (one spatial dimension), an "
-        f"integer, or one integer or (low, high) pair for each of {rank} dimensions; got "
+        f"unitscale.ops.{op}: padding must be 'SAME', 'VALID', 'CAUSAL' (one spatial dimension), "
+        f"an integer, or one integer or (low, high) pair for each of {rank} dimensions; got "
         f"{padding!r}"
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, custom_vjp, is_static, narrow, result_dtype, widen
+from ..core import ScaledArray, custom_vjp, narrow, result_dtype, shards, widen
 from ._operands import ArrayLike, shape_error, unpack
 
 
@@ -67,11 +67,11 @@ def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
     # A negative index would count from the end; one past the end gives NaN.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
     ids = jnp.where(ids < 0, data.shape[0], ids)
-    (factor,) = rules.embed(data.shape[0], max(ids.size, 1)).bwd
-    if not is_static(scale) and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
+    (factor,) = rules.embed(data.shape[0], max(ids.size, 1) * shards(ids)).bwd
+    if scale is not None and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
         scale = jnp.take(scale, ids, axis=0)  # one scale per row
-    elif not is_static(scale) and jnp.size(scale) > 1:
+    elif scale is not None and jnp.size(scale) > 1:
         scale = jnp.reshape(scale, scale.shape[-1:])  # one scale per feature
-    elif not is_static(scale):
+    elif scale is not None:
         scale = jnp.reshape(scale, ())
     return ScaledArray(_take(data, ids, factor), scale)

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import Scale, ScaledArray, is_static, multiply_scales
+from ..core import Scale, ScaledArray, shards
 from ..quant import Contraction, MatmulConfig, QuantState, contract
 from ..rules import Constraint
 from ._add import combine
-from ._operands import ArrayLike, output_dtype, shape_error, unpack_term, unpack_uniform
+from ._operands import (
+    ArrayLike,
+    output_dtype,
+    shape_error,
+    sharers,
+    times_scales,
+    unpack,
+    unpack_uniform,
+)
 
 
 def _labels(count: int) -> str:
@@ -86,8 +94,9 @@ def matmul(
         m,
         k,
         n,
-        left_repeats=size // max(math.prod(x.shape[:-2]), 1) or 1,
-        right_repeats=size // max(math.prod(y.shape[:-2]), 1) or 1,
+        left_repeats=(size // max(math.prod(x.shape[:-2]), 1) or 1)
+        * sharers(x, y, x.ndim < y.ndim),
+        right_repeats=(size // max(math.prod(y.shape[:-2]), 1) or 1) * sharers(y, x, y.ndim == 2),
         constraint=constraint,
     )
     out = _labels(len(batch))
@@ -107,7 +116,7 @@ def matmul(
         out_dtype=dtype,
         state=state,
     )
-    return ScaledArray(data.reshape(*batch, m, n), multiply_scales(x_scale, y_scale))
+    return ScaledArray(*times_scales(data.reshape(*batch, m, n), x_scale, y_scale))
 
 
 def _own_labels(x: jax.Array, batch: str) -> tuple[str, jax.Array]:
@@ -132,7 +141,8 @@ def dense(
     Scaling:
         data = in^-1/2 * x.data @ kernel.data + bias, scale = x.scale * kernel.scale. Before the
         constraint dx has factor out^-1/2; dkernel and dbias have batch^-1/2, batch being the
-        product of the leading dimensions. The bias is added after the factor. See `rules.dense`.
+        product of the leading dimensions, on all devices together (`unitscale.batch_over`). The
+        bias is added after the factor. See `rules.dense`.
 
     Args:
         x: (..., in), floating.
@@ -220,7 +230,7 @@ def _affine(op, rule, inputs, kernel, bias, constraint, config, state) -> Scaled
             kernel=w.shape,
         )
     batch = math.prod(x.shape[:-1])
-    factors = rule(*w.shape, max(batch, 1), constraint=constraint)
+    factors = rule(*w.shape, max(batch, 1) * shards(x), constraint=constraint)
     rows = _labels(x.ndim - 1)
     spec = Contraction(rows + "y", "yz", rows + "z")
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
@@ -233,9 +243,9 @@ def _affine(op, rule, inputs, kernel, bias, constraint, config, state) -> Scaled
         out_dtype=dtype,
         state=state,
     )
-    if not is_static(w_scale) and jnp.ndim(w_scale):
+    if w_scale is not None and jnp.ndim(w_scale):
         w_scale = jnp.reshape(w_scale, w.shape[1:])  # per output channel
-    scale = multiply_scales(x_scale, w_scale)
+    data, scale = times_scales(data, x_scale, w_scale)
     if bias is None:
         return ScaledArray(data, scale)
     return add_bias(op, data, scale, bias, factors.bwd[2])
@@ -243,7 +253,7 @@ def _affine(op, rule, inputs, kernel, bias, constraint, config, state) -> Scaled
 
 def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -> ScaledArray:
     """Adds a bias to the last axis, at the scale of the product."""
-    b, b_scale = unpack_term(op, "bias", bias)
+    b, b_scale = unpack(op, "bias", bias)
     if b.shape != data.shape[-1:]:
         raise shape_error(
             op,
@@ -253,7 +263,7 @@ def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -
             output=data.shape,
         )
     leading = tuple(range(data.ndim - 1))
-    if not is_static(b_scale) and jnp.ndim(b_scale) == 1:
+    if b_scale is not None and jnp.ndim(b_scale) == 1:
         b_scale = jnp.expand_dims(b_scale, leading)
     return combine(
         (data, scale),

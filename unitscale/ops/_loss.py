@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import custom_vjp, narrow, widen
+from ..core import custom_vjp, narrow, shards, widen
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
@@ -75,8 +75,8 @@ def softmax_cross_entropy(
     Scaling:
         The value is the ordinary loss, in float32. dlogits = factor * (softmax - onehot) * mult
         for every token that counts, with factor = V / ((V - 1)^1/2 * mult); the 1/N of the mean is
-        kept out of the backward, so that gradients do not shrink with the batch. See
-        `rules.softmax_cross_entropy`.
+        kept out of the backward, so that gradients do not shrink with the batch, on many devices
+        that of the whole batch (`unitscale.batch_over`). See `rules.softmax_cross_entropy`.
 
     Args:
         logits: (..., V), floating array or ScaledArray, whose scale is folded in.
@@ -136,6 +136,8 @@ def softmax_cross_entropy(
             **({} if where is None else {"where": where.shape}),
         )
     (factor,) = rules.softmax_cross_entropy(data.shape[-1], mult=mult).bwd
+    # Of a part of the batch: the mean over parts divides by their number, which is kept out too.
+    factor *= shards(data, labels) if reduction == "mean" else 1
     return _cross_entropy(
         data, labels, where, scale_argument(scale), float(mult), factor, reduction
     )
@@ -175,7 +177,8 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
 
     Scaling:
         The value is the ordinary loss, in float32. dpred = 8^-1/2 * 2 * (pred - target), and the
-        negative for target; the 1/N of the mean is kept out of the backward. See `rules.mse_loss`.
+        negative for target; the 1/N of the mean is kept out of the backward, on many devices that
+        of the whole batch (`unitscale.batch_over`). See `rules.mse_loss`.
 
     Args:
         pred: floating array or ScaledArray.
@@ -208,4 +211,5 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
             target=t.shape,
         )
     scales = (scale_argument(p_scale), scale_argument(t_scale))
-    return _mean_square((p, t), scales, rules.mse_loss().bwd, max(math.prod(p.shape), 1))
+    factors = tuple(factor * shards(p, t) for factor in rules.mse_loss().bwd)
+    return _mean_square((p, t), scales, factors, max(math.prod(p.shape), 1))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray
+from ..core import ScaledArray, shards
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack, unpack_uniform
 from ._wide import wide_op
 
@@ -64,7 +64,7 @@ def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:
             )
         affine.append(p)
         scales.append(scale_argument(p_scale))
-    factors = rules.norm(features, max(data.size, features))
+    factors = rules.norm(features, max(data.size, features) * shards(data))
     bwd = (factors.bwd[0], *factors.bwd[1 : 1 + len(affine)])
     y = wide_op(
         _Normalize(float(eps), centered, gain is not None),
@@ -75,7 +75,7 @@ def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:
         constants=(scale_argument(scale), *scales),
         out_dtype=output_dtype(x),
     )
-    return ScaledArray(y, 1)
+    return ScaledArray(y)
 
 
 def layer_norm(
@@ -88,7 +88,7 @@ def layer_norm(
     """Normalizes the last axis to mean 0 and variance 1.
 
     Scaling:
-        data = (x - mean) / (var + eps / scale^2)^1/2 * gain + bias on x.data, scale 1: the scale
+        data = (x - mean) / (var + eps / scale^2)^1/2 * gain + bias on x.data, no scale: that
         of x is dropped. dx is the true derivative; dgain and dbias, cut edges, have factor
         (features / size)^1/2. Computed in float32 and rounded once. See `rules.norm`.
 
@@ -120,7 +120,7 @@ def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) 
     """Normalizes the last axis to RMS 1.
 
     Scaling:
-        data = x / (mean(x^2) + eps / scale^2)^1/2 * gain on x.data, scale 1: the scale of x is
+        data = x / (mean(x^2) + eps / scale^2)^1/2 * gain on x.data, no scale: that of x is
         dropped. dx is the true derivative; dgain, a cut edge, has factor (features / size)^1/2.
         Computed in float32 and rounded once. See `rules.norm`.
 

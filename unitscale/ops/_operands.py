@@ -5,52 +5,66 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..core import Scale, ScaledArray, is_static, is_zero, result_dtype, safe_scale, to_float, widen
+from ..core import (
+    Scale,
+    ScaledArray,
+    bounded_product,
+    narrow,
+    result_dtype,
+    safe_scale,
+    shards,
+    to_float,
+    widen,
+)
 
 ArrayLike: TypeAlias = jax.Array | ScaledArray
 """What every op accepts, such as `dense`: an array, or a ScaledArray."""
 
 
 def unpack(op: str, name: str, x: Any) -> tuple[jax.Array, Scale]:
-    """Returns ``(data, scale)`` of an operand; a plain array has scale 1, zeros are made real."""
-    data, scale = unpack_term(op, name, x)
-    return data, 1 if is_zero(scale) else scale
-
-
-def unpack_term(op: str, name: str, x: Any) -> tuple[jax.Array, Scale]:
-    """As `unpack`, but a zero array keeps its static scale 0, so that it adapts to any other."""
+    """Returns ``(data, scale)`` of an operand; the scale of a plain array is None."""
     try:
-        data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), 1)
+        data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
     except (TypeError, ValueError):
-        data, scale = None, 1
+        data, scale = None, None
     if data is None or not jnp.issubdtype(data.dtype, jnp.floating):
         got = type(x).__name__ if data is None else f"dtype {data.dtype}"
         raise TypeError(
             f"unitscale.ops.{op}: {name} must be a floating array or a ScaledArray; got {got}. "
             f"Cast it first, for example {name}.astype(jnp.float32)."
         )
-    if is_zero(scale):
-        return jnp.zeros_like(data), 0
-    return data, 1 if scale is None else scale
+    return data, scale
 
 
 def unpack_uniform(op: str, name: str, x: Any, axes: tuple[int, ...]) -> tuple[jax.Array, Scale]:
     """As `unpack`, with a scale that is constant along ``axes``.
 
     A scale that varies there cannot be taken out of a contraction or normalization. Its maximum
-    along them is; the rest, at most 1, is multiplied into float32 data, which stays in range.
+    along them is; the rest, at most 1, is multiplied into the data, in bfloat16 or float32, which
+    stays in range.
     """
     data, scale = unpack(op, name, x)
-    if is_static(scale) or jnp.size(scale) == 1:
-        return data, scale if is_static(scale) else jnp.reshape(scale, ())
+    if scale is None or jnp.size(scale) == 1:
+        return data, None if scale is None else jnp.reshape(scale, ())
     full = jnp.reshape(scale, (1,) * (data.ndim - jnp.ndim(scale)) + jnp.shape(scale))
     axes = tuple(sorted({axis % data.ndim for axis in axes}))
     if all(full.shape[axis] == 1 for axis in axes):
         return data, full
     full = to_float(full)
     largest = safe_scale(jnp.max(full, axis=axes, keepdims=True))
-    data = widen(data) * (full / largest)
+    # Not above 1, so bfloat16 holds the product exactly; narrower exponents take float32.
+    dtype = data.dtype if data.dtype == jnp.bfloat16 else widen(data).dtype
+    data = (widen(data) * (full / largest)).astype(dtype)
     return data, jnp.reshape(largest, ()) if largest.size == 1 else largest
+
+
+def times_scales(data: jax.Array, left: Scale, right: Scale) -> tuple[jax.Array, Scale]:
+    """Returns the data and scale of a product of two operands, given the product of their data.
+
+    What of the scale would leave the normal numbers of float32 moves into the data.
+    """
+    scale, rest = bounded_product(left, right)
+    return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
 
 def output_dtype(*operands: Any) -> Any:
@@ -61,8 +75,18 @@ def output_dtype(*operands: Any) -> Any:
 
 
 def scale_argument(scale: Scale) -> jax.Array | None:
-    """The scale as an argument of a wide op: None where it is the static 1."""
-    return None if is_static(scale) else to_float(scale)
+    """The scale as an argument of a wide op: None where there is none."""
+    return None if scale is None else to_float(scale)
+
+
+def sharers(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
+    """Number of parts of the batch that use the same ``x``, whose gradient sums over them all.
+
+    Where both vary over the same devices, as far as JAX knows, it is the leading dimension that
+    tells: what is broadcast over the batch is shared.
+    """
+    parts = shards(x, other)
+    return parts if is_broadcast else parts // shards(x)
 
 
 def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:

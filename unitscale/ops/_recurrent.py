@@ -65,7 +65,7 @@ def _gated(op: str, f, **operands: ArrayLike) -> ScaledArray:
         constants=tuple(scale_argument(scale) for _, scale in pairs.values()),
         out_dtype=result_dtype(arrays[0]),
     )
-    return ScaledArray(y, 1)
+    return ScaledArray(y)
 
 
 def gated_update(
@@ -80,7 +80,7 @@ def gated_update(
     """Moves a state towards a candidate: the convex combination of a GRU or a highway layer.
 
     Scaling:
-        value = s * state + (1 - s) * weight * candidate with s = sigmoid(gate), at scale 1; the
+        value = s * state + (1 - s) * weight * candidate with s = sigmoid(gate), no scale; the
         weight makes the stationary state unit. Every gradient is the true one. See
         `rules.gated_update`.
 
@@ -124,7 +124,7 @@ def gated_sum(
     """Adds a candidate to a state, each through a gate of its own: the cell state of an LSTM.
 
     Scaling:
-        value = sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate, at scale 1; the
+        value = sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate, no scale; the
         weight makes the stationary state unit. Every gradient is the true one. See
         `rules.gated_sum`.
 
@@ -190,7 +190,7 @@ def sigmoid_glu(
     Example:
         >>> import jax.numpy as jnp
         >>> sigmoid_glu(jnp.ones(3), jnp.ones(3))
-        ScaledArray(float32[3], scale=1)
+        ScaledArray(float32[3], scale=None)
 
     References:
         Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2016, arXiv

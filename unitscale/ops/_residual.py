@@ -3,13 +3,41 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from .. import rules
-from ..core import ScaledArray, result_dtype, scale_bwd
+from ..core import ScaledArray, custom_vjp, narrow, result_dtype, scale_bwd, widen
 from ._add import combine
-from ._operands import ArrayLike, shape_error, unpack, unpack_term
+from ._operands import ArrayLike, shape_error, unpack
+
+Tau = float | rules.ResidualFactors
+"""The weight of a residual branch, or the factors that it makes: arrays where they are data."""
 
 
-def residual_split(x: ArrayLike, tau: float) -> tuple[ScaledArray, ScaledArray]:
+def _factors(tau: Tau) -> rules.ResidualFactors:
+    return tau if isinstance(tau, rules.ResidualFactors) else rules.residual(tau)
+
+
+@custom_vjp
+def _scale_bwd(x: jax.Array, factor: jax.Array) -> jax.Array:
+    return x
+
+
+def _scale_bwd_bwd(factor: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return narrow(widen(cotangent) * factor, cotangent.dtype), jnp.zeros_like(factor)
+
+
+_scale_bwd.defvjp(lambda x, factor: (x, factor), _scale_bwd_bwd)
+
+
+def _scaled_bwd(x: ScaledArray, factor: Any) -> ScaledArray:
+    if isinstance(factor, jax.Array):
+        return x.map_data(lambda data: _scale_bwd(data, factor))
+    return scale_bwd(x, factor)
+
+
+def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
     """Splits a stream into the input of a residual branch and the skip connection.
 
     Scaling:
@@ -20,7 +48,8 @@ def residual_split(x: ArrayLike, tau: float) -> tuple[ScaledArray, ScaledArray]:
 
     Args:
         x: floating array or ScaledArray.
-        tau: positive static ratio of the branch to the skip connection.
+        tau: positive static ratio of the branch to the skip connection; or `rules.residual` of it,
+            whose numbers may be arrays, where the layers of a scan differ in them.
 
     Returns:
         ``(branch, skip)``, both equal to ``x``.
@@ -38,12 +67,12 @@ def residual_split(x: ArrayLike, tau: float) -> tuple[ScaledArray, ScaledArray]:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
     data, scale = unpack("residual_split", "x", x)
-    factors = rules.residual(tau)
+    factors = _factors(tau)
     x = ScaledArray(data, scale)
-    return scale_bwd(x, factors.branch), scale_bwd(x, factors.skip)
+    return _scaled_bwd(x, factors.branch), _scaled_bwd(x, factors.skip)
 
 
-def residual_add(branch: ArrayLike, skip: ArrayLike, tau: float) -> ScaledArray:
+def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
     """Adds a residual branch to its skip connection.
 
     Scaling:
@@ -69,8 +98,8 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: float) -> ScaledArray:
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
-    left = unpack_term("residual_add", "branch", branch)
-    right = unpack_term("residual_add", "skip", skip)
+    left = unpack("residual_add", "branch", branch)
+    right = unpack("residual_add", "skip", skip)
     if left[0].shape != right[0].shape:
         raise shape_error(
             "residual_add",
@@ -79,7 +108,7 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: float) -> ScaledArray:
             branch=left[0].shape,
             skip=right[0].shape,
         )
-    factors = rules.residual(tau)
+    factors = _factors(tau)
     # The stream keeps its own dtype: a narrow branch does not narrow it, nor a wide one widen it.
     return combine(
         left,
@@ -90,7 +119,7 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: float) -> ScaledArray:
     )
 
 
-def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: float) -> ScaledArray:
+def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> ScaledArray:
     """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
 
     Scaling:
@@ -99,7 +128,7 @@ def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: float) -> Scal
     Args:
         fn: the branch, from ScaledArray to an array or ScaledArray of the same shape.
         x: floating array or ScaledArray.
-        tau: positive static ratio of the branch to the skip connection.
+        tau: as for `residual_split`.
 
     Returns:
         ScaledArray of the same shape.

@@ -31,7 +31,7 @@ def softmax(
     """Applies softmax over an axis, scaled to unit variance.
 
     Scaling:
-        data = fwd * softmax(mult * x.value), scale 1: the scale of x is folded in. For many
+        data = fwd * softmax(mult * x.value), without a scale: that of x is folded in. For many
         standard normal logits fwd = n / (exp(mult^2) - 1)^1/2, that is n / 1.31, and before the
         constraint bwd = n / (mult * exp(mult^2 / 2)), that is n / 1.65. See `rules.softmax`.
 
@@ -71,4 +71,4 @@ def softmax(
         constants=(scale_argument(scale),),
         out_dtype=result_dtype(data),
     )
-    return ScaledArray(y, 1)
+    return ScaledArray(y)

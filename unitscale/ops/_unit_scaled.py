@@ -52,7 +52,7 @@ class UnitScaled:
     is_loss: bool
 
     def __call__(self, *args: Any) -> Any:
-        """Returns ``fwd * fn(*args)``, a ScaledArray of scale 1; of a loss a plain scalar."""
+        """Returns ``fwd * fn(*args)``, a ScaledArray without a scale; of a loss a plain scalar."""
         chosen = [x.value if is_scaled(x) else jnp.asarray(x) for x in args]
         floating = [i for i, x in enumerate(chosen) if jnp.issubdtype(x.dtype, jnp.floating)]
         if tuple(floating) != self.floats:
@@ -70,7 +70,7 @@ class UnitScaled:
             constants=constants,
             out_dtype=jnp.float32 if self.is_loss else result_dtype(*operands),
         )
-        return y if self.is_loss else ScaledArray(y, 1)
+        return y if self.is_loss else ScaledArray(y)
 
 
 def unit_scaled(
@@ -90,7 +90,8 @@ def unit_scaled(
         (`rules.closed_form`). Arguments in ``cut`` keep their own, the others share one with the
         result by the constraint. A scalar result is a loss: forward 1, and one factor for all
         arguments outside of ``cut``, their geometric mean, which brings out the 1 / N of a mean.
-        The factors are those of the example, whatever shapes the op is called with.
+        The factors are those of the example, whatever shapes the op is called with: where a batch
+        is divided between devices, give one of the whole batch.
 
     Args:
         fn: function of arrays, computed in float32, hashable, returning one floating array.
@@ -114,7 +115,7 @@ def unit_scaled(
         >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])
         >>> x = jax.random.normal(jax.random.key(1), (512,))
         >>> decay(x)
-        ScaledArray(float32[512], scale=1)
+        ScaledArray(float32[512], scale=None)
 
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, empirical factors.

@@ -45,6 +45,7 @@ class Moment:
         dtype: float8, float16, bfloat16 or float32.
         root: whether the square root is stored.
         block: number of entries along the last axis that share a scale; None for one per array.
+        stack_axes: number of leading axes of which each item has its own scale, if not by block.
 
     Raises:
         ValueError: if the dtype is not one of those, or block is not positive.
@@ -60,6 +61,7 @@ class Moment:
     dtype: Any
     root: bool = False
     block: int | None = None
+    stack_axes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", storable("Moment", "dtype", self.dtype))
@@ -135,8 +137,12 @@ def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
     return is_scaled(x) or isinstance(x, SquareRoot)
 
 
-def _top_exponents(x: jax.Array, bits: int, block: tuple[int, ...] | None) -> jax.Array:
-    """Biased exponents of the largest magnitudes, per array or block: 0 for zeros, 255 for NaN.
+def _top_exponents(
+    x: jax.Array, bits: int, block: tuple[int, ...] | None, stack_axes: int
+) -> jax.Array:
+    """Biased exponents of the largest magnitudes, per array, item or block.
+
+    0 for zeros, 255 for NaN.
 
     Those of magnitudes rounded to ``bits`` of mantissa, so that a value which rounds up to a power
     of two has its exponent already, and storing again what was stored changes nothing. Found among
@@ -150,8 +156,10 @@ def _top_exponents(x: jax.Array, bits: int, block: tuple[int, ...] | None) -> ja
         blocks = -(-x.shape[-1] // block[-1])
         padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * block[-1] - x.shape[-1])]
         biased = jnp.pad(biased, padding).reshape(*x.shape[:-1], blocks, block[-1])
-    axis = None if block is None else -1
-    return jnp.max(biased, axis=axis, initial=0).astype(jnp.int32)
+    if block is not None:
+        return jnp.max(biased, axis=-1, initial=0).astype(jnp.int32)
+    axes = tuple(range(stack_axes, x.ndim)) if stack_axes else None
+    return jnp.max(biased, axis=axes, initial=0, keepdims=stack_axes > 0).astype(jnp.int32)
 
 
 def store(
@@ -159,17 +167,17 @@ def store(
 ) -> ScaledArray | SquareRoot:
     """Rounds an array of state into its format, once.
 
-    An array (or block) with an entry that is not finite becomes NaN, whole, as not every format
-    can say which entry it was.
+    An array (or item, or block) with an entry that is not finite becomes NaN, whole, as not every
+    format can say which entry it was.
     """
     fmt, x = format_of(moment.dtype), x.astype(jnp.float32)
     y = jnp.copysign(jnp.sqrt(jnp.abs(x)), x) if moment.root else x
     if fmt.exponent_bits >= 8:
-        stored = ScaledArray(cast(y, fmt, rounding, key, saturate=False), 1)
+        stored = ScaledArray(cast(y, fmt, rounding, key, saturate=False))
         return SquareRoot(stored) if moment.root else stored
     block = None if moment.block is None or not x.ndim else (1,) * (x.ndim - 1) + (moment.block,)
     # A square rounds up as its root does where it is half as far from the power of two.
-    top = _top_exponents(x, fmt.mantissa_bits - moment.root, block)
+    top = _top_exponents(x, fmt.mantissa_bits - moment.root, block, moment.stack_axes)
     exponent = jnp.floor_divide(top - 127, 2) if moment.root else top - 127
     # The power of two above the largest magnitude goes to the largest one that the format holds.
     shift = jnp.clip(exponent + 1 - (math.frexp(fmt.max)[1] - 1), -126, 126)
@@ -189,7 +197,21 @@ def moment_of(stored: ScaledArray | SquareRoot) -> Moment:
     """How an array of state is stored, read from itself."""
     inner = stored.root if isinstance(stored, SquareRoot) else stored
     block = None if inner.block_shape is None else inner.block_shape[-1]
-    return Moment(inner.dtype, isinstance(stored, SquareRoot), block)
+    return Moment(inner.dtype, isinstance(stored, SquareRoot), block, stack_axes_of(inner))
+
+
+def stack_axes_of(x: Any) -> int:
+    """The number of leading axes of which each item of a ScaledArray has its own scale.
+
+    Example:
+        >>> stack_axes_of(ScaledArray(jnp.ones((3, 4, 4)), jnp.ones((3, 1, 1))))
+        1
+    """
+    if not is_scaled(x) or x.scale is None or x.block_shape is not None:
+        return 0
+    shape = jnp.shape(x.scale)
+    count = max((axis + 1 for axis, n in enumerate(shape) if n > 1), default=0)
+    return count if shape[:count] == x.shape[:count] else 0
 
 
 def load(stored: Any) -> Any:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import is_scaled
 from ._scaled import ScaledTransformation
 from ._weights import apply_updates
 
@@ -26,8 +25,7 @@ class SkipState(NamedTuple):
 
 
 def _all_finite(grads: Any) -> jax.Array:
-    leaves = [x.data if is_scaled(x) else x for x in jax.tree.leaves(grads, is_leaf=is_scaled)]
-    leaves = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    leaves = [x for x in jax.tree.leaves(grads) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
 
 
@@ -38,7 +36,7 @@ def _select(keep: jax.Array, new: Any, old: Any) -> Any:
 def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
     """Leaves weights and state untouched in a step whose gradients are not finite.
 
-    As `optax.apply_if_finite`, but it takes ScaledArrays as gradients, selects rather than
+    As `optax.apply_if_finite`, but it takes ScaledArrays as parameters, selects rather than
     branches, so that a compiled update still runs in place, and never gives up: compare
     ``state.consecutive`` with a limit of your own.
 

@@ -1,35 +1,18 @@
-"""Which arrays of an optimizer's state are moments, and how each is stored."""
+"""How each array of an optimizer's state is stored, by what the state of a transformation holds."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..core import format_of, is_scaled
-from ._moments import Moment, store
-
-Role: TypeAlias = Literal["first", "second"]
-"""What an array of state is: a mean of gradients, or of their squares. See `scaled`."""
+from ._moments import Moment, stack_axes_of, store
+from ._states import Role, held_by
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""
-
-# By the field that holds them, in optax and elsewhere. What is not named here stays as it is:
-# iterates, sums that only grow, gradients that are being accumulated.
-_FIRST = ("mu", "m", "m1", "trace", "ema", "momentum", "exp_avg", "first")
-_SECOND = (
-    "nu",
-    "v",
-    "n",
-    "nu_max",
-    "exp_avg_sq",
-    "sum_of_squares",
-    "grad_sum_sq",
-    "e_g",
-    "e_x",
-    "second",
-)
 
 # Below this many binades between its largest and smallest value, a format cannot hold squares.
 _BINADES_OF_SQUARES = 34
@@ -40,21 +23,28 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _name(key: Any) -> str:
-    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
+def map_with_role(
+    f: Callable[[Any, Any, Role | None], Any], state: Any, path: Any = (), role: Role | None = None
+) -> Any:
+    """Maps ``f(path, leaf, role)`` over a state; the role is that of the nearest known field."""
 
+    def is_known(x: Any) -> bool:
+        return role is None and held_by(x) is not None
 
-def role_of(path: Any, leaf: Any, shapes: dict[Any, tuple[int, ...]]) -> Role | None:
-    """What a leaf of the state is, by its path, given paths and shapes of the parameters.
+    def visit(own: Any, x: Any) -> Any:
+        fields = held_by(x) if role is None else None
+        if fields is None:
+            return f((*path, *own), x, role)
+        return x._replace(
+            **{
+                name: map_with_role(
+                    f, value, (*path, *own, jax.tree_util.GetAttrKey(name)), fields.get(name)
+                )
+                for name, value in zip(x._fields, x, strict=True)
+            }
+        )
 
-    A moment has the shape of a parameter and lies at that parameter's path below a field whose name
-    says what it is: ``ScaleByAdamState(mu=params-like, nu=params-like)``.
-    """
-    for start in range(1, len(path) + 1):
-        if shapes.get(path[start:]) == leaf.shape:
-            name = _name(path[start - 1])
-            return "first" if name in _FIRST else "second" if name in _SECOND else None
-    return None
+    return jax.tree_util.tree_map_with_path(visit, state, is_leaf=is_known)
 
 
 def as_moment(moment: Any, role: Role | None, where: str, block: int | None) -> Moment:
@@ -73,26 +63,45 @@ def as_moment(moment: Any, role: Role | None, where: str, block: int | None) -> 
     return moment
 
 
-def check_moments(moments: Any, block: int | None) -> None:
-    """Raises if formats of moments are not as `scaled` takes them."""
+def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], Any]:
+    """The format of each array of a state, as a function of its path and role.
+
+    Raises:
+        TypeError, ValueError: if formats of moments are not as `scaled` takes them.
+    """
     if callable(moments):
-        return
+        return moments
     if not isinstance(moments, tuple) or len(moments) != 2:
         raise TypeError(
             "unitscale.optim.scaled: moments must be (first, second), two formats, or a function "
             f"of path and role; got {moments!r}"
         )
-    for moment, role in zip(moments, ("first", "second"), strict=True):
-        if moment is not None:
-            as_moment(moment, role, f"the {role} moment", block)
+    first, second = (
+        None if moment is None else as_moment(moment, role, f"the {role} moment", block)
+        for moment, role in zip(moments, ("first", "second"), strict=True)
+    )
+    table = {"first": first, "second": second, "trace": _finer(first, second), None: None}
+    return lambda path, role: table[role]
+
+
+def _finer(first: Moment | None, second: Moment | None) -> Moment | None:
+    """The format of a momentum that is the step itself: no root divides its errors away."""
+    if first is None or second is None:
+        return None
+    moment = min(first, second, key=lambda moment: format_of(moment.dtype).eps)
+    return dataclasses.replace(moment, root=False)
 
 
 def store_state(state: Any, params: Any, moments: Moments, block: int | None) -> Any:
-    """Returns fresh state with its moments stored in their formats, rounded to nearest."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled)
-    shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
+    """Returns fresh state with its moments stored in their formats, rounded to nearest.
 
-    def convert(path: Any, leaf: Any) -> Any:
+    A moment has one scale per item of the axes of which its parameter has.
+    """
+    formats = formats_of(moments, block)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled)
+    stacks = {(path, jnp.shape(leaf)): stack_axes_of(leaf) for path, leaf in leaves}
+
+    def convert(path: Any, leaf: Any, role: Role | None) -> Any:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
             raise TypeError(
                 "unitscale.optim.scaled: the state of inner must be a tree of arrays; got "
@@ -101,15 +110,12 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None) ->
         # A number in an array has no blocks and saves no bytes.
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating) or jnp.size(leaf) <= 1:
             return leaf
-        role = role_of(path, leaf, shapes)
-        if callable(moments):
-            moment = moments(path_name(path), role)
-        else:
-            moment = {"first": moments[0], "second": moments[1], None: None}[role]
+        moment = formats(path_name(path), role)
         if moment is None:
             return leaf
-        return store(
-            jnp.asarray(leaf), as_moment(moment, role, path_name(path), block), "nearest", None
-        )
+        moment = as_moment(moment, role, path_name(path), block)
+        own = [stacks.get((path[start:], jnp.shape(leaf)), 0) for start in range(len(path) + 1)]
+        moment = dataclasses.replace(moment, stack_axes=max(own, default=0))
+        return store(jnp.asarray(leaf), moment, "nearest", None)
 
-    return jax.tree_util.tree_map_with_path(convert, state)
+    return map_with_role(convert, state)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import CastRounding, is_scaled, to_array
-from ._gradients import value_gradients
+from ..core import CastRounding, format_of, is_scaled
+from ._gradients import wide_gradients
 from ._moments import is_stored, load, moment_of, storable, store
-from ._roles import Moments, check_moments, store_state
+from ._roles import Moments, formats_of, store_state
+from ._states import starts_tiny
+from ._values import values
 from ._weights import apply_updates, scale_weight
 
 
@@ -34,7 +36,10 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         init: ``init(params) -> state``.
         update: ``update(grads, state, params, **extra) -> updates, state``; updates are plain
             float32 arrays of values, for `apply_updates`.
-        scale_params: ``scale_params(params) -> params`` as ScaledArrays of the chosen format.
+        scale_params: ``scale_params(params, *, stack_axes=None) -> params`` as ScaledArrays of the
+            chosen format. Each item of the leading ``stack_axes`` axes has its own scale, so that
+            `jax.lax.scan` and `jax.vmap` map over data and scale together; moments follow. None
+            counts all axes but the last two; or a tree of numbers, a prefix of ``params``.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
             one, with the rounding, and for it the key, of the transformation.
 
@@ -58,10 +63,6 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         return self
 
 
-def _values(params: Any) -> Any:
-    return to_array(params, jnp.float32)
-
-
 def _check_params(params: Any, weights: Any) -> None:
     if params is None:
         raise ValueError(
@@ -76,6 +77,18 @@ def _check_params(params: Any, weights: Any) -> None:
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
             "params = tx.scale_params(params) first, or pass weights=None to keep plain weights."
+        )
+
+
+def _check_steps(state: Any, weights: Any) -> None:
+    if weights is None or format_of(weights).eps <= format_of(jnp.float32).eps:
+        return
+    tiny = [x for x in jax.tree.leaves(state, is_leaf=starts_tiny) if starts_tiny(x)]
+    if tiny:
+        raise ValueError(
+            f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: it learns its step "
+            "size from how far the weights have come, in steps that begin near 1e-6 of them, which "
+            f"weights in {format_of(weights).name} lose in rounding. Keep them wide: weights=None."
         )
 
 
@@ -95,10 +108,11 @@ def scaled(
     is 4. Scales add 4 bytes per array. Adam in float32 takes 12.
 
     Scaling:
-        Everything is a ScaledArray with a power-of-two scale. In an update, gradients are brought
-        to value space (`value_gradients`), parameters and state to float32, ``inner`` computes in
-        float32, and each result is rounded once: moments as `Moment` says, weights as
-        `apply_updates` does.
+        Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
+        `unitscale.grad` returns them), parameters and state are float32 values, ``inner`` computes
+        in float32, and each result is rounded once: moments as `Moment` says, weights as
+        `apply_updates` does. However a value is split into data and scale its gradient is the same,
+        so a parameter that is rescaled leaves the moments alone.
 
         Rounded to nearest, a mean that moves by a share of 1 - b per step stands still where that
         is less than half the distance of neighbours. On gradients from N(0, 1) the root of a second
@@ -112,13 +126,16 @@ def scaled(
             `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.partition`, ... It sees gradients
             and parameters as float32 values.
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
-            are. 8-bit data has 8-bit cotangents by JAX's own rule: take gradients with respect to
-            ``to_array(params)`` there.
+            are.
         moments: formats of the first and second moments, each a dtype, a `Moment` or None (as
-            ``inner`` keeps it). Moments are known by the field that holds them (``mu``, ``trace``,
-            ``nu``, ``v``, ...) and the shape of their parameter; all other state stays as it is.
-            Or a function of path (``"0.mu.kernel"``) and role ("first", "second" or None), called
-            for every floating array of the state, that returns one of these.
+            ``inner`` keeps it). What an array is comes from the type of the state of optax that
+            holds it: "first" where the root of a second moment divides it (Adam), "second" for a
+            mean of squares, "trace" for momentum that is the step itself (SGD, Lion, Muon), which
+            takes the finer of the two formats. All other state, and that of transformations of
+            your own, stays as it is: sums, averages of parameters, differences. Or a function of
+            path (``"0.mu.kernel"``) and role ("first", "second", "trace" or None), called for
+            every floating array of the state, that returns one of these; with it you say what
+            states of your own hold.
         rounding: "nearest" or "stochastic", of weights and moments alike.
         key: seed or `jax.random` key of stochastic rounding; kept in the state.
         block: number of entries along the last axis that share a scale in the moments; None for
@@ -132,7 +149,10 @@ def scaled(
         TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
             pair nor a function.
         ValueError: if a format is none to store in or cannot hold squares, if ``update`` is called
-            without params or with plain ones, or gradients differ from params.
+            without params or with plain ones, or gradients differ from params; in ``init``, if
+            ``inner`` starts with steps that are lost in rounded weights (D-Adaptation, DoG,
+            Mechanic, Prodigy).
+            ``update`` raises a TypeError for gradients that are ScaledArrays.
 
     Example:
         >>> tx = scaled(optax.adamw(1e-3))
@@ -158,17 +178,25 @@ def scaled(
             f"unitscale.optim.scaled: rounding must be 'nearest' or 'stochastic'; got {rounding!r}"
         )
     weights = None if weights is None else storable("scaled", "weights", weights)
-    check_moments(moments, block)
+    formats_of(moments, block)  # complains at once
     extra = isinstance(inner, (optax.GradientTransformationExtraArgs, optax.MultiSteps))
 
-    def scale_params(params: Any) -> Any:
+    def scale_params(params: Any, *, stack_axes: Any = None) -> Any:
         if weights is None:
             return params
-        return jax.tree.map(lambda x: scale_weight(x, weights), params, is_leaf=is_scaled)
+
+        def convert(axes: int | None, subtree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: scale_weight(x, weights, axes), subtree, is_leaf=is_scaled
+            )
+
+        return jax.tree.map(convert, stack_axes, params, is_leaf=lambda axes: axes is None)
 
     def init(params: Any) -> ScaledState:
         _check_params(params, weights)
-        state = store_state(inner.init(_values(params)), params, moments, block)
+        state = inner.init(values(params))
+        _check_steps(state, weights)
+        state = store_state(state, params, moments, block)
         start = None
         if rounding == "stochastic":
             start = jax.random.key(key) if isinstance(key, int) else key
@@ -180,9 +208,9 @@ def scaled(
         if state.key is not None:
             following, keys, for_weights = jax.random.split(state.key, 3)
         updates, new = inner.update(
-            value_gradients(grads, params),
+            wide_gradients(grads, params),
             jax.tree.map(load, state.inner, is_leaf=is_stored),
-            _values(params),
+            values(params),
             **(extra_args if extra else {}),
         )
         return updates, ScaledState(_store_again(state.inner, new, keys), following), for_weights

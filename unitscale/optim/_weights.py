@@ -10,14 +10,13 @@ from ..core import (
     ScaledArray,
     cast,
     is_scaled,
-    is_static,
-    is_zero,
     rms,
     round_to_pow2,
     safe_scale,
     to_float,
     widen,
 )
+from ._gradients import is_leaf
 
 # The scale of a parameter that is zero and so does not tell how large it will be: float16 then
 # takes a first update between 2^-22 and 2^7 with all its bits, float8_e4m3fn one from 2^-17 to 1.
@@ -25,24 +24,30 @@ _SCALE_OF_ZEROS = 2.0**-8
 
 # A scale is chosen from at most about this many entries of an array, in evenly spaced rows.
 _SAMPLE = 2**16
+_SAMPLE_OF_ITEM = 2**10
 
 
-def scale_weight(x: Any, dtype: Any) -> Any:
-    """A parameter as a ScaledArray of RMS near 1; what is not floating is returned as it is."""
+def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
+    """A parameter as a ScaledArray of RMS near 1; what is not floating is returned as it is.
+
+    Each item of its leading ``stack_axes`` has its own scale: by default of all but the last two.
+    """
     if not is_scaled(x):
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = ScaledArray(x, None)
     value = widen(x.value)
-    size = rms(value)
+    stack = max(value.ndim - 2, 0) if stack_axes is None else min(stack_axes, value.ndim)
+    size = rms(value, tuple(range(stack, value.ndim)) if stack else None)
     scale = jnp.where(size > 0, safe_scale(round_to_pow2(size)), _SCALE_OF_ZEROS)
     return ScaledArray(cast(value / scale, dtype), scale)
 
 
-def _sample(data: jax.Array) -> jax.Array:
+def _sample(data: jax.Array, axes: tuple[int, ...], entries: int) -> jax.Array:
+    """About so many entries of an array, evenly spaced along the axes."""
     strides, size = [], data.size
-    for length in data.shape:
-        stride = max(1, min(length, size // _SAMPLE))
+    for axis, length in enumerate(data.shape):
+        stride = max(1, min(length, size // entries)) if axis in axes else 1
         strides.append(stride)
         size //= stride
     return data[tuple(slice(None, None, stride) for stride in strides)]
@@ -53,11 +58,10 @@ def _fresh_scale(weight: ScaledArray) -> Any:
     scale = to_float(weight.scale)
     if weight.block_shape is not None or weight.size == 0:
         return scale
-    if scale.ndim and scale.size > 1:
-        axes = tuple(a for a, n in enumerate(scale.shape) if n == 1)
-        size = rms(weight.data, axes)
-    else:
-        size = rms(_sample(weight.data)).reshape(scale.shape)
+    shape = scale.shape or (1,) * weight.ndim
+    axes = tuple(a for a, n in enumerate(shape) if n == 1)
+    entries = max(_SAMPLE, scale.size * _SAMPLE_OF_ITEM)
+    size = rms(_sample(weight.data, axes, entries), axes).reshape(scale.shape)
     return jnp.where((size < 0.5) | (size > 2), scale * safe_scale(round_to_pow2(size)), scale)
 
 
@@ -71,13 +75,8 @@ def apply_update(
     if not is_scaled(weight):
         total = widen(weight) + update if _is_floating(weight) else weight + update
         return _round(total, weight.dtype, rounding, key) if _is_floating(weight) else total
-    if is_zero(weight.scale):
-        raise ValueError(
-            "unitscale.optim.apply_updates: params must have scales that are not the special zero; "
-            "got one that as_scaled made of zeros. Make them with scale_params of the optimizer."
-        )
     total = widen(weight.value) + update
-    if is_static(weight.scale):
+    if weight.scale is None:
         return weight.map_data(lambda data: _round(total, data.dtype, rounding, key))
     scale = _fresh_scale(weight)
     full = ScaledArray(weight.data, scale, block_shape=weight.block_shape).full_scale
@@ -92,10 +91,6 @@ def _is_floating(x: Any) -> bool:
 def _round(x: jax.Array, dtype: Any, rounding: CastRounding, key: jax.Array | None) -> jax.Array:
     # A cast saturates; an infinite weight is to be seen.
     return cast(jnp.where(jnp.isinf(x), jnp.nan, x), dtype, rounding, key)
-
-
-def _is_leaf(x: Any) -> bool:
-    return x is None or is_scaled(x)
 
 
 def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:
@@ -121,7 +116,7 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
         The same tree as ``params``, in the same formats. An infinite sum becomes NaN.
 
     Raises:
-        ValueError: if the trees differ, or a parameter has the special zero as its scale.
+        ValueError: if the trees differ.
 
     Example:
         >>> w = ScaledArray(jnp.ones(2, jnp.float16), 4.0)
@@ -132,8 +127,8 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
         Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4 (float16 master weights);
         Croci et al., "Stochastic rounding", 2022, arXiv 2103.13445.
     """
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
-    changes, other = jax.tree.flatten(updates, is_leaf=_is_leaf)
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_leaf)
+    changes, other = jax.tree.flatten(updates, is_leaf=is_leaf)
     if structure != other:
         raise ValueError(
             "unitscale.optim.apply_updates: updates must have the structure of params; got "

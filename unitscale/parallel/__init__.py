@@ -4,6 +4,7 @@ from ._all_gather import all_gather as all_gather
 from ._all_reduce import all_reduce as all_reduce
 from ._auto_scale import AutoScale as AutoScale
 from ._mesh import (
+    ROW_LAYERS as ROW_LAYERS,
     batch_axes as batch_axes,
     batch_share as batch_share,
     make_mesh as make_mesh,

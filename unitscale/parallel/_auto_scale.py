@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import CastRounding
+from ..core import CastRounding, is_scaled
 from ._all_reduce import exchange
 from ._quantize import AxisName
 
@@ -71,7 +71,7 @@ class AutoScale:
                 f"and 1 <= largest < inf; got threshold {threshold}, recovery {recovery}, largest "
                 f"{largest}"
             )
-        mu = jax.tree.map(lambda _: jnp.float32(1), grads)
+        mu = jax.tree.map(lambda _: jnp.float32(1), grads, is_leaf=is_scaled)
         return cls(mu=mu, threshold=threshold, recovery=recovery, largest=largest)
 
     def updated(self, saturated: Any, steps: int = 1) -> "AutoScale":

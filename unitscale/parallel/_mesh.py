@@ -1,7 +1,7 @@
 """Meshes of devices, and which part of a batch or a parameter lies on which device."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,39 +140,69 @@ def _batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(names) if names else PartitionSpec())
 
 
-def param_shardings(params: Any, mesh: Mesh, *, small: int = 1024) -> Any:
-    """A sharding for every parameter, from its shape.
+ROW_LAYERS = frozenset(
+    ("down", "down_proj", "out", "o", "wo", "output", "out_proj", "o_proj", "c_proj", "fc2")
+)
+"""Names of layers that end a block, which `param_shardings` cuts along their inputs."""
 
-    A matrix is cut along its last dimension (the outputs of a `dense` kernel) over ``tensor``, and
-    along the largest of the others that can be cut over ``fsdp``; dimensions before the last two
-    (stacked layers) are never cut. Vectors, small arrays, scales, and what the devices do not
-    divide are whole on every device.
+
+def param_shardings(
+    params: Any, mesh: Mesh, *, small: int = 1024, rows: Collection[str] = ROW_LAYERS
+) -> Any:
+    """A sharding for every parameter, from its shape and its name.
+
+    Over ``tensor`` the matrices of a block are paired: the first ones are cut along their last
+    dimension (the outputs of a `dense` kernel), those that end the block, which have one of the
+    names ``rows`` in their path, along the one before (the inputs). So a device computes with its
+    own hidden units or heads, and a block costs one sum over devices forward and one backward. The
+    names in `unitscale.nn` are ``down`` in an MLP and ``out`` in attention; others are those of
+    common libraries.
+
+    Over ``fsdp`` the largest of the last two dimensions is cut that can be and is not; dimensions
+    before them (stacked layers) never are. Vectors, small arrays, scales, and what the devices do
+    not divide are whole on every device.
 
     Args:
-        params: tree of arrays or ScaledArrays; optimizer state too, whose arrays have the shapes of
-            parameters.
+        params: tree of arrays or ScaledArrays; optimizer state too, whose arrays have the shapes
+            and paths of parameters.
         mesh: of `make_mesh`.
         small: arrays of fewer entries stay whole.
+        rows: names of the layers whose matrices are cut along their inputs.
 
     Returns:
         The same tree of NamedSharding, for `jax.device_put` and `jax.jit`.
 
     Example:
         >>> mesh = make_mesh({"fsdp": 1, "tensor": 1}, devices=jax.devices()[:1])
-        >>> param_shardings({"kernel": jnp.zeros((64, 32))}, mesh)["kernel"].spec
-        P('fsdp', 'tensor')
+        >>> params = {
+        ...     "up": {"kernel": jnp.zeros((64, 32))},
+        ...     "down": {"kernel": jnp.zeros((32, 64))},
+        ... }
+        >>> shardings = param_shardings(params, mesh)
+        >>> shardings["up"]["kernel"].spec, shardings["down"]["kernel"].spec
+        (P('fsdp', 'tensor'), P('tensor', 'fsdp'))
+
+    References:
+        Shoeybi et al., "Megatron-LM", 2019, arXiv 1909.08053, section 3.
     """
 
-    def choose(x: Any) -> NamedSharding:
+    def choose(path: Any, x: Any) -> NamedSharding:
         shape = jnp.shape(x)
         spec: list[str | None] = [None] * len(shape)
         if len(shape) >= 2 and math.prod(shape) >= small:
             free = [len(shape) - 2, len(shape) - 1]
-            if "tensor" in mesh.shape and shape[-1] % mesh.shape["tensor"] == 0:
-                spec[free.pop()] = "tensor"
+            ends = any(_name(key) in rows for key in path)
+            cut = free[0 if ends else 1]
+            if "tensor" in mesh.shape and shape[cut] % mesh.shape["tensor"] == 0:
+                spec[cut] = "tensor"
+                free.remove(cut)
             free = [d for d in free if "fsdp" in mesh.shape and not shape[d] % mesh.shape["fsdp"]]
             if free:
                 spec[max(free, key=lambda d: shape[d])] = "fsdp"
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree.map(choose, params)
+    return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def _name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)

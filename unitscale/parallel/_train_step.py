@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core import CastRounding, widen_data
+from ..core import CastRounding, batch_over, is_scaled, value_and_grad
 from ._all_reduce import all_reduce
 from ._auto_scale import AutoScale
 from ._quantize import AxisName, wire_format
@@ -43,9 +43,11 @@ def train_step(
     """Builds a compiled data-parallel step.
 
     Scaling:
-        Each device differentiates the loss of its part of the batch. Gradients are averaged by
-        `all_reduce` in ``dtype`` (float32: by `jax.lax.pmean`), and every device takes the same
-        optimizer step.
+        Each device differentiates the loss of its part of the batch, over n on n devices, so that
+        cotangents are those of one device with all of it. Gradients are averaged by `all_reduce` in
+        ``dtype`` (float32: by `jax.lax.pmean`) and multiplied by n, and every device takes the same
+        optimizer step: in float32 that of one device, as factors that hold a batch size mean the
+        whole batch (`batch_over`).
 
     Args:
         loss: function of parameters and a batch, the mean over the batch; no collectives in it.
@@ -63,7 +65,8 @@ def train_step(
         AutoScale in the state, gradients are exchanged by it, and it follows.
 
     Raises:
-        TypeError: if the optimizer is none.
+        TypeError: if the optimizer is none; the step raises it for ScaledArrays as parameters of a
+            plain optax transformation.
         ValueError: if the mesh lacks the axis, or ``dtype`` cannot be exchanged. The step raises
             it for a batch that cannot be divided.
 
@@ -97,14 +100,20 @@ def train_step(
     for name in names:
         devices *= mesh.shape[name]
 
+    def part(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        value = loss(params, batch)
+        return value / devices, value
+
     def local(state: ParallelState, batch: Any, key: jax.Array | None) -> Any:
-        value, grads = jax.value_and_grad(loss)(widen_data(state.params), batch)
+        with batch_over(names):
+            (_, value), grads = value_and_grad(part, has_aux=True)(state.params, batch)
         settings: dict[str, Any] = {"rounding": rounding, "key": key, "small": small}
         auto = state.auto
         if auto is None:
             grads = all_reduce(grads, axis_name, dtype, **settings)
         else:
             grads, auto = auto.all_reduce(grads, axis_name, dtype, **settings)
+        grads = jax.tree.map(lambda g: g * devices, grads)
         params, opt_state = _advance(optimizer, grads, state)
         return ParallelState(params, opt_state, auto), lax.pmean(value, axis_name)
 
@@ -133,6 +142,12 @@ def _advance(optimizer: Any, grads: Any, state: ParallelState) -> tuple[Any, Any
     """One optimizer step: that of `unitscale.optim`, or optax's update and its application."""
     if callable(getattr(optimizer, "step", None)):
         return optimizer.step(state.params, state.opt_state, grads)
+    if any(map(is_scaled, jax.tree.leaves(state.params, is_leaf=is_scaled))):
+        raise TypeError(
+            "unitscale.parallel.train_step: optimizer must be of unitscale.optim.scaled for "
+            f"parameters that are ScaledArrays; got {type(optimizer).__name__}, which would add to "
+            "data and scale alike"
+        )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = jax.tree.map(
         lambda p, u: jnp.asarray(p + u).astype(jnp.result_type(p)), state.params, updates

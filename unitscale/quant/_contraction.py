@@ -14,8 +14,7 @@ from jax import lax
 from ..core import (
     Scale,
     ScaledArray,
-    is_static,
-    multiply_scales,
+    bounded_product,
     narrow,
     result_dtype,
     to_float,
@@ -117,7 +116,7 @@ def in_result(scale: Scale, labels: str, out: str) -> Scale:
         >>> in_result(jnp.ones((3, 1)), "bk", "nb").shape
         (1, 3)
     """
-    if is_static(scale) or scale.ndim == 0:
+    if scale is None or scale.ndim == 0:
         return scale
     kept = [axis for axis, c in enumerate(labels) if c in out]
     squeezed = lax.squeeze(scale, [axis for axis in range(scale.ndim) if axis not in kept])
@@ -132,8 +131,8 @@ def _separate(x: jax.Array | ScaledArray, labels: str, spec: Contraction) -> tup
     if not isinstance(x, ScaledArray):
         return x, None
     scale = x.scale
-    if is_static(scale):
-        return x.data, scale
+    if scale is None:
+        return x.data, None
     summed = [axis for axis, c in enumerate(labels) if c in spec.summed]
     if x.block_shape or (scale.ndim and any(scale.shape[axis] > 1 for axis in summed)):
         return dequantize(x), None
@@ -170,10 +169,10 @@ def product(
     lhs_data, lhs_scale = _separate(lhs, spec.lhs, spec)
     rhs_data, rhs_scale = _separate(rhs, spec.rhs, spec)
     y = _dot(lhs_data, rhs_data, spec, jnp.dtype(out_dtype))
-    scale = multiply_scales(lhs_scale, rhs_scale)
-    if scale is None or is_static(scale):
-        factor *= 1 if scale is None else scale
+    scale, rest = bounded_product(lhs_scale, rhs_scale)
+    if scale is None:
         return narrow(y if factor == 1 else y * factor, out_dtype)
-    # Infinity would make NaN of a zero; beyond it only products that overflow anyway.
-    scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max) * factor
+    # In this order only what ends out of float32's range leaves it. Infinity would make NaN of a
+    # zero; beyond it only products that overflow anyway.
+    scale = jnp.minimum(to_float(scale) * factor * rest, jnp.finfo(jnp.float32).max)
     return narrow(y * scale.astype(y.dtype), out_dtype)

@@ -166,10 +166,18 @@ def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..
                 lhs, rhs, spec, config, state, out_dtype=dtype, out_sharding=out_sharding
             )
         _check_symmetric(config, subscripts)
-        # A new function at each call of `einsum`: jnp.einsum caches what it traced by its identity.
-        return jnp.einsum(
-            subscripts, *operands, out_sharding=out_sharding, _dot_general=dot, **options
-        )
+        outside = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
+        def product(*operands: Any, **options: Any) -> jax.Array:
+            with jax.disable_jit(outside):
+                return dot(*operands, **options)
+
+        # jnp.einsum jits itself for each `_dot_general`, which its cache would hold for ever, with
+        # the state, and compile for at every call of `einsum`. So it runs here as plain Python.
+        with jax.disable_jit():
+            return jnp.einsum(
+                subscripts, *operands, out_sharding=out_sharding, _dot_general=product, **options
+            )
 
     return op
 

@@ -3,12 +3,14 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
-from ..core import cast, custom_vjp
+from ..core import ScaledArray, cast, custom_vjp, format_of
 from ._config import MatmulConfig
 from ._product import LHS, RHS, quantize_tensor
 from ._quantize import rounded
 from ._state import QuantState, check_state, state_gradient
+from ._watch import watched
 
 Axes = tuple[int, ...]
 
@@ -18,11 +20,21 @@ def _fake(lhs, rhs, state, config, axes):
     return _fake_fwd(lhs, rhs, state, config, axes)[0]
 
 
+def _values(quantized: ScaledArray, x: jax.Array) -> jax.Array:
+    """The value of quantized data in the dtype of ``x``; what was finite saturates there.
+
+    Rounding up can leave the range of float16, and at the end of it that of float32.
+    """
+    y = rounded(quantized).value
+    largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
+    y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)
+    return cast(y, x.dtype)
+
+
 def _fake_fwd(lhs, rhs, state, config, axes):
     q_lhs, saw_lhs = quantize_tensor(lhs, LHS, axes[0], config, state)
     q_rhs, saw_rhs = quantize_tensor(rhs, RHS, axes[1], config, state)
-    # Saturating, because rounding up can leave the range of float16.
-    values = cast(rounded(q_lhs).value, lhs.dtype), cast(rounded(q_rhs).value, rhs.dtype)
+    values = _values(q_lhs, lhs), _values(q_rhs, rhs)
     return values, (state, (saw_lhs, saw_rhs, None), (lhs.size, rhs.size, 0))
 
 
@@ -60,7 +72,6 @@ def fake_quantize_operands(
         ValueError: if the strategy needs a state and has none, or the state of another strategy.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> x = jnp.array([[0.3, 9.3]])
         >>> print(fake_quantize_operands(x, x.T, MatmulConfig())[0])
         [[0.3125 9.    ]]
@@ -69,4 +80,5 @@ def fake_quantize_operands(
     positive = tuple(
         tuple(a % x.ndim for a in own) for x, own in zip((lhs, rhs), axes, strict=True)
     )
+    lhs, rhs = watched((lhs, rhs), state)
     return _fake(lhs, rhs, state, config, positive)

@@ -16,6 +16,7 @@ from ._contraction import Contraction, in_result, product
 from ._quantize import quantize, quantize_at
 from ._state import QuantState, Seen, check_state, measure, state_gradient
 from ._strategies import Block, Dynamic, Static
+from ._watch import watched
 
 LHS, RHS, COTANGENT = 0, 1, 2
 
@@ -168,4 +169,5 @@ def contract(
     check_state("contract", config, state)
     dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
+    lhs, rhs = watched((lhs, rhs), state)
     return _contract(lhs, rhs, state, spec, tuple(map(float, factors)), config, out_dtype)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core import (
+    Scale,
     ScaledArray,
+    as_scale,
+    bounded_product,
     cast,
     custom_vjp,
     format_of,
-    is_static,
-    multiply_scales,
     to_float,
     widen,
 )
@@ -22,14 +23,14 @@ from ._strategies import Block, Dynamic, Static, Strategy, Unit, check_strategy
 
 
 def quantize_at(x: jax.Array, dtype: Any, scale: Any) -> ScaledArray:
-    """Returns ``x`` in a narrow format at a given scale (a Python number or an array).
+    """Returns ``x`` in a narrow format at a given scale (a Python number, an array, or None for 1).
 
     Example:
         >>> print(quantize_at(jnp.array([1.0, 500.0]), "e4m3fn", 2.0).data)
         [0.5 256]
     """
-    if isinstance(scale, float | int) and scale == 1:
-        return ScaledArray(cast(x, dtype), 1)
+    if scale is None or (isinstance(scale, float | int) and scale == 1):
+        return ScaledArray(cast(x, dtype))
     # The inverse of a power of two is exact, and finite for each scale that is chosen here.
     return ScaledArray(cast(widen(x) * (1 / scale), dtype), scale)
 
@@ -77,10 +78,11 @@ def quantize(
     """Returns ``x`` stored in a narrow format.
 
     Scaling:
-        Under `Unit` no statistics are taken: the data is cast (saturating) at the scale that it
-        has; a plain array gets the static scale 1. The other strategies divide the data by a scale
-        first, which multiplies the one that it has. Formats with the range of float32 need no
-        scale.
+        Under `Unit` no statistics are taken: the data is cast at the scale that it has; a plain
+        array has none. The other strategies divide the data by a scale first, which multiplies the
+        one that it has. Formats with the range of float32 need no scale. Finite values saturate;
+        infinity and NaN stay, or are NaN in a format without infinity, so that a product shows
+        them: they are selected beside the clamp, in the same kernel.
 
     Args:
         x: floating array or ScaledArray of any shape.
@@ -100,7 +102,7 @@ def quantize(
 
     Example:
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn")
-        ScaledArray(float8_e4m3fn[2], scale=1)
+        ScaledArray(float8_e4m3fn[2], scale=None)
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
         ScaledArray(float8_e4m3fn[2], scale=2)
 
@@ -109,33 +111,43 @@ def quantize(
     """
     strategy = Unit() if strategy is None else strategy
     check_strategy("quantize", strategy)
-    x = x if isinstance(x, ScaledArray) else ScaledArray(x, 1)
+    x = x if isinstance(x, ScaledArray) else ScaledArray(x)
     if isinstance(strategy, Unit):
         return cast(x, dtype)
     data, scale = x.data, x.full_scale
     summed = _axes(axis, data.ndim)
     if isinstance(strategy, Static):
-        quantized = quantize_at(data, dtype, _single(strategy))
+        own = as_scale(_single(strategy))
     elif not isinstance(strategy, Dynamic | Block):
         raise ValueError(
             f"unitscale.quant.quantize: the scales of {strategy!r} are held in a QuantState; use "
             "contract(..., state=), or Dynamic() for one tensor"
         )
     elif not needs_scale(dtype):
-        quantized = ScaledArray(cast(data, dtype), 1)
+        own = None
     elif isinstance(strategy, Block):
-        if not is_static(scale) or scale == 0:
+        if scale is not None:
             raise ValueError(
-                "unitscale.quant.quantize: Block() takes an array, or a ScaledArray of scale 1; "
-                f"got {x!r}. Give it x.value."
+                "unitscale.quant.quantize: Block() takes an array, or a ScaledArray without a "
+                f"scale; got {x!r}. Give it x.value."
             )
         return _quantize_blocks(data, dtype, strategy, summed)
     else:
         axes = summed if strategy.granularity == "channel" else None
-        quantized = quantize_at(
-            data, dtype, tensor_scale(data, format_of(dtype), strategy.margin, axes)
-        )
-    return ScaledArray(quantized.data, multiply_scales(scale, quantized.scale))
+        own = tensor_scale(data, format_of(dtype), strategy.margin, axes)
+    return _quantize_at_product(data, dtype, scale, own)
+
+
+def _quantize_at_product(data: jax.Array, dtype: Any, scale: Scale, own: Scale) -> ScaledArray:
+    """Data of a scale, divided by one of its own; what the product cannot hold stays in the data.
+
+    There it saturates, at a value beyond float32's range.
+    """
+    total, rest = bounded_product(scale, own)
+    if not isinstance(rest, int):
+        data = widen(data) / to_float(own) * jnp.clip(rest, 2.0**-100, 2.0**100)
+        return ScaledArray(cast(data, dtype), total)
+    return ScaledArray(quantize_at(data, dtype, own).data, total)
 
 
 def _axes(axis: int | tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -128,27 +128,44 @@ class _Attention(NamedTuple):
     is_causal: bool
     spread: float
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """Positions in each group. Without a causal mask every position is as any other."""
+        return _groups(self.length) if self.is_causal else np.array([float(self.length)])
+
     def __call__(self, values: _Covariance) -> _Covariance:
-        size = _groups(self.length)
-        if self.is_causal:
-            # Of its own group a position sees, on average, half of the others and itself.
-            seen = np.tril(np.tile(size, (size.size, 1)), -1) + np.diag((size + 1) / 2)
-        else:
-            seen = np.tile(size, (size.size, 1))
-        count = seen.sum(1)
-        average = seen / count[:, None]
-        square, _ = moments_by_size(count, self.spread)
+        count, square, earlier = _keys(self)
         own = values.variance - np.diag(values.pair)
-        pair = average @ values.pair @ average.T
-        variance = np.diag(pair) + square * (average @ own)
+        pair = self._seen(self._seen(values.pair).T) / np.outer(count, count)
+        seen = self._seen(own)
+        variance = np.diag(pair) + square * seen / count
         # Two queries meet where both see the same position: all that the earlier one sees.
-        earlier = np.minimum.outer(np.arange(size.size), np.arange(size.size))
-        return _Covariance(pair + (seen @ own)[earlier] / np.outer(count, count), variance)
+        return _Covariance(pair + seen[earlier] / np.outer(count, count), variance)
+
+    def _seen(self, x: np.ndarray) -> np.ndarray:
+        """The sum of x over the positions that a query of each group sees."""
+        size = self.sizes.reshape(-1, *(1,) * (x.ndim - 1))
+        if not self.is_causal:
+            return np.broadcast_to((size * x).sum(0), x.shape)
+        # Of its own group a position sees, on average, half of the others and itself.
+        return np.cumsum(size * x, 0) - (size - 1) / 2 * x
 
     def mean(self, x: np.ndarray) -> float:
         """The mean over all positions."""
-        size = _groups(self.length)
+        size = self.sizes
         return float(x @ size / size.sum())
+
+
+@functools.lru_cache(maxsize=64)
+def _keys(attention: _Attention) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How many keys a query of each group sees, their weights' mean square, and the earlier group.
+
+    The last is the index of the earlier of two groups.
+    """
+    groups = np.arange(attention.sizes.size)
+    count = attention._seen(np.ones(groups.size))
+    square, _ = moments_by_size(count, attention.spread)
+    return count, square, np.minimum.outer(groups, groups)
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,11 +176,11 @@ def _groups(length: int) -> np.ndarray:
     return np.diff(np.unique(np.concatenate([first, later]))).astype(np.float64)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def _stream(context: AttentionContext, attention: _Attention) -> _Covariance:
     """The covariance of the residual stream above all branches of a context."""
     if not context.taus_below:
-        groups = _groups(attention.length).size
+        groups = attention.sizes.size
         return _Covariance(np.zeros((groups, groups)), np.ones(groups))
     *below, attention_tau, mlp_tau = context.taus_below
     stream = _stream(dataclasses.replace(context, taus_below=tuple(below)), attention)

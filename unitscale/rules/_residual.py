@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ._checks import positive_number, positive_sizes
 
@@ -28,15 +28,15 @@ class ResidualFactors:
 
     Args:
         branch: Factor on the branch.
-        skip: Factor on the skip connection.
+        skip: Factor on the skip connection. `ops.residual` takes arrays too, for both.
 
     Example:
         >>> ResidualFactors(branch=0.6, skip=0.8).skip
         0.8
     """
 
-    branch: float
-    skip: float
+    branch: Any
+    skip: Any
 
 
 def residual(tau: float) -> ResidualFactors:

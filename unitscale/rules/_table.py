@@ -21,6 +21,7 @@ from ._learning_rate import umup_learning_rate
 from ._linear import conv, dense, matmul, readout
 from ._loss import mse_loss, softmax_cross_entropy
 from ._norm import norm
+from ._pool import avg_pool, max_pool
 from ._recurrent import gated_sum, gated_update, recurrent_kernel
 from ._residual import residual, residual_taus
 from ._softmax import softmax
@@ -30,6 +31,8 @@ _RULES: tuple[Callable[..., object], ...] = (
     dense,
     readout,
     conv,
+    avg_pool,
+    max_pool,
     embed,
     norm,
     elementwise,

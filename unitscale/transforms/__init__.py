@@ -20,7 +20,7 @@ from ._dynamic import Statistic as Statistic
 from ._interpreter import Default as Default
 from ._markers import (
     Direction as Direction,
-    cast as cast,
+    cast_data as cast_data,
     dynamic_rescale as dynamic_rescale,
     get_data_scale as get_data_scale,
     set_scaling as set_scaling,
@@ -35,6 +35,6 @@ from ._scalify import Scalified as Scalified, scalify as scalify
 from ._strategies import (
     STRATEGIES as STRATEGIES,
     ScaleRounding as ScaleRounding,
-    Strategy as Strategy,
+    StaticScaling as StaticScaling,
     growth_of as growth_of,
 )

@@ -12,6 +12,7 @@ import numpy as np
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
 from ._interpreter import Interpreter
+from ._settle import MOST_DOUBT
 from ._values import (
     DOUBT,
     ONE,
@@ -22,15 +23,19 @@ from ._values import (
     narrow,
     saturate,
     scale_limit,
+    shaped,
     spread,
     times,
     uniform,
     widen,
 )
+from ._zeros import matters
 
 # A fill beyond this is taken for a mask: it stands for infinity, and need not be kept exactly.
 _MASK_LOG2 = 16
 _MASK_SCALE_LOG2 = -6
+# Data this many powers of two below unit size keeps the precision of float16, or nearly.
+_ROOM = 8
 
 
 def split(number: float) -> tuple[float, int]:
@@ -102,9 +107,37 @@ def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> LazyS
 
 
 def doubt_among(values: Sequence[Value]) -> float:
-    """Returns the largest doubt of the operands that decide the scale at which they meet."""
-    doubts = [v.doubt for v in values if v.scale is not None and not is_neutral(v)]
-    return max(doubts, default=DOUBT)
+    """Returns the doubt of operands that meet: the largest of those that decide the scale.
+
+    An operand of the larger scale may happen to be zero. What the others are at that scale float16
+    cannot hold if they are far below it, so there the size of the result is read from its data.
+    """
+    deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
+    doubt = max((v.doubt for v in deciding), default=DOUBT)
+    if not deciding or not matters(data_dtype(*deciding)):
+        return doubt
+    return 2 * MOST_DOUBT if _far_apart([s for v in values for s in _own_scale(v)]) else doubt
+
+
+def _own_scale(value: Value) -> list[LazyScale]:
+    """The scale near which a value is, if that is known.
+
+    Not of plain arrays and of large fills: as masks they must not have the size of the result.
+    """
+    if is_neutral(value):
+        return []
+    if value.scale is not None:
+        return [value.scale]
+    if value.const is not None:
+        exponent = split(value.const)[1]
+        return [LazyScale(exponent)] if exponent < _MASK_LOG2 else []
+    return [] if value.shape or not is_float(value.data) else [value.split()[1]]
+
+
+def _far_apart(scales: Sequence[LazyScale]) -> bool:
+    """Whether scales may lie further apart than float16 has room for."""
+    log2s = [s.log2 for s in scales]
+    return any(s.powers != scales[0].powers for s in scales) or max(log2s) - min(log2s) > _ROOM
 
 
 def align(
@@ -133,6 +166,8 @@ def align(
             arrays.append(at_scale(value, scale, dtype))
     wide = jnp.result_type(*(jnp.result_type(a) for a in arrays))
     arrays = [a if jnp.result_type(a) == wide else jnp.asarray(a, wide) for a in arrays]
+    if scale.ndim:
+        arrays = [shaped(a, *values) for a in arrays]
     drifts = [v.drift - round(v.drift) for v in values if v.scale is not None and not is_neutral(v)]
     return arrays, scale, max(drifts, default=0.0), dtype
 
@@ -142,7 +177,10 @@ def align_uniform(
 ) -> tuple[list[Any], LazyScale, float, Any]:
     """As `align`, with one scale per tensor and data rounded to the type of the result.
 
-    For primitives that move elements between places.
+    For primitives that move elements between places. Data of which the size is in doubt is wide.
     """
-    arrays, scale, drift, dtype = align(interpreter, [uniform(v) for v in values])
+    values = [uniform(v) for v in values]
+    arrays, scale, drift, dtype = align(interpreter, values)
+    if doubt_among(values) > MOST_DOUBT:
+        return arrays, scale, drift, dtype
     return [narrow(saturate(a, dtype), dtype) for a in arrays], scale, drift, dtype

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import ScaledArray, is_zero, wide_dtype
+from ..core import ScaledArray, wide_dtype
 from ..core._lazy_scale import LazyScale
+from ..core._scale import broadcasts
 from ._settle import leaving
-from ._values import ONE, Value, is_complex, times
+from ._values import Value, is_complex, times
+from ._zeros import matters, scale_inside, scale_outside
 
 
 def from_input(leaf: Any) -> Value:
@@ -27,25 +29,19 @@ def from_input(leaf: Any) -> Value:
     _check_scale(jnp.shape(data), () if scale is None else jnp.shape(scale))
     if scale is None:
         return Value(data)
-    if is_zero(scale):
-        return Value(jnp.zeros_like(data), ONE, const=0.0)
-    if isinstance(scale, int):
-        return Value(data, ONE)
     scale = lax.stop_gradient(lax.convert_element_type(scale, np.float32))
     if jnp.ndim(scale) and jnp.size(scale) == 1:
         scale = jnp.reshape(scale, ())
     elif jnp.ndim(scale):
         scale = jnp.reshape(scale, (1,) * (data.ndim - scale.ndim) + scale.shape)
+    if matters(data.dtype):
+        scale = scale_inside(data, scale)
     return Value(data, LazyScale.of(scale))
 
 
 def _check_scale(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
     # Trees are rebuilt without checks, so what a transformation did to a scale is seen here first.
-    try:
-        fits = np.broadcast_shapes(shape, scale) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(scale, shape):
         raise ValueError(
             f"unitscale.scalify: the scale of a ScaledArray must broadcast against its data; got "
             f"data {shape}, scale {scale}; give it size-1 dimensions"
@@ -74,9 +70,7 @@ def to_output(value: Value) -> Any:
         return times(value.data, value.scale)
     value = leaving(value)
     assert value.scale is not None, "what leaves keeps its scale"
-    if value.const == 0.0:
-        return ScaledArray(value.data, 0)
-    if value.scale.is_static and value.scale.log2 == 0:
-        return ScaledArray(value.data, 1)
-    scale = value.scale.array()
-    return ScaledArray(value.data, lax.stop_gradient(jnp.asarray(scale)))
+    scale = jnp.asarray(value.scale.array())
+    if matters(value.data.dtype):
+        scale = scale_outside(value.data, scale)
+    return ScaledArray(value.data, lax.stop_gradient(scale))

@@ -23,7 +23,7 @@ from ._settle import settle
 from ._values import ONE, Value, aval_of, narrow, numeric, times, uniform, widen
 
 Direction = Literal["forward", "backward", "both"]
-"""Which side of a marker, such as `cast`, acts: that of the value, of its cotangent, or both."""
+"""Which side of a marker such as `cast_data` acts: the value's, its cotangent's, or both."""
 _DIRECTIONS = get_args(Direction)
 
 # An action is what a marker does to a value: its name and its static argument.
@@ -200,7 +200,7 @@ def dynamic_rescale(x: Any, statistic: Statistic = "rms", *, on: Direction = "fo
     return _each("dynamic_rescale", x, lambda y: _bind(y, (), forward, backward))
 
 
-def cast(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
+def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
     """Casts the data to a narrow format, saturating, while the program goes on as before.
 
     An 8-bit operand pair makes an 8-bit product: a cast before a dot is all that FP8 takes. Results
@@ -220,14 +220,14 @@ def cast(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
 
     Example:
         >>> from unitscale import scalify, as_scaled
-        >>> scalify(lambda x: cast(x, jnp.float8_e4m3fn))(as_scaled(jnp.ones(2)))
+        >>> scalify(lambda x: cast_data(x, jnp.float8_e4m3fn))(as_scaled(jnp.ones(2)))
         ScaledArray(float8_e4m3fn[2], scale=1)
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433.
     """
-    forward, backward = _sides("cast", on, ("cast", format_of(dtype)))
-    return _each("cast", x, lambda y: _bind(y, (), forward, backward))
+    forward, backward = _sides("cast_data", on, ("cast", format_of(dtype)))
+    return _each("cast_data", x, lambda y: _bind(y, (), forward, backward))
 
 
 def _scaled(value: Value) -> Value:
@@ -239,7 +239,7 @@ def _scaled(value: Value) -> Value:
 
 @register("marker", marker_p)
 def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """What `set_scaling`, `stop_scaling`, `dynamic_rescale` and `cast` say."""
+    """What `set_scaling`, `stop_scaling`, `dynamic_rescale` and `cast_data` say."""
     x, *rest = values
     action = eqn.params["forward"]
     if action is None:

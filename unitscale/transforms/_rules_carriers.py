@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from ._align import align_uniform, doubt_among
 from ._interpreter import Interpreter
 from ._registry import register
+from ._settle import ready
 from ._values import Value, is_float, uniform
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj", "real", "imag")
@@ -106,7 +107,7 @@ def _put_together(
     operands: list[Any] = [v.data for v in values]
     for index, array in zip(floats, arrays, strict=True):
         operands[index] = array
-    return Value(apply(*operands), scale, drift, dtype, doubt=doubt_among(parts))
+    return ready(Value(apply(*operands), scale, drift, dtype, doubt=doubt_among(parts)))
 
 
 @register("carrier", *_CHOICES)

@@ -12,15 +12,16 @@ from jax.extend.core import JaxprEqn
 from ._align import align, doubt_among, is_neutral
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import shaped, wide_operands
+from ._rules_products import wide_operands
 from ._settle import finish, keeps_wide
-from ._values import Value, is_float, numeric, spread, uniform, widen
+from ._values import Value, is_float, numeric, shaped, spread, uniform, widen
 
 
 def _comparable(values: list[Value]) -> list[Any]:
     x, y = values
     if x.scale == y.scale:
-        return [x.data, y.data]
+        same = jnp.result_type(x.data) == jnp.result_type(y.data)
+        return [x.data, y.data] if same else [widen(x.data), widen(y.data)]
     for i, v in enumerate(values):
         if is_neutral(v):
             data = [widen(v.data), widen(v.data)]

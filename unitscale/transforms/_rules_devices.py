@@ -94,7 +94,6 @@ _MOVED = (
     "ragged_all_to_all",
     "preduced",
     "pbroadcast",
-    "pvary",
     "vary_unreduced_cast",
     "vary_unreduced_cast_p",
     "reduced_vary_cast",
@@ -113,6 +112,14 @@ def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     if eqn.primitive.multiple_results:
         return [v.with_data(r) for v, r in zip(sent, results, strict=True)]
     return sent[0].with_data(results)
+
+
+@register("collective", "pvary")
+def varied(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Data varies over the axes too: over those that its scale has not made it vary over yet."""
+    (x,) = values
+    new = tuple(axis for axis in eqn.params["axes"] if axis not in _varying(x.data))
+    return x.with_data(interpreter.bind(eqn, [x.data], axes=new)) if new else x
 
 
 @register("call", "shard_map")

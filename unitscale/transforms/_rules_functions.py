@@ -13,22 +13,13 @@ from ._settle import MOST_DOUBT, finish
 from ._values import ONE, Value, data_dtype, is_float, numeric, widen
 
 _BOUNDED = (
-    "tanh",
     "logistic",
-    "erf",
     "erfc",
-    "sin",
     "cos",
-    "asin",
     "acos",
-    "atan",
     "log",
     "log2",
-    "log1p",
-    "asinh",
     "acosh",
-    "atanh",
-    "erf_inv",
     "bessel_i0e",
     "bessel_i1e",
     "igamma",
@@ -37,9 +28,19 @@ _BOUNDED = (
     "random_gamma_grad",
     "regularized_incomplete_beta",
     "cumlogsumexp",
-    "cbrt",
 )
+# What is unbounded, and what vanishes at zero: of a small value the result is as small.
 _UNBOUNDED = (
+    "tanh",
+    "erf",
+    "sin",
+    "asin",
+    "atan",
+    "log1p",
+    "asinh",
+    "atanh",
+    "erf_inv",
+    "cbrt",
     "exp",
     "exp2",
     "expm1",

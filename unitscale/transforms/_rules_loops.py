@@ -16,6 +16,7 @@ from ._carry import Form, crossing, enter, first_form, joined
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import leaving
+from ._stop import rounded_back, stops_on_floats, wide_results
 from ._values import Value, known_atoms, uniform
 
 
@@ -133,7 +134,7 @@ def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: 
 
 @register("control flow", "while")
 def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same loop; carried scales reach a fixed point."""
+    """The same loop; carried scales reach a fixed point. Wide if it stops on what it computes."""
     settings, params = interpreter.settings, eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -142,6 +143,11 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     if condition.out_avals[0].shape:
         condition, body = _of_examples(condition, body, first, second)
         tests = known = [*tests, *known]
+        first = second = len(known)
+    wide = stops_on_floats(condition, body, first, second)
+    before = [*tests, *known, *start]
+    if wide:
+        tests, known, start = (list(map(wide_results, vs)) for vs in (tests, known, start))
     found: dict[str, Any] = {}
 
     def turn(forms: list[Form]) -> tuple[Any, list[Value]]:
@@ -163,4 +169,8 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
         return result.data
 
     final = lax.while_loop(test, lambda arrays: run(*arrays), crossing(start, forms))
-    return enter(list(final), forms)
+    results = enter(list(final), forms)
+    if not wide:
+        return results
+    carried = before[len(tests) + len(known) :]
+    return [rounded_back(v, s, before) for v, s in zip(results, carried, strict=True)]

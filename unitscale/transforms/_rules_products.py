@@ -25,7 +25,7 @@ from ._values import (
     is_complex,
     narrow,
     scale_of,
-    spread,
+    shaped,
     uniform,
     widen,
 )
@@ -50,13 +50,6 @@ def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
     wide = jnp.promote_types(jnp.result_type(x), jnp.result_type(y))
     x, y = (d if jnp.result_type(d) == wide else lax.convert_element_type(d, wide) for d in (x, y))
     return x, y
-
-
-def shaped(data: Any, *values: Value) -> Any:
-    """Broadcasts data to the shape that element-wise operands have together."""
-    shape = np.broadcast_shapes(*(v.shape for v in values))
-    whole = [v.data for v in values if v.shape == shape]
-    return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
 
 
 def doubt_of(value: Value, data: Any) -> float:

@@ -10,9 +10,9 @@ from ..core._lazy_scale import LazyScale, pow2_root
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import doubt_of, pair_of, shaped, wide_operands
+from ._rules_products import doubt_of, pair_of, wide_operands
 from ._settle import finish, keeps_wide, shortened
-from ._values import ONE, Value, data_dtype, scale_of, times, widen
+from ._values import ONE, Value, data_dtype, scale_of, shaped, times, widen
 
 
 @register("ratio", "div")

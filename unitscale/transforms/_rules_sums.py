@@ -11,9 +11,8 @@ from ._align import align, doubt_among
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import scattered
-from ._rules_products import shaped
 from ._settle import finish, keeps_wide
-from ._values import Value, data_dtype, scale_of, uniform, widen
+from ._values import Value, data_dtype, scale_of, shaped, uniform, widen
 
 # A sum may be smaller than its operands, or larger by one power of two.
 _CANCELLED = 0.5
@@ -31,7 +30,7 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         return y.with_data(shaped(data, x, y), const=const)
     arrays, scale, drift, dtype = align(interpreter, [x, y])
     operation = lax.sub if eqn.primitive.name == "sub" else lax.add
-    data, doubt = shaped(operation(*arrays), x, y), max(x.doubt, y.doubt) + _CANCELLED
+    data, doubt = shaped(operation(*arrays), x, y), doubt_among([x, y]) + _CANCELLED
     wide = keeps_wide(data.shape, x, y)
     return finish(data, scale, drift, dtype, doubt=doubt, wide=wide)
 

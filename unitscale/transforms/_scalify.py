@@ -12,8 +12,7 @@ import jax
 from ..core import is_scaled
 from ._boundary import from_input, to_output, traced_aval
 from ._interpreter import Default, Interpreter, Settings
-from ._strategies import ScaleRounding, Strategy, growth_of
-from ._values import Value
+from ._strategies import ScaleRounding, StaticScaling, growth_of
 
 
 class Scalified:
@@ -32,7 +31,7 @@ class Scalified:
         function: Callable[..., Any],
         static_argnums: Sequence[int],
         static_argnames: Sequence[str],
-        strategy: Strategy,
+        strategy: StaticScaling,
         rounding: ScaleRounding,
     ):
         """Wraps a function; see `scalify`."""
@@ -76,15 +75,13 @@ class Scalified:
         def function(leaves: list[Any]) -> None:
             replaced = iter(leaves)
             inner_args, inner_kwargs = jax.tree.map(
-                lambda x: next(replaced) if _is_leaf_array(x) else x,
+                lambda x: next(replaced) if _is_array(x) else x,
                 (args, kwargs),
                 is_leaf=is_scaled,
             )
             found.extend(self._run(inner_args, inner_kwargs)[1].defaults)
 
-        leaves = [
-            x for x in jax.tree.leaves((args, kwargs), is_leaf=is_scaled) if _is_leaf_array(x)
-        ]
+        leaves = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_scaled) if _is_array(x)]
         jax.eval_shape(function, leaves)
         return found
 
@@ -104,10 +101,14 @@ class Scalified:
         moving = [a for i, a in enumerate(args) if i not in static]
         named = {k: v for k, v in kwargs.items() if k not in fixed}
         leaves, tree = jax.tree.flatten((moving, named), is_leaf=is_scaled)
+        traced = [x for x in leaves if _is_array(x)]
         structure: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
-            inner, inner_named = jax.tree.unflatten(tree, arrays)
+            given = iter(arrays)
+            # What is no array is part of the program, as for `jax.grad`.
+            replaced = [next(given) if _is_array(x) else x for x in leaves]
+            inner, inner_named = jax.tree.unflatten(tree, replaced)
             rest = iter(inner)
             full = [args[i] if i in static else next(rest) for i in range(len(args))]
             result = self._function(*full, **inner_named, **fixed)
@@ -116,22 +117,21 @@ class Scalified:
             return flattened
 
         functools.update_wrapper(flat, self._function, updated=())
-        closed = jax.make_jaxpr(flat)(*map(traced_aval, leaves))
+        closed = jax.make_jaxpr(flat)(*map(traced_aval, traced))
         settings = Settings(self._growth)
         results = Interpreter(settings).run(
-            closed.jaxpr, closed.consts, [_as_value(x) for x in leaves]
+            closed.jaxpr, closed.consts, list(map(from_input, traced))
         )
         return jax.tree.unflatten(structure[-1], map(to_output, results)), settings
 
 
-def _is_leaf_array(x: Any) -> bool:
-    return is_scaled(x) or hasattr(x, "dtype")
-
-
-def _as_value(leaf: Any) -> Value:
-    if is_scaled(leaf) or hasattr(leaf, "dtype"):
-        return from_input(leaf)
-    return Value(jax.numpy.asarray(leaf))
+def _is_array(x: Any) -> bool:
+    """Whether a leaf is traced: arrays are; numbers, strings and functions of Python are not."""
+    if is_scaled(x):
+        return True
+    # Types such as jnp.float32 have a dtype too, and arrays of NumPy may hold strings.
+    typed = hasattr(x, "dtype") and hasattr(x, "shape")
+    return typed and getattr(x.dtype, "kind", "") not in ("O", "S", "U")
 
 
 def scalify(
@@ -139,7 +139,7 @@ def scalify(
     *,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
-    static_scaling: Strategy = "unit",
+    static_scaling: StaticScaling = "unit",
     scale_rounding: ScaleRounding = "carried",
 ) -> Any:
     """Returns the same mathematical function with every float array a ScaledArray, end to end.
@@ -162,7 +162,8 @@ def scalify(
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
             optimizer. Leaves of its arguments that are ScaledArrays are scaled, plain arrays stay
-            plain until they meet one.
+            plain until they meet one; in an eager call everything else, such as numbers, strings
+            and functions, is a part of the program.
         static_argnums: positions of arguments that are not traced.
         static_argnames: names of arguments that are not traced.
         static_scaling: "unit", "identity" or a function; see `growth_of`.
@@ -171,7 +172,9 @@ def scalify(
 
     Returns:
         The scaled function. It is traced at every call, so call it under `jax.jit`. scalify of it
-        is itself.
+        is itself. `scalify(jax.vmap(fn))` takes ScaledArrays of any scale; `jax.vmap(scalify(fn))`
+        maps scales as it maps data, so one scale for all items must be left out of it:
+        ``in_axes=jax.tree.map(lambda leaf: 0 if leaf.ndim else None, args)``.
 
     Raises:
         ValueError: if the strategy or the rounding is not registered.

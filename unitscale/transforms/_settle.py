@@ -10,6 +10,7 @@ import numpy as np
 from ..core._lazy_scale import LazyScale, clipped
 from ._dynamic import unit_of
 from ._values import DOUBT, ONE, Value, is_complex, narrow, saturate, scale_limit, times, widen
+from ._zeros import BELOW, matters
 
 # Data wider than 16 bits may drift this far (in powers of two) before it costs a multiplication.
 _SLACK = 24
@@ -109,7 +110,8 @@ def measured(value: Value) -> Value:
     """Brings data to unit size by the power of two nearest its RMS, read at run time."""
     if value.scale is None or not jnp.size(value.data) or value.is_fill:
         return value
-    unit = LazyScale.of(unit_of(value.data))
+    zero = BELOW if matters(value.dtype) else 1.0
+    unit = LazyScale.of(unit_of(value.data, zero=zero))
     data = narrow(times(widen(value.data), ONE / unit), jnp.result_type(value.data))
     return Value(data, value.scale * unit, 0.0, value.dtype, doubt=_MEASURED)
 

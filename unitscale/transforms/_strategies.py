@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 Growth: TypeAlias = Callable[[str, int], float]
-Strategy: TypeAlias = str | Callable[[str, int], float]
+StaticScaling: TypeAlias = str | Callable[[str, int], float]
 """A name in `STRATEGIES`, or the growth by primitive and number of terms: see `growth_of`."""
 
 
@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Callable[[str, int], float]] = {"unit": _unit, "identity":
 """The static strategies that have a name; see `growth_of`."""
 
 
-def growth_of(strategy: Strategy, rounding: ScaleRounding = "carried") -> Growth:
+def growth_of(strategy: StaticScaling, rounding: ScaleRounding = "carried") -> Growth:
     """Returns the strategy as a function that gives log2 of the growth.
 
     Scaling:

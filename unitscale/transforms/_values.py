@@ -20,6 +20,7 @@ from ..core import format_of, result_dtype, wide_dtype
 from ..core._arithmetic import reduce_scale
 from ..core._lazy_scale import Atom, LazyScale
 from ._dynamic import unit_of
+from ._zeros import BELOW
 
 ONE = LazyScale()
 
@@ -92,7 +93,7 @@ class Value:
         level = get_opaque_trace_state(convention="flax")
         if self._split is None or self._split[0] != level:
             wide = widen(self.data)
-            unit = LazyScale.of(unit_of(wide))
+            unit = LazyScale.of(unit_of(wide, zero=BELOW))
             self._split = level, times(wide, ONE / unit), unit
         return self._split[1:]
 
@@ -156,6 +157,13 @@ def spread(data: Any, like: Any) -> Any:
     return jnp.broadcast_to(data, jnp.shape(like), out_sharding=jax.typeof(like).sharding)
 
 
+def shaped(data: Any, *values: Value) -> Any:
+    """Broadcasts data to the shape that element-wise operands have together."""
+    shape = np.broadcast_shapes(*(v.shape for v in values))
+    whole = [v.data for v in values if v.shape == shape]
+    return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
+
+
 def times(data: Any, scale: LazyScale) -> Any:
     """Returns ``data * scale`` in the type of data, which must be wide."""
     if scale.is_static and scale.log2 == 0:
@@ -165,7 +173,11 @@ def times(data: Any, scale: LazyScale) -> Any:
         half = scale.log2 // 2
         return times(times(data, LazyScale(half)), LazyScale(scale.log2 - half))
     factor = lax.convert_element_type(factor, jnp.result_type(data))
-    return lax.mul(data, spread(factor, data) if jnp.ndim(factor) else factor)
+    if not jnp.ndim(factor):
+        return lax.mul(data, factor)
+    # A number at a scale per item becomes one per item.
+    like = data if np.broadcast_shapes(data.shape, factor.shape) == data.shape else factor
+    return lax.mul(spread(data, like), spread(factor, like))
 
 
 def saturate(data: Any, dtype: Any) -> Any:
@@ -196,6 +208,8 @@ def uniform(value: Value) -> Value:
     """Returns the value with one scale for all of its elements."""
     if value.scale is None or not value.scale.ndim:
         return value
+    if not jnp.size(value.data):
+        return Value(value.data, ONE, 0.0, value.dtype, value.const)
     scales = value.scale.array()
     one = LazyScale.of(jnp.asarray(reduce_scale(scales, scales, None, False)))
     dtype = jnp.result_type(value.data)

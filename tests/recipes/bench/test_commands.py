@@ -140,12 +140,16 @@ def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyP
         "recipe: bert\nname: small\nmodel: {vocab: null, width: 32, layers: 1, heads: 2}\n"
     )
     monkeypatch.setattr(overhead, "CONFIGS", tmp_path)
+    monkeypatch.setattr(overhead, "DEEP", ("model.layers=3",))
     out = tmp_path / "out.json"
     assert main(["bench", "overhead", "--rounds", "4", "--no-larger", "--json", str(out)]) == 0
-    (row,), (gpt, bert) = (table["rows"] for table in json.loads(out.read_text())["tables"])
+    (row,), (gpt, bert), (deep,) = (
+        table["rows"] for table in json.loads(out.read_text())["tables"]
+    )
     assert row["lower quartile"] <= row["ratio"] <= row["upper quartile"]
     assert row["within"] is (row["ratio"] <= 1.05)
     for row in (gpt, bert):
         assert row["with factors"] > row["without"] > 0
         assert row["added"] == pytest.approx(row["with factors"] / row["without"] - 1)
     assert gpt["over plain"] > 0
+    assert deep["ratio"] == pytest.approx(deep["scan, s"] / deep["one by one, s"])

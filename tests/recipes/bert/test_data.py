@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.bert.data import MaskedCorpus, Vocabulary, load_masked_corpus
+from recipes.bert.data import MaskedCorpus, Vocabulary, load_data
 from recipes.errors import RecipeError
 from recipes.text import ByteTokenizer
 
@@ -20,7 +20,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, *overrides: str) -> MaskedCorpus:
-    return load_masked_corpus(bert_config(path, *overrides))
+    return load_data(bert_config(path, *overrides))
 
 
 def whole(batch) -> np.ndarray:
@@ -49,7 +49,7 @@ def test_segments_follow_one_another_in_the_text(path: Path) -> None:
     data = load(path)
     batch = next(data.training(0))
     assert [part.shape for part in batch] == [(4, 16), (4, 16), (4, 2), (4, 2), (4, 2)]
-    text = data.corpus.train_tokens.astype(np.int32)
+    text = data.train_tokens.astype(np.int32)
     places = np.lib.stride_tricks.sliding_window_view(text, 13)
     for left, right in texts(data, batch):
         assert left.size > 0
@@ -80,7 +80,7 @@ def test_whole_words_are_hidden_whole(path: Path) -> None:
 @pytest.mark.parametrize("pairs", ["next_sentence", "sentence_order"])
 def test_the_answer_says_what_was_done_to_the_pair(path: Path, pairs: str) -> None:
     data = load(path, f"data.pairs={pairs}")
-    text = data.corpus.train_tokens.astype(np.int32)
+    text = data.train_tokens.astype(np.int32)
     places = np.lib.stride_tricks.sliding_window_view(text, 13)
     answers, agree = [], []
     for _, batch in zip(range(25), data.training(0), strict=False):
@@ -99,7 +99,7 @@ def test_the_answer_says_what_was_done_to_the_pair(path: Path, pairs: str) -> No
 
 def test_masks_are_drawn_anew_each_epoch_and_fixed_in_validation(path: Path) -> None:
     data = load(path, "data.max_bytes=2000", "data.batch_size=1")
-    epoch = len(data._windows(data.corpus.train_tokens, 1))
+    epoch = len(data.examples(training=True)[0])
     batches = data.training(0)
     drawn: dict[bytes, list[bytes]] = {}
     for _ in range(2 * epoch):

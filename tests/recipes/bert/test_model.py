@@ -13,7 +13,8 @@ from flax import nnx
 
 from recipes.bert.config import BertModelConfig, Pairs
 from recipes.bert.model import Bert, Encoder
-from tests.gradients import FLOAT64, check, jit, model_loss
+from tests.gradients import check, jit
+from tests.modules import FLOAT64, model_loss
 
 VOCAB, TIME = 11, 9
 

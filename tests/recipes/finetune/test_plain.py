@@ -11,7 +11,7 @@ import pytest
 from recipes import train as train_module
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.finetune.plain import PlainModel
+from recipes.finetune.model import PlainModel
 from recipes.finetune.task import build, load_data
 from recipes.hf import load
 

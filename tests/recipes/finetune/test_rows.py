@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
         {},
         r"a\.csv:3: not a row of CSV: unexpected end of data",
     ),
-    "not JSON": ("a.jsonl", '{"sentence": "s", "label": 0}\n{"s\n', {}, r"a\.jsonl:2: not valid J"),
+    "not JSON": ("a.jsonl", '{"sentence": "s", "label": 0}\n{"s\n', {}, r"a\.jsonl:2: malformed J"),
     "no object": ("a.jsonl", "[1, 2]\n", {}, r"a\.jsonl:1: expected an object; got \[1, 2\]"),
     "a missing key": (
         "a.jsonl",

@@ -16,7 +16,7 @@ from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
-from unitscale.quant import AmaxState
+from unitscale.nn import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
 IDS = jnp.zeros((1, 16), jnp.int32)

@@ -110,31 +110,6 @@ def test_the_key_decides(library: str) -> None:
     assert (one != other).any()
 
 
-def test_stops_at_the_longest_length() -> None:
-    model = make("plain", positions="learned")
-    key = jax.random.key(0)
-    assert generate(model, IDS, tokens=100, key=key, max_length=12).shape == (2, 12)
-    assert generate(model, IDS, tokens=100, key=key, max_length=8).shape == (2, 8)
-    assert generate(model, IDS, tokens=2, key=key, max_length=12).shape == (2, 10)
-    assert generate(model, IDS, tokens=0, key=key).shape == (2, 8)
-
-
-WRONG = [
-    ({"prompt": IDS[:, :0]}, r"prompt must be \(batch, time\) with time at least 1; got \(2, 0\)"),
-    ({"prompt": IDS[0]}, r"prompt must be \(batch, time\) .*got \(8,\)"),
-    ({"max_length": 7}, r"the prompt has 8 tokens, more than max_length 7; shorten the prompt"),
-    ({"temperature": -1.0}, r"temperature must be at least 0 .*; got -1\.0 and None"),
-    ({"top_k": 0}, r"top_k at least 1; got 1\.0 and 0"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
-    settings = {"prompt": IDS, "tokens": 3, "key": jax.random.key(0)} | arguments
-    with pytest.raises(ValueError, match=message):
-        generate(make("plain"), settings.pop("prompt"), **settings)
-
-
 def test_text_goes_on_past_the_context() -> None:
     model = make("plain", vocab=256, positions="learned")
     tokenizer = ByteTokenizer()

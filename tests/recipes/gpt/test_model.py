@@ -11,7 +11,8 @@ from flax import nnx
 
 from recipes.config import GPTModelConfig, ResidualConfig
 from recipes.gpt.model import GPT
-from tests.gradients import FLOAT64, check, jit, model_loss
+from tests.gradients import check, jit
+from tests.modules import FLOAT64, model_loss
 from unitscale import optim
 
 # Each option of the model, of several values each, stands in one of them.

@@ -16,7 +16,8 @@ from recipes.images.config import ImageModelConfig
 from recipes.images.model import CNN, MLP, make_layers
 from recipes.images.vit import ViT
 from recipes.run.probe import probe
-from tests.gradients import FLOAT64, check, model_loss
+from tests.gradients import check
+from tests.modules import FLOAT64, model_loss
 
 from .classifiers import logits
 

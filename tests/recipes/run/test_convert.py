@@ -22,7 +22,7 @@ from recipes.run.state import init_state, load_trained
 from recipes.train import train
 from unitscale import to_array
 from unitscale.core import format_of
-from unitscale.quant import AmaxState
+from unitscale.nn import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
@@ -84,6 +84,39 @@ def test_scalify_and_plain(make_config: MakeConfig) -> None:
     _, optimizer, back_like = init_state(old)
     back = convert(state, new, old, optimizer, back_like)
     jax.tree.map(np.testing.assert_array_equal, values(back.params), values(saved.params))
+
+
+SCANS = {
+    "float32": (),
+    "fp8_delayed": ("policy=fp8_delayed",),
+    "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
+    "dropout": ("model.dropout=0.1",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCANS)
+def test_a_run_goes_on_with_stacked_layers_and_back(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Half of the steps as a scan over layers; it ends where the run without one does."""
+    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+
+    def go_on(*words: str, convert: bool = False) -> float:
+        config = make_config(*OURS, *SCANS[name], *words)
+        outcome = train(config, convert=convert, console=Console(file=io.StringIO()))
+        assert outcome.validation_loss is not None
+        return outcome.validation_loss
+
+    expected = go_on()
+    folder = train_module.open_run(make_config(*OURS, *SCANS[name])) / "checkpoints"
+    shutil.rmtree(folder / "6")
+    # Dropout draws other masks, and 8-bit moments are rounded once more on the way.
+    rel = {"float32": 1e-4, "fp8_delayed": 1e-2, "6 bytes": 1e-2, "dropout": 0.1}[name]
+    assert go_on("model.scan=true", convert=True) == pytest.approx(expected, rel=rel)
+    assert (folder / "6").exists()
+    shutil.rmtree(folder / "6")
+    assert go_on("train.steps=6", convert=True) == pytest.approx(expected, rel=rel)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from recipes.run.monitor import monitored
 from recipes.run.state import load_trained
 from recipes.train import train
 from unitscale import nn
-from unitscale.quant import AmaxState, QuantState
+from unitscale.nn import AmaxState
+from unitscale.quant import QuantState
 
 MakeConfig = Callable[..., GPTConfig]
 FP8 = ["model.library=unitscale", "policy=fp8", "optimizer={learning_rate: 1000.0}"]

@@ -19,8 +19,8 @@ from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_train_step
 from tests.recipes.conftest import write_config
 from unitscale.core import rebalance
+from unitscale.nn import AmaxState
 from unitscale.parallel import make_mesh
-from unitscale.quant import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
@@ -132,6 +132,22 @@ def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) 
     assert 0 < error < 2 * 2**-4 * moved
     assert few != full
     assert few == pytest.approx(full, rel=1e-2)
+
+
+def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConfig) -> None:
+    """Its factors hold a batch size, which is that of all devices however it is divided."""
+    settings = (*WIDE, "model.library=unitscale", "optimizer={name: sgd, learning_rate: 0.01}")
+    losses, ours = exchange(make_config(*settings, ON_FOUR % "float32"))
+    left, theirs = exchange(make_config(*settings, ON_FOUR % "null"))
+    np.testing.assert_allclose(losses, left, rtol=1e-5)
+    first = init_state(make_config(*settings, ON_FOUR % "null"))[2].params
+    mine, compilers, begun = (
+        jax.tree.map(np.asarray, x) for x in (ours.params, theirs.params, first)
+    )
+    moved, error = (
+        float(optax.tree.norm(jax.tree.map(np.subtract, mine, x))) for x in (begun, compilers)
+    )
+    assert error < 1e-5 * moved
 
 
 def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None:

@@ -12,8 +12,7 @@ from recipes.config import RunConfig
 from recipes.run.evaluate import make_evaluation, mean_loss
 from recipes.run.recipe import recipe_of
 from recipes.run.state import init_state
-from recipes.run.step import make_train_step
-from recipes.run.steps import advance
+from recipes.run.step import advance, make_train_step
 from recipes.sweep._trials import Trials
 
 from ..characters import make

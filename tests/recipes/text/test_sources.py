@@ -125,7 +125,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 
 # name and bytes of the file, settings, and what the message has to say
 WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
-    ("a.jsonl", b'{"text": "x"}\n{"text": ', {}, r"a\.jsonl line 2: .*got malformed JSON \(.*\)"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": ', {}, r"a\.jsonl line 2: malformed JSON, .*correct"),
     ("a.jsonl", b'\n["x"]', {}, r"line 2: expected an object with the field 'text'; got \['x'\]"),
     ("a.jsonl", b'{"body": "x"}', {}, r"line 1: .* the field 'text'; got fields body; set"),
     ("a.jsonl", b'{"text": null}', {}, r"line 1: expected text in the field 'text'; got None; "),
@@ -135,9 +135,9 @@ WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
         "a.jsonl",
         b'{"text": "caf\xe9"}',
         {},
-        r"line 1: .* in UTF-8; .* byte 0xe9 in position 13",
+        r"line 1: .* in UTF-8: .* byte 0xe9 in position 13",
     ),
-    ("a.jsonl", b"[" * 10**6, {}, r"line 1: expected one JSON object in UTF-8; got malformed JSON"),
+    ("a.jsonl", b"[" * 10**6, {}, r"line 1: malformed JSON"),
     ("a.jsonl", b"\n", {}, r"holds no text \(0 bytes\)"),
     (
         "a.parquet",

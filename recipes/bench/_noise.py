@@ -1,0 +1,119 @@
+"""How far the results of a program move when each of its operations rounds: by trying."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+# Operations whose results are their operands, or some of them: nothing is rounded, and a program
+# may ask whether the maximum is equal to an operand.
+_EXACT = re.findall(
+    r"\w+",
+    "neg abs copy stop_gradient sign reshape transpose broadcast_in_dim squeeze rev slice split "
+    "dynamic_slice gather select_n max min reduce_max reduce_min sort cummax cummin clamp "
+    "convert_element_type optimization_barrier name",
+)
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2",
+    "checkpoint", "custom_vjp_call_jaxpr",
+}  # fmt: skip
+
+
+class Spread(NamedTuple):
+    """Exact results, the same when each operation rounds (samples first), and whether some number
+    lies beyond the range in which the law holds.
+    """
+
+    exact: list[np.ndarray]
+    moved: list[np.ndarray]
+    beyond: bool
+
+
+def spread_of(
+    function: Callable[..., Any], given: dict[str, Any], rounding: Any, samples: int
+) -> Spread:
+    """Runs a function of float64 arrays exactly, and with roundings drawn at random."""
+    closed = jax.make_jaxpr(lambda kw: function(**kw))(given)
+    arrays = jax.tree.leaves(given)
+    sizes: list[float] = []
+
+    exact = _Exact(sizes).run(closed, arrays)
+    runs = [_Noisy(np.random.default_rng(i), rounding).run(closed, arrays) for i in range(samples)]
+    moved = [np.stack([np.asarray(x) for x in same]) for same in zip(*runs, strict=True)]
+    beyond = any(not 2.0**-rounding.reach <= size <= 2.0**rounding.reach for size in sizes)
+    return Spread([np.asarray(e) for e in exact], moved, beyond)
+
+
+class _Run:
+    """Evaluates a jaxpr operation by operation, through calls."""
+
+    def after(self, primitive: str, result: Any) -> Any:
+        raise NotImplementedError
+
+    def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        return self._run(closed.jaxpr, closed.consts, args)
+
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        env: dict[Any, Any] = dict(zip(names, [*consts, *args], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            inner = next((eqn.params[n] for n in _INNER if n in eqn.params), None)
+            if eqn.primitive.name in _CALLS and inner is not None:
+                inner, known = (
+                    (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+                )
+                results = self._run(inner, known, operands)
+            else:
+                bound = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+                results = list(bound) if eqn.primitive.multiple_results else [bound]
+                results = [self.after(eqn.primitive.name, r) for r in results]
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+class _Exact(_Run):
+    """Keeps the largest finite magnitude of every result that is not zero."""
+
+    def __init__(self, sizes: list[float]):
+        self.sizes = sizes
+
+    def after(self, primitive: str, result: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(result), jnp.floating):
+            x = np.abs(np.asarray(result))
+            self.sizes += [float(np.max(x, where=np.isfinite(x), initial=0.0))]
+            if not self.sizes[-1]:
+                self.sizes.pop()
+        return result
+
+
+class _Noisy(_Run):
+    """Moves every arithmetic result at random by as much as it may be rounded."""
+
+    def __init__(self, rng: np.random.Generator, rounding: Any):
+        self.rng, self.rounding = rng, rounding
+
+    def after(self, primitive: str, result: Any) -> Any:
+        if primitive in _EXACT or not jnp.issubdtype(jnp.result_type(result), jnp.floating):
+            return result
+        x = np.asarray(result)
+        if not x.size:
+            return result
+        # What has a loop inside rounds more often than once.
+        times = 4.0 if primitive in ("scan", "while", "cond") else 1.0
+        finite = np.where(np.isfinite(x), x, 0)
+        relative = times * self.rounding.relative * self.rng.uniform(-1, 1, x.shape)
+        absolute = times * self.rounding.absolute * self.rng.uniform(-1, 1, x.shape)
+        rms = np.sqrt(np.mean(finite * finite))
+        return jnp.asarray(x * (1 + relative) + np.where(x == 0, 0, absolute * rms))

@@ -1,0 +1,61 @@
+"""Layers that make arrays of their own (positions, first states) where a batch is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.parallel.devices import mesh_of, relative_error
+from unitscale import batch_over, nn, ops
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 6, 8)).astype(np.float32)
+LABELS = RNG.integers(0, 5, (8, 6))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.positions = nn.PositionalEmbed(6, 8, rngs=rngs)
+        self.recurrent = nn.RNN(nn.GRUCell(8, 8, rngs=rngs))
+        self.stack = nn.TransformerStack(2, 8, 2, 16, remat=True, is_causal=True, rngs=rngs)
+        self.readout = nn.Readout(8, 5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.readout(self.stack(self.recurrent(self.positions(x))))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_gradients_of_a_model(check: bool) -> None:
+    graphdef, params = nnx.split(Model(nnx.Rngs(0)))
+
+    def loss(params, x, labels):
+        return ops.softmax_cross_entropy(nnx.merge(graphdef, params)(x), labels)
+
+    def checked(params, x, labels):
+        return jax.grad(lambda p: lax.pmean(loss(p, x, labels), "data"))(params)
+
+    def unchecked(params, x, labels):
+        with batch_over("data"):
+            return lax.pmean(jax.grad(loss)(params, x, labels), "data")
+
+    mapped = jax.shard_map(
+        checked if check else unchecked,
+        mesh=mesh_of(data=4),
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check,
+    )
+    found = jax.tree_util.tree_leaves_with_path(jax.jit(mapped)(params, X, LABELS))
+    whole = jax.tree.leaves(jax.jit(jax.grad(loss))(params, X, LABELS))
+    for (path, ours), expected in zip(found, whole, strict=True):
+        name = jax.tree_util.keystr(path)
+        if "['key']['bias']" in name:  # adds the same to all logits of a query
+            assert np.abs(ours).max() < 1e-5
+        else:
+            assert relative_error(ours, expected) < 2**-19, name

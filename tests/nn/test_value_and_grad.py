@@ -1,0 +1,102 @@
+"""Gradients of models by value; what is recorded of amax is in test_amax_state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from unitscale import ScaledArray, nn, optim, to_array
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nn.Dense(8, 8, rngs=rngs)
+        self.norm = nn.LayerNorm(8, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.norm(self.first(x))
+
+
+def loss(model, x):
+    return jnp.sum(jnp.sin(to_array(model(x))))
+
+
+def stored(scale: float = 1.0) -> Net:
+    """Weights in float16, every scale moved by a factor."""
+    model = Net()
+    tx = optim.scaled(optax.sgd(1.0))
+    params = tx.scale_params(nnx.state(model, nnx.Param))
+    moved = lambda w: ScaledArray(w.data / scale, w.scale * scale)  # noqa: E731
+    is_leaf = lambda x: isinstance(x, ScaledArray)  # noqa: E731
+    nnx.update(model, jax.tree.map(moved, params, is_leaf=is_leaf))
+    return model
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**7])
+def test_gradients_are_those_of_plain_parameters(wrap, scale: float) -> None:
+    model, plain = stored(scale), Net()
+    nnx.update(plain, to_array(nnx.state(model, nnx.Param), jnp.float32))
+    value, grads = wrap(nn.value_and_grad(loss))(model, X)
+    wanted, expected = nnx.jit(nnx.value_and_grad(loss))(plain, X)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    # What the model counts goes on, and its weights are stored as they were.
+    assert int(model.calls.get_value()) == 1
+    assert model.first.kernel.get_value().dtype == jnp.float16
+    assert float(model.first.kernel.get_value().scale) == scale
+
+
+def test_grad_and_aux() -> None:
+    model = stored()
+    both = lambda model, x: (loss(model, x), {"x": x})  # noqa: E731
+    (_, aux), grads = nn.value_and_grad(both, has_aux=True)(model, X)
+    again, seen = nn.grad(both, has_aux=True)(model, X)
+    np.testing.assert_array_equal(aux["x"], seen["x"])
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    by_x = nn.grad(loss, argnums=1)(model, X)
+    assert by_x.shape == X.shape
+    times = lambda model, x, *, factor=2.0: factor * loss(model, x)  # noqa: E731
+    value, _ = nn.value_and_grad(times)(model, x=X, factor=3.0)
+    np.testing.assert_allclose(value, 3 * loss(model, X), rtol=1e-6)
+
+
+def test_the_model_of_the_caller_is_not_touched_while_the_loss_runs() -> None:
+    model = stored()
+    before = model.first.kernel.get_value()
+    seen = []
+
+    def watching(inner, x):
+        assert inner is not model
+        seen.append(model.first.kernel.get_value().dtype)
+        return loss(inner, x)
+
+    nn.grad(watching)(model, X)
+    assert seen == [jnp.float16]
+    with pytest.raises(ZeroDivisionError):
+        nn.grad(lambda model: 1 / 0)(model)
+    np.testing.assert_array_equal(model.first.kernel.get_value().data, before.data)
+
+
+def test_trees_are_for_the_function_of_trees() -> None:
+    tree = {"w": ScaledArray(jnp.ones(2), 4.0)}
+    with pytest.raises(TypeError, match=r"unitscale\.value_and_grad"):
+        nn.grad(lambda tree: jnp.sum(to_array(tree)["w"]))(tree)
+
+
+def test_an_optimizer_that_knows_no_scales_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"parameters that are ScaledArrays, such as first\.bias"):
+        nn.Optimizer(stored(), optax.sgd(0.1), wrt=nnx.Param)

@@ -1,0 +1,252 @@
+"""Every optimizer of optax in few bits, 200 steps on a small smooth problem, against itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from tests.batching import chunks, compute, entry
+from unitscale.core import to_array
+from unitscale.optim import scaled
+from unitscale.optim._states import _FROM_TINY_STEPS, _HELD
+
+STEPS = 200
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 8)).astype(np.float32)
+Y = np.sin(X @ (0.5 * RNG.normal(size=8))).astype(np.float32)
+PARAMS = {
+    "a": (0.35 * RNG.normal(size=(8, 16))).astype(np.float32),
+    "b": (0.25 * RNG.normal(size=16)).astype(np.float32),
+}
+
+
+def loss(params: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(X @ params["a"]) @ params["b"] - Y) ** 2)
+
+
+class Run(NamedTuple):
+    """An optimizer, what its update wants beside gradients, and the format of the weights."""
+
+    make: Callable[[], Any]
+    wants: tuple[str, ...] = ()
+    weights: Any = "float16"
+
+
+def _sam() -> Any:
+    return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)))
+
+
+RUNS: dict[str, Run] = {
+    "adabelief": Run(lambda: optax.adabelief(1e-2)),
+    "adadelta": Run(lambda: optax.adadelta(1.0)),
+    "adafactor": Run(lambda: optax.adafactor(1e-2)),
+    "adafactor, factored": Run(lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+    "adagrad": Run(lambda: optax.adagrad(0.1)),
+    "adam": Run(lambda: optax.adam(1e-2)),
+    "adamax": Run(lambda: optax.adamax(1e-2)),
+    "adamaxw": Run(lambda: optax.adamaxw(1e-2)),
+    "adamw": Run(lambda: optax.adamw(1e-2)),
+    "adan": Run(lambda: optax.adan(1e-2)),
+    "amsgrad": Run(lambda: optax.amsgrad(1e-2)),
+    "fromage": Run(lambda: optax.fromage(1e-2)),
+    "lamb": Run(lambda: optax.lamb(1e-2)),
+    "lars": Run(lambda: optax.lars(1.0)),
+    "lbfgs": Run(optax.lbfgs, ("value", "grad", "value_fn")),
+    "lion": Run(lambda: optax.lion(3e-3)),
+    "nadam": Run(lambda: optax.nadam(1e-2)),
+    "nadamw": Run(lambda: optax.nadamw(1e-2)),
+    "noisy_sgd": Run(lambda: optax.noisy_sgd(0.05, key=0)),
+    "novograd": Run(lambda: optax.novograd(1e-2)),
+    "optimistic_adam_v2": Run(lambda: optax.optimistic_adam_v2(1e-2)),
+    "optimistic_gradient_descent": Run(lambda: optax.optimistic_gradient_descent(0.05)),
+    "polyak_sgd": Run(optax.polyak_sgd, ("value",)),
+    "radam": Run(lambda: optax.radam(1e-2)),
+    "rmsprop": Run(lambda: optax.rmsprop(3e-3)),
+    "rmsprop, bias correction": Run(lambda: optax.rmsprop(3e-3, bias_correction=True)),
+    "rmsprop, centred": Run(lambda: optax.rmsprop(3e-3, centered=True)),
+    "rmsprop, momentum": Run(lambda: optax.rmsprop(3e-3, centered=True, momentum=0.9)),
+    "rprop": Run(lambda: optax.rprop(1e-3)),
+    "sgd": Run(lambda: optax.sgd(0.1)),
+    "sgd, momentum": Run(lambda: optax.sgd(0.05, momentum=0.9)),
+    "sgd, nesterov": Run(lambda: optax.sgd(0.05, momentum=0.9, nesterov=True)),
+    "sign_sgd": Run(lambda: optax.sign_sgd(3e-3)),
+    "signum": Run(lambda: optax.signum(3e-3)),
+    "sm3": Run(lambda: optax.sm3(0.1)),
+    "yogi": Run(lambda: optax.yogi(1e-2)),
+    "acprop": Run(lambda: contrib.acprop(1e-2)),
+    "ademamix": Run(lambda: contrib.ademamix(1e-2)),
+    "adopt": Run(lambda: contrib.adopt(1e-2)),
+    "cocob": Run(contrib.cocob),
+    "dadapt_adamw": Run(contrib.dadapt_adamw, weights=None),
+    "dog": Run(lambda: contrib.dog(1.0), weights=None),
+    "dowg": Run(lambda: contrib.dowg(1.0), weights=None),
+    "galore": Run(lambda: contrib.galore(1e-2, rank=4)),
+    "madgrad": Run(lambda: contrib.madgrad(1e-2)),
+    "mechanize": Run(lambda: contrib.mechanize(optax.sgd(0.1)), weights=None),
+    "momo": Run(contrib.momo, ("value",)),
+    "momo_adam": Run(contrib.momo_adam, ("value",)),
+    "muon": Run(lambda: contrib.muon(1e-2)),
+    "prodigy": Run(contrib.prodigy, weights=None),
+    "sam": Run(_sam),
+    "schedule_free": Run(lambda: contrib.schedule_free(optax.sgd(0.1), 0.1)),
+    "schedule_free_adamw": Run(lambda: contrib.schedule_free_adamw(1e-2)),
+    "schedule_free_sgd": Run(lambda: contrib.schedule_free_sgd(0.1)),
+    "simplified_ademamix": Run(lambda: contrib.simplified_ademamix(1e-3)),
+    "sophia": Run(lambda: contrib.sophia(1e-2), ("obj_fn",)),
+    "split_real_and_imaginary": Run(lambda: contrib.split_real_and_imaginary(optax.adam(1e-2))),
+}
+
+# Their gradients are not as the parameters: pairs of parameters, one gradient per example.
+REFUSED = {
+    "lookahead": (
+        lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
+        lambda params: optax.LookaheadParams.init_synced(params),
+        lambda grads: grads,
+    ),
+    "differentially_private_aggregate": (
+        lambda: contrib.differentially_private_aggregate(1.0, 0.1, key=0),
+        lambda params: params,
+        lambda grads: jax.tree.map(lambda g: g[None], grads),
+    ),
+}
+
+# What optimizers are made of; so is all that is called scale_by_*.
+PARTS = """
+    add_decayed_weights add_noise adaptive_grad_clip apply_every apply_if_finite centralize chain
+    clip clip_by_block_rms clip_by_global_norm conditionally_mask conditionally_transform ema
+    flatten freeze identity inject_hyperparams inject_stateful_hyperparams keep_params_nonnegative
+    masked measure_with_ema multi_transform named_chain normalize normalize_by_update_norm
+    partition reduce_on_plateau scale selective_transform set_to_zero snapshot stateless
+    stateless_with_tree_map trace with_extra_args_support zero_nans
+"""
+
+# Which warn that they are deprecated, in every call.
+DEPRECATED = {"dpsgd", "optimistic_adam"}
+
+# States with arrays of the size of parameters that are kept as they are; see `_states`.
+KEPT = """
+    COCOBState EmaState GaLoreState MadgradState SAMState ScaleByLBFGSState
+    ScaleByOptimisticGradientState ScaleByRStdDevState ScaleByRpropState ScaleByRssState
+    ScaleByZoomLinesearchState ScheduleFreeState
+"""
+
+
+def _makes_transformations(f: Any) -> bool:
+    if not (inspect.isfunction(f) or isinstance(f, functools.partial)):
+        return False
+    signature = inspect.signature(f)
+    return "GradientTransformation" in str(signature.return_annotation) or (
+        "learning_rate" in signature.parameters
+    )
+
+
+def test_the_table_is_complete() -> None:
+    """An optimizer that a release of optax adds is placed: run, refused, or only a part."""
+    public = {
+        name
+        for module in (optax, contrib)
+        for name, f in vars(module).items()
+        if not name.startswith("_") and _makes_transformations(f)
+    }
+    placed = (
+        {name.partition(",")[0] for name in RUNS} | REFUSED.keys() | set(PARTS.split()) | DEPRECATED
+    )
+    assert {n for n in public - placed if not n.startswith("scale_by_")} == set()
+    assert placed - public == set()
+
+
+def is_state(x: Any) -> bool:
+    return hasattr(x, "_fields") and type(x).__module__.startswith("optax")
+
+
+def states_in(tree: Any) -> list[Any]:
+    """Every state of optax in a state, nested ones too."""
+    found = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
+    return found + [x for state in found for x in states_in(tuple(state))]
+
+
+def test_every_state_is_placed() -> None:
+    makers = [run.make for run in RUNS.values()] + [optax.scale_by_distance_over_gradients]
+    inits = [jax.eval_shape(make().init, PARAMS) for make in makers]
+    states = {type(x).__name__: x for x in states_in(inits)}
+    placed = _HELD.keys() | _FROM_TINY_STEPS | set(KEPT.split())
+    assert placed - states.keys() == set()
+    shapes = {x.shape for x in PARAMS.values()}
+    for name, state in states.items():
+        assert set(_HELD.get(name, ())) <= set(state._fields)
+        own = [x for x in jax.tree.leaves(tuple(state), is_leaf=is_state) if not is_state(x)]
+        if any(x.shape in shapes for x in own):
+            assert name in placed, "say in unitscale.optim._states what it holds, or keep it"
+
+
+def train(run: Run, formats: bool) -> Callable[[Any], jax.Array]:
+    inner = run.make()
+    tx = scaled(inner, weights=run.weights) if formats else inner
+
+    def step(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(to_array(params))
+        everything = {"value": value, "grad": grads, "value_fn": loss, "obj_fn": loss}
+        extra = {name: everything[name] for name in run.wants}
+        if formats:
+            return tx.step(params, state, grads, **extra), None
+        updates, state = tx.update(grads, state, params, **extra)
+        return (optax.apply_updates(params, updates), state), None
+
+    def whole(params):
+        params = tx.scale_params(params) if formats else params
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=STEPS)
+        params = to_array(params, jnp.float32)
+        return loss(params)
+
+    return whole
+
+
+@pytest.mark.parametrize("names", chunks(RUNS, 8))
+def test_ends_where_the_same_optimizer_ends_in_float32(names: list[str]) -> None:
+    """In shares of the loss that training begins with.
+
+    A first moment in E4M3 errs by up to 2^-4 of itself, a step that it makes too, and a loss that
+    falls by a share in every step is as far after 200 as float32 after 1/16 more of them or less.
+    Below 2^-10 the end is in the noise of weights whose entries err by 2^-12 in every step.
+    """
+    table = {(n, f): (train(RUNS[n], f), PARAMS) for n in names for f in (False, True)}
+    results = compute(table | {"start": (loss, PARAMS)})
+    start = results.pop("start")
+    for name in names:
+        with entry(name):
+            plain, ours = (float(results[name, f] / start) for f in (False, True))
+            assert plain < 0.5, plain
+            assert plain ** (17 / 16) - 2**-10 < ours < plain ** (15 / 16) + 2**-10, (ours, plain)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_why(name: str) -> None:
+    make, params_of, grads_of = REFUSED[name]
+    tx = scaled(make(), weights=None)
+    params = params_of(jax.tree.map(jnp.asarray, PARAMS))
+    grads = grads_of(jax.tree.map(jnp.asarray, PARAMS))
+    with pytest.raises(ValueError, match=r"gradients must have the (structure|shapes) of params"):
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("weights", [None, "float16"])
+def test_a_sum_never_stalls(weights: Any) -> None:
+    """4,000 gradients of 1, which a sum in 11 bits stops to count at 1,024."""
+    tx = scaled(optax.scale_by_rss(initial_accumulator_value=0.0), weights=weights)
+    params = tx.scale_params({"w": jnp.ones(4)})
+
+    def step(state: Any, _: Any) -> tuple[Any, None]:
+        return tx.update({"w": jnp.ones(4)}, state, params)[1], None
+
+    state: Any = jax.lax.scan(step, tx.init(params), None, length=4000)[0]
+    np.testing.assert_array_equal(state.inner.sum_of_squares["w"], 4000.0)

@@ -1,0 +1,61 @@
+"""Programs that `python -m recipes bench fuzz` has found wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ScaledArray, to_array
+from unitscale.transforms import scalify
+
+
+def scaled(data: Any, scale: Any = 1.0, dtype: Any = jnp.float16) -> ScaledArray:
+    return ScaledArray(jnp.asarray(data, dtype), jnp.asarray(scale, jnp.float32))
+
+
+ROWS = scaled([[1.0, 2.0], [1.0, 3.0]], [[0.5], [16.0]])
+NO_ROWS = scaled(jnp.zeros((0, 2)), jnp.zeros((0, 1)))
+EIGHT = scaled([1.0, -0.5, 1.5], 0.5, jnp.float8_e4m3fn)
+
+FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
+    "a number and a scale per row": (lambda x: 1 - x, ROWS),
+    "a number of the program and a scale per row": (lambda x: x + x.sum(), ROWS),
+    "a choice of a number and a scale per row": (lambda x: jnp.where(x > 1, x, 3.0), ROWS),
+    "a maximum with a number and a scale per row": (lambda x: jnp.maximum(x, 2.0), ROWS),
+    "clamped at numbers with a scale per row": (lambda x: jax.lax.clamp(1.0, x, 4.0), ROWS),
+    "a scale per row without rows": (lambda x: (1 - x).T, NO_ROWS),
+    "a scale per item and one item": (
+        lambda x: (lambda y: y - y.mean(-1, keepdims=True))(jax.lax.map(lambda v: 2 * v, x)),
+        scaled([1.0, 1.0, 5.0]),
+    ),
+    "a number far above the operand, squared": (
+        lambda x: (x + 1) ** 2 * (x + 1) + x,
+        scaled([1.0, 2.0], 2.0**-40),
+    ),
+    "a number and zeros, squared": (lambda x: (2 * x + 1) * (1 - x) + x, scaled([0.0, 0.0])),
+    "8 bits compared with more": (lambda x: jnp.minimum(x, x.min()), EIGHT),
+    **{
+        f"{f.__name__} near zero": (f, scaled([0.5, 1.25, 2.0], 2.0**-24))
+        for f in (jnp.tanh, jnp.sin, jnp.log1p, jnp.arctan, jnp.arcsinh, jnp.arctanh, jax.lax.erf)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    function, x = FOUND[name]
+
+    def both(x: Any) -> Any:
+        return function(x), jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))(x)
+
+    found = to_array(scalify(both)(x))
+    expected = both(to_array(x).astype(jnp.float32))
+    # bfloat16, as which 8 bits are computed with, is the widest step.
+    step = float(jnp.finfo(jnp.bfloat16 if x.dtype.itemsize == 1 else jnp.float16).eps)
+    for e, a in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=8 * step * np.max(np.abs(e), initial=0))

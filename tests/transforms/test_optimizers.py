@@ -1,0 +1,143 @@
+"""Every optimizer of optax under scalify, parameters and state in float16: it trains as in float32.
+
+What 16 bits cost by themselves is measured: by the plain step, of which parameters and state are
+rounded to 16 bits after every turn, each leaf at a scale of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from unitscale import as_scaled, to_array
+from unitscale.transforms import scalify
+
+STEPS = 200
+# A rate at which a step is more than the rounding of the parameters, and 200 of them train.
+RATE = 0.05
+RATES = {"acprop": 0.01, "rmsprop": 0.01}
+# What a learning rate alone does not make. The first estimates of methods that find their own rate
+# are such that the first steps are not lost in the rounding of the parameters.
+GIVEN: dict[str, Callable[[], Any]] = {
+    "dadapt_adamw": lambda: optax.contrib.dadapt_adamw(estim_lr0=1e-3),
+    "dog": lambda: optax.contrib.dog(1.0, init_step=("heuristic", 1e-2)),
+    "dowg": lambda: optax.contrib.dowg(1.0, init_estim_sq_dist=1e-2),
+    "dpsgd": lambda: optax.contrib.dpsgd(RATE, 1.0, 0.1, 0),
+    "mechanize": lambda: optax.contrib.mechanize(optax.sgd(RATE), s_init=1e-2),
+    "noisy_sgd": lambda: optax.noisy_sgd(RATE, key=jax.random.key(0)),
+    "polyak_sgd": lambda: optax.polyak_sgd(1.0),
+    "prodigy": lambda: optax.contrib.prodigy(1.0, estim_lr0=1e-3),
+    "sam": lambda: optax.contrib.sam(
+        optax.sgd(RATE), optax.chain(optax.contrib.normalize(), optax.sgd(RATE))
+    ),
+    "schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(RATE), RATE),
+}
+DEPRECATED = {"optimistic_adam"}
+PER_EXAMPLE = {"dpsgd"}
+PLAIN = {"dpsgd", "sam"}  # which take no further arguments
+
+
+def optimizers() -> dict[str, Callable[[], Any]]:
+    """Every function of optax and optax.contrib that takes a learning rate, and those given."""
+    found = dict(GIVEN)
+    for module in (optax, optax.contrib):
+        for name, f in inspect.getmembers(module, inspect.isfunction):
+            building_block = name.startswith(("_", "scale_")) or name in DEPRECATED
+            if "learning_rate" in inspect.signature(f).parameters and not building_block:
+                rate = RATES.get(name, RATE)
+                found.setdefault(name, lambda f=f, rate=rate: f(learning_rate=rate))
+    return found
+
+
+def problem() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {"up": normal(6, 12) / 3, "bias": jnp.zeros(12), "down": normal(12, 3) / 4}
+    x = normal(32, 6)
+    return params, (x, jnp.tanh(x @ normal(6, 3)))
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    x, target = batch
+    return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - target) ** 2)
+
+
+def step_of(name: str, optimizer: Any) -> Callable[..., Any]:
+    update = optax.with_extra_args_support(optimizer).update
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        def loss(p: Any) -> jax.Array:
+            return loss_of(p, batch)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        given = grads
+        if name in PER_EXAMPLE:
+            items = jax.tree.map(lambda x: x[:, None], batch)
+            given = jax.vmap(jax.grad(loss_of), (None, 0))(params, items)
+        extra = {"value": value, "grad": grads, "value_fn": loss}
+        extra = {} if name in PLAIN else {"obj_fn": loss} if name == "sophia" else extra
+        updates, state = update(given, state, params, **extra)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
+    """Rounds each leaf at a scale near its RMS; other offsets round otherwise."""
+
+    def one(x: Any) -> Any:
+        if not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        finite = jnp.where(jnp.isfinite(x), x, 0)
+        size = jnp.sqrt(jnp.mean(jnp.square(finite / (jnp.max(jnp.abs(finite)) + 1e-37))))
+        scale = jnp.exp2(jnp.round(jnp.log2(size * jnp.max(jnp.abs(finite)) + 1e-37))) * offset
+        return (x / scale).astype(dtype).astype(x.dtype) * scale
+
+    return jax.tree.map(one, tree)
+
+
+def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> np.ndarray:
+    found = []
+    for _ in range(STEPS):
+        params, state, loss = step(params, state, batch)
+        found.append(loss)
+    return np.asarray([float(to_array(x)) for x in jax.device_get(found)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:"seed" is deprecated:DeprecationWarning')  # dpsgd has no key
+@pytest.mark.parametrize("name", optimizers())
+def test_training_in_float16_follows_float32(name: str) -> None:
+    params, batch = problem()
+    optimizer = optimizers()[name]()
+    step, state = step_of(name, optimizer), optimizer.init(params)
+    plain = losses(jax.jit(step), params, state, batch)
+    assert plain[-20:].mean() < 0.9 * plain[0], "the plain program trains"
+
+    @jax.jit
+    def storing(params: Any, state: Any, batch: Any, offset: Any) -> Any:
+        *kept, loss = step(params, state, batch)
+        return *rounded(tuple(kept), jnp.float16, offset), loss
+
+    stored = [
+        losses(lambda *args, o=o: storing(*args, o), params, state, batch)
+        for o in np.asarray([1.0, 1.25, 1.5, 1.75], np.float32)
+    ]
+    scaled = as_scaled((params, state, batch), dtype=jnp.float16)
+    found = losses(jax.jit(scalify(step)), *scaled)
+    assert np.all(np.isfinite(found))
+    # Means over 20 steps, since two runs that follow each other swing apart.
+    windows = [np.asarray(x).reshape(-1, 20).mean(1) for x in (plain, found, *stored)]
+    apart = np.max([np.abs(w - windows[0]) for w in windows[2:]], axis=0)
+    bound = 3 * np.maximum.accumulate(apart) + 0.02 * windows[0]
+    assert np.all(np.abs(windows[1] - windows[0]) <= bound), (windows[:2], bound)

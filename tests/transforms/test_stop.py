@@ -1,0 +1,220 @@
+"""Loops that stop on what they compute: in 16 bits they take the turns that float32 takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.scipy.optimize import minimize
+
+from tests.batching import compute, entry
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import scalify
+from unitscale.transforms._stop import stops_on_floats
+
+# So that a loop that never ends fails a test instead of holding it.
+MOST = 300
+X = jnp.asarray(np.random.default_rng(0).uniform(0.5, 3.0, 8), jnp.float16)
+S = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 4, jnp.float16)
+
+
+def turns(stop: Callable[[Any], Any], turn: Callable[[Any], Any], start: Any) -> Any:
+    """A while loop that counts: what it ends with, and how many turns it took."""
+    return lax.while_loop(
+        lambda s: ~stop(s[0]) & (s[1] < MOST), lambda s: (turn(s[0]), s[1] + 1), (start, 0)
+    )
+
+
+def first_of(result: Any) -> Any:
+    """The first of what is carried, and the turns."""
+    return result[0][0], result[1]
+
+
+def newton(x: Any) -> Any:
+    return turns(
+        lambda r: jnp.max(jnp.abs(r * r - x)) <= 1e-5, lambda r: (r + x / r) / 2, jnp.ones_like(x)
+    )
+
+
+def bisection(x: Any) -> Any:
+    def turn(s: Any) -> Any:
+        middle = (s[0] + s[1]) / 2
+        below = middle * middle < x
+        return jnp.where(below, middle, s[0]), jnp.where(below, s[1], middle)
+
+    start = jnp.zeros_like(x), x + 1
+    return first_of(turns(lambda s: jnp.max(s[1] - s[0]) < 1e-5, turn, start))
+
+
+def flagged(x: Any) -> Any:
+    """As `newton`, where what is tested is a flag."""
+    return lax.while_loop(
+        lambda s: s[1] & (s[2] < MOST),
+        lambda s: ((s[0] + x / s[0]) / 2, jnp.any(jnp.abs(s[0] * s[0] - x) > 1e-5), s[2] + 1),
+        (jnp.ones_like(x), True, 0),
+    )[::2]
+
+
+def patient(x: Any) -> Any:
+    """Stops after three turns in a row that do not improve."""
+
+    def turn(s: Any) -> Any:
+        r, best, waited = s
+        r = (r + x / r) / 2
+        error = jnp.sum(jnp.abs(r * r - x))
+        better = error < best
+        return r, jnp.minimum(error, best), jnp.where(better, 0, waited + 1)
+
+    return first_of(turns(lambda s: s[2] == 3, turn, (jnp.ones_like(x), jnp.inf, 0)))
+
+
+def of_constants(x: Any) -> Any:
+    """What a turn and the test compute of constants, in different orders, is one number."""
+    return turns(
+        lambda r: jnp.max(jnp.abs(r * r - x * jnp.flip(x))) <= 1e-5,
+        lambda r: (r + x / r * jnp.flip(x)) / 2,
+        jnp.ones_like(x),
+    )
+
+
+def conjugate_gradients(s: Any) -> Any:
+    a, b = s @ s.T + jnp.eye(8), s[0]
+
+    def turn(state: Any) -> Any:
+        x, r, p = state
+        step = (r @ r) / (p @ a @ p)
+        after = r - step * (a @ p)
+        return x + step * p, after, after + (after @ after) / (r @ r) * p
+
+    return first_of(turns(lambda s: jnp.sum(s[1] ** 2) < 1e-8, turn, (jnp.zeros(8), b, b)))
+
+
+def nested(x: Any) -> Any:
+    """The cube root by the square root: r -> sqrt(x / r)."""
+    return turns(
+        lambda r: jnp.max(jnp.abs(r**3 - x)) <= 1e-4,
+        lambda r: newton(x / r)[0],
+        jnp.ones_like(x),
+    )
+
+
+def in_scan(x: Any) -> Any:
+    return lax.scan(lambda c, v: (c + 1, newton(v * c)), 1.0, x)[1]
+
+
+def root(x: Any) -> Any:
+    return lax.custom_root(
+        lambda r: r * r - x,
+        jnp.ones_like(x),
+        lambda f, r: turns(
+            lambda r: jnp.max(jnp.abs(f(r))) <= 1e-5, lambda r: r - f(r) / (2 * r), r
+        )[0],
+        lambda g, y: y / g(jnp.ones_like(y)),
+    )
+
+
+def bfgs(x: Any) -> Any:
+    found = minimize(lambda v: jnp.sum((v * v - x) ** 2), jnp.ones_like(x), method="BFGS", tol=1e-4)
+    return found.x, found.nit
+
+
+def conjugate_gradients_of_jax(s: Any) -> Any:
+    a = s @ s.T + jnp.eye(8)
+    return jax.scipy.sparse.linalg.cg(lambda v: a @ v, s[0], tol=1e-4)[0], jnp.zeros((), int)
+
+
+LOOPS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "newton": (newton, X),
+    "newton under jit": (jax.jit(newton), X),
+    "newton under vmap": (jax.vmap(newton), X),
+    "bisection": (bisection, X),
+    "a flag": (flagged, X),
+    "patience": (patient, X),
+    "constants": (of_constants, X),
+    "conjugate gradients": (conjugate_gradients, S),
+    "conjugate gradients of JAX": (conjugate_gradients_of_jax, S),
+    "nested": (nested, X),
+    "in a scan": (in_scan, X),
+    "gradient of a root": (lambda x: (jax.grad(lambda x: root(x).sum())(x), jnp.zeros(())), X),
+    "gradient of a scan of roots": (
+        lambda x: (
+            jax.grad(lambda x: lax.scan(lambda c, v: (root(c + v), None), 0.1, x)[0])(x),
+            jnp.zeros(()),
+        ),
+        X,
+    ),
+    "forward": (lambda x: (jax.jvp(newton, (x,), (x,))[1][0], newton(x)[1]), X),
+    "BFGS": (bfgs, X),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("names", [list(LOOPS)[::2], list(LOOPS)[1::2]])
+def test_loops_take_no_more_turns_than_in_float32(names: list[str], dtype: Any) -> None:
+    programs = {}
+    for name in names:
+        f, x = LOOPS[name]
+        x = x.astype(dtype)
+        scaled = ScaledArray(x / 4, jnp.float32(4))
+
+        def both(x: Any, scaled: Any, f: Any = f) -> Any:
+            return f(x.astype(jnp.float32)), to_array(scalify(f)(scaled)), scalify(f)(scaled)[0]
+
+        programs[name] = both, x, scaled
+    for name, (plain, found, result) in compute(programs).items():
+        with entry(name):
+            assert np.all(np.asarray(plain[1]) < MOST), "the plain program ends"
+            assert np.all(np.asarray(found[1]) <= np.asarray(plain[1])), (found[1], plain[1])
+            assert result.dtype == dtype
+            # What goes in and comes out is rounded, a few times; what is between is not.
+            tolerance = 16 * float(jnp.finfo(dtype).eps) * float(np.max(np.abs(plain[0])))
+            np.testing.assert_allclose(found[0], plain[0], rtol=0, atol=tolerance)
+
+
+def test_what_a_counter_stops_stays_narrow() -> None:
+    def f(x: Any, n: Any) -> Any:
+        return lax.fori_loop(0, n, lambda i, c: jnp.sin(c) + x, x)
+
+    scaled = as_scaled(X, dtype=jnp.float16)
+    carried = [
+        eqn.params["body_jaxpr"].in_avals
+        for eqn in jax.make_jaxpr(scalify(f))(scaled, 3).jaxpr.eqns
+        if eqn.primitive.name == "while"
+    ]
+    assert len(carried) == 1
+    assert {a.dtype for a in carried[0] if a.shape == X.shape} == {jnp.dtype(jnp.float16)}
+
+
+STOPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
+    "a count": (lambda s: s[1] < 5, lambda s: (s[0] * 2, s[1] + 1), False),
+    "a count, all in one call": (
+        lambda s: s[1] < 5,
+        jax.jit(lambda s: (s[0] * 2, s[1] + 1)),
+        False,
+    ),
+    "a value": (lambda s: s[0][0] < 5, lambda s: (s[0] * 2, s[1] + 1), True),
+    "a count of values": (
+        lambda s: s[1] < 5,
+        lambda s: (s[0] * 2, s[1] + (s[0][0] > 3).astype(int)),
+        True,
+    ),
+    "a count of constants": (
+        lambda s: s[1] < 5,
+        lambda s: (s[0] * 2, s[1] + 1 + (X[0] > 3).astype(int)),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_what_a_stop_depends_on(name: str) -> None:
+    condition, body, floats = STOPS[name]
+    loop = jax.make_jaxpr(lambda x: lax.while_loop(condition, body, (x, 0)))(jnp.ones(3)).eqns[-1]
+    params = loop.params
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    assert stops_on_floats(params["cond_jaxpr"], params["body_jaxpr"], *counts) is floats
