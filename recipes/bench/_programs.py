@@ -130,6 +130,7 @@ class Program(NamedTuple):
             "FP8 ms": ms.get("FP8 products", 0.0),
             "attention ms": ms.get("attention", 0.0),
             "memory-bound ms": ms.get("memory-bound", 0.0),
+            "arithmetic ms": ms.get("arithmetic-bound", 0.0),
             "temporaries MiB": self.temporaries / 2**20,
             "optimizer B/param": self.optimizer_bytes,
         }

@@ -42,7 +42,8 @@ NOTE = (
     "All times are projected: each kernel takes the longer of its bytes and its operations at the "
     "speed of the device, without gaps or overlap. Attention by cuDNN in every row. optimizer "
     "B/param: bytes that the update moves for each parameter. amax: reductions to the greatest "
-    "magnitude."
+    "magnitude, those of scaled optimizer state among them. arithmetic: element-wise kernels of "
+    "many operations to a byte."
 )
 
 
@@ -125,7 +126,8 @@ def judged(shape: str, found: Mapping[str, Program]) -> Table:
     ask("optimizer, bytes a parameter", columns["optimizer B/param"], most=MOST_OPTIMIZER_BYTES)
     ask("FP8 share of the operations of Dense", columns["FP8 of Dense"], least=1.0)
     ask("FP8 share of the operations of the readout", columns["FP8 of readout"], least=1.0)
-    ask("amax reductions", columns["amax"], most=0)
+    if unit := found.get("fp8"):  # scaled state has reductions of its own
+        ask("amax reductions of fp8", unit.columns()["amax"], most=0)
     return Table(f"What is asked of {BEST}, {shape}", rows)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ._extras import extra
-from ._work import ATTENTION, COLLECTIVES, KINDS, LIBRARY, MEMORY, PRODUCTS
+from ._work import ARITHMETIC, ATTENTION, COLLECTIVES, KINDS, LIBRARY, MEMORY, PRODUCTS
 
 _PLACES = 20
 _LABEL = 60
@@ -11,6 +11,7 @@ _COLORS = dict.fromkeys(PRODUCTS.values(), "tab:blue") | {
     PRODUCTS["f8"]: "tab:cyan",
     ATTENTION: "tab:green",
     MEMORY: "tab:orange",
+    ARITHMETIC: "tab:red",
     COLLECTIVES: "tab:purple",
     LIBRARY: "tab:gray",
 }

@@ -5,9 +5,10 @@ import re
 
 from ..quant._hlo import Instruction, Program
 from ..quant._kernels import user_line
+from ._arithmetic import operations
 from ._device import Device
 from ._traffic import moved
-from ._work import work_of
+from ._work import ARITHMETIC, MEMORY, work_of
 
 # What takes no time: other names of the same memory, and the ends of what was counted as it began.
 _FREE = frozenset({"parameter", "tuple", "get-tuple-element", "constant", "bitcast", "after-all"})
@@ -21,7 +22,8 @@ class Kernel:
     Attributes:
         name: its name in the program.
         kind: "FP8 products", "16-bit products", "32-bit products" (and others), "attention",
-            "memory-bound", "collectives" or "library calls".
+            "memory-bound", "arithmetic-bound" (element-wise work of many operations to a byte),
+            "collectives" or "library calls".
         format: of its products, as in `Device.flops`; "" if it has none.
         seconds: projected.
         bytes: moved to and from memory.
@@ -92,12 +94,14 @@ class _Projection:
 
     def kernel(self, i: Instruction, runs: int) -> Kernel:
         work, size = work_of(self.program, i), moved(self.program, i)
-        times = [size / self.device.bandwidth, work.wire / self.device.link]
+        vector = operations(self.program, i) / self.device.vector
+        times = [size / self.device.bandwidth, vector, work.wire / self.device.link]
+        kind = ARITHMETIC if work.kind == MEMORY and vector > times[0] else work.kind
         if work.format:
             times.append(work.flops / self.device.flops[work.format])
         return Kernel(
             name=i.name,
-            kind=work.kind,
+            kind=kind,
             format=work.format,
             seconds=runs * max(times),
             bytes=runs * size,

@@ -130,11 +130,11 @@ class Roofline:
 def roofline(compiled: "jax.stages.Compiled | str", device: Device = H200) -> Roofline:
     """Projects how long a compiled program takes on a GPU, kernel by kernel, without running it.
 
-    A kernel takes the longer of its operations at the speed of its format and its bytes at the
-    speed of the memory. Kernels run one after the other; a loop's as often as XLA knows it to run,
-    and of the branches of a condition the longest. There are no launches, no overlap and no caches,
-    so a projection is good for comparing two programs of one model and for seeing what to remove,
-    and is no measurement.
+    A kernel takes the longest of its products at the speed of their format, its other operations at
+    that of float32, and its bytes at that of the memory. Kernels run one after the other; a loop's
+    as often as XLA knows it to run, and of the branches of a condition the longest. There are no
+    launches, no overlap and no caches, so a projection is good for comparing two programs of one
+    model and for seeing what to remove, and is no measurement.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` or `compile_h200` returned; or the text of

@@ -34,46 +34,49 @@ def moved(program: Program, instruction: Instruction) -> float:
         name = instruction.calls[0]
         inner = program.computations[name]
         root = inner[program.roots[name]]
-        needed = _needed(program, root)
-        read = (_share(i, needed[i.name]) for i in inner.values() if i.opcode == "parameter")
-        results = _operands(program, root) if root.opcode == "tuple" else [root]
+        counts = needed(program, name)
+        read = (_share(i, counts[i.name]) for i in inner.values() if i.opcode == "parameter")
+        results = operands(program, root) if root.opcode == "tuple" else [root]
         return sum(read) + sum(_written(program, i) for i in results)
-    operands = _operands(program, instruction)
+    given = operands(program, instruction)
     if instruction.opcode == "copy-start":
-        return 2 * size(*operands[0].types)
-    asked = _asked(program, instruction, _elements(instruction))
-    return sum(map(_share, operands, asked)) + _written(program, instruction)
+        return 2 * size(*given[0].types)
+    asked = _asked(program, instruction, elements(instruction))
+    return sum(map(_share, given, asked)) + _written(program, instruction)
 
 
-def _operands(program: Program, i: Instruction) -> list[Instruction]:
+def operands(program: Program, i: Instruction) -> list[Instruction]:
+    """The instructions whose results another one takes."""
     body = program.computations[i.computation]
     return [body[name] for name in i.operands if name in body]
 
 
-def _elements(i: Instruction) -> float:
+def elements(i: Instruction) -> float:
+    """How many numbers its result has, or its results together."""
     return sum(math.prod(dims) for _, dims in i.types)
 
 
 def _share(i: Instruction, count: float) -> float:
     """Bytes of some elements of an instruction's result."""
-    whole = _elements(i)
+    whole = elements(i)
     return size(*i.types) * min(1.0, count / whole) if whole else 0.0
 
 
-def _needed(program: Program, root: Instruction) -> dict[str, float]:
+def needed(program: Program, computation: str) -> dict[str, float]:
     """How many elements a fusion needs of each of its instructions, from its result backwards."""
-    needed: dict[str, float] = collections.defaultdict(float, {root.name: math.inf})
+    counts: dict[str, float] = collections.defaultdict(float)
+    counts[program.roots[computation]] = math.inf
     # Operands stand before those who use them.
-    for i in reversed(list(program.computations[root.computation].values())):
-        count = needed[i.name] = min(needed[i.name], _elements(i))
-        for operand, asked in zip(_operands(program, i), _asked(program, i, count), strict=True):
-            needed[operand.name] += asked
-    return needed
+    for i in reversed(list(program.computations[computation].values())):
+        count = counts[i.name] = min(counts[i.name], elements(i))
+        for operand, asked in zip(operands(program, i), _asked(program, i, count), strict=True):
+            counts[operand.name] += asked
+    return counts
 
 
 def _asked(program: Program, i: Instruction, count: float) -> list[float]:
     """Elements of each operand that some elements of a result need."""
-    whole = [_elements(operand) for operand in _operands(program, i)]
+    whole = [elements(operand) for operand in operands(program, i)]
     if i.opcode in _SLICES:
         return [min(count, whole[0]), *whole[1:]]
     if i.opcode in _UPDATES:
@@ -83,16 +86,16 @@ def _asked(program: Program, i: Instruction, count: float) -> list[float]:
         else:  # a scatter adds to what is there
             own = update if i.opcode == "scatter" else 0.0
         return [own, *whole[1:]]
-    share = 1.0 if i.opcode == "tuple" or not _elements(i) else count / _elements(i)
+    share = 1.0 if i.opcode == "tuple" or not elements(i) else count / elements(i)
     return [share * n for n in whole]
 
 
 def _written(program: Program, i: Instruction) -> float:
     """Bytes of a result, or of what it changes in place."""
     while i.opcode in _VIEWS:
-        (i,) = _operands(program, i)
+        (i,) = operands(program, i)
     if i.opcode in _UPDATES and _in_place(program, i):
-        return size(*_operands(program, i)[_UPDATES[i.opcode]].types)
+        return size(*operands(program, i)[_UPDATES[i.opcode]].types)
     return size(*i.types)
 
 
@@ -106,7 +109,7 @@ def _in_place(program: Program, update: Instruction) -> bool:
         return True
     i = update
     while i.opcode in _VIEWS or i.opcode in _UPDATES:
-        i = _operands(program, i)[0]
+        i = operands(program, i)[0]
     return i.opcode == "parameter"
 
 
@@ -117,5 +120,5 @@ def _library_call(program: Program, call: Instruction) -> float:
         for index, kind in enumerate(call.types)
         if index == 0 or not (re.fullmatch("[su]8", kind[0]) and len(kind[1]) == 1)
     ]
-    operands = itertools.chain.from_iterable(i.types for i in _operands(program, call))
-    return size(*results) + size(*operands)
+    given = itertools.chain.from_iterable(i.types for i in operands(program, call))
+    return size(*results) + size(*given)

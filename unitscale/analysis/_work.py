@@ -8,7 +8,7 @@ from ..quant._hlo import Instruction, Program
 from ..quant._kernels import bits, contracted
 
 ATTENTION, MEMORY, COLLECTIVES = "attention", "memory-bound", "collectives"
-LIBRARY = "library calls"
+ARITHMETIC, LIBRARY = "arithmetic-bound", "library calls"
 PRODUCTS = {
     "f8": "FP8 products",
     "16": "16-bit products",
@@ -16,7 +16,7 @@ PRODUCTS = {
     "32 exact": "exact 32-bit products",
     "64": "64-bit products",
 }
-KINDS = (*PRODUCTS.values(), ATTENTION, MEMORY, COLLECTIVES, LIBRARY)
+KINDS = (*PRODUCTS.values(), ATTENTION, MEMORY, ARITHMETIC, COLLECTIVES, LIBRARY)
 """What kernels are told apart by."""
 
 _COLLECTIVE = re.compile(
