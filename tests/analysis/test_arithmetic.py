@@ -27,6 +27,7 @@ def count(text: str) -> float:
         (f"{F} tanh(%a)", 24 * N),
         (f"{F} copy(%a)", 0),
         ("s32[8,1024] xor(%b, %b)", 2 * N),
+        ("u32[8,1024] shift-left(%b, %b)", 2 / 3 * N),
         ("f32[8] reduce(%a, %c), dimensions={1}, to_apply=%add", N),
         (f'{F} custom-call(%a), custom_call_target="f"', 0),
     ],

@@ -13,13 +13,14 @@ _MOVES = frozenset(
     | {"pad", "gather", "reverse", "bitcast-convert", "copy-start", "fusion", "custom-call"}
     | {"dot", "scaled-dot", "convolution"}
 )
-# There is one special-function unit to eight others; what has none of its own takes several steps.
+# One unit for special functions stands beside eight others; some functions take several steps.
 _FUNCTIONS: dict[str, int] = dict.fromkeys(("exponential", "log", "rsqrt", "sqrt", "divide"), 8)
 _FUNCTIONS |= dict.fromkeys(("exponential-minus-one", "log-plus-one", "logistic", "cbrt"), 16)
 _FUNCTIONS |= dict.fromkeys(("erf", "tanh", "sine", "cosine", "tan", "atan2"), 24)
 _FUNCTIONS |= dict.fromkeys(("power", "remainder"), 24)
-# Half as many units calculate with integers.
+# Half as many units calculate with integers. A rotation is one operation, which XLA writes as three.
 _INTEGER = 2
+_ROTATION = {"shift-left": 2 / 3, "shift-right-logical": 2 / 3, "or": 2 / 3}
 
 
 def operations(program: Program, instruction: Instruction) -> float:
@@ -40,5 +41,6 @@ def _cost(program: Program, i: Instruction, count: float) -> float:
         whole = elements(i)
         given = max((elements(o) for o in operands(program, i)), default=0.0)
         return given * (count / whole if whole else 0.0)
-    weight = _FUNCTIONS.get(i.opcode, _INTEGER if i.dtype[:1] in "us" else 1)
-    return weight * count
+    if i.dtype[:1] in ("u", "s"):
+        return _ROTATION.get(i.opcode, _INTEGER) * count
+    return _FUNCTIONS.get(i.opcode, 1) * count
