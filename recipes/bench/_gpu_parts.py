@@ -103,8 +103,8 @@ def step(shape: str, row: str, setting: Setting) -> Rows:
         return values
 
     seconds = per_call(call, 1 if setting.toy else 5)
-    columns = program.columns()
-    projected = columns.pop("projected ms")
+    times = program.times()
+    projected = times.pop("projected ms")
     found: dict[str, Any] = {
         "program": row,
         "measured ms": 1e3 * seconds,
@@ -115,7 +115,7 @@ def step(shape: str, row: str, setting: Setting) -> Rows:
         "peak MiB": peak_mib(),
         "loss": float(values["loss"]),
     }
-    return [found | {f"projected {k}" if k.endswith("ms") else k: v for k, v in columns.items()}]
+    return [found | {f"projected {k}": v for k, v in times.items()} | program.contents()]
 
 
 def products(setting: Setting) -> Rows:

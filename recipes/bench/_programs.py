@@ -16,7 +16,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from unitscale.analysis import Roofline, compile_h200, roofline
+from unitscale.analysis import Kernel, Roofline, compile_h200, roofline
 from unitscale.core import is_scaled
 from unitscale.quant import Fp8Report, check_fp8
 
@@ -121,17 +121,23 @@ class Program(NamedTuple):
     parameters: int
     vocab: int
 
-    def columns(self) -> dict[str, Any]:
-        """What a table says of it; every time is projected."""
+    def times(self) -> dict[str, float]:
+        """Columns of a table; every time is projected."""
         ms = {total.label: 1e3 * total.seconds for total in self.projection.by_kind()}
-        row: dict[str, Any] = {
+        return {
             "projected ms": 1e3 * self.projection.seconds,
             "16-bit ms": ms.get("16-bit products", 0.0),
             "FP8 ms": ms.get("FP8 products", 0.0),
             "attention ms": ms.get("attention", 0.0),
             "memory-bound ms": ms.get("memory-bound", 0.0),
             "arithmetic ms": ms.get("arithmetic-bound", 0.0),
+        }
+
+    def contents(self) -> dict[str, Any]:
+        """Columns of a table: memory, bytes and kinds of products."""
+        row: dict[str, Any] = {
             "temporaries MiB": self.temporaries / 2**20,
+            "projected optimizer ms": 1e3 * sum(k.seconds for k in self._optimizer),
             "optimizer B/param": self.optimizer_bytes,
         }
         if self.fp8 is not None:
@@ -143,9 +149,11 @@ class Program(NamedTuple):
     @property
     def optimizer_bytes(self) -> float:
         """Bytes a parameter that kernels of the update move; the gradient's norm is none."""
-        scope = f"/{OPTIMIZER}/"
-        moved = sum(k.bytes for k in self.projection.kernels if scope in k.op_name)
-        return moved / self.parameters
+        return sum(k.bytes for k in self._optimizer) / self.parameters
+
+    @property
+    def _optimizer(self) -> list[Kernel]:
+        return [k for k in self.projection.kernels if f"/{OPTIMIZER}/" in k.op_name]
 
     def share(self, which: Any) -> float:
         """Share of the operations of some products that FP8 kernels do."""

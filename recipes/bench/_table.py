@@ -30,7 +30,7 @@ _NAMES = {
     "over bfloat16, weights, state, together, least, greatest, time over plain-bfloat16, "
     "time over qwix, value, over projected",
     ".2f": "largest logit, apart, projected ms, measured ms, 16-bit ms, FP8 ms, attention ms, "
-    "memory-bound ms, arithmetic ms",
+    "memory-bound ms, arithmetic ms, projected optimizer ms",
     ".1f": "times smaller, without absent times smaller, traced, plain, scaled ms, optax ms, "
     "scalify ms, "
     "unitscale ms, plain ms, times ahead, optimizer B/param",

@@ -70,7 +70,7 @@ def main(
     tables = []
     for shape in wanted:
         found = compiled(shape, names, dump)
-        tables += [measures(shape, found), judged(shape, found)]
+        tables += [times(shape, found), contents(shape, found), judged(shape, found)]
         if top and found:
             tables.append(places(shape, found, top))
     publish("h200", [table for table in tables if table.rows], json, [NOTE, *notes])
@@ -89,12 +89,12 @@ def compiled(shape: str, names: list[str], dump: Path | None) -> dict[str, Progr
     return found
 
 
-def measures(shape: str, found: Mapping[str, Program]) -> Table:
-    """A row for each program."""
+def times(shape: str, found: Mapping[str, Program]) -> Table:
+    """Projected times of each program."""
     data = config_of(shape, REFERENCE).data
     rows = []
     for name, program in found.items():
-        row: dict[str, Any] = {"program": name, **program.columns()}
+        row: dict[str, Any] = {"program": name, **program.times()}
         for other in (REFERENCE, PEER):
             if other in found:
                 over = program.projection.seconds / found[other].projection.seconds
@@ -102,6 +102,12 @@ def measures(shape: str, found: Mapping[str, Program]) -> Table:
         rows.append(row)
     tokens = f"{data.batch_size} x {data.sequence_length:,} tokens"
     return Table(f"Training step of {shape} on an H200, projected, {tokens}", rows)
+
+
+def contents(shape: str, found: Mapping[str, Program]) -> Table:
+    """What each program holds and moves."""
+    rows = [{"program": name, **program.contents()} for name, program in found.items()]
+    return Table(f"Memory and products of these programs, {shape}", rows)
 
 
 def judged(shape: str, found: Mapping[str, Program]) -> Table:
@@ -122,12 +128,12 @@ def judged(shape: str, found: Mapping[str, Program]) -> Table:
     if peer := found.get(PEER):
         over = best.projection.seconds / peer.projection.seconds
         ask(f"projected step over {PEER}", over, most=MOST_OVER_PEER)
-    columns = best.columns()
+    columns = best.contents()
     ask("optimizer, bytes a parameter", columns["optimizer B/param"], most=MOST_OPTIMIZER_BYTES)
     ask("FP8 share of the operations of Dense", columns["FP8 of Dense"], least=1.0)
     ask("FP8 share of the operations of the readout", columns["FP8 of readout"], least=1.0)
     if unit := found.get("fp8"):  # scaled state has reductions of its own
-        ask("amax reductions of fp8", unit.columns()["amax"], most=0)
+        ask("amax reductions of fp8", unit.contents()["amax"], most=0)
     return Table(f"What is asked of {BEST}, {shape}", rows)
 
 

@@ -18,7 +18,7 @@ _FUNCTIONS: dict[str, int] = dict.fromkeys(("exponential", "log", "rsqrt", "sqrt
 _FUNCTIONS |= dict.fromkeys(("exponential-minus-one", "log-plus-one", "logistic", "cbrt"), 16)
 _FUNCTIONS |= dict.fromkeys(("erf", "tanh", "sine", "cosine", "tan", "atan2"), 24)
 _FUNCTIONS |= dict.fromkeys(("power", "remainder"), 24)
-# Half as many units calculate with integers. A rotation is one operation, which XLA writes as three.
+# Half as many units calculate with integers. A rotation is one operation that XLA writes as three.
 _INTEGER = 2
 _ROTATION = {"shift-left": 2 / 3, "shift-right-logical": 2 / 3, "or": 2 / 3}
 

@@ -44,10 +44,10 @@ def test_the_best_is_judged_by_ratios() -> None:
 
 def test_every_time_is_called_projected() -> None:
     found = {REFERENCE: of(1), BEST: of(1)}
-    measured = h200.measures("gpt2-small", found)
-    assert "projected" in measured.title
-    assert "8 x 1,024 tokens" in measured.title
-    assert measured.rows[1]["time over plain-bfloat16"] == 1.0
+    times = h200.times("gpt2-small", found)
+    assert "projected" in times.title
+    assert "8 x 1,024 tokens" in times.title
+    assert times.rows[1]["time over plain-bfloat16"] == 1.0
     assert h200.places("gpt2-small", found, 1).columns[0] == "projected ms"
     assert len(h200.places("gpt2-small", found, 1).rows) == 1
 
@@ -74,9 +74,11 @@ def test_toy_steps_are_compiled_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept == sorted([*names, *(f"llama-1b/{name}" for name in names)])
     tables = {t["title"]: t["rows"] for t in json.loads(out.read_text("utf-8"))["tables"]}
     steps = [rows for title, rows in tables.items() if title.startswith("Training step")]
-    assert len(steps) == 2
-    for plain, half, fp8 in steps:
+    held = [rows for title, rows in tables.items() if title.startswith("Memory and")]
+    assert len(steps) == len(held) == 2
+    for plain, half, _ in steps:
         assert plain["attention ms"] > 0
         assert half["attention ms"] == plain["attention ms"]
+    for plain, half, fp8 in held:
         assert (half["FP8 of Dense"], fp8["FP8 of Dense"], fp8["amax"]) == (0.0, 1.0, 0)
         assert 20 < plain["optimizer B/param"] < 40

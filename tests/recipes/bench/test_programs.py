@@ -31,13 +31,13 @@ backend_config={"lhs_contracting_dimensions":["1"]}
 
 def test_a_program_is_described() -> None:
     program = Program(TEXT, roofline(TEXT), check_fp8(TEXT), 3 * 2**20, 100, 300)
-    row = program.columns()
-    times = [value for name, value in row.items() if name.endswith(" ms") and "proj" not in name]
-    assert sum(times) == pytest.approx(row["projected ms"])
+    whole, *parts = program.times().values()
+    assert sum(parts) == pytest.approx(whole)
+    row = program.contents()
     assert (row["FP8 of Dense"], row["FP8 of readout"], row["amax"]) == (1.0, 0.0, 0)
     assert (row["temporaries MiB"], row["optimizer B/param"]) == (3.0, 8.0)
-    assert set(row) <= set(FORMATS)
-    bare = program._replace(fp8=None).columns()
+    assert {*row, *program.times()} <= set(FORMATS)
+    bare = program._replace(fp8=None).contents()
     assert set(row) - set(bare) == {"FP8 of Dense", "FP8 of readout", "amax"}
 
 
