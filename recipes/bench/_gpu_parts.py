@@ -7,6 +7,7 @@ nothing to the next, and its peak of memory is its own.
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -213,9 +214,15 @@ def losses(setting: Setting) -> Rows:
 
 def tests(setting: Setting) -> Rows:
     """The tests marked gpu."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", "tests/gpu"]
+    root = CONFIGS.parent
+    marked = [str(p) for p in (root / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text()]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", *marked]
     command += ["--collect-only"] if setting.toy else []
-    found = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True, check=False)
+    # The tests ask the environment whether there is a GPU.
+    told = {} if setting.toy else {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS") or "cuda"}
+    found = subprocess.run(
+        command, cwd=root, env=os.environ | told, capture_output=True, text=True, check=False
+    )
     print(found.stdout, found.stderr, sep="\n")
     last = found.stdout.strip().splitlines()[-1:] or found.stderr.strip().splitlines()[-1:]
     # Where the tests are left out, for want of a GPU, there are none: 5.

@@ -39,7 +39,8 @@ _NAMES = {
     ".2g": "standard error above",
     ".1e": "difference",
     ".5e": "with factors, without",
-    ",.0f": "temporaries MiB, tokens per second, produced, consumed, MiB, peak MiB",
+    ",.0f": "temporaries MiB, tokens per second, projected tokens per second, GB/s, TFLOP/s, "
+    "produced, consumed, MiB, peak MiB",
     "+.3%": "over reference, FLOPs",
     "+.2%": "cost",
     ".4%": "share lost, without absent, share subnormal, lost at first, without absent at first, "

@@ -11,6 +11,7 @@ each.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,9 @@ from ._table import Table, plain, publish
 OUT = Path("gpu.json")
 KEPT = 3000  # characters of what a part that failed has printed
 LEAST = 30.0  # seconds that a part is worth starting for
+MOST = {"tests": 360.0, "losses": 540.0}  # seconds after which a part is stopped
+MOST_ELSE = 300.0
+SHOWN = 8  # columns of a row; the file has all of them
 NOTES = (
     "measured ms: the median over rounds of calls with inputs that differ, of which a round's last "
     "is waited for.",
@@ -66,7 +70,8 @@ def main(
             results[name] = {"status": "left out", "error": f"{minutes:g} minutes were over"}
         else:
             Console(stderr=True).print(f"bench gpu: {name}", markup=False, highlight=False)
-            results[name] = launched(name, toy=toy, data=data, limit=max(left, LEAST))
+            limit = max(LEAST, min(left, MOST.get(name, MOST_ELSE)))
+            results[name] = launched(name, toy=toy, data=data, limit=limit)
         write(out, results)
     publish("gpu", tables(results), notes=[*NOTES, f"written to {out}"])
     if bad := [name for name, result in results.items() if result["status"] == "failed"]:
@@ -98,12 +103,15 @@ def launched(name: str, *, toy: bool, data: str | None, limit: float) -> Process
         command = [sys.executable, "-m", "recipes", "bench", "gpu", "--part", name]
         command += ["--out", str(answer), *(["--toy"] if toy else [])]
         command += [] if data is None else ["--data", str(Path(data).resolve())]
+        # The tests run in a process of their own, beside that of their part.
+        own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if name == "tests" else {}
         log = Path(folder) / "log"
         try:
             with log.open("w", encoding="utf-8") as printed:
                 code = subprocess.run(
                     command,
                     cwd=CONFIGS.parent,
+                    env=os.environ | own,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                     timeout=limit,
@@ -140,5 +148,9 @@ def tables(results: dict[str, ProcessResult]) -> list[Table]:
     ]
     devices = {result["device"] for result in results.values() if "device" in result}
     on = f", {', '.join(sorted(devices))}" if devices else ""
-    found = [Table(title + on, rows) for title, rows in groups.items() if rows]
+    found = [
+        Table(title + on, [dict(list(row.items())[:SHOWN]) for row in rows])
+        for title, rows in groups.items()
+        if rows
+    ]
     return [*found, *([Table("Parts that say nothing", bad)] if bad else [])]
