@@ -53,7 +53,9 @@ def main(
     dump: Annotated[
         Path | None, typer.Option(help="keep each program's text as FOLDER/NAME.hlo")
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="places listed of memory-bound kernels")] = 12,
+    top: Annotated[
+        int, typer.Option(min=0, help="places listed of other kernels than products")
+    ] = 12,
     json: JsonPath = None,
 ) -> None:
     """Prints projected times, memory and FP8 kernels of training steps, and what is asked."""
@@ -138,15 +140,15 @@ def judged(shape: str, found: Mapping[str, Program]) -> Table:
 
 
 def places(shape: str, found: Mapping[str, Program], top: int) -> Table:
-    """Where the memory-bound kernels of the last program come from."""
+    """Where the kernels of the last program come from that are no products and no attention."""
     name, program = list(found.items())[-1]
     rows = [
         {
             "projected ms": 1e3 * total.seconds,
             "MiB": total.bytes / 2**20,
             "kernels": total.kernels,
-            "memory-bound kernels from": total.label,
+            "kernels from": total.label,
         }
         for total in program.projection.by_place()[:top]
     ]
-    return Table(f"Memory-bound kernels of {name}, {shape}", rows)
+    return Table(f"Memory- and arithmetic-bound kernels of {name}, {shape}, projected", rows)

@@ -12,6 +12,7 @@ from jax import lax
 from tests.analysis.programs import loop
 from tests.quant import programs
 from unitscale.analysis import H200, Roofline, compile_h200, roofline
+from unitscale.analysis._work import KINDS
 
 OPTIMIZED = True
 
@@ -20,7 +21,7 @@ def test_totals_are_those_of_the_kernels() -> None:
     report = roofline(programs.LOOP)
     assert report.kernels
     assert report.seconds == sum(k.seconds for k in report.kernels)
-    for totals in (report.by_kind(), report.by_place(None)):
+    for totals in (report.by_kind(), report.by_place(*KINDS)):
         assert sum(t.bytes for t in totals) == report.bytes
         assert sum(t.flops for t in totals) == report.flops
         assert sum(t.kernels for t in totals) == len(report.kernels)
@@ -112,7 +113,7 @@ def test_what_is_no_program_is_refused() -> None:
             roofline(text)
     with pytest.raises(TypeError, match=r"roofline: compiled must be .*; got Lowered"):
         roofline(lowered)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"by_place: kind must be one of FP8.*; got 'matmul'"):
+    with pytest.raises(ValueError, match=r"by_place: kinds must be of FP8.*; got 'matmul'"):
         roofline(loop()).by_place("matmul")
 
 

@@ -11,7 +11,7 @@ from ..quant._hlo import parse
 from ._device import H200, Device
 from ._plot_roofline import plot_roofline
 from ._projection import Kernel, project
-from ._work import KINDS, MEMORY
+from ._work import ELEMENTWISE, KINDS
 
 _ROWS = 15  # places that a report lists
 _WIDTH = 100  # of a place
@@ -82,24 +82,26 @@ class Roofline:
         """Totals of each kind that the program has, the longest first."""
         return _totals((k.kind, k) for k in self.kernels)
 
-    def by_place(self, kind: str | None = MEMORY) -> tuple[Total, ...]:
+    def by_place(self, *kinds: str) -> tuple[Total, ...]:
         """Totals of each place that kernels come from, the longest first.
 
         Args:
-            kind: of the kernels; None for all.
+            kinds: of the kernels; by default those that are neither products nor attention nor
+                anything else of a library: "memory-bound" and "arithmetic-bound".
 
         Raises:
             ValueError: if there is no such kind.
         """
-        if kind is not None and kind not in KINDS:
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise ValueError(
-                f"unitscale.analysis.Roofline.by_place: kind must be one of {', '.join(KINDS)}, or "
-                f"None; got {kind!r}"
+                "unitscale.analysis.Roofline.by_place: kinds must be of "
+                f"{', '.join(KINDS)}; got {unknown[0]!r}"
             )
-        return _totals((k.place, k) for k in self.kernels if kind in (None, k.kind))
+        wanted = kinds or ELEMENTWISE
+        return _totals((k.place, k) for k in self.kernels if k.kind in wanted)
 
     def __str__(self) -> str:
-        """Totals by kind, then the places that most memory-bound time comes from."""
+        """Totals by kind, then the places that most time outside of products comes from."""
         head = (
             f"projected for {self.device.name}, not measured: {_ms(self.seconds)} ms in "
             f"{len(self.kernels)} kernels, {self.bytes / 2**30:.3g} GiB moved, "
@@ -109,7 +111,7 @@ class Roofline:
             head += f"; {self.uncounted} loops of unknown length count once"
         lines = [head, *_rows(self.by_kind(), self.seconds, "kind")]
         if places := self.by_place()[:_ROWS]:
-            lines += ["", *_rows(places, self.seconds, f"{MEMORY} kernels by where they are from")]
+            lines += ["", *_rows(places, self.seconds, f"{' and '.join(ELEMENTWISE)}, by place")]
         return "\n".join(lines)
 
     def plot(self, path: Any = None) -> Any:

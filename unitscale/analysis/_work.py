@@ -18,6 +18,8 @@ PRODUCTS = {
 }
 KINDS = (*PRODUCTS.values(), ATTENTION, MEMORY, ARITHMETIC, COLLECTIVES, LIBRARY)
 """What kernels are told apart by."""
+ELEMENTWISE = (MEMORY, ARITHMETIC)
+"""Kernels that XLA makes itself."""
 
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-\w+)(-start)?$"
