@@ -61,9 +61,9 @@ H200 = Device(
     source=(
         "16-bit: measured, products of 8,192 x 8,192 matrices of random numbers by PyTorch (769 to "
         "798 TFLOP/s; the data sheet says 990). Memory: 85% of the data sheet's 4.8 TB/s; copies "
-        "by PyTorch were measured at 4.3. Others: the data sheet's 1,979, 495, 67 and 67 TFLOP/s, half "
-        "of the last two where no operation is a multiplication with an addition, and 450 GB/s of "
-        "NVLink in one direction, less about as much."
+        "by PyTorch were measured at 4.3. Others: the data sheet's 1,979, 495, 67 and 67 TFLOP/s, "
+        "half of the last two where no operation is a multiplication with an addition, and 450 "
+        "GB/s of NVLink in one direction, less about as much."
     ),
 )
 """An H200 of 141 GB, the default of `roofline`."""
