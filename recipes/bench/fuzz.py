@@ -189,7 +189,7 @@ def check(program: Program) -> str | None:
         return ""  # the plain program has no such gradient, or no such shapes
     if spread.beyond:
         return ""
-    # What has control flow is compiled whole, as users do; of the others' operations there are many.
+    # What has control flow is compiled whole, as users do; the others operation by operation.
     whole = program.kind == "control"
     jax.config.update("jax_disable_most_optimizations", not whole)
     wide = any(x.data.dtype == np.float64 for x in program.inputs.values())
