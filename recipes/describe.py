@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 
 from unitscale import grad
 from unitscale.core import is_scaled
 
-from .config import RunConfig
+from .config import RunConfig, TransformerConfig
 from .run.batch import make_loss, over_amax
 from .run.recipe import recipe_of
 from .run.state import TrainState
@@ -46,15 +46,10 @@ class Description(NamedTuple):
 
 def describe(config: RunConfig) -> Description:
     """Traces and lowers the training step of a config on shapes alone."""
-    graphdef, step, shapes = abstract_step(config)
-    state, batch, _ = shapes
-    lowered = step.lower(*shapes)
-    cost = lowered.cost_analysis()
-    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
-
+    graphdef, _, (state, batch, _) = abstract_step(config)
     loss = make_loss(graphdef, deterministic=False)
     gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
-    one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
+    flops, activations = _cost(config)
     parameters: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_scaled):
         part = str(getattr(path[0], "key", path[0]))
@@ -62,12 +57,32 @@ def describe(config: RunConfig) -> Description:
     return Description(
         parameters,
         config.data.step_size,
-        cost["flops"],
+        flops,
         bytes_of(state.params),
         bytes_of(gradients),
         bytes_of(state.opt_state),
-        two - one,
+        activations,
     )
+
+
+def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
+    """The config at each `model.remat`; empty where a model has none."""
+    shape = getattr(config, "model", None)
+    if not isinstance(shape, TransformerConfig) or getattr(shape, "library", None) == "plain":
+        return {}
+    modes = get_args(type(shape).model_fields["remat"].annotation)
+    shapes = {mode: shape.model_copy(update={"remat": mode}) for mode in modes}
+    return {mode: config.model_copy(update={"model": other}) for mode, other in shapes.items()}
+
+
+def _cost(config: RunConfig) -> tuple[float, int]:
+    """FLOPs of a step, and bytes of activations of an example."""
+    graphdef, step, shapes = abstract_step(config)
+    cost = step.lower(*shapes).cost_analysis()
+    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
+    loss = make_loss(graphdef, deterministic=False)
+    one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
+    return cost["flops"], two - one
 
 
 def _gradients(loss: Any, config: RunConfig) -> Any:
@@ -102,6 +117,12 @@ def report(config: RunConfig) -> Iterator[str]:
         f"activations   {facts.activations:>22,} bytes an example are saved for the backward pass, "
         f"{size * facts.activations:,} a step, before XLA fuses any"
     )
+    for mode, other in _by_remat(config).items():
+        flops, activations = _cost(other)
+        yield (
+            f"  model.remat={mode:<6}{activations:>16,} bytes an example, "
+            f"{flops:.4g} FLOPs a step, {flops / facts.flops:.2f} times"
+        )
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:

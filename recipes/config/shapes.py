@@ -58,6 +58,11 @@ class TransformerConfig(Section):
         default=False,
         description="run the layers as one with stacked parameters, compiled once for all of them",
     )
+    remat: Literal["none", "dots", "layer"] = Field(
+        default="none",
+        description="what of each layer the backward pass computes again, to save memory: nothing, "
+        "all but its products, or all of it (unitscale models)",
+    )
 
     @property
     def hidden(self) -> int:

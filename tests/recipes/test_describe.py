@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,12 +80,21 @@ def test_flops_are_products_and_a_little_more(make_config: Callable[..., GPTConf
     assert products < describe(config).flops < 1.2 * products
 
 
-def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", str(config_file)]) == 0
+@pytest.mark.parametrize("overrides", [[], [UNITSCALE, "optimizer.umup=false"]], ids=str)
+def test_the_command_prints_it(
+    config_file: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
+) -> None:
+    assert main(["describe", str(config_file), *overrides]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
     assert "64 tokens in 4 examples" in printed
     assert not (config_file.parent / "runs").exists()
+    rows = re.findall(r"model.remat=(\w+) +([\d,]+) bytes .* ([\d.]+) times", printed)
+    assert [mode for mode, _, _ in rows] == (["none", "dots", "layer"] if overrides else [])
+    activations = [int(number.replace(",", "")) for _, number, _ in rows]
+    flops = [float(times) for _, _, times in rows]
+    assert activations == sorted(set(activations), reverse=True)
+    assert flops == sorted(flops)
 
 
 # Parameters of the models that the shapes are of; GPT-2's have biases, which these have not.
