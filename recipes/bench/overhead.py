@@ -23,6 +23,7 @@ import typer
 from flax import nnx
 
 from unitscale import rules
+from unitscale.ops import attention_paths
 
 from ..bert.config import BertConfig
 from ..config import RunConfig
@@ -146,7 +147,9 @@ def flops_of(model: nnx.Module, batch: Any) -> float:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     loss = make_loss(graphdef)
-    analysis: Any = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch).cost_analysis()
+    with attention_paths("plain"):  # of a kernel XLA knows none, and of a loop those of one turn
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch)
+    analysis: Any = lowered.cost_analysis()
     return float(analysis["flops"])
 
 

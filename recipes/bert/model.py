@@ -46,6 +46,7 @@ class Encoder(nnx.Module):
             norm_placement=config.norm_placement,
             max_length=config.context,
             dropout_rate=config.dropout,
+            attention_implementation=config.attention_implementation,
             scan=config.scan,
             policy=policy,
             rngs=rngs,

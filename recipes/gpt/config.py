@@ -63,6 +63,11 @@ class GPTConfig(LanguageConfig):
                 "model.scan needs model.library unitscale; got model.library plain; "
                 "set model.scan false"
             )
+        if self.model.library == "plain" and self.model.attention_implementation != "auto":
+            raise ValueError(
+                "model.attention_implementation needs model.library unitscale; got model.library "
+                "plain; set model.attention_implementation auto"
+            )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
         if self.model.library == "plain" and self.optimizer.umup:

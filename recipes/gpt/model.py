@@ -49,6 +49,7 @@ class GPT(nnx.Module):
             rotary_base=10000.0 if config.positions == "rope" else None,
             use_bias=config.bias,
             dropout_rate=config.dropout,
+            attention_implementation=config.attention_implementation,
             scan=config.scan,
             policy=policy,
             rngs=rngs,

@@ -12,6 +12,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from ..core._compat import cudnn_of
+from ..ops._attention_path import for_nvidia
+
 # Without a runtime version XLA leaves FP8 products alone.
 _TARGET = """
 gpu_device_info {
@@ -28,6 +31,7 @@ gpu_device_info {
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
+_CAPABILITY, _CUDNN = (9, 0), 91200
 
 
 def h200_available() -> bool:
@@ -75,7 +79,8 @@ def h200_topology(devices: int = 1) -> topologies.TopologyDescription:
 def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax.stages.Compiled:
     """Compiles a function for an H200, which this machine need not have.
 
-    Run with ``JAX_PLATFORMS=cpu``, which keeps the plugin from looking for a driver.
+    Run with ``JAX_PLATFORMS=cpu``, which keeps the plugin from looking for a driver. Attention takes
+    the implementation that it takes on that GPU, unless ``f`` was jitted and called before.
 
     Args:
         f: the function, jitted or not.
@@ -101,7 +106,9 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
     """
     jitted: Any = f if hasattr(f, "lower") else jax.jit(f)
     options = {"xla_gpu_enable_triton_gemm": triton}
-    return jitted.lower(*jax.tree.map(_on_one, args)).compile(compiler_options=options)
+    with cudnn_of(_CAPABILITY, _CUDNN), for_nvidia():
+        lowered = jitted.lower(*jax.tree.map(_on_one, args))
+    return lowered.compile(compiler_options=options)
 
 
 def _on_one(leaf: Any) -> Any:

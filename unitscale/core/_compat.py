@@ -1,8 +1,11 @@
 """What differs between the versions of JAX that the library runs on, and what they keep private."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jax._src import core as jax_core, dtypes as jax_dtypes
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
 
 def refuse_as_array(cls: type, message: str) -> None:
@@ -29,3 +32,29 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
     return consts, carry
+
+
+@contextmanager
+def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
+    """Within the block, what is traced for cuDNN attention is checked against this GPU and cuDNN.
+
+    JAX asks the GPU of this machine, which one that compiles ahead of time need not have. There is
+    no public way to name another; where a version of JAX has no such checks, nothing is changed.
+    """
+
+    def of(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split("."))
+
+    answers = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda least: capability >= of(least),
+        "is_cuda_compute_capability_equal": lambda other: capability == of(other),
+    }
+    own = {name: getattr(jax_cudnn, name) for name in answers if hasattr(jax_cudnn, name)}
+    for name in own:
+        setattr(jax_cudnn, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, check in own.items():
+            setattr(jax_cudnn, name, check)
