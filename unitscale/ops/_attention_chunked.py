@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core import custom_vjp, to_float, vary_alike, wide_dtype, widen
+from ._attention_path import target
 
-CHUNK = 512
-"""The most queries, and the most keys, of one chunk."""
+# Small ones stay in a CPU's cache; large ones are fewer kernels.
+_CHUNK = {"cpu": 128}
+_CHUNK_ELSEWHERE = 512
 
 
 class _Plan(NamedTuple):
@@ -59,11 +61,12 @@ def attend_in_chunks(
         is_causal: whether query t sees only keys up to t.
         factor: static.
         logit_scales: scalars, or (batch, 1, 1, 1).
-        chunk: the most queries, and the most keys, of one chunk; `CHUNK` by default.
+        chunk: the most queries, and the most keys, of one chunk; by default what suits the platform.
     """
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
-    queries, keys = (_size(length, chunk or CHUNK) for length in (time, source))
+    chunk = chunk or _CHUNK.get(target(), _CHUNK_ELSEWHERE)
+    queries, keys = _size(time, chunk), _size(source, chunk)
     plan = _Plan(batch, kv_heads, heads // kv_heads, source, queries, keys, is_causal, factor)
     split = (batch, -1, queries, kv_heads, plan.groups, d)
     # Chunks first, each a batch of matrices: (chunk, batch * kv_heads, rows, d).
