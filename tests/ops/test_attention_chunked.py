@@ -119,7 +119,7 @@ def test_values_and_gradients(implementation: str, dtype: str) -> None:
         y, dq, dk, dv = reference(q * logit_scale, k, v, ct, mask, is_causal)
         # Gradients are those of data: of q and k before their scales.
         wanted = (y, dq * logit_scale, dk, dv)
-        for what, (got, kind), want in zip("y q k v".split(), found[name], wanted, strict=True):
+        for what, (got, kind), want in zip(["y", "q", "k", "v"], found[name], wanted, strict=True):
             assert kind == dtype
             slack = SLACK.get(dtype, 1)
             assert_close(got, fwd * want, dtype, f"{what} of {name}", slack)

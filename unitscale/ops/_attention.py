@@ -173,7 +173,7 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def _fused(q, k, v, mask, is_causal, logit_factor):
-    """By cuDNN, which keeps logits, weights and their gradients in float32 until they are operands."""
+    """By cuDNN, whose graph JAX builds with float32 for all that is neither operand nor result."""
     q, k, v = vary_alike((q, k, v))
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=is_causal, scale=logit_factor, implementation="cudnn"
@@ -187,8 +187,10 @@ def _plain(q, k, v, mask, is_causal, logit_factor):
 
 
 def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
-    """As `_plain`, which has no dropout, computes the softmax of float64 in float32 and rounds the
-    gradient of the weights to float16: it overflows long before those of q, k and v do.
+    """What `_plain` has not: dropout, a softmax in float64, and float16.
+
+    It rounds the gradient of the weights to float16, which overflows long before those of q, k and
+    v do; and the product of q with its scale may leave that range, so here logits are scaled.
     """
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]

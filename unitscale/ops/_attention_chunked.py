@@ -61,7 +61,7 @@ def attend_in_chunks(
         is_causal: whether query t sees only keys up to t.
         factor: static.
         logit_scales: scalars, or (batch, 1, 1, 1).
-        chunk: the most queries, and the most keys, of one chunk; by default what suits the platform.
+        chunk: the most queries, and the most keys, of one chunk; by default as the platform likes.
     """
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]

@@ -35,14 +35,15 @@ class AttentionPath(NamedTuple):
 
 
 class _Tracing(NamedTuple):
-    """What holds where a program is traced."""
+    """What holds where a program is traced; never changed in place."""
 
     forced: Implementation = "auto"
     for_nvidia: bool = False
     taken: tuple[list[AttentionPath], ...] = ()
 
 
-_TRACING: ContextVar[_Tracing] = ContextVar("attention", default=_Tracing())
+_NOTHING = _Tracing()
+_TRACING: ContextVar[_Tracing] = ContextVar("attention", default=_NOTHING)
 
 
 def attention_path(
@@ -59,10 +60,10 @@ def attention_path(
     """Says which implementation a call of `dot_product_attention` takes, and why.
 
     "auto" is "cudnn", the fused kernel, where the default backend is an NVIDIA GPU and the kernel
-    takes the call: 16-bit operands, head sizes that 8 divides up to 128, no mask but the causal
-    one, no dropout. Else it is "chunked" for long sequences without dropout: from 128 queries times
-    128 keys on where the default backend is a CPU, on which that was measured to be faster, and
-    from 1,024 x 1,024 on elsewhere, to save memory. Else it is "plain".
+    takes the call: 16-bit operands, head sizes that 8 divides up to 128, even lengths, no mask but
+    the causal one, no dropout. Else it is "chunked" for long sequences without dropout: from 128
+    queries times 128 keys on where the default backend is a CPU, on which that was measured to be
+    faster, and from 1,024 x 1,024 on elsewhere, to save memory. Else it is "plain".
 
     Args:
         q_shape: (batch, time, heads, d).
@@ -122,7 +123,7 @@ def attention_path(
 def attention_paths(implementation: Implementation = "auto") -> Iterator[list[AttentionPath]]:
     """Lists which implementations the calls of attention take that are traced within the block.
 
-    Functions that were jitted and called before are not traced again.
+    What JAX has traced before, for the same shapes, it does not trace again.
 
     Args:
         implementation: what every call within the block takes, whatever it asks for; "auto" leaves
