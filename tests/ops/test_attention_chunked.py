@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.ops import _attention_chunked as chunked
+from unitscale.parallel import make_mesh
 
 from .conformance import TRANSFORMS, assert_close, check, normal, pulled, rounded
 from .test_attention import CASES, SLACK, attention
@@ -173,6 +176,36 @@ def test_forward_mode_says_what_to_do() -> None:
     x = jnp.ones((1, 4, 1, 2))
     with pytest.raises(TypeError, match="reverse mode"):
         jax.jvp(lambda x: chunked.attend_in_chunks(x, x, x, None, True, 1.0), (x,), (x,))
+
+
+def test_nothing_to_attend_from() -> None:
+    for shape in ((0, 3, 2, 4), (2, 0, 2, 4)):
+        q, kv = jnp.ones(shape), jnp.ones((shape[0], 3, 2, 4))
+        f = functools.partial(ops.dot_product_attention, implementation="chunked", is_causal=True)
+        y, (_, dk, _) = pulled(f, q, kv, kv)
+        assert y.shape == shape
+        np.testing.assert_array_equal(dk, 0)
+
+
+def test_batch_and_heads_divided_over_devices_need_no_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunked, "_CHUNK", {"cpu": CHUNK})
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
+    place = NamedSharding(mesh, P("data", None, "tensor"))
+    q, kv, ct = (
+        jax.ShapeDtypeStruct((2, 8, heads, 4), jnp.float32, sharding=place) for heads in (4, 2, 4)
+    )
+
+    def grads(q, k, v, ct):
+        f = functools.partial(ops.dot_product_attention, implementation="chunked", is_causal=True)
+        y, vjp = jax.vjp(lambda *args: f(*args).data, q, k, v)
+        return y, vjp(ct)
+
+    program = jax.jit(grads).lower(q, kv, kv, ct).compile()
+    found = re.findall(r"all-\w+|collective-\w+|reduce-scatter", program.as_text())
+    assert not found
+    assert all(s.is_equivalent_to(place, 4) for s in jax.tree.leaves(program.output_shardings))
 
 
 @pytest.fixture

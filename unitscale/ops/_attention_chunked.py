@@ -67,21 +67,21 @@ def attend_in_chunks(
     source, kv_heads = k.shape[1:3]
     chunk = chunk or _CHUNK.get(target(), _CHUNK_ELSEWHERE)
     queries, keys = _size(time, chunk), _size(source, chunk)
-    plan = _Plan(batch, kv_heads, heads // kv_heads, source, queries, keys, is_causal, factor)
-    split = (batch, -1, queries, kv_heads, plan.groups, d)
-    # Chunks first, each a batch of matrices: (chunk, batch * kv_heads, rows, d).
-    rows = _padded(q, 1, queries).reshape(split).transpose(1, 0, 3, 4, 2, 5)
-    rows = rows.reshape(-1, batch * kv_heads, plan.groups * queries, d)
-    columns = [
-        _padded(x, 1, keys).reshape(batch, -1, keys, kv_heads, d).transpose(1, 0, 3, 2, 4)
+    groups, counts = heads // kv_heads, (-(-time // queries), -(-source // keys))
+    plan = _Plan(batch, kv_heads, groups, source, queries, keys, is_causal, factor)
+    # Chunks first: (chunk, batch, kv_heads, rows, d). Batch and heads stay apart, as they may be
+    # divided over devices.
+    rows = _padded(q, 1, queries).reshape(batch, counts[0], queries, kv_heads, groups, d)
+    rows = rows.transpose(1, 0, 3, 4, 2, 5)
+    rows = rows.reshape(counts[0], batch, kv_heads, groups * queries, d)
+    columns = (
+        _padded(x, 1, keys).reshape(batch, counts[1], keys, kv_heads, d).transpose(1, 0, 3, 2, 4)
         for x in (k, v)
-    ]
-    columns = [x.reshape(-1, batch * kv_heads, keys, d) for x in columns]
-    scales = tuple(_of_matrices(s, plan) for s in logit_scales)
+    )
     parts = None if mask is None else _parts_of(mask, plan)
-    y = _attend(plan, rows, *columns, parts, scales)
-    y = y.reshape(-1, batch, kv_heads, plan.groups, queries, d).transpose(1, 0, 4, 2, 3, 5)
-    y = y.reshape(batch, -1, heads, d)[:, :time]
+    y = _attend(plan, rows, *columns, parts, tuple(map(to_float, logit_scales)))
+    y = y.reshape(counts[0], batch, kv_heads, groups, queries, d).transpose(1, 0, 4, 2, 3, 5)
+    y = y.reshape(batch, counts[0] * queries, heads, d)[:, :time]
     return y if mask is None else _mean_where_nothing(y, v, mask, is_causal)
 
 
@@ -93,11 +93,6 @@ def _size(length: int, most: int) -> int:
 def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     missing = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
-
-
-def _of_matrices(scale: jax.Array, plan: _Plan) -> jax.Array:
-    scale = to_float(scale)
-    return scale if scale.size == 1 else jnp.repeat(scale.reshape(-1, 1, 1), plan.kv_heads, 0)
 
 
 def _parts_of(mask: jax.Array, plan: _Plan) -> jax.Array:
@@ -121,13 +116,13 @@ def _mean_where_nothing(y: jax.Array, v: jax.Array, mask: jax.Array, is_causal: 
 
 def _product(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """Products of matrices, one a head, that contract an axis of each; wide."""
-    numbers = (((axis_a,), (axis_b,)), ((0,), (0,)))
+    numbers = (((axis_a,), (axis_b,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, numbers, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _logits(plan: _Plan, i, j, q, k, parts, scales) -> jax.Array:
     """Of chunk i of the queries and chunk j of the keys; -inf where a query does not see a key."""
-    logits = _product(q, k, 2, 2) * plan.factor
+    logits = _product(q, k, 3, 3) * plan.factor
     for scale in scales:
         logits = logits * scale
     row = i * plan.queries + lax.iota(jnp.int32, plan.queries)[:, None]
@@ -168,13 +163,13 @@ def _forward(plan: _Plan, q, k, v, parts, scales) -> tuple[jax.Array, tuple]:
             higher = jnp.maximum(top, jnp.max(logits, -1, keepdims=True))
             weights = jnp.exp(logits - higher)
             shrink = jnp.exp(top - higher)
-            average = average * shrink + _product(weights.astype(v.dtype), v[j], 2, 1)
+            average = average * shrink + _product(weights.astype(v.dtype), v[j], 3, 2)
             return average, higher, total * shrink + jnp.sum(weights, -1, keepdims=True)
 
-        column = (*queries.shape[:2], 1)
+        column = (*queries.shape[:-1], 1)
         # Finite, so that a query which sees nothing has weights 0 and not NaN.
         start = (
-            jnp.zeros((*queries.shape[:2], v.shape[-1]), wide),
+            jnp.zeros(queries.shape, wide),
             jnp.full(column, jnp.finfo(wide).min / 2, wide),
             jnp.zeros(column, wide),
         )
@@ -202,14 +197,14 @@ def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
             dq, dk, dv = carry
             logits = _logits(plan, i, j, queries, k[j], parts, scales)
             weights = jnp.exp(logits - top) * share
-            by_weights = _product(cotangent, v[j], 2, 2)
+            by_weights = _product(cotangent, v[j], 3, 3)
             by_logits = weights * (by_weights - mean) * plan.factor
             for scale in scales:
                 by_logits = by_logits * scale
             by_logits = by_logits.astype(narrow)
-            dq = dq + _product(by_logits, k[j].astype(narrow), 2, 1)
-            dk = _add_at(dk, j, _product(by_logits, queries.astype(narrow), 1, 1))
-            return dq, dk, _add_at(dv, j, _product(weights.astype(v.dtype), cotangent, 1, 1))
+            dq = dq + _product(by_logits, k[j].astype(narrow), 3, 2)
+            dk = _add_at(dk, j, _product(by_logits, queries.astype(narrow), 2, 2))
+            return dq, dk, _add_at(dv, j, _product(weights.astype(v.dtype), cotangent, 2, 2))
 
         start, _ = vary_alike(((jnp.zeros(queries.shape, wide), *carry), queries))
         dq, *carry = lax.fori_loop(0, plan.chunks_of_keys(i), add, start)
