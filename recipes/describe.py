@@ -14,6 +14,7 @@ import jax
 
 from unitscale import grad
 from unitscale.core import is_scaled
+from unitscale.ops import attention_paths
 
 from .config import RunConfig, TransformerConfig
 from .run.batch import make_loss, over_amax
@@ -33,6 +34,7 @@ class Description(NamedTuple):
       gradients: Bytes of their gradients.
       optimizer: Bytes of the optimizer's state.
       activations: Bytes of one example that the backward pass is given, before XLA fuses any.
+      attention: The implementations that `ops.dot_product_attention` takes in the step, and why.
     """
 
     parameters: dict[str, int]
@@ -42,13 +44,15 @@ class Description(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
+    attention: tuple[str, ...]
 
 
 def describe(config: RunConfig) -> Description:
     """Traces and lowers the training step of a config on shapes alone."""
     graphdef, _, (state, batch, _) = abstract_step(config)
     loss = make_loss(graphdef, deterministic=False)
-    gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
+    with attention_paths() as taken:
+        gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
     flops, activations = _cost(config)
     parameters: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_scaled):
@@ -62,6 +66,7 @@ def describe(config: RunConfig) -> Description:
         bytes_of(gradients),
         bytes_of(state.opt_state),
         activations,
+        tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
     )
 
 
@@ -77,8 +82,10 @@ def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
 
 def _cost(config: RunConfig) -> tuple[float, int]:
     """FLOPs of a step, and bytes of activations of an example."""
-    graphdef, step, shapes = abstract_step(config)
-    cost = step.lower(*shapes).cost_analysis()
+    # XLA knows no FLOPs of a kernel, and counts those of a loop's body once.
+    with attention_paths("plain"):
+        graphdef, step, shapes = abstract_step(config)
+        cost = step.lower(*shapes).cost_analysis()
     assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
     loss = make_loss(graphdef, deterministic=False)
     one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
@@ -123,6 +130,8 @@ def report(config: RunConfig) -> Iterator[str]:
             f"  model.remat={mode:<6}{activations:>16,} bytes an example, "
             f"{flops:.4g} FLOPs a step, {flops / facts.flops:.2f} times"
         )
+    for line in facts.attention:
+        yield f"attention     {line}"
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:

@@ -47,6 +47,7 @@ class Encoder(nnx.Module):
             max_length=config.context,
             dropout_rate=config.dropout,
             remat=config.remat,
+            attention_implementation=config.attention_implementation,
             scan=config.scan,
             policy=policy,
             rngs=rngs,

@@ -58,7 +58,11 @@ class GPTConfig(LanguageConfig):
                 "model.products needs model.library plain, scalify null and init null; got "
                 f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
             )
-        for name, off in (("scan", False), ("remat", "none")):
+        for name, off in (
+            ("scan", False),
+            ("remat", "none"),
+            ("attention_implementation", "auto"),
+        ):
             if self.model.library == "plain" and getattr(self.model, name) != off:
                 raise ValueError(
                     f"model.{name} needs model.library unitscale; got model.library plain; "

@@ -50,6 +50,7 @@ class GPT(nnx.Module):
             use_bias=config.bias,
             dropout_rate=config.dropout,
             remat=config.remat,
+            attention_implementation=config.attention_implementation,
             scan=config.scan,
             policy=policy,
             rngs=rngs,

@@ -18,7 +18,15 @@ Config = TypeVar("Config", bound=RunConfig)
 
 # Runs and caches may be moved, and runs resumed on other devices: these say nothing about what
 # they hold.
-_FREE = ("sweep.", "train.runs_dir", "data.cache_dir", "mesh.data", "mesh.fsdp", "mesh.tensor")
+_FREE = (
+    "sweep.",
+    "train.runs_dir",
+    "data.cache_dir",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "model.attention_implementation",
+)
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from unitscale import nn, rules
+from unitscale import nn, ops, rules
 
 WIDTH, HEADS, TIME = 16, 4, 6
 
@@ -189,3 +189,14 @@ def test_decode_checks_as_init_cache_does() -> None:
     cache = attention(is_causal=True, max_length=9).init_cache(2, 9)
     with pytest.raises(ValueError, match="a cache needs is_causal=True"):
         attention().decode(inputs(), cache)
+
+
+def test_the_implementation_is_that_of_calls_and_not_of_decoding() -> None:
+    """A cache comes with a mask, which a kernel that was asked for may not take."""
+    layer = attention(is_causal=True, max_length=8, implementation="chunked")
+    with ops.attention_paths() as taken:
+        jax.eval_shape(layer, inputs())
+        jax.eval_shape(lambda x: layer.decode(x, layer.init_cache(2, 8)), inputs())
+    assert [path.implementation for path in taken] == ["chunked", "plain"]
+    with pytest.raises(ValueError, match="one of auto, plain, chunked, cudnn; got 'flash'"):
+        attention(implementation="flash")(inputs())

@@ -27,7 +27,7 @@ TRANSFORMS = {
 SCALES = (1.0, 2.0**12, 2.0**-12)
 # float32 accumulates, and is compared with a finite difference; 16-bit types round the operand of a
 # factor, the factor and the result.
-_ROUNDINGS = {"float32": 64, "float16": 2, "bfloat16": 2}
+_ROUNDINGS = {"float64": 64, "float32": 64, "float16": 2, "bfloat16": 2}
 
 Reference = Callable[..., np.ndarray]
 

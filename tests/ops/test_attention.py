@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
+from unitscale.ops import _attention_chunked
 from unitscale.parallel import make_mesh
 
 from .conformance import (
@@ -273,15 +274,28 @@ def test_dropout() -> None:
     np.testing.assert_array_equal(no_rate.data, plain)
 
 
-@pytest.mark.parametrize(("dtype", "rate"), [("float16", 0.0), ("float32", 0.5), ("bfloat16", 0.5)])
-def test_operands_that_vary_differently_in_shard_map(dtype: str, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rate", "implementation"),
+    [
+        ("float16", 0.0, "plain"),
+        ("float32", 0.5, "plain"),
+        ("bfloat16", 0.5, "plain"),
+        ("float32", 0.0, "chunked"),
+        ("bfloat16", 0.0, "chunked"),
+    ],
+)
+def test_operands_that_vary_differently_in_shard_map(
+    dtype: str, rate: float, implementation: ops.Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queries of each device meet the values of all, whose gradient is summed over the devices."""
+    monkeypatch.setattr(_attention_chunked, "_CHUNK", {"cpu": 2})
     q, v = (jnp.asarray(a, dtype) for a in normal("shard", (2, 4, 2, 4), (1, 4, 2, 4)))
     key = jax.random.key(0)
+    options = {"is_causal": not rate, "dropout_rate": rate, "implementation": implementation}
 
     def grads(q, v):
         f = functools.partial(
-            ops.dot_product_attention, dropout_rate=rate, dropout_key=key, deterministic=False
+            ops.dot_product_attention, dropout_key=key, deterministic=False, **options
         )
         return jax.grad(lambda *args: f(q, *args).data.astype("float32").sum(), (0, 1))(v, v)
 

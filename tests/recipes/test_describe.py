@@ -80,6 +80,33 @@ def test_flops_are_products_and_a_little_more(make_config: Callable[..., GPTConf
     assert products < describe(config).flops < 1.2 * products
 
 
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_attention_is_named_with_its_reason(
+    make_config: Callable[..., GPTConfig], scan: str
+) -> None:
+    unit = [UNITSCALE, "optimizer={umup: true}", f"model.scan={scan}"]
+    (line,) = describe(make_config(*unit)).attention
+    assert line.startswith("plain: dropout needs all weights at once; no cuDNN: ")
+    unit.append("model.dropout=0.0")
+    (line,) = describe(make_config(*unit)).attention
+    assert line.startswith("plain: 16 x 16 weights of a head are few; no cuDNN: ")
+    chunked = "model.attention_implementation=chunked"
+    assert describe(make_config(*unit, chunked)).attention == ("chunked: asked for",)
+    assert describe(make_config()).attention == ()  # plain models call jax.nn themselves
+
+
+def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -> None:
+    """Also where a loop over chunks has them, of which XLA counts one turn."""
+    unit = [UNITSCALE, "optimizer={umup: true}", "data.sequence_length=256", "model.dropout=0.0"]
+    auto, plain = (
+        describe(make_config(*unit, f"model.attention_implementation={implementation}"))
+        for implementation in ("auto", "plain")
+    )
+    assert auto.attention[0].startswith("chunked: 256 x 256")
+    assert auto.flops == plain.flops
+    assert auto.activations < plain.activations
+
+
 @pytest.mark.parametrize("overrides", [[], [UNITSCALE, "optimizer.umup=false"]], ids=str)
 def test_the_command_prints_it(
     config_file: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
@@ -88,6 +115,7 @@ def test_the_command_prints_it(
     printed = capsys.readouterr().out
     assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
     assert "64 tokens in 4 examples" in printed
+    assert ("\nattention     plain: dropout needs" in printed) == bool(overrides)
     assert not (config_file.parent / "runs").exists()
     rows = re.findall(r"model.remat=(\w+) +([\d,]+) bytes .* ([\d.]+) times", printed)
     assert [mode for mode, _, _ in rows] == (["none", "dots", "layer"] if overrides else [])

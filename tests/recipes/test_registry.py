@@ -62,6 +62,11 @@ WRONG = [
     (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
     (["model.library=unitscale", "model.norm_eps=1e-5"], r"norm_eps needs model\.library plain"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
+    (
+        ["model.attention_implementation=chunked"],
+        r"model\.attention_implementation needs model\.library unitscale",
+    ),
+    (["model.attention_implementation=xla"], r"expected .*'auto', 'plain', 'chunked' or 'cudnn'"),
     (["model.vocab=255"], r"model\.vocab must be at least the 256 ids of the byte .*; got 255"),
     (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),

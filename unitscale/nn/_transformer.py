@@ -60,6 +60,8 @@ class TransformerLayer(nnx.Module):
         max_length: sequence length that the attention's factor is computed for.
         rotary_base: base of rotary positions; None for none.
         attention_mult: multiplier of the attention logits.
+        attention_implementation: "auto", "plain", "chunked" or "cudnn": see
+            `ops.dot_product_attention`.
         mlp_mult: multiplier of the activation's argument.
         use_bias: whether dense layers add biases.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
@@ -96,6 +98,7 @@ class TransformerLayer(nnx.Module):
         max_length: int | None = None,
         rotary_base: float | None = None,
         attention_mult: float = 1.0,
+        attention_implementation: ops.Implementation = "auto",
         mlp_mult: float = 1.0,
         use_bias: bool = True,
         dropout_rate: float = 0.0,
@@ -131,6 +134,7 @@ class TransformerLayer(nnx.Module):
                 mlp_mult=mlp_mult,
                 norm_placement=norm_placement,
             ),
+            implementation=attention_implementation,
             policy=policy,
             rngs=rngs,
         )

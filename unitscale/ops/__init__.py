@@ -10,6 +10,12 @@ The backward factors exist in reverse mode only; forward-mode differentiation ra
 
 from ._add import add as add, weighted_add as weighted_add
 from ._attention import dot_product_attention as dot_product_attention
+from ._attention_path import (
+    AttentionPath as AttentionPath,
+    Implementation as Implementation,
+    attention_path as attention_path,
+    attention_paths as attention_paths,
+)
 from ._conv import conv as conv
 from ._dropout import dropout as dropout
 from ._elementwise import (
