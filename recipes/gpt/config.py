@@ -58,6 +58,11 @@ class GPTConfig(LanguageConfig):
                 "model.products needs model.library plain, scalify null and init null; got "
                 f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
             )
+        if self.model.library == "plain" and self.model.vocab_multiple > 1:
+            raise ValueError(
+                "model.vocab_multiple needs model.library unitscale; got model.library plain; "
+                "set model.vocab_multiple 1"
+            )
         if self.model.library == "plain" and self.model.scan:
             raise ValueError(
                 "model.scan needs model.library unitscale; got model.library plain; "
