@@ -139,7 +139,8 @@ class Readout(_Affine):
         rngs: streams of random keys; parameters draw from "params".
 
     Raises:
-        ValueError: if the policy is unknown or the multiple not positive; when called, if the shapes do not fit.
+        ValueError: if the policy is unknown or the multiple not positive; when called, if the
+            shapes do not fit.
 
     Example:
         >>> import jax.numpy as jnp
