@@ -101,6 +101,7 @@ POLICIES = [
     for dtype, tied, chunk in [
         ("float32", True, 4),
         ("bfloat16", False, 3),
+        ("bfloat16", False, None),
         ("float16", True, None),
     ]
 ]

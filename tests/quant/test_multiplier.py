@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +28,7 @@ def test_parts_are_the_whole(strategy) -> None:
     state = None if strategy is None else state_of(strategy)
 
     def parts(x, w, dy):
-        times = Multiplier(w, SPEC, FACTORS, config, jnp.float32, state)
+        times = Multiplier(w, SPEC, FACTORS, config, jnp.float32, 2, state)
         found = []
         for rows in (slice(0, 2), slice(2, 6)):
             y, part = times(x[rows])
@@ -56,15 +54,17 @@ def test_parts_are_the_whole(strategy) -> None:
 
 def test_the_right_operand_is_quantized_once_and_its_gradient_is_wide() -> None:
     config = MatmulConfig()
-    times = Multiplier(jnp.ones((8, 5), jnp.bfloat16), SPEC, FACTORS, config, jnp.bfloat16)
+    times = Multiplier(jnp.ones((8, 5), jnp.bfloat16), SPEC, FACTORS, config, jnp.bfloat16, 3)
     y, part = times(jnp.ones((2, 8), jnp.bfloat16))
     assert is_scaled(part.lhs)
     dx, dw, seen = times.gradients(part, y)
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     assert seen is times.shared_gradient is None
+    single = Multiplier(jnp.ones((8, 5), jnp.bfloat16), SPEC, FACTORS, config, jnp.bfloat16, 1)
+    assert single.gradients(part, y)[1].dtype == jnp.bfloat16
 
     def casts(x, w):
-        times = Multiplier(w, SPEC, FACTORS, config, jnp.bfloat16)
+        times = Multiplier(w, SPEC, FACTORS, config, jnp.bfloat16, 3)
         return [times(rows)[0] for rows in x]
 
     text = str(jax.make_jaxpr(casts)(jnp.ones((3, 2, 8)), jnp.ones((8, 5))))
@@ -75,7 +75,7 @@ def test_the_right_operand_is_quantized_once_and_its_gradient_is_wide() -> None:
 def test_a_strategy_needs_its_own_state() -> None:
     config = MatmulConfig(strategy=Delayed())
     with pytest.raises(ValueError, match="keeps its scales in a state"):
-        Multiplier(jnp.ones((8, 5)), SPEC, FACTORS, config, jnp.float32)
-    other = dataclasses.replace(config, strategy=Delayed(margin=1))
+        Multiplier(jnp.ones((8, 5)), SPEC, FACTORS, config, jnp.float32, 1)
+    other = state_of(Delayed(margin=1))
     with pytest.raises(ValueError, match="but the strategy is"):
-        Multiplier(jnp.ones((8, 5)), SPEC, FACTORS, config, jnp.float32, state_of(other.strategy))
+        Multiplier(jnp.ones((8, 5)), SPEC, FACTORS, config, jnp.float32, 1, other)

@@ -29,7 +29,7 @@ def weight(
     value = rngs.params.normal(shape, dtype=jnp.float32).astype(policy.param_dtype)
     if any(padding):
         value = jnp.pad(value, [(0, more) for more in padding])
-    more = {"padding": padding} if any(padding) else {}
+    more: dict[str, Any] = {"padding": padding} if any(padding) else {}
     return nnx.Param(value, role=role, fan_in=fan_in, fan_out=fan_out, depth=1, **more)
 
 

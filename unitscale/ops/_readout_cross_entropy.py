@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import bounded_product, custom_vjp, narrow, shards, vary_alike, wide_dtype, widen
+from ..core import bounded_product, custom_vjp, narrow, shards, vary_alike, widen
 from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, watched
 from ..rules import Constraint
 from ._loss import (
@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
     """What there is one of for each token."""
 
     x: jax.Array
-    labels: jax.Array
+    labels: Any  # no cotangent of theirs is an array
     where: jax.Array | None
     scale: jax.Array | None
     weight: jax.Array | None = None  # cotangent of a token's loss
@@ -87,15 +87,20 @@ def _join(rows: Any, tokens: int) -> Any:
     )
 
 
-def _over_chunks(
-    body: Callable[[Any, _Rows], tuple[Any, Any]], total: Any, rows: _Rows, chunks: int
-) -> tuple[Any, Any]:
+def _over_chunks(body: Callable[[_Rows], tuple[Any, Any]], rows: _Rows, chunks: int) -> Any:
     """Adds up what ``body`` returns first, and joins what it returns second for each token."""
-    tokens = rows.labels.shape[0]
     if chunks == 1:
-        return body(total, rows)
-    total, _ = vary_alike((total, rows))
-    total, out = lax.scan(body, total, _split(rows, tokens, chunks))
+        return body(rows)
+    tokens = rows.labels.shape[0]
+    split = _split(rows, tokens, chunks)
+    parts, _ = jax.eval_shape(body, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), parts)
+
+    def add(total: Any, rows: _Rows) -> tuple[Any, Any]:
+        parts, out = body(rows)
+        return jax.tree.map(jnp.add, total, parts), out
+
+    total, out = lax.scan(add, vary_alike((zeros, rows))[0], split)
     return total, _join(out, tokens)
 
 
@@ -126,17 +131,25 @@ def _logits(
 
 
 def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
-    return Multiplier(shared.kernel, how.spec, how.factors, how.config, how.out_dtype, shared.state)
+    return Multiplier(
+        shared.kernel,
+        how.spec,
+        how.factors,
+        how.config,
+        how.out_dtype,
+        how.chunks,
+        shared.state,
+    )
 
 
 def _losses(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
     times = _multiplier(shared, how)
 
-    def body(total: None, rows: _Rows) -> tuple[None, jax.Array]:
+    def body(rows: _Rows) -> tuple[None, jax.Array]:
         z, _ = _logits(times, shared, rows, how)
-        return total, token_losses(z, rows.labels)
+        return None, token_losses(z, rows.labels)
 
-    return _over_chunks(body, None, rows, how.chunks)[1]
+    return _over_chunks(body, rows, how.chunks)[1]
 
 
 def _losses_and_gradients(
@@ -144,15 +157,15 @@ def _losses_and_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, QuantState | None]:
     """Of all tokens: losses and gradients by x; of all together: those by kernel and state."""
     times = _multiplier(shared, how)
-    kernel = jnp.zeros(shared.kernel.shape, wide_dtype(shared.kernel.dtype))
 
-    def body(total: Any, rows: _Rows) -> tuple[Any, Any]:
+    def body(rows: _Rows) -> tuple[Any, Any]:
         z, gradients = _logits(times, shared, rows, how)
-        dx, *more = gradients(rows.weight)
-        return jax.tree.map(jnp.add, total, tuple(more)), (token_losses(z, rows.labels), dx)
+        dx, *parts = gradients(rows.weight)
+        return parts, (token_losses(z, rows.labels), dx)
 
-    total = kernel, times.shared_gradient
-    (dkernel, dstate), (losses, dx) = _over_chunks(body, total, rows, how.chunks)
+    (dkernel, dstate), (losses, dx) = _over_chunks(body, rows, how.chunks)
+    if dstate is not None:
+        dstate = jax.tree.map(jnp.add, dstate, times.shared_gradient)
     return losses, dx, dkernel, dstate
 
 
@@ -181,11 +194,11 @@ def _bwd(how: _Statics, residuals: Any, cotangent: jax.Array):
     if how.reduction == "none":
         rows, shared = residuals
         row_scale = rows.scale
-        _, *gradients = _losses_and_gradients(rows._replace(weight=cotangent), shared, how)
+        rows = rows._replace(weight=cotangent)
+        _, dx, dkernel, dstate = _losses_and_gradients(rows, shared, how)
     else:
-        gradients, row_scale, shared = residuals
-        gradients[:2] = (widen(gradient) * cotangent for gradient in gradients[:2])
-    dx, dkernel, dstate = gradients
+        (dx, dkernel, dstate), row_scale, shared = residuals
+        dx, dkernel = (widen(gradient) * cotangent for gradient in (dx, dkernel))
     row_scale, *scales = jax.tree.map(jnp.zeros_like, (row_scale, shared.x_scale, shared.scale))
     dkernel = narrow(dkernel, shared.kernel.dtype)
     return _Rows(narrow(dx, how.x_dtype), None, None, row_scale), _Shared(dkernel, dstate, *scales)
@@ -300,21 +313,24 @@ def readout_cross_entropy(
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
     readout = rules.readout(features, vocab, max(tokens, 1) * shards(data), constraint=constraint)
     data, w = watched((data, w), state)
-    per_token = scale is not None and jnp.ndim(scale) > 0
+    scale = scale_argument(scale)
+    per_token = None
+    if scale is not None and scale.ndim:
+        per_token = jnp.broadcast_to(scale, (*labels.shape, 1)).reshape(tokens, 1)
     rows = _Rows(
         data.reshape(tokens, features),
         classes_of(labels, vocab, columns).reshape(tokens),
         None if where is None else where.reshape(tokens),
-        jnp.broadcast_to(scale, (*labels.shape, 1)).reshape(tokens, 1) if per_token else None,
+        per_token,
     )
     w_scale = scale_argument(w_scale)
     if w_scale is not None and w_scale.ndim:
         w_scale = w_scale.reshape(1, columns)  # per class
-    shared = _Shared(w, state, None if per_token else scale_argument(scale), w_scale)
+    shared = _Shared(w, state, None if per_token is not None else scale, w_scale)
     how = _Statics(
         data.dtype,
         Contraction("ty", "zy" if transposed else "yz", "tz"),
-        (readout.fwd, *readout.bwd[:2]),
+        (readout.fwd, readout.bwd[0], readout.bwd[1]),
         config,
         jnp.dtype(output_dtype(x, kernel) if config is None else output_dtype(x)),
         float(mult),

@@ -40,6 +40,8 @@ class Multiplier:
         factors: static (fwd, bwd_lhs, bwd_rhs).
         config: formats and strategy; None multiplies the operands as they are.
         out_dtype: dtype of the result.
+        parts: how many there will be. The gradients of the right operand by more than one are to
+            be added up, and so are in float32 or wider; that by a single one is in its own dtype.
         state: the scales of a strategy that keeps them.
 
     Raises:
@@ -48,7 +50,7 @@ class Multiplier:
     Example:
         >>> import jax.numpy as jnp
         >>> times = Multiplier(
-        ...     jnp.ones((8, 3)), Contraction("bk", "kn", "bn"), (1.0, 1.0, 0.5), None, "float32"
+        ...     jnp.ones((8, 3)), Contraction("bk", "kn", "bn"), (1.0, 1.0, 0.5), None, "float32", 1
         ... )
         >>> y, part = times(jnp.ones((2, 8)))
         >>> dx, dw, _ = times.gradients(part, y)
@@ -66,13 +68,13 @@ class Multiplier:
         factors: tuple[float, float, float],
         config: MatmulConfig | None,
         out_dtype: Any,
+        parts: int,
         state: QuantState | None = None,
     ) -> None:
         check_state("Multiplier", config, state)
         self._spec, self._factors, self._config = spec, factors, config
         self._out_dtype, self._state = out_dtype, state
-        # The gradients of all parts add up, so that each of them is wide.
-        self._wide = wide_dtype(rhs.dtype)
+        self._grad_dtype = rhs.dtype if parts == 1 else wide_dtype(rhs.dtype)
         axes = axes_of(spec.rhs, spec.summed)
         self._rhs, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
 
@@ -86,11 +88,11 @@ class Multiplier:
     def gradients(
         self, part: Part, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array, QuantState | None]:
-        """The gradients of a part, of the right operand in float32 or wider, and of the state.
+        """The gradients of a part, and by it those of the right operand and of the state.
 
         The last two are to be added up over all parts, with `shared_gradient`.
         """
-        dtypes = part.dtype, self._wide
+        dtypes = part.dtype, self._grad_dtype
         spec, factors, config, state = self._spec, self._factors, self._config, self._state
         left, right, saw = operand_gradients(
             part.lhs, self._rhs, cotangent, spec, factors[1:], config, state, dtypes
