@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from unitscale import grad
 from unitscale.core import is_scaled
@@ -29,7 +30,8 @@ class Description(NamedTuple):
     Args:
       parameters: How many, by the part of the model that has them.
       size: Of a step, in `data.step_unit`.
-      flops: Of a step, forward, backward and update, as XLA counts the lowered program.
+      flops: Of a step, forward, backward and update, as XLA counts the lowered program, with every
+        turn of its scans.
       weights: Bytes of the parameters in the format they are kept in, scales included.
       gradients: Bytes of their gradients.
       optimizer: Bytes of the optimizer's state.
@@ -82,14 +84,36 @@ def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
 
 def _cost(config: RunConfig) -> tuple[float, int]:
     """FLOPs of a step, and bytes of activations of an example."""
-    # XLA knows no FLOPs of a kernel, and counts those of a loop's body once.
-    with attention_paths("plain"):
+    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
         graphdef, step, shapes = abstract_step(config)
-        cost = step.lower(*shapes).cost_analysis()
-    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
+        flops = flops_of(step.trace(*shapes).jaxpr)
     loss = make_loss(graphdef, deterministic=False)
     one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
-    return cost["flops"], two - one
+    return flops, two - one
+
+
+def flops_of(jaxpr: ClosedJaxpr) -> float:
+    """FLOPs of a program as XLA counts it, which counts the body of a loop as if it ran once."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+    cost = jax.jit(jaxpr_as_fun(jaxpr)).lower(*shapes).cost_analysis()
+    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
+    return cost["flops"] + _of_further_turns(jaxpr.jaxpr)
+
+
+def _of_further_turns(jaxpr: Jaxpr) -> float:
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if not _is_jaxpr(inner):
+                continue
+            total += _of_further_turns(getattr(inner, "jaxpr", inner))
+            if eqn.primitive.name == "scan":
+                total += (eqn.params["length"] - 1) * flops_of(inner)
+    return total
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, (ClosedJaxpr, Jaxpr))
 
 
 def _gradients(loss: Any, config: RunConfig) -> Any:

@@ -68,7 +68,7 @@ class UnitModel(nnx.Module):
                 x = self.norms[index](x)
         if self.norm == "pre":
             x = self.norms[0](x)
-        return ops.softmax_cross_entropy(self.readout(x), targets)
+        return self.readout.cross_entropy(x, targets)
 
 
 def make_mixer(

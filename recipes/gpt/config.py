@@ -61,6 +61,7 @@ class GPTConfig(LanguageConfig):
         for name, off in (
             ("scan", False),
             ("remat", "none"),
+            ("vocab_multiple", 1),
             ("attention_implementation", "auto"),
         ):
             if self.model.library == "plain" and getattr(self.model, name) != off:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale import nn, ops
+from unitscale import nn
 
 from ..config import GPTModelConfig
 
@@ -24,7 +24,13 @@ class GPT(nnx.Module):
             )
         self.config = config
         width = config.width
-        self.embed = nn.Embed(config.vocab, width, policy=policy, rngs=rngs)
+        self.embed = nn.Embed(
+            config.vocab,
+            width,
+            pad_to_multiple_of=config.vocab_multiple,
+            policy=policy,
+            rngs=rngs,
+        )
         self.positions = (
             nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
             if config.positions == "learned"
@@ -60,7 +66,13 @@ class GPT(nnx.Module):
         self.readout = (
             None
             if config.tied_readout
-            else nn.Readout(width, config.vocab, policy=policy, rngs=rngs)
+            else nn.Readout(
+                width,
+                config.vocab,
+                pad_to_multiple_of=config.vocab_multiple,
+                policy=policy,
+                rngs=rngs,
+            )
         )
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
@@ -69,6 +81,12 @@ class GPT(nnx.Module):
           Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
           cache.
         """
+        x, cache = self._states(ids, deterministic=deterministic, cache=cache)
+        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
+        return logits if cache is None else (logits, cache)
+
+    def _states(self, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None):
+        """What the readout reads, (batch, time, width), and the new cache."""
         x = self.embed(ids)
         if self.positions is not None:
             start = 0 if cache is None else cache[0].length
@@ -78,9 +96,7 @@ class GPT(nnx.Module):
             x = self.stack(x, deterministic=deterministic)
         else:
             x, cache = self.stack.decode(x, cache)
-        x = self.norm(x)
-        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
-        return logits if cache is None else (logits, cache)
+        return self.norm(x), cache
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `length` tokens of each of `batch` sequences."""
@@ -88,6 +104,5 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        logits = self(ids, deterministic=deterministic)
-        assert not isinstance(logits, tuple), "without a cache there are only logits"
-        return ops.softmax_cross_entropy(logits, targets)
+        x, _ = self._states(ids, deterministic=deterministic)
+        return (self.readout or self.embed).cross_entropy(x, targets)

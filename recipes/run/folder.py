@@ -52,7 +52,7 @@ def existing_run(config: RunConfig) -> Path:
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
         )
-    _check_same(config, folder, sections=("model", "policy"))
+    _check_same(config, folder, sections=("model", "policy", "fp8_readout"))
     return folder
 
 

@@ -129,6 +129,35 @@ def test_exempt_roles_compute_in_16_bits() -> None:
     assert "f8_e4m3fn" not in products(make("dense", all_exempt)[0], x)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"])
+def test_a_quantized_readout(name: str) -> None:
+    """Its gradient has the range of E5M2, or blocks; nothing else of the policy changes."""
+    policy = nn.as_policy(name)
+    own = policy.with_quantized_readout()
+    assert own.matmul_for("weight") == policy.matmul
+    config = own.matmul_for("readout")
+    assert policy.matmul_for("readout") is None
+    assert (config.lhs, config.rhs) == ("float8_e4m3fn",) * 2
+    assert config.cotangent == ("float8_e4m3fn" if name == "mxfp8" else "float8_e5m2")
+    assert config.strategy == policy.matmul.strategy
+    embed = nn.Embed(6, 8, policy=own, rngs=nnx.Rngs(0))
+
+    graphdef, state = nnx.split(embed)
+
+    def loss(state):
+        x = jnp.ones((2, 8), jnp.bfloat16)
+        return nnx.merge(graphdef, state).cross_entropy(x, jnp.zeros(2, int))
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(state))
+    assert "f8_e4m3fn[6,8]" in text
+    assert ("f8_e5m2[2,6]" in text) == (name != "mxfp8")
+
+
+def test_only_a_policy_with_products_has_a_quantized_readout() -> None:
+    with pytest.raises(ValueError, match="matmul must say in which formats; got None"):
+        nn.as_policy("bfloat16").with_quantized_readout()
+
+
 def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:
     """Rounding float32 to bfloat16 first would round twice."""
     layer = nn.Dense(1, 1, use_bias=False, policy="fp8", rngs=nnx.Rngs(0))

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.describe import Description, describe
+from recipes.describe import Description, describe, flops_of
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.state import init_state
@@ -105,6 +105,32 @@ def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -
     assert auto.attention[0].startswith("chunked: 256 x 256")
     assert auto.flops == plain.flops
     assert auto.activations < plain.activations
+
+
+def test_every_turn_of_a_loop_counts() -> None:
+    """Also of a loop in a loop; XLA counts one."""
+
+    def inner(x, _):
+        return x @ x, None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, length=3)[0] @ x, None
+
+    def program(x):
+        return jax.jit(lambda x: jax.lax.scan(outer, x, None, length=5)[0])(x) @ x
+
+    flops = flops_of(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((32, 32), "float32")))
+    assert flops == pytest.approx((5 * (3 + 1) + 1) * 2 * 32**3, rel=1e-3)
+
+
+def test_flops_do_not_depend_on_how_logits_are_cut(
+    make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(UNITSCALE, "model.width=128", "model.heads=2")
+    whole = describe(config).flops
+    monkeypatch.setattr("unitscale.ops._readout_cross_entropy.MOST_LOGITS", 4096)
+    # Four chunks add up the gradient of the readout, and split a batch: no products.
+    assert describe(config).flops == pytest.approx(whole, rel=0.05)
 
 
 @pytest.mark.parametrize("overrides", [[], [UNITSCALE, "optimizer.umup=false"]], ids=str)

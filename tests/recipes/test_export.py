@@ -61,6 +61,20 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
         export(other, path, pytest.fail, fp8=True)
 
 
+def test_a_vocabulary_is_written_without_its_padding(tmp_path: Path) -> None:
+    layers = nnx.Dict(
+        a=nn.Embed(5, 3, pad_to_multiple_of=8, rngs=nnx.Rngs(0)),
+        b=nn.Readout(3, 5, pad_to_multiple_of=8, rngs=nnx.Rngs(0)),
+    )
+    value = layers.b.kernel.get_value()
+    layers.b.kernel.set_value(ScaledArray(value / 4, jnp.float32(4)))
+    save_tensors(layers, tmp_path / "x")
+    found = entries(tmp_path / "x")
+    assert found["a.embedding"]["shape"] == [5, 3]
+    assert found["b.kernel"]["shape"] == [3, 5]
+    assert found["b.kernel"]["data"] == np.asarray(value[:, :5]).tobytes()
+
+
 @pytest.mark.parametrize(
     ("dtype", "name"), [("bfloat16", "BF16"), ("float16", "F16"), ("float8_e5m2", "F8_E5M2")]
 )

@@ -19,7 +19,7 @@ from recipes.run.state import load_trained
 from recipes.train import train
 from unitscale import nn
 from unitscale.nn import AmaxState
-from unitscale.quant import QuantState
+from unitscale.quant import QuantState, Static, Unit
 
 MakeConfig = Callable[..., GPTConfig]
 FP8 = ["model.library=unitscale", "policy=fp8", "optimizer={learning_rate: 1000.0}"]
@@ -42,6 +42,17 @@ def run(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
 
 def shares(row: dict) -> dict[str, float]:
     return {key: value for key, value in row.items() if key.startswith("saturated/")}
+
+
+def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
+    plain = monitored(make_config(*FP8)).matmul_for("readout")
+    own = monitored(make_config(*FP8, "fp8_readout=true")).matmul_for("readout")
+    seen = monitored(make_config(*FP8, "fp8_readout=true", "monitor={}")).matmul_for("readout")
+    assert plain is None
+    assert own is not None
+    assert seen is not None
+    assert (own.rhs, own.cotangent) == ("float8_e4m3fn", "float8_e5m2")
+    assert (own.strategy, seen.strategy) == (Unit(), Static())
 
 
 @pytest.mark.slow
