@@ -1,7 +1,5 @@
 """Whole training runs that a benchmark compares: trained, resumed, or found finished."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """What a finished sweep of character models says of unit scaling, in counts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ are and once with every factor of `unitscale.rules` set to 1, which leaves its m
 Compile time is that of a step of 48 layers, traced and compiled one by one and as a scan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

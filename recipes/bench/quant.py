@@ -8,8 +8,6 @@ are used again), and its plain model converted and through qwix; compiles the tr
 and times a larger model where there is one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import statistics

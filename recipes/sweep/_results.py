@@ -1,7 +1,5 @@
 """What a sweep found: a table of the best losses, and plots over learning rates and formats."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

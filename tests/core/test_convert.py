@@ -1,7 +1,5 @@
 """Trees into ScaledArrays and back: values, types, structure."""
 
-from __future__ import annotations
-
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Statistics against float64, and the least quantization error against a search by hand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

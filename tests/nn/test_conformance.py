@@ -1,7 +1,5 @@
 """What every layer must do: transformations, ScaledArray parameters, formats, flax's signature."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

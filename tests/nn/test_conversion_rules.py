@@ -1,7 +1,5 @@
 """Presets, and rules that assign them to dotted paths."""
 
-from __future__ import annotations
-
 import pytest
 
 from unitscale.nn import CONVERSIONS

@@ -1,7 +1,5 @@
 """Recurrent cells and the layer that runs them: laws at initialisation, gradients, carries."""
 
-from __future__ import annotations
-
 import inspect
 
 import jax

@@ -4,8 +4,6 @@ An op is compared with `fwd * reference`, where the reference is NumPy in float6
 gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sums of activations: factors, broadcasting, and where scales meet."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Dot-product attention."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Convolution, channels last."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Dropout."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Activations and gated linear units: factors, rounding, scales."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """matmul, dense and readout: factors, rounding, scales, broadcasting."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Losses: ordinary values, unit-scaled gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Pooling, channels last."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

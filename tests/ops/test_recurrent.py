@@ -1,7 +1,5 @@
 """Gates and recurrent cells against NumPy, with the true derivative everywhere."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Residual branches."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

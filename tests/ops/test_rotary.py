@@ -1,7 +1,5 @@
 """Rotary position embedding."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The primitives are those of the core, whose tests are in `tests/core/test_factor.py`."""
 
-from __future__ import annotations
-
 import functools
 
 from unitscale import core, ops

@@ -1,7 +1,5 @@
 """Softmax."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

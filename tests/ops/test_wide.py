@@ -1,7 +1,5 @@
 """Narrow in, wide inside, narrow out."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Meshes, and where batches and parameters lie on them."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """Several processes over gloo on the loopback interface, and what `initialize` refuses."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

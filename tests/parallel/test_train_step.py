@@ -1,7 +1,5 @@
 """Training on many devices against training on one."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

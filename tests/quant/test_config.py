@@ -1,7 +1,5 @@
 """MatmulConfig: names, pairs, errors."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import ml_dtypes

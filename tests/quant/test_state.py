@@ -1,7 +1,5 @@
 """Amax state: whatever is done to gradients, the history gets the largest amax of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

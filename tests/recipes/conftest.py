@@ -1,7 +1,5 @@
 """A run so small that training it takes a second or two after compilation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A BERT's run so small that training it takes a second or two after compilation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

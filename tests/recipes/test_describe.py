@@ -1,7 +1,5 @@
 """What a config amounts to is counted from shapes, and agrees with what is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

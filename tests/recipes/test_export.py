@@ -1,7 +1,5 @@
 """Trained models in safetensors files, their linear layers in FP8 where that is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

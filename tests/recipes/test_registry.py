@@ -1,7 +1,5 @@
 """What is wrong in a config file is said with the key, what was expected, what came, what to do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training resumes bit for bit, stops at the first value that is not finite, and reports."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

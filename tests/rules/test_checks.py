@@ -1,7 +1,5 @@
 """Argument checks shared by the rules."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Element-wise functions: published constants, exact integrals, use under transformations."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

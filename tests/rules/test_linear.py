@@ -1,7 +1,5 @@
 """Products: formulas and unit variance of output and gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Residual weights and their schemes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

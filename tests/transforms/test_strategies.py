@@ -1,7 +1,5 @@
 """The static choice of scales."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one rule by which runs are compared, its entries, and the command that prints them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A BERT trains through `recipes.train`: it learns, resumes bit for bit, and shows its guesses."""
 
-from __future__ import annotations
-
 import io
 import signal
 from pathlib import Path

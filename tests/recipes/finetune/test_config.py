@@ -1,7 +1,5 @@
 """The keys of a fine-tuning task, and which of their values go together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

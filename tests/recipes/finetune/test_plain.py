@@ -1,7 +1,5 @@
 """Fine-tuning a BERT of a Hugging Face folder: in each format, and back to such a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

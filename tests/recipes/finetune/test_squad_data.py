@@ -1,7 +1,5 @@
 """Questions come out of SQuAD files as they were put in, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

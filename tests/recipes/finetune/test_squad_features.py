@@ -1,7 +1,5 @@
 """Windows are those of the tokenizers library, and labels lead back to the answers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fine-tuning a tiny pretrained BERT on both tasks, from files to scores."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped configs are valid, and what the schema promises about itself holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

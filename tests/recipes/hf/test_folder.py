@@ -1,7 +1,5 @@
 """Folders that are not what they should be: each message says what is wrong, and where."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The shipped configs of the images recipe, its keys, and its commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

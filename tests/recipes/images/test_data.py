@@ -1,7 +1,5 @@
 """Idx files come back as they were written, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every format trains, stores and multiplies what it says, and a run is resumed and spread."""
 
-from __future__ import annotations
-
 import io
 import signal
 from collections import Counter

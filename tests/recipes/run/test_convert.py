@@ -1,7 +1,5 @@
 """A run goes on in other number formats, and back, and on other devices."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Callable

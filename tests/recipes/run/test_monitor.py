@@ -1,7 +1,5 @@
 """Saturated elements are metrics, and move scales where the config says so."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A run on a mesh gives the numbers of a run on one device, and resumes."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

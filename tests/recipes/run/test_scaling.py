@@ -1,7 +1,5 @@
 """A plain model under scalify: its state is scaled, its step is the plain one's, formats act."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A run goes on with its own tokenizer and text, whatever became of their files' dates."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Documents come from files, folders, globs, JSONL, Parquet and datasets, or the fault is named."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

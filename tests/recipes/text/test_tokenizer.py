@@ -1,7 +1,5 @@
 """Tokenizers: trained on the text, read from a file, and kept with the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
