@@ -17,7 +17,6 @@ from ..run.state import TrainState, load_trained
 from ..train import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PARITY = CONFIGS / "gpt" / "parity.yaml"
 
 # What every benchmark of training runs can be told.
 Overrides = Annotated[
