@@ -12,6 +12,7 @@ from flax import nnx
 import unitscale
 from tests.gradients import jit
 from tests.nn.table import LAYERS, make
+from tests.products import products
 from unitscale import nn
 from unitscale.core import ScaledArray
 
@@ -145,30 +146,12 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
 
 def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
     """The operands of the products, forward and backward, as the jaxpr has them."""
-    kinds = {
-        "float32": {("float32", "float32")},
-        "float16": {("float16", "float16")},
-        "bfloat16": {("bfloat16", "bfloat16")},
-        "fp8": {("float8_e4m3fn", "float8_e4m3fn")},
-    }
-    for policy, expected in kinds.items():
+    for policy in DTYPES:
         model, layer = make("gated", policy)
         apply, params = functional(model)
         jaxpr = jax.make_jaxpr(jax.grad(loss_of(apply), (0, 1)))(params, layer.input())
-        assert set(dots(jaxpr.jaxpr)) == expected
-        assert len(dots(jaxpr.jaxpr)) == 9
-
-
-def dots(jaxpr: Any) -> list[tuple[str, str]]:
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append(tuple(v.aval.dtype.name for v in eqn.invars))
-        for param in eqn.params.values():
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                found += dots(inner)
-    return found
+        dtype = "float8_e4m3fn" if policy == "fp8" else policy
+        assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * 9
 
 
 @pytest.mark.parametrize(
@@ -181,6 +164,8 @@ def dots(jaxpr: Any) -> list[tuple[str, str]]:
         ("RMSNorm", "RMSNorm"),
         ("Dropout", "Dropout"),
         ("MultiHeadAttention", "MultiHeadAttention"),
+        ("GRUCell", "GRUCell"),
+        ("OptimizedLSTMCell", "OptimizedLSTMCell"),
     ],
 )
 def test_positional_arguments_are_those_of_flax(ours, flax) -> None:

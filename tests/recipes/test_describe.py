@@ -13,7 +13,8 @@ from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.state import init_state
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from .configs import CONFIGS
+
 UNITSCALE = "model.library=unitscale"
 
 

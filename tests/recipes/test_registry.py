@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.registry import load_config, valid_keys
+from recipes.registry import RECIPES, load_config, valid_keys
 from recipes.run.folder import dump_config
+
+from .configs import CONFIGS, FILES, refuses_configs
+from .pretrained import FIXTURES
 
 # overrides, and what the message has to say
 WRONG = [
@@ -79,13 +83,7 @@ def test_vocab_is_the_tokenizers_unless_given(config_file: Path, vocab: str) -> 
     assert load_config(config_file, words).model.vocab == (300 if "300" in vocab else 280)
 
 
-@pytest.mark.parametrize(("overrides", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
-        load_config(config_file, overrides)
-    assert caught.value.exit_code == 2
-
-
+test_wrong_value = refuses_configs(WRONG)
 WRONG_FILES = [
     ("", r"expected a mapping of keys to values; got nothing"),
     ("- 1\n- 2\n", r"expected a mapping of keys to values; got a list"),
@@ -153,6 +151,19 @@ def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) ->
     path = tmp_path / "dumped.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_is_described(recipe: str) -> None:
+    assert not [key for key, field in valid_keys(RECIPES[recipe]) if not field.description]
+
+
+def test_shipped_configs_are_valid() -> None:
+    shipped = {file: OmegaConf.load(file) for file in CONFIGS.rglob("*.yaml")}
+    assert len(shipped) > 16
+    for file, tree in shipped.items():
+        own = ["data.sequence_length=32", f"init={FIXTURES / 'gpt2'}"] if "init" in tree else []
+        load_config(file, FILES.get(tree.get("recipe"), own))
 
 
 def test_valid_keys_are_dotted() -> None:
