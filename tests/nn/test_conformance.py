@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -13,7 +14,7 @@ import unitscale
 from tests.gradients import jit
 from tests.nn.table import LAYERS, make
 from tests.products import products
-from unitscale import nn
+from unitscale import nn, optim
 from unitscale.core import ScaledArray
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -104,6 +105,7 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         lambda path, p: np.zeros_like(p) if "bias" in jax.tree_util.keystr(path) else p, params
     )
     cases = [unitscale.as_scaled(params), unitscale.as_scaled(params, 0.25)]
+    cases.append(optim.scaled(optax.sgd(0.1), weights="float32").scale_params(params))
     run = jax.value_and_grad(loss_of(apply))
     (loss, grads), *results = jit(lambda x, *cases: [run(c, x) for c in cases])(x, params, *cases)
     for case, (scaled_loss, scaled_grads) in zip(cases, results, strict=True):
@@ -112,7 +114,7 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         cotangents = jax.tree.leaves(scaled_grads, is_leaf=_is_scaled)
         for g, p, c in zip(jax.tree.leaves(grads), arrays, cotangents, strict=True):
             # In data space: d/d data = scale * d/d value.
-            assert_close(c.data, g * float(p.scale))
+            assert_close(c.data, g * p.scale)
 
 
 DTYPES = {

@@ -152,15 +152,6 @@ def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
         np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
 
 
-def test_causality_of_the_stack_through_gradients() -> None:
-    settings = {"is_causal": True, "rotary_base": 30.0}
-    stack = build(lambda: nn.TransformerStack(2, WIDTH, 2, 24, **settings, rngs=nnx.Rngs(0)))
-    jacobian = jit(jax.jacrev(lambda x: stack(x).value.sum(-1)))(inputs())
-    reach = np.abs(jacobian).sum(-1)[0, :, 0]
-    assert (reach[np.triu_indices(TIME, 1)] == 0).all()
-    assert (reach[np.tril_indices(TIME)] > 0).all()
-
-
 def test_float32_gradients_are_those_of_float64() -> None:
     """The fused attention of `jax.nn`, which float64 leaves aside, has the same gradients."""
     ids = np.random.default_rng(1).integers(0, 11, (2, 7))
