@@ -104,9 +104,7 @@ def _layer_gradient(width: int, time: int, heads: int, tau: float) -> float:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="norm must be one of layer, rms; got 'batch'"):
         layer(norm="batch")
-    with pytest.raises(
-        ValueError, match="norm_placement must be one of pre, post, none; got 'mid'"
-    ):
+    with pytest.raises(ValueError, match=r"norm_placement must be one of pre, .*; got 'mid'"):
         layer(norm_placement="mid")
     with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
         nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0))
