@@ -4,8 +4,6 @@ Everything is read from shapes and from the lowered program, so a model that no 
 hold is described in a minute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args

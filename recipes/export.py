@@ -1,7 +1,5 @@
 """The arrays of a trained model in one file, for whoever serves it: safetensors, FP8 included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A program is Python source, so that what is tried is what is printed. Holes are 
 variables: {x} {y} {z} with floats, {n} with integers, {m} with booleans.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -12,8 +12,6 @@ moved by as much as the format rounds, at random, and the largest of those chang
 comes near the ends of the range of scales is left out, since no law holds there.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from contextlib import suppress

@@ -10,8 +10,6 @@ and times a larger model where there is one. Losses alone, of the readout in FP8
     python -m recipes bench quant --policies fp8,fp8-readout --no-convert --no-compile --seeds 5
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import statistics

@@ -5,8 +5,6 @@ cross entropy, of its readout, and of the look-up of the encoder's outputs that 
 losses are summed, the constants have to be made equal, or the sum's gradient points elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

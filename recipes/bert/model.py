@@ -1,7 +1,5 @@
 """BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with."""
 
-from __future__ import annotations
-
 import math
 
 import jax

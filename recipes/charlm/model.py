@@ -1,7 +1,5 @@
 """Character models in `unitscale.nn`: embedding, residual branches, readout."""
 
-from __future__ import annotations
-
 import jax
 from flax import nnx
 

@@ -1,7 +1,5 @@
 """The GPT in `unitscale.nn`: pre-norm decoder, unit scaled, in any format of a policy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -5,8 +5,6 @@ moment has its own format, delayed scales are there or not, layers are stacked o
 vocabulary is padded. Values are carried over, rounded once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

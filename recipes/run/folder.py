@@ -1,7 +1,5 @@
 """A run's folder: made once, and resumed only by the config that made it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Saturated elements of FP8 tensors as metrics, and scales that move when there are too many."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

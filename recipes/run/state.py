@@ -1,7 +1,5 @@
 """What training changes from step to step, and how it is made and read back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Every layer of `unitscale.nn` once: what the tests of all layers run over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

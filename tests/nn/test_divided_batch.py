@@ -1,7 +1,5 @@
 """Layers that make arrays of their own (positions, first states) where a batch is divided."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

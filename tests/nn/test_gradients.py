@@ -1,7 +1,5 @@
 """Every parameter's gradient is a positive constant times the truth: each layer, a whole model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

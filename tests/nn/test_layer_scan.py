@@ -1,7 +1,5 @@
 """A scan over stacked layers against the same layers one by one."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,9 +107,7 @@ def _layer_gradient(width: int, time: int, heads: int, tau: float) -> float:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="norm must be one of layer, rms; got 'batch'"):
         layer(norm="batch")
-    with pytest.raises(
-        ValueError, match="norm_placement must be one of pre, post, none; got 'mid'"
-    ):
+    with pytest.raises(ValueError, match=r"norm_placement must be one of pre, .*; got 'mid'"):
         layer(norm_placement="mid")
     with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
         nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0))
@@ -155,15 +151,6 @@ def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
             start += size
         found = np.concatenate(parts, axis=1)
         np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
-
-
-def test_causality_of_the_stack_through_gradients() -> None:
-    settings = {"is_causal": True, "rotary_base": 30.0}
-    stack = build(lambda: nn.TransformerStack(2, WIDTH, 2, 24, **settings, rngs=nnx.Rngs(0)))
-    jacobian = jit(jax.jacrev(lambda x: stack(x).value.sum(-1)))(inputs())
-    reach = np.abs(jacobian).sum(-1)[0, :, 0]
-    assert (reach[np.triu_indices(TIME, 1)] == 0).all()
-    assert (reach[np.tril_indices(TIME)] > 0).all()
 
 
 def test_float32_gradients_are_those_of_float64() -> None:

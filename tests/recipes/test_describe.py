@@ -1,7 +1,5 @@
 """What a config amounts to is counted from shapes, and agrees with what is allocated."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,8 @@ from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.state import init_state
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from .configs import CONFIGS
+
 UNITSCALE = "model.library=unitscale"
 
 

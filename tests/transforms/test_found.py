@@ -1,7 +1,5 @@
 """Programs that `python -m recipes bench fuzz` has found wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

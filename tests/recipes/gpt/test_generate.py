@@ -1,7 +1,5 @@
 """Generation through the cache draws what the uncached model would."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints give back exactly what went in, and survive damage and full disks."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

@@ -1,8 +1,5 @@
 """A run goes on in other number formats, and back, and on other devices."""
 
-from __future__ import annotations
-
-import io
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
 
 from recipes import train as train_module
 from recipes.errors import RecipeError
@@ -26,10 +22,11 @@ from recipes.run.convert import (
     with_formats,
 )
 from recipes.run.state import init_state, load_trained
-from recipes.train import train
 from unitscale import to_array
 from unitscale.core import format_of
 from unitscale.nn import AmaxState
+
+from ..runs import loss_of, run
 
 MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
@@ -132,16 +129,12 @@ PADDED = ("float32", "6 bytes")
     ],
 )
 def test_a_run_goes_on_in_another_shape_and_back(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str, shape: str
+    make_config: MakeConfig, name: str, shape: str
 ) -> None:
     """Half of the steps as a scan over layers, or padded; it ends where the run without does."""
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
     def go_on(*words: str, convert: bool = False) -> float:
-        config = make_config(*OURS, *SCANS[name], *words)
-        outcome = train(config, convert=convert, console=Console(file=io.StringIO()))
-        assert outcome.validation_loss is not None
-        return outcome.validation_loss
+        return loss_of(make_config(*OURS, *SCANS[name], *words), convert=convert)
 
     expected = go_on()
     folder = train_module.open_run(make_config(*OURS, *SCANS[name])) / "checkpoints"
@@ -155,16 +148,11 @@ def test_a_run_goes_on_in_another_shape_and_back(
 
 
 @pytest.mark.slow
-def test_a_float32_run_goes_on_in_fp8_and_back(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-
+def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     def go_on(*words: str, convert: bool = False) -> tuple[float, str]:
-        config, said = make_config(*OURS, *words), io.StringIO()
-        outcome = train(config, convert=convert, console=Console(file=said, width=300))
+        outcome, said = run(make_config(*OURS, *words), convert=convert)
         assert outcome.validation_loss is not None
-        return outcome.validation_loss, said.getvalue()
+        return outcome.validation_loss, said
 
     few = ("policy=fp8", *FORMATS["6 bytes"])
     expected, _ = go_on()
