@@ -1,7 +1,5 @@
 """What every benchmark prints: tables on the terminal, and the same numbers as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform

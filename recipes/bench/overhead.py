@@ -5,10 +5,9 @@
 Step time is that of the whole training step of `recipes.train`, in float32, for the same shape in
 both libraries. Operations are those of the loss and its gradient as JAX lowers them, once as they
 are and once with every factor of `unitscale.rules` set to 1, which leaves its multiplication out.
-Compile time is that of a step of 48 layers, traced and compiled one by one and as a scan.
+Compile time is that of a step of 48 layers, traced and compiled one by one and as a scan. A step
+over 4,096 tokens of context is run with attention in chunks and with all weights at once.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -23,6 +22,7 @@ import typer
 from flax import nnx
 
 from unitscale import rules
+from unitscale.ops import attention_paths
 
 from ..bert.config import BertConfig
 from ..config import RunConfig
@@ -31,6 +31,7 @@ from ..registry import load_kind
 from ..run.batch import make_loss
 from ..run.recipe import recipe_of
 from ..run.step import abstract_step
+from ._context import LONG, long_context
 from ._runs import CONFIGS
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved, random_batch, stepper
@@ -49,6 +50,9 @@ def main(
     larger: Annotated[bool, typer.Option(help="also time a model 512 wide")] = True,
     count: Annotated[bool, typer.Option(help="also count operations")] = True,
     deep: Annotated[bool, typer.Option(help="also compile a step of 48 layers")] = True,
+    context: Annotated[
+        int, typer.Option(min=0, help="timed steps over 4,096 tokens of context; 0 for none")
+    ] = 4,
     json: JsonPath = None,
 ) -> None:
     """Prints step time over plain flax.nnx, what factors add, and what a scan saves to compile."""
@@ -69,6 +73,10 @@ def main(
     if deep:
         config = load_kind(GPTConfig, parity, ["policy=float32", *DEEP])
         tables.append(Table("Compiling a training step of a deep model", [time_compiling(config)]))
+    if context:
+        config = load_kind(GPTConfig, parity, [*LONG])
+        title = "Attention in chunks over plain attention, in a training step"
+        tables.append(Table(title, long_context(config, context)))
     notes = [
         f"Each library's step was timed {rounds} times, in turns. ratio: median over rounds; "
         "quartiles likewise.",
@@ -146,7 +154,9 @@ def flops_of(model: nnx.Module, batch: Any) -> float:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     loss = make_loss(graphdef)
-    analysis: Any = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch).cost_analysis()
+    with attention_paths("plain"):  # of a kernel XLA knows none, and of a loop those of one turn
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch)
+    analysis: Any = lowered.cost_analysis()
     return float(analysis["flops"])
 
 

@@ -42,6 +42,11 @@ class TransformerConfig(Section):
     vocab: Count = Field(
         default=BYTES, description="number of token ids; null for those of data.tokenizer"
     )
+    vocab_multiple: Count = Field(
+        default=1,
+        description="the embedding table and the readout are padded with zeros, which never learn, "
+        "up to a multiple of this that matrix kernels like, such as 128",
+    )
     width: Count = Field(default=128, description="size of the residual stream")
     layers: Count = Field(default=4, description="number of Transformer layers")
     heads: Count = Field(default=4, description="number of attention heads")
@@ -54,9 +59,19 @@ class TransformerConfig(Section):
         default=0.0, description="share of activations dropped in each branch"
     )
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
+    attention_implementation: Literal["auto", "plain", "chunked", "cudnn"] = Field(
+        default="auto",
+        description="all attention weights at once, in chunks, or a fused kernel of NVIDIA GPUs; "
+        "auto: whichever fits (unitscale models)",
+    )
     scan: Flag = Field(
         default=False,
         description="run the layers as one with stacked parameters, compiled once for all of them",
+    )
+    remat: Literal["none", "dots", "layer"] = Field(
+        default="none",
+        description="what of each layer the backward pass computes again, to save memory: nothing, "
+        "all but its products, or all of it (unitscale models)",
     )
 
     @property

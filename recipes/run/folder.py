@@ -1,7 +1,5 @@
 """A run's folder: made once, and resumed only by the config that made it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +16,15 @@ Config = TypeVar("Config", bound=RunConfig)
 
 # Runs and caches may be moved, and runs resumed on other devices: these say nothing about what
 # they hold.
-_FREE = ("sweep.", "train.runs_dir", "data.cache_dir", "mesh.data", "mesh.fsdp", "mesh.tensor")
+_FREE = (
+    "sweep.",
+    "train.runs_dir",
+    "data.cache_dir",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "model.attention_implementation",
+)
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
@@ -44,7 +50,7 @@ def existing_run(config: RunConfig) -> Path:
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
         )
-    _check_same(config, folder, sections=("model", "policy"))
+    _check_same(config, folder, sections=("model", "policy", "fp8_readout"))
     return folder
 
 

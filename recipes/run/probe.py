@@ -5,8 +5,6 @@ replaced by one that also notes the output, and that passes it through an identi
 pass hands out the RMS of the cotangent as the gradient of a dummy scalar.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The training step: loss, gradients, their exchange, update; and the loop over steps."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

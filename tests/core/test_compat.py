@@ -1,7 +1,5 @@
 """What differs between versions of JAX, read from a traced program."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What a GPU with FP8 (Hopper or later) computes, against wider formats."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ from flax import nnx
 
 from tests.nn.models import Decoder
 from tests.quant.products import state_of, three_products
-from unitscale import ops, quant
+from unitscale import nn, ops, quant
 from unitscale.core import to_array
 from unitscale.optim import scaled
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +5,7 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from unitscale import nn, rules
+from unitscale import nn, ops, rules
 
 WIDTH, HEADS, TIME = 16, 4, 6
 
@@ -171,10 +169,7 @@ def test_dropout_on_the_weights_follows_train_and_eval() -> None:
     [
         (lambda: attention(qkv_features=18), "num_heads must divide qkv_features; got .* 4.* 18"),
         (lambda: attention(num_kv_heads=3), "num_kv_heads must divide num_heads; got .* 3.* 4"),
-        (
-            lambda: attention(qkv_features=12, rotary_base=10.0),
-            "rotary positions need an even head size; got 3",
-        ),
+        (lambda: attention(qkv_features=12, rotary_base=10.0), "need an even head size; got 3"),
         (lambda: attention(max_length=9).init_cache(1, 9), "a cache needs is_causal=True"),
         (lambda: attention(is_causal=True).init_cache(1, 9), "a cache needs max_length="),
         (lambda: attention()(inputs(features=9)), r"kernel must be \(in, out\)"),
@@ -189,3 +184,14 @@ def test_decode_checks_as_init_cache_does() -> None:
     cache = attention(is_causal=True, max_length=9).init_cache(2, 9)
     with pytest.raises(ValueError, match="a cache needs is_causal=True"):
         attention().decode(inputs(), cache)
+
+
+def test_the_implementation_is_that_of_calls_and_not_of_decoding() -> None:
+    """A cache comes with a mask, which a kernel that was asked for may not take."""
+    layer = attention(is_causal=True, max_length=8, implementation="chunked")
+    with ops.attention_paths() as taken:
+        jax.eval_shape(layer, inputs())
+        jax.eval_shape(lambda x: layer.decode(x, layer.init_cache(2, 8)), inputs())
+    assert [path.implementation for path in taken] == ["chunked", "plain"]
+    with pytest.raises(ValueError, match="one of auto, plain, chunked, cudnn; got 'flash'"):
+        attention(implementation="flash")(inputs())

@@ -1,7 +1,5 @@
 """Every Dense product of a whole training step becomes an FP8 kernel of an H200."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 
@@ -14,6 +12,7 @@ from flax import nnx
 from tests.h200 import FP8_GEMM, library_calls
 from unitscale import nn, ops
 from unitscale.analysis import compile_h200
+from unitscale.ops import Implementation
 
 pytestmark = pytest.mark.h200
 OPTIMIZED = True
@@ -28,10 +27,17 @@ SEPARATE = 18
 
 
 class _GPT(nnx.Module):
-    def __init__(self, policy: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, policy: str, attention: Implementation, rngs: nnx.Rngs) -> None:
         self.embed = nn.Embed(VOCAB, WIDTH, policy=policy, rngs=rngs)
         self.stack = nn.TransformerStack(
-            LAYERS, WIDTH, 4, is_causal=True, use_bias=False, policy=policy, rngs=rngs
+            LAYERS,
+            WIDTH,
+            4,
+            is_causal=True,
+            use_bias=False,
+            attention_implementation=attention,
+            policy=policy,
+            rngs=rngs,
         )
         self.norm = nn.RMSNorm(WIDTH, policy=policy)
         self.readout = nn.Readout(WIDTH, VOCAB, policy=policy, rngs=rngs)
@@ -40,9 +46,9 @@ class _GPT(nnx.Module):
         return self.readout(self.norm(self.stack(self.embed(ids))))
 
 
-def train_step(policy: str) -> str:
+def train_step(policy: str, attention: Implementation = "auto") -> str:
     graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: _GPT(policy, nnx.Rngs(0))), nnx.Param, ...
+        nnx.eval_shape(lambda: _GPT(policy, attention, nnx.Rngs(0))), nnx.Param, ...
     )
     optimizer = optax.adam(1e-3)
 
@@ -73,15 +79,29 @@ def test_every_dense_product_of_a_train_step_is_fp8(policy: str, products: int) 
     program = train_step(policy)
     counts = Counter(library_calls(program))
     assert counts[FP8_GEMM] == products * LAYERS
-    # What is left in 16 bits: attention's own products (batched) and the readout.
+    # What is left in 16 bits: the readout. Attention's own products are in its kernel.
     for line in program.splitlines():
         if '"__cublas$lt$matmul"' in line:
             (shape,) = re.findall(r"= \(?\w+\[([\d,]+)\]", line)
             sizes = [int(n) for n in shape.split(",")]
-            batched = len(sizes) == 3 and sizes[0] == BATCH * 4
-            readout = VOCAB in sizes or sizes == [BATCH * TIME, WIDTH]
-            assert batched or readout, line
+            assert VOCAB in sizes or sizes == [BATCH * TIME, WIDTH], line
 
 
 def test_no_product_is_fp8_in_bfloat16() -> None:
     assert FP8_GEMM not in library_calls(train_step("bfloat16"))
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("attention", "kernels"), [("auto", LAYERS), ("cudnn", LAYERS), ("plain", 0)]
+)
+def test_attention_of_a_train_step_is_one_kernel(
+    policy: str, attention: Implementation, kernels: int
+) -> None:
+    counts = Counter(library_calls(train_step(policy, attention)))
+    assert counts["__cudnn$fmhaSoftmax"] == kernels
+    assert counts["__cudnn$fmhaSoftmaxBackward"] == kernels
+
+
+def test_float32_has_no_kernel() -> None:
+    assert not any("fmha" in name for name in library_calls(train_step("float32")))

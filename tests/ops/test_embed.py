@@ -1,20 +1,16 @@
 """Embedding look-up."""
 
-from __future__ import annotations
-
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, TRANSFORMS, assert_unit, check as check_with, normal
+from .conformance import assert_unit, in_every_dtype, linear, normal, under_scales
 
-check = functools.partial(check_with, step=1.0)
 IDS = np.array([[0, 3, 3], [4, 0, 3]])
 FACTOR = (5 / 6) ** 0.5
 
@@ -23,18 +19,8 @@ def embed(table):
     return ops.embed(IDS, table)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_embed(dtype: str) -> None:
-    table = normal("embed", (5, 2))
-    check(
-        embed,
-        lambda t: t[IDS],
-        table,
-        fwd=1.0,
-        bwd=(FACTOR,),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
+EMBED = linear(embed, lambda t: t[IDS], normal("embed", (5, 2)), fwd=1.0, bwd=(FACTOR,))
+test_embed = in_every_dtype({"embed": EMBED})
 
 
 SCALED = [
@@ -48,9 +34,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("scale", SCALED, ids=range(len(SCALED)))
-def test_scales(scale) -> None:
-    check(embed, lambda t: t[IDS], normal("embed", (5, 2)), fwd=1.0, bwd=(FACTOR,), scales=(scale,))
+test_scales = under_scales([(s,) for s in SCALED], {"embed": EMBED})
 
 
 def test_rows_are_summed_wide() -> None:
@@ -78,10 +62,6 @@ def test_8_bit_table() -> None:
     np.testing.assert_array_equal(np.float32(grad), [[0, 0], [448, 448], [0, 0], [0, 0]])
 
 
-def test_an_id_outside_is_visible() -> None:
-    assert np.isnan(np.asarray(ops.embed(jnp.array([7]), jnp.ones((4, 2))).data)).all()
-
-
 table = jnp.ones((4, 2))
 ERRORS = [
     (TypeError, lambda: ops.embed(jnp.ones(2), table), "ids must be integers; got dtype float32"),
@@ -90,10 +70,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)
 
 
 def test_one_scale_per_row_travels_with_the_row() -> None:

@@ -1,7 +1,5 @@
 """Reading optimized programs: instructions, operands through fusions, loops, source lines."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.quant import programs

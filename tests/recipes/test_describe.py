@@ -1,7 +1,6 @@
 """What a config amounts to is counted from shapes, and agrees with what is allocated."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import pytest
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.describe import Description, describe
+from recipes.describe import Description, describe, flops_of
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.state import init_state
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from .configs import CONFIGS
+
 UNITSCALE = "model.library=unitscale"
 
 
@@ -79,12 +79,75 @@ def test_flops_are_products_and_a_little_more(make_config: Callable[..., GPTConf
     assert products < describe(config).flops < 1.2 * products
 
 
-def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", str(config_file)]) == 0
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_attention_is_named_with_its_reason(
+    make_config: Callable[..., GPTConfig], scan: str
+) -> None:
+    unit = [UNITSCALE, "optimizer={umup: true}", f"model.scan={scan}"]
+    (line,) = describe(make_config(*unit)).attention
+    assert line.startswith("plain: dropout needs all weights at once; no cuDNN: ")
+    unit.append("model.dropout=0.0")
+    (line,) = describe(make_config(*unit)).attention
+    assert line.startswith("plain: 16 x 16 weights of a head are few; no cuDNN: ")
+    chunked = "model.attention_implementation=chunked"
+    assert describe(make_config(*unit, chunked)).attention == ("chunked: asked for",)
+    assert describe(make_config()).attention == ()  # plain models call jax.nn themselves
+
+
+def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -> None:
+    """Also where a loop over chunks has them, of which XLA counts one turn."""
+    unit = [UNITSCALE, "optimizer={umup: true}", "data.sequence_length=256", "model.dropout=0.0"]
+    auto, plain = (
+        describe(make_config(*unit, f"model.attention_implementation={implementation}"))
+        for implementation in ("auto", "plain")
+    )
+    assert auto.attention[0].startswith("chunked: 256 x 256")
+    assert auto.flops == plain.flops
+    assert auto.activations < plain.activations
+
+
+def test_every_turn_of_a_loop_counts() -> None:
+    """Also of a loop in a loop; XLA counts one."""
+
+    def inner(x, _):
+        return x @ x, None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, length=3)[0] @ x, None
+
+    def program(x):
+        return jax.jit(lambda x: jax.lax.scan(outer, x, None, length=5)[0])(x) @ x
+
+    flops = flops_of(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((32, 32), "float32")))
+    assert flops == pytest.approx((5 * (3 + 1) + 1) * 2 * 32**3, rel=1e-3)
+
+
+def test_flops_do_not_depend_on_how_logits_are_cut(
+    make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(UNITSCALE, "model.width=128", "model.heads=2")
+    whole = describe(config).flops
+    monkeypatch.setattr("unitscale.ops._readout_cross_entropy.MOST_LOGITS", 4096)
+    # Four chunks add up the gradient of the readout, and split a batch: no products.
+    assert describe(config).flops == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize("overrides", [[], [UNITSCALE, "optimizer.umup=false"]], ids=str)
+def test_the_command_prints_it(
+    config_file: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
+) -> None:
+    assert main(["describe", str(config_file), *overrides]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
     assert "64 tokens in 4 examples" in printed
+    assert ("\nattention     plain: dropout needs" in printed) == bool(overrides)
     assert not (config_file.parent / "runs").exists()
+    rows = re.findall(r"model.remat=(\w+) +([\d,]+) bytes .* ([\d.]+) times", printed)
+    assert [mode for mode, _, _ in rows] == (["none", "dots", "layer"] if overrides else [])
+    activations = [int(number.replace(",", "")) for _, number, _ in rows]
+    flops = [float(times) for _, _, times in rows]
+    assert activations == sorted(set(activations), reverse=True)
+    assert flops == sorted(flops)
 
 
 # Parameters of the models that the shapes are of; GPT-2's have biases, which these have not.

@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from ..core._compat import cudnn_of
+from ..ops._attention_path import for_nvidia
 
 # Without a runtime version XLA leaves FP8 products alone.
 _TARGET = """
@@ -79,8 +80,9 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
     """Compiles a function for an H200, which this machine need not have.
 
     Run with ``JAX_PLATFORMS=cpu``, which keeps the plugin from looking for a driver. The attention
-    of cuDNN (`jax.nn.dot_product_attention(implementation="cudnn")`) compiles as well: JAX's checks
-    of the GPU are answered for an H200 with cuDNN 9.12.
+    of cuDNN compiles as well, and `ops.dot_product_attention` takes it where it would on that GPU:
+    JAX's checks are answered for an H200 with cuDNN 9.12. Jitted functions that were traced for
+    these shapes before stay as they were.
 
     Args:
         f: the function, jitted or not.
@@ -104,9 +106,10 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
         ...     program = compile_h200(lambda x: ops.dense(x, x, config=config).data, x)
         ...     assert quant.check_fp8(program)
     """
-    jitted: Any = f if hasattr(f, "lower") else jax.jit(f)
+    # A function that JAX has not seen, so that it is traced anew.
+    jitted: Any = f if hasattr(f, "lower") else jax.jit(lambda *args: f(*args))
     options = {"xla_gpu_enable_triton_gemm": triton}
-    with cudnn_of(_CAPABILITY, _CUDNN):
+    with cudnn_of(_CAPABILITY, _CUDNN), for_nvidia():
         lowered = jitted.lower(*jax.tree.map(_on_one, args))
     return lowered.compile(compiler_options=options)
 

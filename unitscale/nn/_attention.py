@@ -93,6 +93,8 @@ class MultiHeadAttention(nnx.Module):
         dropout_rate: rate of dropout on the attention weights.
         context: what lies below the layer, for a factor that counts what tokens share by then; by
             default values at different positions are taken as independent.
+        implementation: "auto", "plain", "chunked" or "cudnn": see `ops.dot_product_attention`.
+            `decode` is always "auto".
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys ("params", and "dropout" if there is any).
 
@@ -126,6 +128,7 @@ class MultiHeadAttention(nnx.Module):
         use_bias: bool = True,
         dropout_rate: float = 0.0,
         context: rules.AttentionContext | None = None,
+        implementation: ops.Implementation = "auto",
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
@@ -152,6 +155,7 @@ class MultiHeadAttention(nnx.Module):
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
         self.rotary_base, self.context, self.policy = rotary_base, context, as_policy(policy)
+        self.implementation = implementation
         kv_features = num_kv_heads * self.head_dim
 
         def dense(inputs: int, outputs: int) -> Dense:
@@ -203,7 +207,15 @@ class MultiHeadAttention(nnx.Module):
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         q, k, v = self._project(inputs_q, inputs_k, inputs_v, positions)
-        y = self._attend(q, k, v, mask=mask, is_causal=self.is_causal, deterministic=deterministic)
+        y = self._attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=self.is_causal,
+            deterministic=deterministic,
+            implementation=self.implementation,
+        )
         if factor is not None:
             y = y.map_data(lambda data: (widen(data) * factor).astype(data.dtype))
         return self._merge(y)
@@ -265,7 +277,9 @@ class MultiHeadAttention(nnx.Module):
             k = ops.rotary(k, for_k, base=self.rotary_base)
         return q, k, v
 
-    def _attend(self, q, k, v, *, mask, is_causal, deterministic: bool | None = True):
+    def _attend(
+        self, q, k, v, *, mask, is_causal, deterministic: bool | None = True, implementation="auto"
+    ):
         key = self.dropout.key(deterministic)
         length = k.shape[1] if self.max_length is None else self.max_length
         mean_square = self.context and self.context.mean_square(
@@ -284,6 +298,7 @@ class MultiHeadAttention(nnx.Module):
             scale_length=length,
             scale_causal=self.is_causal,
             mean_square=mean_square,
+            implementation=implementation,
         )
 
     def _merge(self, y: ScaledArray) -> ScaledArray:

@@ -10,6 +10,12 @@ The backward factors exist in reverse mode only; forward-mode differentiation ra
 
 from ._add import add as add, weighted_add as weighted_add
 from ._attention import dot_product_attention as dot_product_attention
+from ._attention_path import (
+    AttentionPath as AttentionPath,
+    Implementation as Implementation,
+    attention_path as attention_path,
+    attention_paths as attention_paths,
+)
 from ._conv import conv as conv
 from ._dropout import dropout as dropout
 from ._elementwise import (
@@ -28,6 +34,7 @@ from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
 from ._operands import ArrayLike as ArrayLike
 from ._pool import avg_pool as avg_pool, max_pool as max_pool
+from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
 from ._recurrent import (
     gated_sum as gated_sum,
     gated_update as gated_update,

@@ -1,6 +1,6 @@
-"""Dot-product attention, built on `jax.nn.dot_product_attention` so that fused kernels are used."""
+"""Dot-product attention: by a fused kernel, in chunks, or plainly, as `attention_path` says."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,13 @@ from ..core import (
     scale,
     scale_bwd,
     to_float,
+    vary_alike,
     wide_dtype,
     widen,
 )
 from ..rules import Constraint
+from ._attention_chunked import attend_in_chunks
+from ._attention_path import Implementation, take_path
 from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
 
 
@@ -36,7 +39,7 @@ def dot_product_attention(
     scale_causal: bool | None = None,
     mean_square: float | None = None,
     constraint: Constraint = "to_output_scale",
-    implementation: Any = None,
+    implementation: Implementation | Literal["xla"] | None = "auto",
 ) -> ScaledArray:
     """Attends from queries to keys and averages values.
 
@@ -65,7 +68,10 @@ def dot_product_attention(
             for values that share a component between positions, as above the first layer of a
             stack (`rules.AttentionContext`); by default that of independent values.
         constraint: how output and gradients come to share a factor.
-        implementation: as for `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
+        implementation: "cudnn", a fused kernel of NVIDIA GPUs; "chunked", which computes weights in
+            pieces, and again in the backward pass; "plain", which holds all of them; or "auto", the
+            first of these that is there and fits the call. `attention_path` says which and why.
+            None is "auto", "xla" is "plain".
 
     Returns:
         ScaledArray (batch, time, heads, d) in the dtype of ``v`` (bfloat16 for 8-bit data). A
@@ -73,7 +79,8 @@ def dot_product_attention(
 
     Raises:
         TypeError: if an operand is not floating or the mask not boolean.
-        ValueError: if the shapes do not fit, or dropout has no key.
+        ValueError: if the shapes do not fit, dropout has no key, or an implementation was asked for
+            that cannot be had.
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 128, 4, 16))
@@ -113,29 +120,32 @@ def dot_product_attention(
     qd, kd = scale_bwd(qd, factors.bwd[0] / common), scale_bwd(kd, factors.bwd[1] / common)
     dtype = output_dtype(v)
     qd, kd, vd = (x.astype(result_dtype(qd, kd, vd)) for x in (qd, kd, vd))
-    logit_factor = rules.logit_factor(qd.shape[-1], mult)
-    half = vd.dtype == jnp.float16
     rate = 0.0 if deterministic else dropout_rate
-    # jax.nn has no dropout, and computes the softmax of float64 in float32. Without a fused kernel
-    # it rounds the weights' gradient to float16, which overflows long before q's, k's and v's do;
-    # and a traced scale can leave the range of float16.
-    fused = implementation == "cudnn" and jax.default_backend() != "cpu"
-    if rate or vd.dtype == jnp.float64 or (half and not (fused and qs is None and ks is None)):
-        logit_scales = bounded_product(qs, ks)
-        y = _attend(qd, kd, vd, mask, is_causal, logit_factor, logit_scales, rate, dropout_key)
+    # One that is static is 1.
+    scales = [s for s in bounded_product(qs, ks) if s is not None and not isinstance(s, int)]
+    path = take_path(
+        qd.shape,
+        kd.shape,
+        vd.dtype,
+        mask=mask is not None,
+        is_causal=is_causal,
+        dropout_rate=rate,
+        scaled=bool(scales),
+        implementation=implementation,
+    )
+    if vd.dtype != jnp.float16:  # whose range the product with a scale may leave
+        for s in scales:
+            qd = (widen(qd) * to_float(s)).astype(qd.dtype)
+        scales = []
+    call = mask, is_causal, rules.logit_factor(qd.shape[-1], mult)
+    if path == "cudnn":
+        y = _fused(qd, kd, vd, *call)
+    elif path == "chunked":
+        y = attend_in_chunks(qd, kd, vd, *call, tuple(scales))
+    elif rate or vd.dtype in (jnp.float64, jnp.float16):
+        y = _attend(qd, kd, vd, *call, scales, rate, dropout_key)
     else:
-        for s in bounded_product(qs, ks):
-            if s is not None and not isinstance(s, int):
-                qd = (widen(qd) * to_float(s)).astype(qd.dtype)
-        y = jax.nn.dot_product_attention(
-            qd,
-            kd,
-            vd,
-            mask=mask,
-            is_causal=is_causal,
-            scale=logit_factor,
-            implementation=implementation,
-        )
+        y = _plain(qd, kd, vd, *call)
     return ScaledArray(scale(y, factors.fwd, common).astype(dtype), vs)
 
 
@@ -162,8 +172,26 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
+def _fused(q, k, v, mask, is_causal, logit_factor):
+    """By cuDNN, whose graph JAX builds with float32 for all that is neither operand nor result."""
+    q, k, v = vary_alike((q, k, v))
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=logit_factor, implementation="cudnn"
+    )
+
+
+def _plain(q, k, v, mask, is_causal, logit_factor):
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=is_causal, scale=logit_factor, implementation="xla"
+    )
+
+
 def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
-    """Plain attention: logits and softmax in float32, weights rounded to the dtype of v."""
+    """What `_plain` has not: dropout, a softmax in float64, and float16.
+
+    It rounds the gradient of the weights to float16, which overflows long before those of q, k and
+    v do; and the product of q with its scale may leave that range, so here logits are scaled.
+    """
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     groups = (batch, kv_heads, heads // kv_heads, time, source)
@@ -171,9 +199,8 @@ def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, 
     wide = wide_dtype(v.dtype)
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide) * logit_factor
     for logit_scale in logit_scales:
-        if logit_scale is not None and not isinstance(logit_scale, int):
-            # A scalar, or one per batch item: (batch, 1, 1, 1).
-            logits = logits * to_float(logit_scale)[..., None]
+        # A scalar, or one per batch item: (batch, 1, 1, 1).
+        logits = logits * to_float(logit_scale)[..., None]
     allowed = jnp.tril(jnp.ones((time, source), bool)) if is_causal else jnp.ones((1, 1), bool)
     if mask is not None:
         allowed = allowed & mask

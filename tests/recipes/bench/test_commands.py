@@ -1,7 +1,5 @@
 """Every benchmark as a command, on runs of two steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -141,9 +139,10 @@ def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(overhead, "CONFIGS", tmp_path)
     monkeypatch.setattr(overhead, "DEEP", ("model.layers=3",))
+    monkeypatch.setattr(overhead, "LONG", ("policy=float32", "data.sequence_length=512"))
     out = tmp_path / "out.json"
     assert main(["bench", "overhead", "--rounds", "4", "--no-larger", "--json", str(out)]) == 0
-    (row,), (gpt, bert), (deep,) = (
+    (row,), (gpt, bert), (deep,), (memory, seconds) = (
         table["rows"] for table in json.loads(out.read_text())["tables"]
     )
     assert row["lower quartile"] <= row["ratio"] <= row["upper quartile"]
@@ -153,3 +152,5 @@ def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyP
         assert row["added"] == pytest.approx(row["with factors"] / row["without"] - 1)
     assert gpt["over plain"] > 0
     assert deep["ratio"] == pytest.approx(deep["scan, s"] / deep["one by one, s"])
+    assert memory["ratio"] < 1
+    assert seconds["within"] is (seconds["ratio"] <= 1.3)

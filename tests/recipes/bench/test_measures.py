@@ -1,7 +1,5 @@
 """What benchmarks measure beside losses: gradients lost, operations, times, bytes, scales."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
