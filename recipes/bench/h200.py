@@ -24,6 +24,7 @@ from ..errors import RecipeError, refused
 from ._programs import (
     BEST,
     PEER,
+    READOUT,
     REFERENCE,
     ROWS,
     SHAPES,
@@ -133,7 +134,9 @@ def judged(shape: str, found: Mapping[str, Program]) -> Table:
     columns = best.contents()
     ask("optimizer, bytes a parameter", columns["optimizer B/param"], most=MOST_OPTIMIZER_BYTES)
     ask("FP8 share of the operations of Dense", columns["FP8 of Dense"], least=1.0)
-    ask("FP8 share of the operations of the readout", columns["FP8 of readout"], least=1.0)
+    if readout := found.get(READOUT):
+        share = readout.contents()["FP8 of readout"]
+        ask(f"FP8 share of the operations of the readout, {READOUT}", share, least=1.0)
     if unit := found.get("fp8"):  # scaled state has reductions of its own
         ask("amax reductions of fp8", unit.contents()["amax"], most=0)
     return Table(f"What is asked of {BEST}, {shape}", rows)

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from recipes.bench import _programs
-from recipes.bench._programs import BEST, REFERENCE, ROWS, SHAPES, Program, chosen, config_of
+from recipes.bench._programs import (
+    BEST,
+    READOUT,
+    REFERENCE,
+    ROWS,
+    SHAPES,
+    Program,
+    chosen,
+    config_of,
+)
 from recipes.bench._table import FORMATS
 from recipes.errors import RecipeError
 from unitscale.analysis import roofline
@@ -49,9 +58,11 @@ def test_rows_differ_in_what_they_say_alone(shape: str) -> None:
         "qwix": "bfloat16",
         "bfloat16": "bfloat16",
         "fp8": "fp8",
+        "fp8-readout": "fp8",
         "fp8-scaled": "fp8",
     }
     assert [row for row, config in configs.items() if config.optimizer.scaled] == [BEST]
+    assert [row for row, config in configs.items() if config.fp8_readout] == [READOUT]
     assert len({(c.model.width, c.model.vocab, c.data.step_size) for c in configs.values()}) == 1
     plain = configs[REFERENCE].model
     assert (plain.library, plain.products) == ("plain", None)
