@@ -278,7 +278,15 @@ class MultiHeadAttention(nnx.Module):
         return q, k, v
 
     def _attend(
-        self, q, k, v, *, mask, is_causal, deterministic: bool | None = True, implementation="auto"
+        self,
+        q,
+        k,
+        v,
+        *,
+        mask,
+        is_causal,
+        deterministic: bool | None = True,
+        implementation: ops.Implementation = "auto",
     ):
         key = self.dropout.key(deterministic)
         length = k.shape[1] if self.max_length is None else self.max_length

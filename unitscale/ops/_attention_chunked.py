@@ -207,8 +207,8 @@ def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
             return dq, dk, _add_at(dv, j, _product(weights.astype(v.dtype), cotangent, 2, 2))
 
         start, _ = vary_alike(((jnp.zeros(queries.shape, wide), *carry), queries))
-        dq, *carry = lax.fori_loop(0, plan.chunks_of_keys(i), add, start)
-        return tuple(carry), dq.astype(q.dtype)
+        dq, dk, dv = lax.fori_loop(0, plan.chunks_of_keys(i), add, start)
+        return (dk, dv), dq.astype(q.dtype)
 
     start, _ = vary_alike(((jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)), q))
     (dk, dv), dq = lax.scan(of_queries, start, (_numbers(q), q, dy, top, share, mean))
