@@ -155,7 +155,7 @@ class MultiHeadAttention(nnx.Module):
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
         self.rotary_base, self.context, self.policy = rotary_base, context, as_policy(policy)
-        self.implementation = implementation
+        self.implementation: ops.Implementation = implementation
         kv_features = num_kv_heads * self.head_dim
 
         def dense(inputs: int, outputs: int) -> Dense:
