@@ -168,21 +168,20 @@ def _forward(plan: _Plan, q, k, v, parts, scales) -> tuple[jax.Array, tuple]:
         average, top, total = (_at(x, i) for x in carry)
         logits = _logits(plan, i, j, _at(q, i), _at(k, j), parts, scales)
         higher = jnp.maximum(top, jnp.max(logits, -1, keepdims=True))
-        weights = jnp.exp(logits - higher)
-        shrink = jnp.exp(top - higher)
+        unit = _finite(higher)
+        weights, shrink = jnp.exp(logits - unit), jnp.exp(top - unit)
         average = average * shrink + _product(weights.astype(v.dtype), _at(v, j), 3, 2)
         total = total * shrink + jnp.sum(weights, -1, keepdims=True)
         return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
     column = (*q.shape[:-1], 1)
-    # Finite, so that a query which sees nothing has weights 0 and not NaN.
-    lowest = jnp.full(column, jnp.finfo(wide).min / 2, wide)
+    lowest = jnp.full(column, -jnp.inf, wide)
     start, _ = vary_alike(((jnp.zeros(q.shape, wide), lowest, jnp.zeros(column, wide)), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
     share = 1 / jnp.where(total == 0, 1, total)
     y = (average * share).astype(v.dtype)
     # Apart, since a large logit swallows the logarithm of their sum.
-    return y, (q, k, v, parts, scales, y, top, share)
+    return y, (q, k, v, parts, scales, y, _finite(top), share)
 
 
 def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
@@ -215,6 +214,11 @@ def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    """The largest logit; of a query that sees nothing, whose weights are to be 0 and not NaN, 0."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:
