@@ -155,7 +155,7 @@ class MultiHeadAttention(nnx.Module):
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
         self.rotary_base, self.context, self.policy = rotary_base, context, as_policy(policy)
-        self.implementation = implementation
+        self.implementation: ops.Implementation = implementation
         kv_features = num_kv_heads * self.head_dim
 
         def dense(inputs: int, outputs: int) -> Dense:
@@ -278,7 +278,15 @@ class MultiHeadAttention(nnx.Module):
         return q, k, v
 
     def _attend(
-        self, q, k, v, *, mask, is_causal, deterministic: bool | None = True, implementation="auto"
+        self,
+        q,
+        k,
+        v,
+        *,
+        mask,
+        is_causal,
+        deterministic: bool | None = True,
+        implementation: ops.Implementation = "auto",
     ):
         key = self.dropout.key(deterministic)
         length = k.shape[1] if self.max_length is None else self.max_length

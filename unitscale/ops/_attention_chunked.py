@@ -4,12 +4,14 @@ The softmax over all keys is put together from chunks, with the largest logit so
 The backward pass computes the weights again, chunk by chunk, from that maximum and the sum.
 """
 
+import itertools
 import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..core import custom_vjp, to_float, vary_alike, wide_dtype, widen
@@ -26,18 +28,23 @@ class _Plan(NamedTuple):
     batch: int
     kv_heads: int
     groups: int
+    time: int
     source: int
     queries: int
     keys: int
     is_causal: bool
     factor: float
 
-    def chunks_of_keys(self, i: jax.Array | int) -> jax.Array | int:
-        """How many chunks of keys the queries of chunk i see."""
-        total = -(-self.source // self.keys)
-        if not self.is_causal or total == 1:
-            return total
-        return jnp.minimum(total, -(-(i + 1) * self.queries // self.keys))
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Numbers of the chunks of queries and of keys that meet; in others none sees the other."""
+        counts = -(-self.time // self.queries), -(-self.source // self.keys)
+        met = [
+            (i, j)
+            for i, j in itertools.product(*map(range, counts))
+            if not self.is_causal or j * self.keys < (i + 1) * self.queries
+        ]
+        i, j = np.reshape(np.asarray(met, np.int32), (-1, 2)).T
+        return jnp.asarray(i), jnp.asarray(j)
 
 
 def attend_in_chunks(
@@ -65,10 +72,12 @@ def attend_in_chunks(
     """
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
+    if not q.size or not k.size:
+        return jnp.zeros(q.shape, v.dtype)
     chunk = chunk or _CHUNK.get(target(), _CHUNK_ELSEWHERE)
     queries, keys = _size(time, chunk), _size(source, chunk)
     groups, counts = heads // kv_heads, (-(-time // queries), -(-source // keys))
-    plan = _Plan(batch, kv_heads, groups, source, queries, keys, is_causal, factor)
+    plan = _Plan(batch, kv_heads, groups, time, source, queries, keys, is_causal, factor)
     # Chunks first: (chunk, batch, kv_heads, rows, d). Batch and heads stay apart, as they may be
     # divided over devices.
     rows = _padded(q, 1, queries).reshape(batch, counts[0], queries, kv_heads, groups, d)
@@ -87,7 +96,7 @@ def attend_in_chunks(
 
 def _size(length: int, most: int) -> int:
     """The size of equal chunks, none above `most`, that leave the least over."""
-    return max(1, math.ceil(length / max(1, math.ceil(length / most))))
+    return math.ceil(length / math.ceil(length / most))
 
 
 def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -154,33 +163,25 @@ def _attend(plan: _Plan, q, k, v, parts, scales) -> jax.Array:
 def _forward(plan: _Plan, q, k, v, parts, scales) -> tuple[jax.Array, tuple]:
     wide = wide_dtype(v.dtype)
 
-    def of_queries(numbered: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        i, queries = numbered
+    def add(carry: tuple, pair: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        i, j = pair
+        average, top, total = (_at(x, i) for x in carry)
+        logits = _logits(plan, i, j, _at(q, i), _at(k, j), parts, scales)
+        higher = jnp.maximum(top, jnp.max(logits, -1, keepdims=True))
+        unit = _finite(higher)
+        weights, shrink = jnp.exp(logits - unit), jnp.exp(top - unit)
+        average = average * shrink + _product(weights.astype(v.dtype), _at(v, j), 3, 2)
+        total = total * shrink + jnp.sum(weights, -1, keepdims=True)
+        return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
-        def add(j, carry):
-            average, top, total = carry
-            logits = _logits(plan, i, j, queries, k[j], parts, scales)
-            higher = jnp.maximum(top, jnp.max(logits, -1, keepdims=True))
-            weights = jnp.exp(logits - higher)
-            shrink = jnp.exp(top - higher)
-            average = average * shrink + _product(weights.astype(v.dtype), v[j], 3, 2)
-            return average, higher, total * shrink + jnp.sum(weights, -1, keepdims=True)
-
-        column = (*queries.shape[:-1], 1)
-        # Finite, so that a query which sees nothing has weights 0 and not NaN.
-        start = (
-            jnp.zeros(queries.shape, wide),
-            jnp.full(column, jnp.finfo(wide).min / 2, wide),
-            jnp.zeros(column, wide),
-        )
-        start, _ = vary_alike((start, queries))
-        average, top, total = lax.fori_loop(0, plan.chunks_of_keys(i), add, start)
-        share = 1 / jnp.where(total == 0, 1, total)
-        return (average * share).astype(v.dtype), top, share
-
-    y, top, share = lax.map(of_queries, (_numbers(q), q))
+    column = (*q.shape[:-1], 1)
+    lowest = jnp.full(column, -jnp.inf, wide)
+    start, _ = vary_alike(((jnp.zeros(q.shape, wide), lowest, jnp.zeros(column, wide)), q))
+    (average, top, total), _ = lax.scan(add, start, plan.pairs())
+    share = 1 / jnp.where(total == 0, 1, total)
+    y = (average * share).astype(v.dtype)
     # Apart, since a large logit swallows the logarithm of their sum.
-    return y, (q, k, v, parts, scales, y, top, share)
+    return y, (q, k, v, parts, scales, y, _finite(top), share)
 
 
 def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
@@ -190,37 +191,39 @@ def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
     narrow = wide if v.dtype == jnp.float16 else v.dtype
     mean = jnp.sum(widen(dy) * widen(y), -1, keepdims=True)
 
-    def of_queries(carry: tuple, numbered: tuple) -> tuple[tuple, jax.Array]:
-        i, queries, cotangent, top, share, mean = numbered
+    def add(carry: tuple, pair: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        i, j = pair
+        dq, dk, dv = carry
+        queries, keys, cotangent = _at(q, i), _at(k, j), _at(dy, i)
+        logits = _logits(plan, i, j, queries, keys, parts, scales)
+        weights = jnp.exp(logits - _at(top, i)) * _at(share, i)
+        by_weights = _product(cotangent, _at(v, j), 3, 3)
+        by_logits = weights * (by_weights - _at(mean, i)) * plan.factor
+        for scale in scales:
+            by_logits = by_logits * scale
+        by_logits, queries, keys = (x.astype(narrow) for x in (by_logits, queries, keys))
+        dq = _put(dq, _at(dq, i) + _product(by_logits, keys, 3, 2), i)
+        dk = _put(dk, _at(dk, j) + _product(by_logits, queries, 2, 2), j)
+        dv = _put(dv, _at(dv, j) + _product(weights.astype(v.dtype), cotangent, 2, 2), j)
+        return (dq, dk, dv), None
 
-        def add(j, carry):
-            dq, dk, dv = carry
-            logits = _logits(plan, i, j, queries, k[j], parts, scales)
-            weights = jnp.exp(logits - top) * share
-            by_weights = _product(cotangent, v[j], 3, 3)
-            by_logits = weights * (by_weights - mean) * plan.factor
-            for scale in scales:
-                by_logits = by_logits * scale
-            by_logits = by_logits.astype(narrow)
-            dq = dq + _product(by_logits, k[j].astype(narrow), 3, 2)
-            dk = _add_at(dk, j, _product(by_logits, queries.astype(narrow), 2, 2))
-            return dq, dk, _add_at(dv, j, _product(weights.astype(v.dtype), cotangent, 2, 2))
-
-        start, _ = vary_alike(((jnp.zeros(queries.shape, wide), *carry), queries))
-        dq, *carry = lax.fori_loop(0, plan.chunks_of_keys(i), add, start)
-        return tuple(carry), dq.astype(q.dtype)
-
-    start, _ = vary_alike(((jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)), q))
-    (dk, dv), dq = lax.scan(of_queries, start, (_numbers(q), q, dy, top, share, mean))
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, tuple(map(jnp.zeros_like, scales))
+    start, _ = vary_alike((tuple(jnp.zeros(x.shape, wide) for x in (q, k, v)), q))
+    grads, _ = lax.scan(add, start, plan.pairs())
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv, None, tuple(map(jnp.zeros_like, scales))
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _numbers(q: jax.Array) -> jax.Array:
-    return jnp.arange(q.shape[0])
+def _finite(top: jax.Array) -> jax.Array:
+    """The largest logit; of a query that sees nothing, whose weights are to be 0 and not NaN, 0."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
 
 
-def _add_at(total: jax.Array, j: jax.Array, term: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(total, total[j] + term, j, 0)
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(x: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x, chunk, i, 0)

@@ -135,7 +135,7 @@ def attention_paths(implementation: Implementation = "auto") -> Iterator[list[At
     Example:
         >>> from unitscale import ops
         >>> x = jnp.ones((1, 8, 2, 4))
-        >>> with attention_paths() as taken:
+        >>> with ops.attention_paths() as taken:
         ...     y = jax.eval_shape(ops.dot_product_attention, x, x, x)
         >>> taken[0].implementation
         'plain'

@@ -139,7 +139,8 @@ def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(overhead, "CONFIGS", tmp_path)
     monkeypatch.setattr(overhead, "DEEP", ("model.layers=3",))
-    monkeypatch.setattr(overhead, "LONG", ("policy=float32", "data.sequence_length=512"))
+    longer = ("policy=float32", "model.dropout=0.0", "data.sequence_length=512")
+    monkeypatch.setattr(overhead, "LONG", longer)
     out = tmp_path / "out.json"
     assert main(["bench", "overhead", "--rounds", "4", "--no-larger", "--json", str(out)]) == 0
     (row,), (gpt, bert), (deep,), (memory, seconds) = (
