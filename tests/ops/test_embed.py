@@ -67,6 +67,7 @@ ERRORS = [
     (TypeError, lambda: ops.embed(jnp.ones(2), table), "ids must be integers; got dtype float32"),
     (TypeError, lambda: ops.embed(IDS, table > 0), r"ops\.embed: table must be a floating"),
     (ValueError, lambda: ops.embed(IDS, table[0]), r"table must be \(vocab, features\); got table"),
+    (ValueError, lambda: ops.embed(IDS, table, vocab=5), "at most the 4 rows of the table; got 5"),
 ]
 
 
@@ -86,3 +87,18 @@ def test_an_id_outside_gives_nan_and_no_gradient(dtype: str) -> None:
     np.testing.assert_array_equal(np.isnan(found), [[False] * 2, [True] * 2, [True] * 2])
     grad = jax.grad(lambda t: ops.embed(ids, t).data[0].sum())(jnp.ones((4, 2)))
     assert np.count_nonzero(grad) == 2
+
+
+def test_rows_beyond_the_vocabulary_are_none() -> None:
+    """Ids of them give NaN, and the gradient's factor counts the vocabulary alone."""
+    wide = jnp.ones((8, 2))
+    found = ops.embed(jnp.array([3, 4, 7]), wide, vocab=4).data
+    np.testing.assert_array_equal(np.isnan(found[:, 0]), [False, True, True])
+    ids = jnp.array([0, 3, 3])
+
+    def total(table, **options):
+        return ops.embed(ids, table, **options).data.sum()
+
+    own, plain = jax.grad(total)(wide, vocab=4), jax.grad(total)(wide[:4])
+    np.testing.assert_array_equal(own[:4], plain)
+    np.testing.assert_array_equal(own[4:], 0)

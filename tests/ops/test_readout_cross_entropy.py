@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.batching import chunks, compute, entry
 from tests.parallel.devices import mesh_of, relative_error
@@ -266,6 +266,25 @@ def test_over_devices(checked: bool) -> None:
     whole = jax.jit(jax.grad(loss, by))(x, kernel, labels, where)
     for ours, expected in zip(jax.jit(mapped)(x, kernel, labels, where), whole, strict=True):
         assert relative_error(ours, expected) < 2**-20
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_divided_by_the_compiler(axes: dict[str, int]) -> None:
+    """The batch over devices, and the classes too: the numbers of one device."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 3, IN)).astype(np.float32)
+    kernel, labels = rng.normal(size=(IN, 6)).astype(np.float32), rng.integers(0, 5, (8, 3))
+
+    def loss(x, kernel, labels):
+        return ops.readout_cross_entropy(x, kernel, labels, chunk_size=6, vocab=5)
+
+    step, mesh = jax.value_and_grad(loss, (0, 1)), mesh_of(**axes)
+    batch = NamedSharding(mesh, P("data"))
+    columns = NamedSharding(mesh, P(None, "tensor" if "tensor" in axes else None))
+    divided = jax.jit(step, in_shardings=(batch, columns, batch))
+    found, expected = divided(x, kernel, labels), jax.jit(step)(x, kernel, labels)
+    for ours, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(ours, one) < 2**-20
 
 
 def test_scales_get_no_gradient() -> None:

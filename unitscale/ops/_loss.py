@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,33 @@ def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.
     return z if scale is None else z * scale
 
 
-def token_losses(z: jax.Array, labels: jax.Array) -> jax.Array:
+class Normalizer(NamedTuple):
+    """What makes probabilities of logits: p = exp(z - largest - log_total)."""
+
+    largest: jax.Array
+    log_total: jax.Array
+
+
+def normalizer(z: jax.Array) -> Normalizer:
+    """Two numbers for each token, from which its loss and its gradient are made.
+
+    So that the gradient reads the logits once more and no exponential is written in between.
+    """
+    largest = jnp.max(z, axis=-1)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return Normalizer(largest, jnp.log(jnp.sum(jnp.exp(z - largest[..., None]), axis=-1)))
+
+
+def token_losses(z: jax.Array, labels: jax.Array, norm: Normalizer) -> jax.Array:
     """The cross entropy of each token under softmax(z); NaN for a label that is no class."""
     picked = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(z, axis=-1) - picked
+    return norm.log_total + norm.largest - picked
 
 
 def token_gradients(
     z: jax.Array,
     labels: jax.Array,
+    norm: Normalizer,
     where: jax.Array | None,
     scale: jax.Array | None,
     factor: float,
@@ -40,7 +58,7 @@ def token_gradients(
     A cotangent is a scalar or one number per token; None for 1.
     """
     hits = labels[..., None] == jnp.arange(z.shape[-1], dtype=labels.dtype)
-    grad = jax.nn.softmax(z, axis=-1) - hits
+    grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None]) - hits
     grad = grad if factor == 1 else grad * factor
     if cotangent is not None:
         grad = grad * (cotangent[..., None] if cotangent.ndim else cotangent)
@@ -62,7 +80,8 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
 
 @partial(custom_vjp, nondiff_argnums=(4, 5, 6))
 def _cross_entropy(logits, labels, where, scale, mult, factor, reduction):
-    losses = token_losses(wide_logits(logits, mult, scale), labels)
+    z = wide_logits(logits, mult, scale)
+    losses = token_losses(z, labels, normalizer(z))
     return reduce_losses(losses, where, reduction)
 
 
@@ -75,7 +94,7 @@ def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     logits, labels, where, scale = residuals
     z = wide_logits(logits, mult, scale)
     # The 1/N of a mean is kept out: every token's gradient has unit scale, whatever the batch.
-    grad = token_gradients(z, labels, where, scale, mult * factor, cotangent)
+    grad = token_gradients(z, labels, normalizer(z), where, scale, mult * factor, cotangent)
     zero = None if scale is None else jnp.zeros_like(scale)
     return narrow(grad, logits.dtype), None, None, zero
 

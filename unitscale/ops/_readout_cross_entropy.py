@@ -18,6 +18,7 @@ from ._loss import (
     Reduction,
     check_labels,
     classes_of,
+    normalizer,
     reduce_losses,
     token_gradients,
     token_losses,
@@ -104,10 +105,10 @@ def _over_chunks(body: Callable[[_Rows], tuple[Any, Any]], rows: _Rows, chunks: 
     return total, _join(out, tokens)
 
 
-def _logits(
+def _chunk(
     times: Multiplier, shared: _Shared, rows: _Rows, how: _Statics
 ) -> tuple[jax.Array, Callable[[jax.Array | None], tuple[Any, ...]]]:
-    """The logits of a chunk in float32, and their gradients as a function of the cotangents."""
+    """The losses of a chunk, and what makes gradients of the cotangents of these losses."""
     y, part = times(rows.x)
     x_scale = shared.x_scale if rows.scale is None else rows.scale
     scale, rest = bounded_product(x_scale, shared.scale)
@@ -119,15 +120,17 @@ def _logits(
         is_class = jnp.arange(z.shape[-1]) < how.vocab
         z = jnp.where(is_class, z, jnp.finfo(z.dtype).min)
 
+    norm = normalizer(z)
+
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
         factor = how.mult * how.factor
-        dz = token_gradients(z, rows.labels, rows.where, scale, factor, weight)
+        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight)
         dy = narrow(dz, y.dtype)
         if not isinstance(rest, int):
             dy = narrow(widen(dy) * rest, y.dtype)
         return times.gradients(part, dy)
 
-    return z, gradients
+    return token_losses(z, rows.labels, norm), gradients
 
 
 def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
@@ -146,8 +149,8 @@ def _losses(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
     times = _multiplier(shared, how)
 
     def body(rows: _Rows) -> tuple[None, jax.Array]:
-        z, _ = _logits(times, shared, rows, how)
-        return None, token_losses(z, rows.labels)
+        losses, _ = _chunk(times, shared, rows, how)
+        return None, losses
 
     return _over_chunks(body, rows, how.chunks)[1]
 
@@ -159,9 +162,9 @@ def _losses_and_gradients(
     times = _multiplier(shared, how)
 
     def body(rows: _Rows) -> tuple[Any, Any]:
-        z, gradients = _logits(times, shared, rows, how)
+        losses, gradients = _chunk(times, shared, rows, how)
         dx, *parts = gradients(rows.weight)
-        return parts, (token_losses(z, rows.labels), dx)
+        return parts, (losses, dx)
 
     (dkernel, dstate), (losses, dx) = _over_chunks(body, rows, how.chunks)
     if dstate is not None:

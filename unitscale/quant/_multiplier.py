@@ -4,8 +4,9 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
-from ..core import wide_dtype
+from ..core import ScaledArray, is_scaled, wide_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
 from ._product import LHS, RHS, axes_of, operand_gradients, quantize_tensor
@@ -77,6 +78,7 @@ class Multiplier:
         self._grad_dtype = rhs.dtype if parts == 1 else wide_dtype(rhs.dtype)
         axes = axes_of(spec.rhs, spec.summed)
         self._rhs, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
+        self._turned = _turned(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Part]:
         """The product with a part, and what `gradients` needs of it."""
@@ -95,7 +97,7 @@ class Multiplier:
         dtypes = part.dtype, self._grad_dtype
         spec, factors, config, state = self._spec, self._factors, self._config, self._state
         left, right, saw = operand_gradients(
-            part.lhs, self._rhs, cotangent, spec, factors[1:], config, state, dtypes
+            part.lhs, self._rhs, cotangent, spec, factors[1:], config, state, dtypes, self._turned
         )
         if state is None:
             return left, right, None
@@ -108,3 +110,15 @@ class Multiplier:
         if self._state is None:
             return None
         return state_gradient(self._state, (None, self._seen, None), (0, self._rhs.size, 0))
+
+
+def _turned(x: Any) -> ScaledArray | None:
+    """A matrix of 8 bits with its dimensions reversed, made once; None for anything else.
+
+    A GPU multiplies 8-bit operands along their last dimensions only: XLA would turn the matrix
+    again for every part, inside the loop over them.
+    """
+    one_scale = is_scaled(x) and (x.scale is None or x.scale.ndim == 0)
+    if not one_scale or x.dtype.itemsize > 1:
+        return None
+    return x.map_data(lambda data: lax.optimization_barrier(data.T))

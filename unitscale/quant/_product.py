@@ -108,6 +108,7 @@ def operand_gradients(
     config: MatmulConfig | None,
     state: QuantState | None,
     dtypes: tuple[Any, Any],
+    turned: Any = None,
 ) -> tuple[jax.Array, jax.Array, Seen | None]:
     """The gradients of a product's operands, given as they were multiplied, and of what was seen.
 
@@ -120,6 +121,8 @@ def operand_gradients(
         config: formats and strategy.
         state: the scales of a strategy that keeps them.
         dtypes: of the two gradients.
+        turned: the right operand with its dimensions reversed, for the left gradient; None if
+            there is no such copy.
 
     Returns:
         The left gradient, the right one, and what a state is to see of the cotangent.
@@ -135,7 +138,10 @@ def operand_gradients(
         # Quantized once, for both of its products.
         for_lhs, saw = quantize_tensor(cotangent, COTANGENT, (), config, state)
         for_rhs = for_lhs
-    grad_lhs = product(for_lhs, rhs, spec.grad_lhs, factors[0], dtypes[0])
+    for_left = spec.grad_lhs
+    if turned is not None:
+        rhs, for_left = turned, Contraction(spec.out, spec.rhs[::-1], spec.lhs)
+    grad_lhs = product(for_lhs, rhs, for_left, factors[0], dtypes[0])
     grad_rhs = product(lhs, for_rhs, spec.grad_rhs, factors[1], dtypes[1])
     return grad_lhs, grad_rhs, saw
 
