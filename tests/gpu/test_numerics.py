@@ -1,5 +1,6 @@
 """What a GPU with FP8 (Hopper or later) computes, against wider formats."""
 
+import functools
 from typing import Any
 
 import jax
@@ -62,20 +63,24 @@ def test_fp8_products(strategy: quant.Strategy) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention(dtype: str, is_causal: bool) -> None:
+@pytest.mark.parametrize("taken", ["cudnn", "chunked", "plain"])
+def test_attention(dtype: str, is_causal: bool, taken: ops.Implementation) -> None:
     """Forward and backward against float32, in roundings of results and of weights."""
     random = np.random.default_rng(0)
     shape = (2, 256, 4, 64)
     args = [random.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(4)]
 
-    def run(q, k, v, dy):
-        f = lambda q, k, v: ops.dot_product_attention(q, k, v, is_causal=is_causal).data  # noqa: E731
-        y, vjp = jax.vjp(f, q, k, v)
+    def run(implementation, q, k, v, dy):
+        options = {"is_causal": is_causal, "implementation": implementation}
+        y, vjp = jax.vjp(lambda *args: ops.dot_product_attention(*args, **options).data, q, k, v)
         return y, *vjp(dy)
 
-    found = jax.jit(run)(*args)
+    with ops.attention_paths() as paths:
+        asked = "auto" if taken == "cudnn" else taken
+        found = jax.jit(functools.partial(run, asked))(*args)
+    assert [path.implementation for path in paths] == [taken]
     with jax.default_matmul_precision("float32"):
-        wanted = jax.jit(run)(*(x.astype(np.float32) for x in args))
+        wanted = jax.jit(functools.partial(run, "plain"))(*(x.astype(np.float32) for x in args))
     for got, reference in zip(found, wanted, strict=True):
         assert got.dtype == dtype
         error = np.linalg.norm(np.asarray(got, np.float64) - reference)

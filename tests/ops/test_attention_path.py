@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,6 +194,18 @@ def test_the_op_traces_the_kernel_forward_and_backward(dtype: str) -> None:
         assert "dot_product_attention_fwd" in text
         assert "dot_product_attention_bwd" in text
     assert "dot_product_attention_fwd" not in primitives(lambda *args: grads(*args, "auto"), *args)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)])
+def test_the_kernel_under_vmap_over_some_operands(axes: tuple[int | None, ...]) -> None:
+    def mapped(*args):
+        f = functools.partial(call, implementation="cudnn")
+        return jax.vmap(lambda *args: f(*args).data, axes)(*args).astype(jnp.float32).sum()
+
+    args = [x if axis is None else jnp.stack([x] * 3) for axis in axes]
+    with cudnn_of((9, 0), 91200):
+        grads = jax.eval_shape(jax.grad(mapped, (0, 1, 2)), *args)
+    assert [g.shape for g in grads] == [a.shape for a in args]
 
 
 def test_calls_are_listed_and_may_be_forced() -> None:

@@ -175,9 +175,14 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
 def _fused(q, k, v, mask, is_causal, logit_factor):
     """By cuDNN, whose graph JAX builds with float32 for all that is neither operand nor result."""
     q, k, v = vary_alike((q, k, v))
-    return jax.nn.dot_product_attention(
+    # Its rule for vmap needs operands and cotangent all mapped. What is never so is gone when
+    # compiled.
+    never = jnp.any(jnp.stack([x[0, 0, 0, 0] for x in (q, k, v)]) == 0) & False
+    q, k, v = (jnp.where(never, 0, x) for x in (q, k, v))
+    y = jax.nn.dot_product_attention(
         q, k, v, is_causal=is_causal, scale=logit_factor, implementation="cudnn"
     )
+    return jnp.where(never, 0, y)
 
 
 def _plain(q, k, v, mask, is_causal, logit_factor):
