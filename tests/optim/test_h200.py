@@ -24,7 +24,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def bytes_a_parameter(tx: Any, params: Any) -> float:
-    """Of all kernels that are not of the loss and its gradient, as transpositions are of neither."""
+    """Of kernels outside of the loss and its gradient; transpositions belong to neither."""
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
         return tx.step(params, state, grad(loss)(params, x))
