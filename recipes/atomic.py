@@ -1,7 +1,5 @@
 """Files that are there whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,12 +5,10 @@ arrays. Training goes on for ever, in an order that the seed decides, from a pos
 saved. Validation is finite and always the same.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grain
 import numpy as np
@@ -25,7 +23,7 @@ class Batches:
     def __init__(self, dataset: Any):
         self._iterator = iter(dataset.to_iter_dataset())
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:

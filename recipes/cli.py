@@ -4,8 +4,6 @@ What a user can put right is one message on standard error and exit code 2 (or 1
 failed); `--traceback` shows where it came from.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

@@ -4,19 +4,18 @@ Everything is read from shapes and from the lowered program, so a model that no 
 hold is described in a minute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from unitscale import grad
 from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
 
-from .config import RunConfig
+from .config import RunConfig, TransformerConfig
 from .run.batch import make_loss, over_amax
 from .run.recipe import recipe_of
 from .run.state import TrainState
@@ -29,7 +28,8 @@ class Description(NamedTuple):
     Args:
       parameters: How many, by the part of the model that has them.
       size: Of a step, in `data.step_unit`.
-      flops: Of a step, forward, backward and update, as XLA counts the lowered program.
+      flops: Of a step, forward, backward and update, as XLA counts the lowered program, with every
+        turn of its scans.
       weights: Bytes of the parameters in the format they are kept in, scales included.
       gradients: Bytes of their gradients.
       optimizer: Bytes of the optimizer's state.
@@ -49,18 +49,11 @@ class Description(NamedTuple):
 
 def describe(config: RunConfig) -> Description:
     """Traces and lowers the training step of a config on shapes alone."""
-    # XLA knows no FLOPs of a kernel, and counts those of a loop's body once.
-    with attention_paths("plain"):
-        graphdef, step, shapes = abstract_step(config)
-        lowered = step.lower(*shapes)
-    state, batch, _ = shapes
-    cost = lowered.cost_analysis()
-    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
-
+    graphdef, _, (state, batch, _) = abstract_step(config)
     loss = make_loss(graphdef, deterministic=False)
     with attention_paths() as taken:
         gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
-    one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
+    flops, activations = _cost(config)
     parameters: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_scaled):
         part = str(getattr(path[0], "key", path[0]))
@@ -68,13 +61,57 @@ def describe(config: RunConfig) -> Description:
     return Description(
         parameters,
         config.data.step_size,
-        cost["flops"],
+        flops,
         bytes_of(state.params),
         bytes_of(gradients),
         bytes_of(state.opt_state),
-        two - one,
+        activations,
         tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
     )
+
+
+def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
+    """The config at each `model.remat`; empty where a model has none."""
+    shape = getattr(config, "model", None)
+    if not isinstance(shape, TransformerConfig) or getattr(shape, "library", None) == "plain":
+        return {}
+    modes = get_args(type(shape).model_fields["remat"].annotation)
+    shapes = {mode: shape.model_copy(update={"remat": mode}) for mode in modes}
+    return {mode: config.model_copy(update={"model": other}) for mode, other in shapes.items()}
+
+
+def _cost(config: RunConfig) -> tuple[float, int]:
+    """FLOPs of a step, and bytes of activations of an example."""
+    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
+        graphdef, step, shapes = abstract_step(config)
+        flops = flops_of(step.trace(*shapes).jaxpr)
+    loss = make_loss(graphdef, deterministic=False)
+    one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
+    return flops, two - one
+
+
+def flops_of(jaxpr: ClosedJaxpr) -> float:
+    """FLOPs of a program as XLA counts it, which counts the body of a loop as if it ran once."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+    cost = jax.jit(jaxpr_as_fun(jaxpr)).lower(*shapes).cost_analysis()
+    assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
+    return cost["flops"] + _of_further_turns(jaxpr.jaxpr)
+
+
+def _of_further_turns(jaxpr: Jaxpr) -> float:
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if not _is_jaxpr(inner):
+                continue
+            total += _of_further_turns(getattr(inner, "jaxpr", inner))
+            if eqn.primitive.name == "scan":
+                total += (eqn.params["length"] - 1) * flops_of(inner)
+    return total
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, (ClosedJaxpr, Jaxpr))
 
 
 def _gradients(loss: Any, config: RunConfig) -> Any:
@@ -109,6 +146,12 @@ def report(config: RunConfig) -> Iterator[str]:
         f"activations   {facts.activations:>22,} bytes an example are saved for the backward pass, "
         f"{size * facts.activations:,} a step, before XLA fuses any"
     )
+    for mode, other in _by_remat(config).items():
+        flops, activations = _cost(other)
+        yield (
+            f"  model.remat={mode:<6}{activations:>16,} bytes an example, "
+            f"{flops:.4g} FLOPs a step, {flops / facts.flops:.2f} times"
+        )
     for line in facts.attention:
         yield f"attention     {line}"
 

@@ -1,7 +1,5 @@
 """The one exception that the command line turns into a message, and reading that raises it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Iterator

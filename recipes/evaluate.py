@@ -1,7 +1,5 @@
 """Measures a run that was trained: its loss over all validation data, and its scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from flax import nnx

@@ -1,7 +1,5 @@
 """The arrays of a trained model in one file, for whoever serves it: safetensors, FP8 included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +7,7 @@ from flax import nnx
 from safetensors import flax as tensors
 
 from unitscale.core import is_scaled
-from unitscale.nn import convert, to_static
+from unitscale.nn import convert, to_static, unpadded
 
 from .config import RunConfig
 from .errors import RecipeError, refused
@@ -46,10 +44,13 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bo
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:
-    """Writes the arrays of a model by their dotted paths, such as `layers.0.mlp.up.kernel`."""
+    """Writes the arrays of a model by their dotted paths, such as `layers.0.mlp.up.kernel`.
+
+    A vocabulary is written without its padding.
+    """
     arrays = {}
     for parts, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
-        name, value = ".".join(map(str, parts)), variable.get_value()
+        name, value = ".".join(map(str, parts)), unpadded(variable)
         if not hasattr(value, "shape"):
             raise RecipeError(
                 f"{name} holds a {type(value).__name__}, and safetensors has arrays only; "

@@ -1,7 +1,5 @@
 """Opens a model that was trained here, or that of a Hugging Face folder, to write text with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

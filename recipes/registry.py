@@ -3,8 +3,6 @@
 The key `recipe` of the file says whose config it is: each recipe has a model of its own.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path

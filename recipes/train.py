@@ -5,8 +5,6 @@ be traced, a step whose loss or gradient is not finite changes nothing, and neit
 after it: the state stays that of the last good step until the loop looks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import deque

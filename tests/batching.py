@@ -9,8 +9,6 @@ def test_functions(names) -> None:
             np.testing.assert_allclose(got, getattr(np, name)(X), rtol=1e-6)
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """How programs of the tests are compiled, and where they are kept between runs."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

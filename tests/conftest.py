@@ -1,7 +1,5 @@
 """What every test run shares: platform, quick compilation, deterministic property tests, marks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

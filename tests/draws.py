@@ -1,7 +1,5 @@
 """Whether an op is unit scaled, to within what its draws and those of its factors leave open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

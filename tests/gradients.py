@@ -6,8 +6,6 @@ function, along the gradient (which gives the constant) and along random directi
 agree with it). Tolerances are the differences' own error bounds, never what passed.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Collection
 from typing import Any

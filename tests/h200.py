@@ -1,7 +1,5 @@
 """What became of the products of a program for an H200, read from its text."""
 
-from __future__ import annotations
-
 import re
 
 FP8_GEMM = "__cublas$lt$matmul$f8"

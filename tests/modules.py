@@ -1,7 +1,5 @@
 """Flax modules for tests: parameters that NumPy draws, and losses by them alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The rules of the house that ruff and lint-imports do not check."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

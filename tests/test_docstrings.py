@@ -4,8 +4,6 @@ The doctests themselves run with all others. A name that is no function or class
 constant) has nowhere to put one: it names the function or class that takes it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ Blocks marked ``python`` are whole programs, or go on where the one before ended
 ``py`` are shown only.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom, shows no warning, and says what it said when saved."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

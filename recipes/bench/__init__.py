@@ -10,6 +10,8 @@ BENCHMARKS = {
     "overhead": "step time over plain flax.nnx, and the FLOPs that factors add",
     "scalify": "losses, cost and range of plain programs under unitscale.scalify",
     "quant": "loss, FP8 kernels, amax reductions, memory and speed by how scales are chosen",
+    "h200": "time, memory and FP8 kernels of training steps on an H200, projected without one",
+    "gpu": "tests, times, memory and losses on this machine's GPU, beside what is projected",
     "optim": "bytes, step time and validation loss of 16- and 8-bit optimizer state",
     "transfer": "best learning rate by width, under u-muP and in plain flax.nnx",
     "parallel": "bytes, error and validation loss of gradients exchanged in 8 bits",

@@ -4,15 +4,13 @@ What is compared is listed in `losses.yaml`. Seed by seed, because a seed decide
 than a number format does: a difference is the mean over seeds, its standard error that of the mean.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import yaml
@@ -49,7 +47,7 @@ class Comparison(Section):
     def label(self, name: str) -> str:
         return self.variants[name].label or name
 
-    def only(self, option: str, names: str, prefix: str = "") -> Comparison:
+    def only(self, option: str, names: str, prefix: str = "") -> Self:
         """The reference, and the variants that an option of the command line lists."""
         known = {name.removeprefix(prefix) for name in self.variants if name != self.reference}
         wanted = [name.strip() for name in names.split(",") if name.strip()]

@@ -4,8 +4,6 @@ A program is Python source, so that what is tried is what is printed. Holes are 
 variables: {x} {y} {z} with floats, {n} with integers, {m} with booleans.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,6 +77,24 @@ jax.jvp(jnp.sin, ({x},), ({x},))[1] | jax.vjp(jnp.tanh, {x})[1]({x})[0]
 jax.vmap(jnp.dot)({x}, {y}) | jax.grad(lambda a: jnp.sum(jax.nn.softmax(a) ** 2))({x})
 lax.stop_gradient({x}) * {x}
 """
+_COMPLEX = """
+jnp.abs(jnp.fft.fft({x})) | jnp.real(jnp.exp(1j * {x})) | jnp.imag(lax.complex({x}, {y}) ** 2)
+jnp.fft.irfft(jnp.fft.rfft({x})) | jnp.abs(lax.complex({x} + 3, {y})) | jnp.real(jnp.conj(1j * {x}))
+jnp.angle(lax.complex({x} * {x} + 1, {y})) | jnp.real(lax.complex({x}, {y}) @ lax.complex({y}, {x}))
+"""
+# `step`, `newton` and `parts` are the environment's: optax, a loop with a tolerance, shard_map.
+_HELPED = """
+step('adam', {x}, {y}) | step('sgd', {x}, {y}) | step('rmsprop', {x}, {y}) | newton({x})
+step('clipped', {x}, {y}) | parts(lambda a: a * lax.psum(a, 'd'), {x}) | newton({x} * {y})
+parts(lambda a: lax.all_gather(jnp.sin(a), 'd', tiled=True), {x}) | step('lion', {x}, {y})
+parts(lambda a: lax.pmax(a, 'd') - a, {x}) | parts(lambda a: a / lax.pmean(1 + abs(a), 'd'), {x})
+parts(lambda a: lax.ppermute(a, 'd', [(0, 1), (1, 0)]), {x})
+parts(lambda a: lax.psum_scatter(a + 1, 'd', tiled=True), {x})
+"""
+_STEPS = """
+step('adam', {x}, {y}) | step('sgd', {x}, {y}) | step('rmsprop', {x}, {y}) | step('lion', {x}, {y})
+step('clipped', {x}, {y}) | step('adagrad', {x}, {y}) | step('adam', {x}, {x})
+"""
 _OPS = """
 ops.add({x}, {y}) | ops.gelu({x}) | ops.relu({x}) | ops.tanh({x}) | ops.silu({x})
 ops.sigmoid({x}) | ops.softmax({x}) | ops.layer_norm({x}) | ops.rms_norm({x})
@@ -98,13 +114,14 @@ def _split(*texts: str) -> tuple[str, ...]:
 
 
 _OPERATORS = _split(_ELEMENTWISE, _REDUCTIONS, _SHAPES, _PRODUCTS)
-_LAX = _split(_FUNCTIONS, _WHOLE, _MOVES, _MANY, _TRANSFORMS)
+_LAX = _split(_FUNCTIONS, _WHOLE, _MOVES, _MANY, _TRANSFORMS, _COMPLEX)
 KINDS: dict[str, tuple[str, ...]] = {
     "operators": _OPERATORS,
     "ops": (*_split(_OPS), *_split(_OPS), *_OPERATORS),
     "quant": (*_split(_QUANT), *_OPERATORS),
     "scalify": (*_OPERATORS, *_LAX),
-    "control": (*_split(_CONTROL), *_split(_CONTROL), *_OPERATORS, *_LAX),
+    "control": (*_split(_CONTROL, _HELPED), *_split(_CONTROL, _HELPED), *_OPERATORS, *_LAX),
+    "optim": (*_split(_STEPS), *_OPERATORS),
 }
 """What the programs of a kind are made of."""
 
@@ -207,7 +224,7 @@ def random_input(rng: np.random.Generator, formats: Sequence[str], kind: str) ->
 
 def random_program(rng: np.random.Generator, known: Mapping[str, Any]) -> Program:
     """Draws a program whose plain form has shapes that fit."""
-    kind = str(rng.choice(list(KINDS), p=[0.2, 0.15, 0.1, 0.45, 0.1]))
+    kind = str(rng.choice(list(KINDS), p=[0.2, 0.15, 0.1, 0.4, 0.1, 0.05]))
     weights = np.asarray(list(FORMATS.values()), float)
     count = 1 + (rng.random() < 0.15)
     formats = list(map(str, rng.choice(list(FORMATS), count, p=weights / weights.sum())))

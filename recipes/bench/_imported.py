@@ -1,7 +1,5 @@
 """Logits of imported weights against those that `transformers` gives, as saved beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

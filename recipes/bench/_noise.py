@@ -1,7 +1,5 @@
 """How far the results of a program move when each of its operations rounds: by trying."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Whole training runs that a benchmark compares: trained, resumed, or found finished."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
@@ -19,7 +17,6 @@ from ..run.state import TrainState, load_trained
 from ..train import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PARITY = CONFIGS / "gpt" / "parity.yaml"
 
 # What every benchmark of training runs can be told.
 Overrides = Annotated[

@@ -1,7 +1,5 @@
 """Makes a program that differs smaller: fewer lines, smaller shapes, simpler numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

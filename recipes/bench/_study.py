@@ -1,7 +1,5 @@
 """What a finished sweep of character models says of unit scaling, in counts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from ..charlm.config import CharlmConfig
 from ..errors import RecipeError
 from ..registry import load_config
-from ..sweep import ByFormat, by_format, make_points, read_curves
+from ..sweep import ByFormat, by_format, make_points, paired, read_curves
 from ._table import Table, asked
 
 MOST_ABOVE = 0.005
@@ -38,7 +36,7 @@ def read_best(path: Path) -> ByFormat:
 
 def counts(best: ByFormat) -> Table:
     """How many models of the grid keep their FP32 loss in FP16, and are no worse unit scaled."""
-    unit, regular = _pairs(best, UNIT, HALF), _pairs(best, REGULAR, REGULAR_HALF)
+    unit, regular = paired(best, HALF), paired(best, REGULAR_HALF)
     near = sum(abs(half / full - 1) <= MOST_ABOVE for full, half in unit)
     both = [(x[UNIT], x[REGULAR]) for x in best.values() if UNIT in x and REGULAR in x]
     no_worse = sum(unit <= regular for unit, regular in both)
@@ -50,14 +48,6 @@ def counts(best: ByFormat) -> Table:
         _row("unit FP32 no worse than regular FP32", no_worse, len(both), LEAST_NO_WORSE),
     ]
     return Table("Character models, each at its best learning rate", rows)
-
-
-def _pairs(
-    best: ByFormat, full: tuple[str, str], half: tuple[str, str]
-) -> list[tuple[float, float]]:
-    """Losses in two formats of the models that converge in the first."""
-    models = [losses for losses in best.values() if full in losses and half in losses]
-    return [(x[full], x[half]) for x in models if math.isfinite(x[full])]
 
 
 def _kept(pairs: list[tuple[float, float]]) -> int:

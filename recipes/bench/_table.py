@@ -1,7 +1,5 @@
 """What every benchmark prints: tables on the terminal, and the same numbers as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform
@@ -23,21 +21,24 @@ _NAMES = {
     "d": "width, count, of, outside",
     "+d": "reductions",
     ",d": "parameters, entries, lost, not finite, numbers kept, sequences, tokens each, products, "
-    "FP8 kernels, lost products, amax, casts",
+    "FP8 kernels, lost products, amax, casts, kernels",
     ".5f": "validation loss",
     ".4f": "accuracy, loss, bytes per entry, over float32, over plain",
     ".3f": "f1, ratio, ratio of medians, lower quartile, upper quartile, CPU time ratio, "
-    "over bfloat16, weights, state, together, least, greatest",
-    ".2f": "largest logit, apart",
+    "over bfloat16, weights, state, together, least, greatest, time over plain-bfloat16, "
+    "time over qwix, value, over projected",
+    ".2f": "largest logit, apart, projected ms, measured ms, 16-bit ms, FP8 ms, attention ms, "
+    "memory-bound ms, arithmetic ms, projected optimizer ms",
     ".1f": "times smaller, without absent times smaller, traced, plain, scaled ms, optax ms, "
     "scalify ms, "
-    "unitscale ms, plain ms, times ahead",
+    "unitscale ms, plain ms, times ahead, optimizer B/param",
     ".4g": "best, vertex, standard deviation",
     "+.4g": "above reference",
     ".2g": "standard error above",
     ".1e": "difference",
     ".5e": "with factors, without",
-    ",.0f": "temporaries MiB, tokens per second, produced, consumed",
+    ",.0f": "temporaries MiB, tokens per second, projected tokens per second, GB/s, TFLOP/s, "
+    "produced, consumed, MiB, peak MiB",
     "+.3%": "over reference, FLOPs",
     "+.2%": "cost",
     ".4%": "share lost, without absent, share subnormal, lost at first, without absent at first, "
@@ -45,7 +46,7 @@ _NAMES = {
     ".3%": "standard error",
     ".2%": "plain float16, scalify float16, heavy-tailed nearest, heavy-tailed stochastic, "
     "normal nearest, normal stochastic",
-    ".1%": "share, of all FLOPs, Dense FP8",
+    ".1%": "share, of all FLOPs, Dense FP8, FP8 of Dense, FP8 of readout",
 }
 FORMATS = {name: form for form, names in _NAMES.items() for name in names.split(", ")}
 """How numbers of a column are shown, by its name; those of other columns are shown as they are."""
@@ -98,7 +99,7 @@ def publish(
         "python": platform.python_version(),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "tables": [{"title": t.title, "rows": [_plain(row) for row in t.rows]} for t in tables],
+        "tables": [{"title": t.title, "rows": [plain(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
     with refused(f"--json: cannot write {path}", "give a path that can be written"):
@@ -127,7 +128,7 @@ def asked(
     return {"asked": ", ".join(said), "within": within(value, (least, most))}
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+def plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row that JSON can hold: infinity and NaN, which it has no numbers for, as text."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,5 @@
 """What fine-tuning needs to be told of a pretrained model and of the files of a task."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The two take turns in one process, each round in the other order, so that whatev
 machine for longer than a call slows both. Ratios are taken within rounds.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

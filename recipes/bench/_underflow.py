@@ -1,9 +1,7 @@
 """Which gradients a format loses: entries that are zero in float16 and not in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +52,7 @@ class Sample(NamedTuple):
     absent: np.ndarray
 
     @classmethod
-    def of(cls, config: GPTConfig) -> Sample:
+    def of(cls, config: GPTConfig) -> Self:
         """Some of the text of a run."""
         corpus: Any = recipe_of(config).load_data(config)
         tokens = np.asarray(corpus.train_tokens)

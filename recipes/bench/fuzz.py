@@ -2,8 +2,9 @@
 
     python -m recipes bench fuzz --programs 1000 --seed 0
 
-Programs of five kinds are drawn from the grammar: operators and ops on ScaledArrays, products of 8
-bits, and plain programs under scalify, with and without control flow. Where one differs by more
+Programs of six kinds are drawn from the grammar: operators and ops on ScaledArrays, products of 8
+bits, steps of scaled optimizers, and plain programs under scalify, with and without control flow,
+loops that stop on a tolerance, shard_map and optimizers. Where one differs by more
 than rounding can explain, it is made smaller and printed, ready to run.
 
 What rounding can explain is measured: the float64 program is run again with every arithmetic result
@@ -11,21 +12,20 @@ moved by as much as the format rounds, at random, and the largest of those chang
 comes near the ends of the range of scales is left out, since no law holds there.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from jax import lax
 
-from unitscale import ScaledArray, ops, quant, to_array
+from unitscale import ScaledArray, to_array
 from unitscale.transforms import scalify
 
+from ._environments import PLAIN, SCALED
 from ._grammar import Input, Program, is_float, random_program
 from ._noise import Spread, spread_of
 from ._shrink import smaller
@@ -34,42 +34,21 @@ from ._table import JsonPath, Table, asked, publish
 # How many units of measured rounding a result may be off, and of the rounding of that result alone.
 MEASURED, LAST = 8.0, 4.0
 SAMPLES, MORE = 4, 64
-
-
-class _PlainOps:
-    """`unitscale.ops` on plain arrays, with plain results."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: to_array(getattr(ops, name)(*args, **kwargs))
-
-
-def _q8(x: Any, dtype: str = "e4m3fn") -> ScaledArray:
-    return quant.quantize(x, dtype, quant.Dynamic())
-
-
-def _product(x: Any, y: Any) -> Any:
-    return quant.product(_q8(x), _q8(y), quant.Contraction("ik", "kj", "ij"), 1.0, jnp.float32)
-
-
-SHARED = {"jax": jax, "jnp": jnp, "lax": lax}
-SCALED = {**SHARED, "ops": ops, "q8": _q8, "product": _product}
-PLAIN = {
-    **SHARED,
-    "ops": _PlainOps(),
-    "q8": lambda x, _="": x,
-    "product": lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((), ()))),
-}
+DIRECT = ("operators", "ops", "optim")
 
 
 def main(
     programs: Annotated[int, typer.Option(min=1, help="how many are drawn")] = 1000,
+    first: Annotated[int, typer.Option(min=0, help="number of the first")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="of the first; each has a seed of its own")] = 0,
     only: Annotated[int | None, typer.Option(help="number of the one program to run")] = None,
     json: JsonPath = None,
 ) -> None:
     """Prints how many programs of each kind agree, and those that do not, made small."""
+    with suppress(RuntimeError):  # the devices are known already
+        jax.config.update("jax_num_cpu_devices", 2)
     counts: dict[str, dict[str, int]] = {}
-    for number in [only] if only is not None else range(programs):
+    for number in [only] if only is not None else range(first, first + programs):
         program = draw(seed, number)
         verdict = check(program)
         row = counts.setdefault(program.kind, dict.fromkeys(("agree", "left out", "differ"), 0))
@@ -78,7 +57,7 @@ def main(
             small = smaller(program, check)
             print(f"# seed {seed}, program {number}: {check(small) or verdict}\n{listing(small)}\n")
         if number % 50 == 49:
-            print(f"# {number + 1} programs: {counts}", flush=True)
+            print(f"# up to program {number}: {counts}", flush=True)
     rows = [
         {"programs": kind, **row, **asked(float(row["differ"]), most=0)}
         for kind, row in sorted(counts.items())
@@ -101,10 +80,12 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(program: Program) -> Rounding:
-    if program.kind == "quant":
-        return Rounding(2.0**-3, 2.0**-7, 80)
     names = {x.data.dtype.name for x in program.inputs.values() if is_float(x.data.dtype)}
-    direct = program.kind in ("operators", "ops")
+    # An optimizer stores its parameters in the format that they came in.
+    stored = program.kind == "optim" and any(name.startswith("float8") for name in names)
+    if program.kind == "quant" or stored:
+        return Rounding(2.0**-3, 2.0**-7, 80)
+    direct = program.kind in DIRECT
     worst = [
         Rounding(2.0**-8, 0.0, 110) if name.startswith(("float8", "bfloat16"))
         # Outside of scalify scales do not follow the data, which has the range of float16.
@@ -184,12 +165,11 @@ def moving_of(program: Program) -> list[str]:
     Outside of scalify cotangents are those of data, in its own type, which does not hold them
     wherever the scale is far from 1. Casts to 8 bits are not differentiated.
     """
-    direct = program.kind in ("operators", "ops")
     return [
         name
         for name, x in program.inputs.items()
-        if is_float(x.data.dtype) and x.scale is not None and program.kind != "quant"
-        and not (direct and x.data.dtype.itemsize < 4)
+        if is_float(x.data.dtype) and x.scale is not None and program.kind not in ("quant", "optim")
+        and not (program.kind in DIRECT and x.data.dtype.itemsize < 4)
     ]  # fmt: skip
 
 
@@ -207,9 +187,12 @@ def check(program: Program) -> str | None:
         return ""  # the plain program has no such gradient, or no such shapes
     if spread.beyond:
         return ""
+    # What has control flow is compiled whole, as users do; the others operation by operation.
+    whole = program.kind == "control"
+    jax.config.update("jax_disable_most_optimizations", not whole)
     wide = any(x.data.dtype == np.float64 for x in program.inputs.values())
     try:
-        with jax.enable_x64(wide), jax.disable_jit(program.kind != "control"):
+        with jax.enable_x64(wide), jax.disable_jit(not whole):
             found = jax.tree.map(np.asarray, scaled(program, moving))
     except Exception as error:  # whatever is raised is a defect
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -10,8 +10,6 @@ was stopped is resumed. With `--charlm`, counts what a finished sweep found. The
 imported weights, and times each quick start's input pipeline against its training steps.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ scalify; and the same GPT in `unitscale.nn`. Seed and data are the same. A run t
 `train.runs_dir` is used as it is, so that runs are shared with `bench parity` and `bench scalify`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Annotated, Any, NamedTuple

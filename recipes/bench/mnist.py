@@ -5,8 +5,6 @@
 Trains the config once for each format and seed, all on the same images in the same order.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

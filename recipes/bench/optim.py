@@ -7,8 +7,6 @@ Bytes are those of the arrays of a GPT-2 small and its optimizer state. The loss
 that is complete in `train.runs_dir` is used as it is, and one that was stopped is resumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any

@@ -9,8 +9,6 @@ Compile time is that of a step of 48 layers, traced and compiled one by one and 
 over 4,096 tokens of context is run with attention in chunks and with all weights at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -10,8 +10,6 @@ run in a process of its own. One that is complete in `train.runs_dir` is used as
 was stopped is resumed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ float16, all with the same seed and data and none with a loss scale. A run that 
 `train.runs_dir` is used as it is, and one that was stopped is resumed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ._compare import compare, comparison

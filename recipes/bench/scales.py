@@ -10,8 +10,6 @@ that the sample behind its RMS is nearer to batch x width numbers than to tokens
 small batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 

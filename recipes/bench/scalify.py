@@ -7,8 +7,6 @@ float32, in float16 (parameters and Adam's state too) and with FP8 products and 
 time of a step, the time to compile it, and programs that plain float16 cannot compute.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple

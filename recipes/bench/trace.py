@@ -6,8 +6,6 @@ The step is that of a GPT of GPT-2 small's depth, narrower and on fewer tokens, 
 pass and optimizer. The program that measures each of its values runs in turns with the plain one.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import jax

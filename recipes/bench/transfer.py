@@ -7,8 +7,6 @@ rate, with unitscale and u-muP and in plain `flax.nnx` with Adam. The same comma
 last finished round, and measures nothing twice. The sweep draws the curves.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -5,11 +5,9 @@ seed decides; what is hidden of a window is drawn anew each time. Validation rea
 text once, in windows that do not overlap, and always hides the same tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -49,7 +47,7 @@ class Vocabulary(NamedTuple):
     begins: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> Self:
         """Asks a tokenizer."""
         if not isinstance(tokenizer, SubwordTokenizer):
             raise RecipeError(

@@ -5,8 +5,6 @@ cross entropy, of its readout, and of the look-up of the encoder's outputs that 
 losses are summed, the constants have to be made equal, or the sum's gradient points elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,6 +74,13 @@ def mean_loss(
         share: Of a loss among several, from `shares`.
     """
     total = ops.softmax_cross_entropy(logits, labels, where=where, reduction="sum")
+    return mean_of(total, labels, where, share=share)
+
+
+def mean_of(
+    total: jax.Array, labels: jax.Array, where: jax.Array | None = None, *, share: float = 1.0
+) -> jax.Array:
+    """`mean_loss`, from the sum of the losses."""
     count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
     return ops.scale_bwd(total / count, share * labels.size)
 

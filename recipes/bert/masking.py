@@ -1,7 +1,5 @@
 """Which tokens are hidden: a pure function of ids, words and a random generator."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

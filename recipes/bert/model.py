@@ -1,7 +1,5 @@
 """BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with."""
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -11,7 +9,7 @@ from flax import nnx
 from unitscale import ScaledArray, nn, ops
 
 from .config import BertModelConfig, Pairs
-from .heads import Head, mean_loss, rows_of, shares
+from .heads import Head, mean_loss, mean_of, rows_of, shares
 
 SEGMENTS = 2
 
@@ -27,7 +25,13 @@ class Encoder(nnx.Module):
             )
         width, residual = config.width, config.residual
         self.post = config.norm_placement == "post"
-        self.embed = nn.Embed(config.vocab, width, policy=policy, rngs=rngs)
+        self.embed = nn.Embed(
+            config.vocab,
+            width,
+            pad_to_multiple_of=config.vocab_multiple,
+            policy=policy,
+            rngs=rngs,
+        )
         self.positions = nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
         self.segments = nn.Embed(SEGMENTS, width, policy=policy, rngs=rngs)
         # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
@@ -46,6 +50,7 @@ class Encoder(nnx.Module):
             norm_placement=config.norm_placement,
             max_length=config.context,
             dropout_rate=config.dropout,
+            remat=config.remat,
             attention_implementation=config.attention_implementation,
             scan=config.scan,
             policy=policy,
@@ -109,7 +114,13 @@ class Bert(nnx.Module):
         self.readout = nnx.data(
             None
             if config.tied_readout
-            else nn.Readout(width, config.vocab, policy=policy, rngs=rngs)
+            else nn.Readout(
+                width,
+                config.vocab,
+                pad_to_multiple_of=config.vocab_multiple,
+                policy=policy,
+                rngs=rngs,
+            )
         )
         asked = pairs != "none"
         self.pooler = nnx.data(Pooler(width, policy=policy, rngs=rngs) if asked else None)
@@ -119,8 +130,12 @@ class Bert(nnx.Module):
 
     def predict(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
         """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
-        x = self.norm(ops.gelu(self.dense(rows_of(x, positions))))
+        x = self._states(x, positions)
         return self.encoder.embed.attend(x) if self.readout is None else self.readout(x)
+
+    def _states(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
+        """What the readout reads at positions (batch, n): (batch, n, width)."""
+        return self.norm(ops.gelu(self.dense(rows_of(x, positions))))
 
     def loss(
         self,
@@ -147,8 +162,11 @@ class Bert(nnx.Module):
         x = self.encoder(ids, segments, deterministic=deterministic)
         width, tokens = x.shape[-1], ids.size
         hidden = Head(self.vocab, positions.size, tokens, width)
+        total = (self.readout or self.encoder.embed).cross_entropy(
+            self._states(x, positions), targets, where=counts, reduction="sum"
+        )
         if self.pooler is None or self.pair_readout is None or answers is None:
-            return mean_loss(self.predict(x, positions), targets, counts)
+            return mean_of(total, targets, counts)
         first, second = shares([hidden, Head(SEGMENTS, answers.size, tokens, width)])
-        loss = mean_loss(self.predict(x, positions), targets, counts, share=first)
+        loss = mean_of(total, targets, counts, share=first)
         return loss + mean_loss(self.pair_readout(self.pooler(x)), answers, share=second)

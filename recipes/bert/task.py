@@ -1,7 +1,5 @@
 """A BERT's pretraining as `recipes.train` sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Character models in `unitscale.nn`: embedding, residual branches, readout."""
 
-from __future__ import annotations
-
 import jax
 from flax import nnx
 
@@ -68,7 +66,7 @@ class UnitModel(nnx.Module):
                 x = self.norms[index](x)
         if self.norm == "pre":
             x = self.norms[0](x)
-        return ops.softmax_cross_entropy(self.readout(x), targets)
+        return self.readout.cross_entropy(x, targets)
 
 
 def make_mixer(

@@ -1,7 +1,5 @@
 """The same character models in plain `flax.nnx`, as they are initialised there, unscaled."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

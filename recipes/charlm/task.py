@@ -1,7 +1,5 @@
 """A character model as `recipes.train` sees it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

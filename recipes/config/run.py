@@ -86,6 +86,10 @@ class RunConfig(Section):
     policy: Policy = Field(
         default="float32", description="the number formats the model computes in"
     )
+    fp8_readout: Flag = Field(
+        default=False,
+        description="whether the products of the readout are in the policy's 8 bits too",
+    )
     data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="the optimizer and its schedule"
@@ -143,6 +147,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"monitor.rebalance needs policy fp8; got policy {self.policy}, whose scales "
                 "follow the data by themselves; set monitor.rebalance false"
+            )
+        if self.fp8_readout and "fp8" not in self.policy:
+            raise ValueError(
+                f"fp8_readout needs a policy with FP8 products, such as fp8; got {self.policy}; "
+                "change policy or set fp8_readout false"
             )
         ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
         if self.data.batch_size % ways:

@@ -42,6 +42,11 @@ class TransformerConfig(Section):
     vocab: Count = Field(
         default=BYTES, description="number of token ids; null for those of data.tokenizer"
     )
+    vocab_multiple: Count = Field(
+        default=1,
+        description="the embedding table and the readout are padded with zeros, which never learn, "
+        "up to a multiple of this that matrix kernels like, such as 128",
+    )
     width: Count = Field(default=128, description="size of the residual stream")
     layers: Count = Field(default=4, description="number of Transformer layers")
     heads: Count = Field(default=4, description="number of attention heads")
@@ -62,6 +67,11 @@ class TransformerConfig(Section):
     scan: Flag = Field(
         default=False,
         description="run the layers as one with stacked parameters, compiled once for all of them",
+    )
+    remat: Literal["none", "dots", "layer"] = Field(
+        default="none",
+        description="what of each layer the backward pass computes again, to save memory: nothing, "
+        "all but its products, or all of it (unitscale models)",
     )
 
     @property

@@ -1,7 +1,5 @@
 """Sentences, or pairs of them, as token ids, and how well their labels are predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

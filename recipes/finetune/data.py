@@ -1,7 +1,5 @@
 """A task's records as batches for training, and all that scoring needs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A BERT under the head of a task: that of a run, and that of a Hugging Face folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """What a fine-tuning run takes from a pretraining run: shape, tokenizer and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,12 +1,10 @@
 """Texts as padded token ids, with what is to be predicted of each: a source of batches."""
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -17,7 +15,7 @@ _PAD_TOKENS = "[PAD]", "<pad>"
 _PROBE = "a"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Records:
     """What a model is fine-tuned on, as `grain.MapDataset.source` takes it.
 
@@ -42,9 +40,10 @@ class Records:
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         return {name: array[index].astype(np.int32) for name, array in self.arrays.items()}
 
-    def take(self, indices: np.ndarray) -> Records:
+    def take(self, indices: np.ndarray) -> Self:
         """The records of these indices, in this order."""
-        return Records({name: array[indices] for name, array in self.arrays.items()})
+        arrays = {name: array[indices] for name, array in self.arrays.items()}
+        return dataclasses.replace(self, arrays=arrays)
 
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         """One pass in order, for evaluation.

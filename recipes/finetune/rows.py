@@ -4,8 +4,6 @@ TSV has no quotation marks: every tab divides, as in the files of GLUE. CSV has 
 says, so a field may span lines. JSONL has one object a line.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -4,8 +4,6 @@ A file is `{"data": [{"paragraphs": [{"context", "qas": [{"id", "question", "ans
 "answer_start"}], "is_impossible"}]}]}]}`; v1.1 has no `is_impossible`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, NamedTuple
 

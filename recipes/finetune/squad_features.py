@@ -4,8 +4,6 @@ A context that is too long is read in overlapping windows. A window that does no
 answer has the first token, [CLS], as its label, as a question without an answer has.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Answers from the scores of their first and last tokens, over all windows of a question."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path

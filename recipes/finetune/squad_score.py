@@ -8,8 +8,6 @@ References:
   Rajpurkar et al., Know What You Don't Know: Unanswerable Questions for SQuAD, section 5.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

@@ -1,7 +1,5 @@
 """Fine-tuning as `recipes.train` sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

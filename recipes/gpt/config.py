@@ -58,16 +58,17 @@ class GPTConfig(LanguageConfig):
                 "model.products needs model.library plain, scalify null and init null; got "
                 f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
             )
-        if self.model.library == "plain" and self.model.scan:
-            raise ValueError(
-                "model.scan needs model.library unitscale; got model.library plain; "
-                "set model.scan false"
-            )
-        if self.model.library == "plain" and self.model.attention_implementation != "auto":
-            raise ValueError(
-                "model.attention_implementation needs model.library unitscale; got model.library "
-                "plain; set model.attention_implementation auto"
-            )
+        for name, off in (
+            ("scan", False),
+            ("remat", "none"),
+            ("vocab_multiple", 1),
+            ("attention_implementation", "auto"),
+        ):
+            if self.model.library == "plain" and getattr(self.model, name) != off:
+                raise ValueError(
+                    f"model.{name} needs model.library unitscale; got model.library plain; "
+                    f"set model.{name} {str(off).lower()}"
+                )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
         if self.model.library == "plain" and self.optimizer.umup:

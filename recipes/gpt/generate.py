@@ -1,7 +1,5 @@
 """Text from a trained model: the prompt in one pass, then a token at a time through the cache."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

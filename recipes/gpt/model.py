@@ -1,12 +1,10 @@
 """The GPT in `unitscale.nn`: pre-norm decoder, unit scaled, in any format of a policy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale import nn, ops
+from unitscale import nn
 
 from ..config import GPTModelConfig
 
@@ -24,7 +22,13 @@ class GPT(nnx.Module):
             )
         self.config = config
         width = config.width
-        self.embed = nn.Embed(config.vocab, width, policy=policy, rngs=rngs)
+        self.embed = nn.Embed(
+            config.vocab,
+            width,
+            pad_to_multiple_of=config.vocab_multiple,
+            policy=policy,
+            rngs=rngs,
+        )
         self.positions = (
             nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
             if config.positions == "learned"
@@ -49,6 +53,7 @@ class GPT(nnx.Module):
             rotary_base=10000.0 if config.positions == "rope" else None,
             use_bias=config.bias,
             dropout_rate=config.dropout,
+            remat=config.remat,
             attention_implementation=config.attention_implementation,
             scan=config.scan,
             policy=policy,
@@ -59,7 +64,13 @@ class GPT(nnx.Module):
         self.readout = (
             None
             if config.tied_readout
-            else nn.Readout(width, config.vocab, policy=policy, rngs=rngs)
+            else nn.Readout(
+                width,
+                config.vocab,
+                pad_to_multiple_of=config.vocab_multiple,
+                policy=policy,
+                rngs=rngs,
+            )
         )
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
@@ -68,6 +79,12 @@ class GPT(nnx.Module):
           Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
           cache.
         """
+        x, cache = self._states(ids, deterministic=deterministic, cache=cache)
+        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
+        return logits if cache is None else (logits, cache)
+
+    def _states(self, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None):
+        """What the readout reads, (batch, time, width), and the new cache."""
         x = self.embed(ids)
         if self.positions is not None:
             start = 0 if cache is None else cache[0].length
@@ -77,9 +94,7 @@ class GPT(nnx.Module):
             x = self.stack(x, deterministic=deterministic)
         else:
             x, cache = self.stack.decode(x, cache)
-        x = self.norm(x)
-        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
-        return logits if cache is None else (logits, cache)
+        return self.norm(x), cache
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `length` tokens of each of `batch` sequences."""
@@ -87,6 +102,5 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        logits = self(ids, deterministic=deterministic)
-        assert not isinstance(logits, tuple), "without a cache there are only logits"
-        return ops.softmax_cross_entropy(logits, targets)
+        x, _ = self._states(ids, deterministic=deterministic)
+        return (self.readout or self.embed).cross_entropy(x, targets)

@@ -1,7 +1,5 @@
 """A GPT as `recipes.train` sees it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

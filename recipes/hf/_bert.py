@@ -1,7 +1,5 @@
 """BERT in plain `flax.nnx`, as published: post-norm, exact gelu, and a head for each task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

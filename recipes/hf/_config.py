@@ -3,8 +3,6 @@
 The defaults are those of `transformers`, which leaves out of the file what is a default.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, Self
 

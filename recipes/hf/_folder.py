@@ -1,7 +1,5 @@
 """A Hugging Face folder: config.json, the tokenizer, and safetensors in one file or in shards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

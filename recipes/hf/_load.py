@@ -1,7 +1,5 @@
 """From a Hugging Face folder to a model, and back to the same files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

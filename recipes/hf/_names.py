@@ -4,8 +4,6 @@ GPT-2's projections are (in, out), as ours; BERT's are (out, in). GPT-2 keeps qu
 in one tensor.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 XLA flushes subnormal numbers to zero, so the split and its reverse are computed by NumPy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ The library's own writer chooses an order and drops what it does not know. Here 
 is kept as it is, and only the numbers behind it are written anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

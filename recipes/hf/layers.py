@@ -1,7 +1,5 @@
 """What the plain models are made of: layers in one dtype, attention, and products in FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

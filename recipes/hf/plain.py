@@ -4,8 +4,6 @@ The same pre-norm decoder as `recipes.gpt.model` (positions, MLPs, grouped-query
 value cache), with GPT-2's initialisation and neither scales nor loss scaling.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

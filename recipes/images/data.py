@@ -4,8 +4,6 @@ An idx file is two zero bytes, a code of the element type, the number of axes, t
 axis in four bytes, and the elements; all numbers have their highest byte first.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib

@@ -4,8 +4,6 @@ The only trace of low precision is in their products: markers, which are identit
 program runs under `unitscale.scalify`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Classification of images as `recipes.train` sees it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

@@ -1,7 +1,5 @@
 """A vision Transformer in `unitscale.nn`: unit scaled, in any format of a policy."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """What a batch is, and the loss of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ data, so that checksums, computed where the arrays lie, tell a damaged checkpoin
 read back onto any mesh, as they are asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

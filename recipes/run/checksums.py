@@ -1,7 +1,5 @@
 """Checksums of what a checkpoint holds."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from typing import Any

@@ -1,11 +1,9 @@
 """A run continued in other number formats: its state from those it was saved in.
 
 What a step changes has another shape in other formats: a weight is an array or a ScaledArray, a
-moment has its own format, delayed scales are there or not, layers are stacked or one by one. Values
-are carried over, rounded once.
+moment has its own format, delayed scales are there or not, layers are stacked or one by one, a
+vocabulary is padded. Values are carried over, rounded once.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -20,11 +18,17 @@ from .scaling import plain, scaled
 
 _OPTIMIZER = ("weights", "moments", "rounding", "skip_nonfinite")
 
+# What was always so before there was a key for it.
+_NEWER = {"fp8_readout": False, "scan": False, "vocab_multiple": 1}
+_SHAPE = ("scan", "vocab_multiple")
+
 FORMAT_KEYS = (
     "policy",
+    "fp8_readout",
     "scalify",
     "mesh.gradients",
     "model.scan",
+    "model.vocab_multiple",
     *(f"optimizer.{name}" for name in _OPTIMIZER),
 )
 """The keys of a config that may change, on request, when a run is resumed."""
@@ -33,7 +37,7 @@ FORMAT_KEYS = (
 def is_same(facts: dict[str, Any], config: RunConfig) -> bool:
     """Whether a checkpoint with these facts was saved in the formats of a config."""
     own = formats(config)
-    return {"scan": False} | facts.get("formats", own) == own  # older ones have no scan, or none
+    return _NEWER | facts.get("formats", own) == own  # older ones lack some, or all
 
 
 def formats(config: RunConfig) -> dict[str, Any]:
@@ -43,7 +47,8 @@ def formats(config: RunConfig) -> dict[str, Any]:
         "policy": tree["policy"],
         "scalify": tree["scalify"],
         "gradients": None if config.mesh is None else config.mesh.gradients,
-        "scan": _shape(tree).get("scan", False),
+        "fp8_readout": tree["fp8_readout"],
+        **{name: _shape(tree).get(name, _NEWER[name]) for name in _SHAPE},
         "optimizer": {name: tree["optimizer"][name] for name in _OPTIMIZER},
     }
 
@@ -55,10 +60,13 @@ def _shape(tree: dict[str, Any]) -> dict[str, Any]:
 
 def with_formats(config: RunConfig, saved: dict[str, Any]) -> RunConfig:
     """The config as it was when a state was saved."""
-    tree = config.model_dump(mode="json") | {name: saved[name] for name in ("policy", "scalify")}
+    saved = _NEWER | saved
+    top = ("policy", "scalify", "fp8_readout")
+    tree = config.model_dump(mode="json") | {name: saved[name] for name in top}
     tree["optimizer"] |= saved["optimizer"]
-    if "scan" in _shape(tree):
-        tree["model"]["scan"] = saved.get("scan", False)
+    for name in _SHAPE:
+        if name in _shape(tree):
+            tree["model"][name] = saved[name]
     if tree["mesh"] or saved["gradients"]:
         # Devices that shared gradients divided the batch alone; a mesh of one can be that of any.
         tree["mesh"] = {"gradients": saved["gradients"]}
@@ -97,34 +105,49 @@ def _carried(source: Any, target: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: known.get(path, leaf), target)
 
 
-def between(written: RunConfig) -> tuple[RunConfig, RunConfig]:
-    """Configs that lead from layers one by one to stacked ones, or back, in plain float32 arrays.
+def is_reshaped(written: RunConfig, config: RunConfig) -> bool:
+    """Whether parameters have other shapes: layers are stacked or not, a vocabulary is padded."""
+    before, after = formats(written), formats(config)
+    return any(before[name] != after[name] for name in _SHAPE)
+
+
+def between(written: RunConfig, config: RunConfig) -> tuple[RunConfig, RunConfig]:
+    """Configs that lead from parameters of some shapes to others, in plain float32 arrays.
 
     In other formats a stack has scales per layer where a layer has one.
     """
-    own = formats(written)
+    own, shape = formats(written), {name: formats(config)[name] for name in _SHAPE}
     narrow = own["optimizer"] | {"weights": None, "moments": None}
     wide = own | {"scalify": None, "optimizer": narrow}
-    return with_formats(written, wide), with_formats(written, wide | {"scan": not own["scan"]})
+    return with_formats(written, wide), with_formats(written, wide | shape)
 
 
-def restacked(source: Any, like: Any) -> Any:
+def reshaped(source: Any, like: Any) -> Any:
     """Arrays of layers one by one as those of a stack, or the other way, wherever trees have them.
 
-    What lies below ``layers`` has the number of the layer as its next key, or it is stacked.
+    What lies below ``layers`` has the number of the layer as its next key, or it is stacked. Where
+    an array is larger or smaller, that is by the zeros that a vocabulary is padded with.
     """
     known = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(source)}
 
     def leaf_at(path: Any, leaf: Any) -> Any:
         keys = _keys(path)
         if keys in known:
-            return known[keys]
+            return _padded(known[keys], leaf)
         head, tail = keys[: keys.index("layers") + 1], keys[keys.index("layers") + 1 :]
         if tail[0].isdecimal():
             return known[head + tail[1:]][int(tail[0])]
         return jnp.stack([known[(*head, str(i), *tail)] for i in range(leaf.shape[0])])
 
     return jax.tree_util.tree_map_with_path(leaf_at, like)
+
+
+def _padded(array: Any, like: Any) -> Any:
+    """An array in the shape of another, of which it is a part, or the other way."""
+    if array.shape == like.shape:
+        return array
+    part = array[tuple(map(slice, like.shape))]
+    return jnp.pad(part, [(0, n - m) for n, m in zip(like.shape, part.shape, strict=True)])
 
 
 def _keys(path: Any) -> tuple[str, ...]:

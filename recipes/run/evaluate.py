@@ -1,7 +1,5 @@
 """What a trained model is worth: its validation loss, and its outputs for whoever scores them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's folder: made once, and resumed only by the config that made it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +50,7 @@ def existing_run(config: RunConfig) -> Path:
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
         )
-    _check_same(config, folder, sections=("model", "policy"))
+    _check_same(config, folder, sections=("model", "policy", "fp8_readout"))
     return folder
 
 

@@ -1,8 +1,6 @@
 """Loss scaling, which unit scaling does without, for comparison."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +22,13 @@ class LossScale(NamedTuple):
     good: jax.Array
 
     @classmethod
-    def create(cls) -> LossScale:
+    def create(cls) -> Self:
         """The scale before the first step."""
         return cls(jnp.float32(FIRST), jnp.int32(0))
 
-    def after(self, finite: jax.Array, interval: int) -> LossScale:
+    def after(self, finite: jax.Array, interval: int) -> Self:
         """The scale for the next step."""
         doubles = self.good + 1 >= interval
         grown = jnp.where(doubles, 2 * self.value, self.value)
         value = jnp.where(finite, grown, self.value / 2)
-        return LossScale(value, jnp.where(finite & ~doubles, self.good + 1, 0))
+        return self._replace(value=value, good=jnp.where(finite & ~doubles, self.good + 1, 0))

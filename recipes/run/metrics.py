@@ -1,7 +1,5 @@
 """Numbers of a run: one JSON object per line, and the same as TensorBoard scalars."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Saturated elements of FP8 tensors as metrics, and scales that move when there are too many."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +26,10 @@ def monitored(config: RunConfig) -> nn.Policy:
       Static(scales=None, margin=0)
     """
     policy = nn.as_policy(config.policy)
-    if config.monitor is None or policy.matmul is None or policy.matmul.strategy != Unit():
-        return policy
-    return dataclasses.replace(policy, matmul=dataclasses.replace(policy.matmul, strategy=Static()))
+    if config.monitor and policy.matmul and policy.matmul.strategy == Unit():
+        matmul = dataclasses.replace(policy.matmul, strategy=Static())
+        policy = dataclasses.replace(policy, matmul=matmul)
+    return policy.with_quantized_readout() if config.fp8_readout else policy
 
 
 def watch_overflow(

@@ -1,7 +1,5 @@
 """The optimizer that a config describes, as one optax transformation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

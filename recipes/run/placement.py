@@ -1,7 +1,5 @@
 """Where the arrays of a run lie: on one device, or spread over a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Plots of a run, drawn from what is in its folder and from a probe of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

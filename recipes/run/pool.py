@@ -1,7 +1,5 @@
 """Work in several processes of their own, each on its share of the cores."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed

@@ -5,8 +5,6 @@ replaced by one that also notes the output, and that passes it through an identi
 pass hands out the RMS of the cotangent as the gradient of a dummy scalar.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale import nn, value_and_grad
+from unitscale import nn, ops, value_and_grad
 from unitscale.core import is_scaled
 
 from .batch import over_amax
@@ -120,13 +118,22 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
         return call
 
     originals: dict[Any, Callable] = {cls: cls.__dict__["__call__"] for cls in classes}
+    in_chunks = nn.Readout.cross_entropy
     for cls, original in originals.items():
         cls.__call__ = watching(original)
+    nn.Readout.cross_entropy = _of_whole_logits
     try:
         yield noted
     finally:
         for cls, original in originals.items():
             cls.__call__ = original
+        nn.Readout.cross_entropy = in_chunks
+
+
+def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any) -> jax.Array:
+    """`nn.Readout.cross_entropy` by a call of the readout, so that there are logits to note."""
+    options.pop("chunk_size", None)
+    return ops.softmax_cross_entropy(self(x), labels, **options)
 
 
 def _caller(kind: type) -> type | None:

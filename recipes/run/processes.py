@@ -5,8 +5,6 @@ What one of them finds wrong before the first step, all report. A process that f
 once, and the others then find that it is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

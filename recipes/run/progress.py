@@ -1,7 +1,5 @@
 """How fast a run is, shown by a progress bar on a terminal and by plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

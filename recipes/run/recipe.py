@@ -5,8 +5,6 @@ be told, and a module `task`, which fulfils `Recipe`. `recipes.registry` lists t
 else knows recipes by name.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Everything here is the identity for a config without `scalify`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What training changes from step to step, and how it is made and read back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +16,7 @@ from unitscale.parallel import AutoScale
 from ..config import TOKENIZER_FILE, DataConfig, RunConfig, SequenceConfig, TokenizerConfig
 from ..errors import RecipeError
 from .checkpoint import Checkpoints, Restored
-from .convert import between, convert, formats, is_same, restacked, with_formats
+from .convert import between, convert, is_reshaped, is_same, reshaped, with_formats
 from .folder import existing_run, run_folder, written_config
 from .loss_scale import LossScale
 from .optimizer import make_optimizer
@@ -89,9 +87,9 @@ def restore(
 
 
 def _converted(state: TrainState, written: RunConfig, config: RunConfig) -> TrainState:
-    if formats(written)["scan"] != formats(config)["scan"]:
-        before, after = between(written)
-        state = restacked(_converted(state, written, before), init_state(after)[2])
+    if is_reshaped(written, config):
+        before, after = between(written, config)
+        state = reshaped(_converted(state, written, before), init_state(after)[2])
         return _converted(state, after, config)
     _, optimizer, first = init_state(config)
     return convert(state, written, config, optimizer, first)

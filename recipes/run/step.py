@@ -1,7 +1,5 @@
 """The training step: loss, gradients, their exchange, update; and the loop over steps."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -26,6 +24,9 @@ from .batch import loss_inputs
 from .recipe import recipe_of
 from .scaling import fed, plain, under
 from .state import Skips, TrainState, init_state
+
+OPTIMIZER = "optimizer"
+"""The scope of what the update of parameters and optimizer state makes, in a compiled step."""
 
 
 def make_train_step(
@@ -93,11 +94,12 @@ def make_train_step(
         rest = nnx.merge_state(amax, rest)
         norm = optax.tree.norm(grads)
         params: Any
-        if isinstance(optimizer, ScaledTransformation):
-            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
-        else:
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+        with jax.named_scope(OPTIMIZER):
+            if isinstance(optimizer, ScaledTransformation):
+                params, opt_state = optimizer.step(state.params, state.opt_state, grads)
+            else:
+                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+                params = optax.apply_updates(state.params, updates)
         due, finite = state.step == index, jnp.isfinite(loss) & jnp.isfinite(norm)
         skips, kept = state.skips, state
         if follows is not None:
@@ -111,7 +113,8 @@ def make_train_step(
             kept = _select(due & ~finite & tolerated, counted, state)
             skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
         fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips, follows)
-        return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
+        with jax.named_scope(OPTIMIZER):
+            return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
 
     def run(state: TrainState, batch: jax.Array, index: jax.Array):
         state, values = under(scalify, train_step)(state, fed(scalify, batch), index)

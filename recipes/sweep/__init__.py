@@ -5,6 +5,7 @@ from ._results import (
     ByFormat as ByFormat,
     Curve as Curve,
     by_format as by_format,
+    paired as paired,
     read_curves as read_curves,
 )
 from ._rows import Row as Row, append_row as append_row, read_rows as read_rows

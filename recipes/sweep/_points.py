@@ -1,7 +1,5 @@
 """The points of a sweep: every combination of the values that its grid lists."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a sweep found: a table of the best losses, and plots over learning rates and formats."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -66,6 +64,13 @@ def by_format(curves: Sequence[Curve]) -> ByFormat:
     return found
 
 
+def paired(losses: ByFormat, formats: tuple[str, str]) -> list[tuple[float, float]]:
+    """Losses in FP32 and in a format, of the models that converge in FP32."""
+    wide = (formats[0], WIDE)
+    both = [(x[wide], x[formats]) for x in losses.values() if wide in x and formats in x]
+    return [pair for pair in both if math.isfinite(pair[0])]
+
+
 def report(points: Sequence[Point], folder: Path) -> list[str]:
     """Writes `results.md`, `curves.png` and `scatter.png`; returns the lines of a summary."""
     curves = read_curves(points, folder)
@@ -80,7 +85,7 @@ def report(points: Sequence[Point], folder: Path) -> list[str]:
     unit = points[0].config.loss_unit
     _plot_curves(curves, folder / "curves.png", unit)
     pairs = {
-        column: _pairs(losses, column)
+        column: paired(losses, column)
         for column in columns
         if column[1] != WIDE and (column[0], WIDE) in columns
     }
@@ -91,13 +96,6 @@ def report(points: Sequence[Point], folder: Path) -> list[str]:
 
 def _name(formats: tuple[str, str]) -> str:
     return " ".join(formats).strip()
-
-
-def _pairs(losses: ByFormat, formats: tuple[str, str]) -> list[tuple[float, float]]:
-    """Losses in FP32 and in a format, of the models that converge in FP32."""
-    wide = (formats[0], WIDE)
-    both = [(x[wide], x[formats]) for x in losses.values() if wide in x and formats in x]
-    return [pair for pair in both if math.isfinite(pair[0])]
 
 
 def _summary(formats: tuple[str, str], pairs: list[tuple[float, float]]) -> str:

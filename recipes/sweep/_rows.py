@@ -1,7 +1,5 @@
 """The file of a sweep's results: one JSON line a run, appended whole, never written over."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Learning-rate search: rates in a geometric series, extended until the best is inside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

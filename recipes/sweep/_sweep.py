@@ -5,8 +5,6 @@ diverges has an infinite loss, one that fails leaves its message, and neither st
 same command continues where the last one ended.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from pathlib import Path

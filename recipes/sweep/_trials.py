@@ -1,7 +1,5 @@
 """Runs of one config that differ in learning rate and seed, through the one step and loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

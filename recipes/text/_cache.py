@@ -1,7 +1,5 @@
 """A folder of what was made from a text once: complete or not there, whoever else builds it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The documents of a config, one at a time, whatever they are kept in."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ Training draws windows that start at any token, each once per epoch in an order 
 decides. Validation reads the end of the text once, in windows that do not overlap.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which files a config names, and how each of them holds text."""
 
-from __future__ import annotations
-
 import glob
 import sysconfig
 from pathlib import Path

@@ -1,11 +1,9 @@
 """Text to token ids and back."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import tokenizers
@@ -80,7 +78,7 @@ class SubwordTokenizer:
         self.eos = next((index for index in found if index is not None), None)
 
     @classmethod
-    def read(cls, path: str | Path, key: str = "data.tokenizer.path") -> SubwordTokenizer:
+    def read(cls, path: str | Path, key: str = "data.tokenizer.path") -> Self:
         """Reads a tokenizer.json; `key` names it in messages."""
         return cls(read_tokenizer(path, key))
 

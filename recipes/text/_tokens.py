@@ -1,7 +1,5 @@
 """The tokens of a text, made once and then mapped into memory."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The tokenizer of a config: bytes, one from a file, or one trained on the config's own text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

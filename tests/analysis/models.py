@@ -1,7 +1,5 @@
 """Models whose gradients are right, and models broken on purpose with the ops that break them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

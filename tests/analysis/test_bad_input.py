@@ -1,7 +1,5 @@
 """What every analysis says of functions that it can do nothing with, and does to none of them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

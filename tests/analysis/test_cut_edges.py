@@ -1,7 +1,5 @@
 """Bridges against their definition, and the cut edges of programs worked out by hand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

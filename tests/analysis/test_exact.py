@@ -1,7 +1,5 @@
 """A program without its rounding is the program that computes in float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Simulation against every closed form of `rules`, and worked examples of ops that have none."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """No false alarm, no miss, and the guilty op named: on models right and broken on purpose."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

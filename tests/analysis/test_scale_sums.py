@@ -1,7 +1,5 @@
 """Rows of statistics against numpy's, whatever values share a stack."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

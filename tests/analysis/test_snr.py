@@ -1,7 +1,5 @@
 """The integral over the grid against draws that are rounded one by one."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

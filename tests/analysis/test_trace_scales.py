@@ -1,7 +1,5 @@
 """The statistics of a program against those of its values, taken one by one in numpy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """ScaledArrays of every data type and kind of scale, and their values in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ Written from the definition of a binary floating-point format, without ml_dtypes
 so that it is an independent reference for both (ml_dtypes rounds float64 to 8 bits twice).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Pair arithmetic below the operators: promotion, numbers as pairs, ranges, static choices."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Out-of-place updates against NumPy's in place."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """The gradient of a divided batch is that of the whole one, whoever divides it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Casts against the definition of each format: nearest, stochastic, saturating and not."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

@@ -1,7 +1,5 @@
 """What differs between versions of JAX, read from a traced program."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from jax import lax
 
 from unitscale.core import ScaledArray, _compat
-from unitscale.core._compat import refuse_as_array, scan_counts
+from unitscale.core._compat import cudnn_of, refuse_as_array, scan_counts
 
 
 @pytest.mark.parametrize("carried", [0, 1, 3])
@@ -53,3 +51,20 @@ def test_a_jax_without_a_place_for_it_keeps_its_own_message(monkeypatch) -> None
     monkeypatch.delattr(_compat.jax_core, "pytype_aval_mappings")
     monkeypatch.delattr(_compat.jax_dtypes, "register_canonicalize_value_handler")
     refuse_as_array(type("Other", (), {}), "{}")
+
+
+def test_cudnn_is_answered_for_within_the_block_alone() -> None:
+    own = vars(_compat.jax_cudnn).copy()
+    with cudnn_of((9, 0), 91200):
+        assert _compat.jax_cudnn.check_cudnn_version() == 91200
+        least = _compat.jax_cudnn.check_compute_capability
+        assert [least(text) for text in ("8.0", "9.0", "10.3")] == [True, True, False]
+        same = _compat.jax_cudnn.is_cuda_compute_capability_equal
+        assert [same(text) for text in ("9.0", "10.3")] == [True, False]
+    assert vars(_compat.jax_cudnn) == own
+
+
+def test_a_jax_without_these_checks_is_left_alone(monkeypatch) -> None:
+    monkeypatch.delattr(_compat.jax_cudnn, "check_cudnn_version")
+    with cudnn_of((9, 0), 91200):
+        assert not hasattr(_compat.jax_cudnn, "check_cudnn_version")

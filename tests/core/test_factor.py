@@ -1,7 +1,5 @@
 """Static factors: forward and backward are multiplied once each, and never the scale."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

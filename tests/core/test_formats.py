@@ -1,7 +1,5 @@
 """Facts of the formats against their layouts."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np

@@ -1,7 +1,5 @@
 """Scales as formulas: what cancels while tracing, and that arrays stay normal numbers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Powers of two against exact rational arithmetic."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

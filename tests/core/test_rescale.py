@@ -1,7 +1,5 @@
 """Moving a scale: values stay, statistics arrive at their target."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis

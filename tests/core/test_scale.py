@@ -1,7 +1,5 @@
 """Arithmetic of scales: canonical form, special scales, the scale of a sum."""
 
-from __future__ import annotations
-
 import hypothesis
 import hypothesis.strategies as st
 import jax

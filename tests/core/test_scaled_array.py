@@ -1,7 +1,5 @@
 """ScaledArray: construction, facts, trees under JAX's transformations, conversions."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

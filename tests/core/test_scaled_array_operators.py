@@ -1,7 +1,5 @@
 """Operators against NumPy in float64, over data types and kinds of scale."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

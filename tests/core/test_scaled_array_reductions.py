@@ -1,7 +1,5 @@
 """Reductions against NumPy in float64, over data types, kinds of scale and axes."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

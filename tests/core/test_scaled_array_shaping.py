@@ -1,7 +1,5 @@
 """Indexing and rearrangement: the same elements as NumPy's, exactly."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

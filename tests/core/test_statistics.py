@@ -1,7 +1,5 @@
 """Statistics against float64, and the least quantization error against a search by hand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,9 +90,7 @@ def test_zeros_have_scale_1() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(
-        ValueError, match=r"search must be \(low, high\), low <= high; got \(2, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"search must be \(low, high\), low <= .*; got \(2, 1\)"):
         optimal_scale(jnp.ones(2), "e5m2", search=(2, 1))
     with pytest.raises(ValueError, match="not a floating-point format"):
         optimal_scale(jnp.ones(2), "e5m9")

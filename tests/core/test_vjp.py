@@ -1,7 +1,5 @@
 """custom_vjp: JAX's own, with advice in forward mode."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

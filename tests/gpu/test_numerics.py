@@ -1,7 +1,5 @@
 """What a GPU with FP8 (Hopper or later) computes, against wider formats."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -14,7 +12,7 @@ from flax import nnx
 
 from tests.nn.models import Decoder
 from tests.quant.products import state_of, three_products
-from unitscale import ops, quant
+from unitscale import nn, ops, quant
 from unitscale.core import to_array
 from unitscale.optim import scaled
 

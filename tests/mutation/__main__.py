@@ -10,8 +10,6 @@ stages, the likely killers first: those of the module, of its namesakes in other
 package, and, for what is undecided when all mutants have come so far, of the packages that import
 that. A mutant that needs several times the usual time counts as killed."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import hashlib

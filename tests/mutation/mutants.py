@@ -9,8 +9,6 @@ never fails) and `__init__.py`: that would change a message, a type or an import
 stand in for `==`, which small numbers do not tell apart.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 import re

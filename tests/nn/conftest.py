@@ -1,7 +1,5 @@
 """What the layers' tests share: a Monte Carlo check of unit scale."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A model with delayed scales, its steps, and what they see of the scales."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A small language model of this library's layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

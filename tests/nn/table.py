@@ -1,7 +1,5 @@
 """Every layer of `unitscale.nn` once: what the tests of all layers run over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,7 +47,7 @@ LAYERS: dict[str, Layer] = {
     "rhn": Layer(lambda **k: nn.RNN(nn.RHNCell(WIDTH, 6, **k)), (4, WIDTH)),
     "stack": Layer(
         lambda **k: nn.TransformerStack(
-            1, WIDTH, 2, 12, remat=True, norm="layer", norm_placement="post", **k
+            1, WIDTH, 2, 12, remat="layer", norm="layer", norm_placement="post", **k
         ),
         (5, WIDTH),
     ),

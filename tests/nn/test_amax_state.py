@@ -1,7 +1,5 @@
 """Scales in NNX models: recorded by gradients, invisible to everything else."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

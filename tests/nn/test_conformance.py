@@ -1,20 +1,20 @@
 """What every layer must do: transformations, ScaledArray parameters, formats, flax's signature."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import unitscale
 from tests.gradients import jit
 from tests.nn.table import LAYERS, make
-from unitscale import nn
+from tests.products import products
+from unitscale import nn, optim
 from unitscale.core import ScaledArray
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -105,6 +105,7 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         lambda path, p: np.zeros_like(p) if "bias" in jax.tree_util.keystr(path) else p, params
     )
     cases = [unitscale.as_scaled(params), unitscale.as_scaled(params, 0.25)]
+    cases.append(optim.scaled(optax.sgd(0.1), weights="float32").scale_params(params))
     run = jax.value_and_grad(loss_of(apply))
     (loss, grads), *results = jit(lambda x, *cases: [run(c, x) for c in cases])(x, params, *cases)
     for case, (scaled_loss, scaled_grads) in zip(cases, results, strict=True):
@@ -113,7 +114,7 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         cotangents = jax.tree.leaves(scaled_grads, is_leaf=_is_scaled)
         for g, p, c in zip(jax.tree.leaves(grads), arrays, cotangents, strict=True):
             # In data space: d/d data = scale * d/d value.
-            assert_close(c.data, g * float(p.scale))
+            assert_close(c.data, g * p.scale)
 
 
 DTYPES = {
@@ -147,30 +148,12 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
 
 def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
     """The operands of the products, forward and backward, as the jaxpr has them."""
-    kinds = {
-        "float32": {("float32", "float32")},
-        "float16": {("float16", "float16")},
-        "bfloat16": {("bfloat16", "bfloat16")},
-        "fp8": {("float8_e4m3fn", "float8_e4m3fn")},
-    }
-    for policy, expected in kinds.items():
+    for policy in DTYPES:
         model, layer = make("gated", policy)
         apply, params = functional(model)
         jaxpr = jax.make_jaxpr(jax.grad(loss_of(apply), (0, 1)))(params, layer.input())
-        assert set(dots(jaxpr.jaxpr)) == expected
-        assert len(dots(jaxpr.jaxpr)) == 9
-
-
-def dots(jaxpr: Any) -> list[tuple[str, str]]:
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append(tuple(v.aval.dtype.name for v in eqn.invars))
-        for param in eqn.params.values():
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                found += dots(inner)
-    return found
+        dtype = "float8_e4m3fn" if policy == "fp8" else policy
+        assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * 9
 
 
 @pytest.mark.parametrize(
@@ -183,6 +166,8 @@ def dots(jaxpr: Any) -> list[tuple[str, str]]:
         ("RMSNorm", "RMSNorm"),
         ("Dropout", "Dropout"),
         ("MultiHeadAttention", "MultiHeadAttention"),
+        ("GRUCell", "GRUCell"),
+        ("OptimizedLSTMCell", "OptimizedLSTMCell"),
     ],
 )
 def test_positional_arguments_are_those_of_flax(ours, flax) -> None:

@@ -1,7 +1,5 @@
 """The report of a conversion."""
 
-from __future__ import annotations
-
 from unitscale.nn import Conversion, ConversionReport
 from unitscale.quant import Dynamic, MatmulConfig
 

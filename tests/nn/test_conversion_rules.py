@@ -1,7 +1,5 @@
 """Presets, and rules that assign them to dotted paths."""
 
-from __future__ import annotations
-
 import pytest
 
 from unitscale.nn import CONVERSIONS
@@ -29,9 +27,7 @@ def test_a_config_is_itself_or_a_name() -> None:
     config = MatmulConfig(cotangent="e5m2")
     assert as_config(config) is config
     assert as_config("mxfp8") is CONVERSIONS["mxfp8"]
-    with pytest.raises(
-        ValueError, match=r"convert: a preset must be .* Did you mean 'fp8_dynamic'"
-    ):
+    with pytest.raises(ValueError, match=r"a preset must be .* Did you mean 'fp8_dynamic'"):
         as_config("fp8_dynamc")
     with pytest.raises(TypeError, match=r"serve: a rule must give a MatmulConfig.*got 3"):
         as_config(3, "serve")

@@ -1,7 +1,5 @@
 """Converting plain NNX models, and back."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Layers that make arrays of their own (positions, first states) where a batch is divided."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -23,7 +21,7 @@ class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.positions = nn.PositionalEmbed(6, 8, rngs=rngs)
         self.recurrent = nn.RNN(nn.GRUCell(8, 8, rngs=rngs))
-        self.stack = nn.TransformerStack(2, 8, 2, 16, remat=True, is_causal=True, rngs=rngs)
+        self.stack = nn.TransformerStack(2, 8, 2, 16, remat="layer", is_causal=True, rngs=rngs)
         self.readout = nn.Readout(8, 5, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:

@@ -1,7 +1,5 @@
 """Every Dense product of a whole training step becomes an FP8 kernel of an H200."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

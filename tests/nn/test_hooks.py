@@ -1,7 +1,5 @@
 """Which layers a model has, and the shapes of their products."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A scan over stacked layers against the same layers one by one."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +57,7 @@ CASES = {
     "none": {"norm_placement": "none", "residual_scheme": "running_mean"},
     "fixed": {"residual_scheme": "fixed", "is_causal": False, "num_kv_heads": 1},
     "rotary": {"rotary_base": 1e4, "max_length": 12, "use_bias": False},
-    "remat dropout": {"dropout_rate": 0.3, "remat": True},
+    "remat dropout": {"dropout_rate": 0.3, "remat": "dots"},
 }
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,13 +68,9 @@ def test_a_scaled_kernel_and_bias_give_the_value_of_their_values() -> None:
 @pytest.mark.parametrize("kind", [nn.Dense, nn.Readout])
 def test_errors(kind) -> None:
     layer = kind(8, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=r"kernel must be \(in, out\) .*x \(2, 9\).*kernel \(8, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"must be \(in, out\) .*x \(2, 9\).*kernel \(8, 4\)"):
         layer(jnp.ones((2, 9)))
-    with pytest.raises(
-        TypeError, match=r"x must be a floating array or a ScaledArray; got .*int32"
-    ):
+    with pytest.raises(TypeError, match=r"must be a floating array or a ScaledArray; got .*int32"):
         layer(jnp.ones((2, 8), jnp.int32))
     wrong = kind(8, 4, constraint="gmaen", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"unknown constraint 'gmaen'.*Did you mean 'gmean'"):

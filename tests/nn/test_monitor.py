@@ -1,7 +1,5 @@
 """Saturated elements are counted, and a drifted scale moves by a power of two."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +5,10 @@ import optax
 import pytest
 from flax import nnx
 
-import unitscale
 from tests.modules import build
-from tests.nn.table import LAYERS, make, parameters
+from tests.nn.table import parameters
 from unitscale import nn
-from unitscale.core import ScaledArray, rebalance, to_array
+from unitscale.core import ScaledArray, to_array
 from unitscale.optim import scaled, skip_nonfinite, umup
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
@@ -75,39 +72,6 @@ def test_umup_inside() -> None:
     optimizer.update(model, nn.grad(loss)(model))
     moved = np.abs(values(model)["up.kernel"] - before["up.kernel"]).max()
     assert moved == pytest.approx(0.25 * 8**-0.5, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_takes_scaled_parameters(name: str) -> None:
-    """Forward and backward, at whatever scale: gradients are by value."""
-    layer, spec = make(name)
-    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
-
-    @jax.jit
-    def in_scales(params):
-        one = scaled(optax.sgd(0.1), weights="float32").scale_params(params)
-        is_leaf = lambda x: isinstance(x, ScaledArray)  # noqa: E731
-        return one, jax.tree.map(lambda w: rebalance(w, 2.0**-3), one, is_leaf=is_leaf)
-
-    def run(params):
-        def scalar(params):
-            out = nnx.merge(graphdef, params, rest)(spec.input())
-            return jnp.sum(jnp.sin(jax.tree.leaves(to_array(out))[0].astype(jnp.float32)))
-
-        return unitscale.value_and_grad(scalar)(params)
-
-    others = in_scales(params)
-    (value, grads), *results = jax.jit(lambda *p: list(map(run, p)))(params, *others)
-    for found, theirs in results:
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-4)
-        pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(grads), strict=True)
-        for gradient, expected in pairs:
-            np.testing.assert_allclose(
-                gradient,
-                expected,
-                rtol=1e-3,
-                atol=1e-4 * float(np.abs(expected).max()),
-            )
 
 
 def test_gradients_are_accumulated() -> None:

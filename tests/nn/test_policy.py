@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -9,6 +7,7 @@ import pytest
 from flax import nnx
 
 from tests.nn.table import make
+from tests.refusals import refuses
 from unitscale import nn
 from unitscale.core import ScaledArray
 from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, Static
@@ -44,33 +43,25 @@ def test_a_policy_is_returned_as_it_is() -> None:
         policy.compute_dtype = "float32"
 
 
-@pytest.mark.parametrize(
-    ("make_policy", "error", "match"),
+test_errors = refuses(
     [
-        (lambda: nn.as_policy("fp16"), ValueError, "must be one of float32, .*; got 'fp16'"),
-        (lambda: nn.as_policy("bfloat"), ValueError, "Did you mean 'bfloat16'"),
-        (lambda: nn.as_policy(None), TypeError, "a Policy or a preset's name; got None"),
-        (lambda: nn.Policy(param_dtype="int32"), ValueError, "floating-point format; got int32"),
+        (ValueError, lambda: nn.as_policy("fp16"), "must be one of float32, .*; got 'fp16'"),
+        (ValueError, lambda: nn.as_policy("bfloat"), "Did you mean 'bfloat16'"),
+        (TypeError, lambda: nn.as_policy(None), "a Policy or a preset's name; got None"),
+        (ValueError, lambda: nn.Policy(param_dtype="int32"), "floating-point format; got int32"),
         (
-            lambda: nn.Policy(compute_dtype="float8_e4m3fn"),
             ValueError,
+            lambda: nn.Policy(compute_dtype="float8_e4m3fn"),
             "compute_dtype must have 16 bits or more; got 'float8_e4m3fn'. FP8 belongs into matmul",
         ),
+        (ValueError, lambda: nn.Policy(param_dtype="E5M7"), "param_dtype must have 16 bits"),
         (
-            lambda: nn.Policy(param_dtype="E5M7"),
             ValueError,
-            "param_dtype must have 16 bits or more",
-        ),
-        (
             lambda: nn.Policy(exempt=frozenset({"readout", "head"})),
-            ValueError,
             "exempt must be among weight, bias, norm, readout, embedding; got head",
         ),
-    ],
+    ]
 )
-def test_errors(make_policy, error, match) -> None:
-    with pytest.raises(error, match=match):
-        make_policy()
 
 
 def test_activation_casts_floats_and_leaves_the_rest() -> None:
@@ -127,6 +118,35 @@ def test_exempt_roles_compute_in_16_bits() -> None:
     assert "f8_e4m3fn" in products(make("readout", none_exempt)[0], x)
     all_exempt = dataclasses.replace(nn.as_policy("fp8"), exempt=frozenset({"weight"}))
     assert "f8_e4m3fn" not in products(make("dense", all_exempt)[0], x)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"])
+def test_a_quantized_readout(name: str) -> None:
+    """Its gradient has the range of E5M2, or blocks; nothing else of the policy changes."""
+    policy = nn.as_policy(name)
+    own = policy.with_quantized_readout()
+    assert own.matmul_for("weight") == policy.matmul
+    config = own.matmul_for("readout")
+    assert policy.matmul_for("readout") is None
+    assert (config.lhs, config.rhs) == ("float8_e4m3fn",) * 2
+    assert config.cotangent == ("float8_e4m3fn" if name == "mxfp8" else "float8_e5m2")
+    assert config.strategy == policy.matmul.strategy
+    embed = nn.Embed(6, 8, policy=own, rngs=nnx.Rngs(0))
+
+    graphdef, state = nnx.split(embed)
+
+    def loss(state):
+        x = jnp.ones((2, 8), jnp.bfloat16)
+        return nnx.merge(graphdef, state).cross_entropy(x, jnp.zeros(2, int))
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(state))
+    assert "f8_e4m3fn[6,8]" in text
+    assert ("f8_e5m2[2,6]" in text) == (name != "mxfp8")
+
+
+def test_only_a_policy_with_products_has_a_quantized_readout() -> None:
+    with pytest.raises(ValueError, match="matmul must say in which formats; got None"):
+        nn.as_policy("bfloat16").with_quantized_readout()
 
 
 def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:

@@ -1,9 +1,5 @@
 """Recurrent cells and the layer that runs them: laws at initialisation, gradients, carries."""
 
-from __future__ import annotations
-
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,15 +109,6 @@ def test_formats(name) -> None:
         assert outputs[policy].dtype == layers[policy].cell.policy.compute_dtype
         error = np.sqrt(np.mean(np.square(np.asarray(outputs[policy], np.float32) - exact)))
         assert 0 < error < policies[policy] * 5
-
-
-@pytest.mark.parametrize("name", ["GRUCell", "OptimizedLSTMCell"])
-def test_arguments_are_those_of_flax(name) -> None:
-    def positional(f):
-        kinds = inspect.signature(f).parameters.values()
-        return [(p.name, p.default) for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-    assert positional(getattr(nn, name)) == positional(getattr(nnx, name))
 
 
 def test_errors() -> None:

@@ -1,7 +1,5 @@
 """The layer that runs a cell over a sequence: carries, order, lengths, scales."""
 
-from __future__ import annotations
-
 import inspect
 
 import jax

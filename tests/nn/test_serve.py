@@ -1,7 +1,5 @@
 """Weights stored in FP8: the same products, a quarter of the bytes, and back from a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,9 +58,9 @@ def test_a_stack_follows_its_scheme(scheme) -> None:
 
 
 def test_remat_changes_no_number() -> None:
-    """Values, gradients and the masks of dropout."""
-    results = []
-    for remat in (False, True):
+    """Values, gradients and the masks of dropout; each saves less for the backward pass."""
+    results, saved = [], []
+    for remat in ("none", "dots", "layer"):
         settings = {"remat": remat, "is_causal": True, "dropout_rate": 0.3}
         make = lambda s=settings: nn.TransformerStack(2, WIDTH, 2, 24, **s, rngs=nnx.Rngs(0))  # noqa: E731
         graphdef, params, rest = nnx.split(build(make), nnx.Param, ...)
@@ -70,10 +68,13 @@ def test_remat_changes_no_number() -> None:
         def loss(params, graphdef=graphdef, rest=rest):
             return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest, copy=True)(inputs()).value))
 
-        assert ("remat" in str(jax.make_jaxpr(loss)(params))) == remat
+        kept = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
+        saved.append(sum(leaf.size for leaf in jax.tree.leaves(kept)))
         results.append(jax.tree.leaves(jit(jax.value_and_grad(loss))(params)))
-    for plain, remat in zip(*results, strict=True):
-        np.testing.assert_allclose(plain, remat, rtol=1e-4, atol=1e-4)
+    for plain, *others in zip(*results, strict=True):
+        for other in others:
+            np.testing.assert_allclose(plain, other, rtol=1e-4, atol=1e-4)
+    assert saved == sorted(set(saved), reverse=True)
 
 
 def test_scale(assert_rms) -> None:
@@ -106,9 +107,7 @@ def _layer_gradient(width: int, time: int, heads: int, tau: float) -> float:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="norm must be one of layer, rms; got 'batch'"):
         layer(norm="batch")
-    with pytest.raises(
-        ValueError, match="norm_placement must be one of pre, post, none; got 'mid'"
-    ):
+    with pytest.raises(ValueError, match=r"norm_placement must be one of pre, .*; got 'mid'"):
         layer(norm_placement="mid")
     with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
         nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0))
@@ -152,15 +151,6 @@ def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
             start += size
         found = np.concatenate(parts, axis=1)
         np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
-
-
-def test_causality_of_the_stack_through_gradients() -> None:
-    settings = {"is_causal": True, "rotary_base": 30.0}
-    stack = build(lambda: nn.TransformerStack(2, WIDTH, 2, 24, **settings, rngs=nnx.Rngs(0)))
-    jacobian = jit(jax.jacrev(lambda x: stack(x).value.sum(-1)))(inputs())
-    reach = np.abs(jacobian).sum(-1)[0, :, 0]
-    assert (reach[np.triu_indices(TIME, 1)] == 0).all()
-    assert (reach[np.tril_indices(TIME)] > 0).all()
 
 
 def test_float32_gradients_are_those_of_float64() -> None:

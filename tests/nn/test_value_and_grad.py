@@ -1,7 +1,5 @@
 """Gradients of models by value; what is recorded of amax is in test_amax_state."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

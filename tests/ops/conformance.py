@@ -4,16 +4,15 @@ An op is compared with `fwd * reference`, where the reference is NumPy in float6
 gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from unitscale.core import ScaledArray, to_float
 
@@ -100,7 +99,7 @@ def check(
     dtype: str = "float32",
     scales: Sequence[Any] | None = None,
     transforms: Sequence[str] = ("jit",),
-    slack: float = 1,
+    slack: float | Mapping[str, float] = 1,
     step: float = 1e-5,
 ) -> None:
     """Checks value and gradients of an op, under each transformation of JAX.
@@ -115,10 +114,11 @@ def check(
         dtype: dtype of the data.
         scales: one per argument; None for plain arrays.
         transforms: which ways to run it, of those in `TRANSFORMS`.
-        slack: multiplies the tolerance.
+        slack: multiplies the tolerance; one for all dtypes, or one of each.
         step: of the finite differences, in the value; a large one is exact for a linear op.
     """
     scales = (None,) * len(args) if scales is None else scales
+    slack = slack[dtype] if isinstance(slack, Mapping) else slack
     # Two examples, for vmap and scan.
     pairs = [np.stack([rounded(a, dtype), rounded(a[..., ::-1], dtype)]) for a in args]
     values = [1.0 if s is None else np.asarray(s, np.float64) for s in scales]
@@ -180,6 +180,37 @@ def _scanned(apply: Callable[..., Any]) -> Callable[..., Any]:
         return jax.lax.scan(lambda carry, data: (carry, apply(*data)), 0, stacked)[1]
 
     return f
+
+
+# `case(op, reference, args, fwd=..., bwd=...)` is a check that is made when it is called. Central
+# differences of a linear function are exact, whatever their step.
+case = functools.partial(functools.partial, check)
+linear = functools.partial(case, step=1.0)
+Case = functools.partial[None]
+
+
+def in_every_dtype(cases: Mapping[str, Case]) -> Any:
+    """The test that cases hold in every dtype, and where they name `transforms`, in these alone."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("name", cases)
+    def test(name: str, dtype: str) -> None:
+        ways = cases[name].keywords.get("transforms", TRANSFORMS[dtype])
+        cases[name](dtype=dtype, transforms=[way for way in TRANSFORMS[dtype] if way in ways])
+
+    return test
+
+
+def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **options: Any) -> Any:
+    """The test that cases hold whatever the scales of their operands are."""
+
+    @pytest.mark.parametrize("index", range(len(scales)))
+    @pytest.mark.parametrize("name", cases)
+    def test(name: str, index: int) -> None:
+        count = len(cases[name].args[2])
+        cases[name](scales=scales[index][:count], **options)
+
+    return test
 
 
 def assert_scales_are_constants(op: Callable[..., Any], *args: ScaledArray) -> None:

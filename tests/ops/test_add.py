@@ -1,7 +1,5 @@
 """Sums of activations: factors, broadcasting, and where scales meet."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,42 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
 from .conformance import (
-    DTYPES,
-    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
-    check as check_with,
+    in_every_dtype,
+    linear,
     normal,
+    under_scales,
 )
 
-# Central differences of a linear function are exact, whatever their step.
-check = functools.partial(check_with, step=1.0)
 HALF = 0.5**0.5
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add(dtype: str) -> None:
-    args = normal("add", (3, 4), (3, 4))
-    check(
-        ops.add, np.add, args, fwd=HALF, bwd=(HALF, HALF), dtype=dtype, transforms=TRANSFORMS[dtype]
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weighted_add(dtype: str) -> None:
-    check(
-        functools.partial(ops.weighted_add, weights=(3, -4)),
-        lambda x, y: 3 * x - 4 * y,
-        normal("weighted", (3, 4), (3, 4)),
-        fwd=0.2,
-        bwd=(0.2, 0.2),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
+PAIR = normal("add", (3, 4), (3, 4))
+weighted = functools.partial(ops.weighted_add, weights=(3, -4))
+SUMS = {
+    "add": linear(ops.add, np.add, PAIR, fwd=HALF, bwd=(HALF, HALF)),
+    "weighted_add": linear(weighted, lambda x, y: 3 * x - 4 * y, PAIR, fwd=0.2, bwd=(0.2, 0.2)),
+}
+test_sums = in_every_dtype(SUMS)
 
 
 # The means of the factors 2^-1/2 (output), 1 and 1 (both gradients).
@@ -61,13 +44,8 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("constraint", [*CONSTRAINTS, None])
 def test_constraint(constraint) -> None:
     shared = CONSTRAINTS.get(constraint)
-    check(
-        functools.partial(ops.add, constraint=constraint),
-        np.add,
-        normal("add", (3, 4), (3, 4)),
-        fwd=shared or HALF,
-        bwd=(shared or 1.0, shared or 1.0),
-    )
+    op = functools.partial(ops.add, constraint=constraint)
+    linear(op, np.add, PAIR, fwd=shared or HALF, bwd=(shared or 1.0, shared or 1.0))()
 
 
 @pytest.mark.parametrize("constraint", ["to_output_scale", None])
@@ -77,10 +55,9 @@ def test_constraint(constraint) -> None:
 def test_only_without_constraint_broadcasting_changes_a_factor(shapes, constraint) -> None:
     size = np.prod(np.broadcast_shapes(*shapes))
     repeats = [size / max(np.prod(s), 1) for s in shapes]
-    args = [a + 0.0 for a in normal("add", *((*s, 1) if s == () else s for s in shapes))]
-    args = [a.reshape(s) if s else np.full((1,), a[0]) for a, s in zip(args, shapes, strict=True)]
+    args = normal("add", *(s or (1,) for s in shapes))
     bwd = [HALF if constraint else r**-0.5 for r in repeats]
-    check(functools.partial(ops.add, constraint=constraint), np.add, args, fwd=HALF, bwd=bwd)
+    linear(functools.partial(ops.add, constraint=constraint), np.add, args, fwd=HALF, bwd=bwd)()
 
 
 def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
@@ -104,20 +81,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
-@pytest.mark.parametrize("weights", [None, (1.0, 2.0)], ids=["add", "weighted_add"])
-def test_scales_meet(scales, weights) -> None:
-    op = ops.add if weights is None else functools.partial(ops.weighted_add, weights=weights)
-    a, b = weights or (1, 1)
-    fwd = (a * a + b * b) ** -0.5
-    check(
-        op,
-        lambda x, y: a * x + b * y,
-        normal("scales", (3, 4), (3, 4)),
-        fwd=fwd,
-        bwd=(fwd, fwd),
-        scales=scales,
-    )
+test_scales_meet = under_scales(SCALED, SUMS)
 
 
 def test_scale_of_the_sum() -> None:
@@ -131,18 +95,13 @@ def test_scale_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize("scale", [None, 8.0, 2.0**-12, np.float32([[1], [2], [4]])])
-@pytest.mark.parametrize("swap", [False, True])
-def test_a_python_number_is_added_as_it_is(scale, swap: bool) -> None:
-    check(
-        (lambda x: ops.add(3, x)) if swap else (lambda x: ops.add(x, 3)),
-        lambda x: x + 3,
-        normal("number", (3, 4)),
-        fwd=1.0,
-        bwd=(1.0,),
-        scales=(scale,),
-    )
+@pytest.mark.parametrize(
+    "op", [lambda x: ops.add(3, x), lambda x: ops.add(x, 3)], ids=["3+x", "x+3"]
+)
+def test_a_python_number_is_added_as_it_is(op, scale) -> None:
+    linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,), scales=(scale,))()
     if isinstance(scale, float):
-        assert ops.add(ScaledArray(jnp.ones(2), scale), 3).scale == scale
+        assert op(ScaledArray(jnp.ones(2), scale)).scale == scale
 
 
 def test_dtypes() -> None:
@@ -190,7 +149,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)

@@ -1,7 +1,5 @@
 """Dot-product attention."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.ops import _attention_chunked
@@ -57,23 +56,27 @@ def factors(source: int = TIME, **kwargs):
     return rules.dot_product_attention(DIM, source, **kwargs)
 
 
+def attends(q, k, v, dtype="float32", mult=1.0, mask=None, is_causal=False, **options) -> None:
+    """Checks attention against the reference; more options are those of `check`."""
+    given = {"mask": mask, "is_causal": is_causal, "mult": mult}
+    found = factors(k[1], mult=mult, is_causal=is_causal)
+    check(
+        functools.partial(ops.dot_product_attention, **given),
+        functools.partial(attention, **given),
+        normal("attends", q, k, v),
+        fwd=found.fwd,
+        bwd=(found.fwd,) * 3,
+        dtype=dtype,
+        **{"slack": SLACK[dtype], **options},
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, dtype: str) -> None:
-    kwargs = CASES[name]
-    fwd = factors(**kwargs).fwd
-    check(
-        functools.partial(ops.dot_product_attention, **kwargs),
-        functools.partial(attention, **kwargs),
-        normal(name, SHAPE, SHAPE, SHAPE),
-        fwd=fwd,
-        bwd=(fwd,) * 3,
-        dtype=dtype,
-        slack=SLACK[dtype],
-        transforms=TRANSFORMS["float32"]
-        if name == "causal mask" and dtype != "bfloat16"
-        else ("jit",),
-    )
+    every_way = name == "causal mask" and dtype != "bfloat16"
+    transforms = TRANSFORMS["float32"] if every_way else ("jit",)
+    attends(SHAPE, SHAPE, SHAPE, dtype, transforms=transforms, **CASES[name])
 
 
 @pytest.mark.parametrize(
@@ -81,17 +84,8 @@ def test_attention(name: str, dtype: str) -> None:
     [(4, 2, 3, "float32"), (2, 1, 5, "float32"), (3, 3, 2, "float32"), (4, 2, 5, "float16")],
 )
 def test_grouped_queries_and_cross_attention(heads, kv_heads, source, dtype) -> None:
-    fwd = factors(source).fwd
     kv = (BATCH, source, kv_heads, DIM)
-    check(
-        ops.dot_product_attention,
-        attention,
-        normal("grouped", (BATCH, TIME, heads, DIM), kv, kv),
-        fwd=fwd,
-        bwd=(fwd,) * 3,
-        dtype=dtype,
-        slack=SLACK[dtype],
-    )
+    attends((BATCH, TIME, heads, DIM), kv, kv, dtype)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +118,7 @@ SCALED = [
     [*((s, "float32") for s in SCALED), (SCALED[0], "float16"), (SCALED[-1], "float16")],
 )
 def test_scales(scales, dtype) -> None:
-    fwd = factors().fwd
-    check(
-        ops.dot_product_attention,
-        attention,
-        normal("scales", SHAPE, SHAPE, SHAPE),
-        fwd=fwd,
-        bwd=(fwd,) * 3,
-        scales=scales,
-        dtype=dtype,
-        slack=2 * SLACK[dtype],
-    )
+    attends(SHAPE, SHAPE, SHAPE, dtype, scales=scales, slack=2 * SLACK[dtype])
 
 
 def test_scale_and_dtype_of_the_output() -> None:
@@ -339,10 +323,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "f", "match"), ERRORS)
-def test_errors(error, f, match) -> None:
-    with pytest.raises(error, match=match):
-        f()
+test_errors = refuses(ERRORS)
 
 
 FAR = [(100, -100, 0, "float32"), (100, -100, 0, "float16"), (100, -100, 0, "bfloat16")]

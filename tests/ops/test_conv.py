@@ -1,7 +1,5 @@
 """Convolution, channels last."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,21 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
 
 from .conformance import (
-    DTYPES,
-    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
-    check as check_with,
+    in_every_dtype,
+    linear,
     normal,
     rounded,
+    under_scales,
 )
-
-check = functools.partial(check_with, step=1.0)
 
 
 def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, groups=1):
@@ -90,24 +87,14 @@ def factors(name: str):
 def test_conv(name: str) -> None:
     x, kernel, op, reference = arguments(name)
     fwd, dx, weight = factors(name)
-    check(
-        functools.partial(op, constraint=None),
-        reference,
-        normal(name, x, kernel),
-        fwd=fwd,
-        bwd=(dx, weight),
-    )
+    op = functools.partial(op, constraint=None)
+    linear(op, reference, normal(name, x, kernel), fwd=fwd, bwd=(dx, weight))()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_transforms(dtype: str) -> None:
-    x, kernel, op, reference = arguments("1d")
-    fwd, _, weight = factors("1d")
-    # By default the gradient of x is exactly the true one.
-    args = normal("1d", x, kernel)
-    check(
-        op, reference, args, fwd=fwd, bwd=(fwd, weight), dtype=dtype, transforms=TRANSFORMS[dtype]
-    )
+FWD, _, WEIGHT = factors("1d")
+# By default the gradient of x is exactly the true one.
+ONE = linear(ops.conv, conv, normal("1d", *CASES["1d"][:2]), fwd=FWD, bwd=(FWD, WEIGHT))
+test_transforms = in_every_dtype({"1d": ONE})
 
 
 @pytest.mark.parametrize("constraint", ["to_grad_input_scale", "gmean"])
@@ -115,13 +102,8 @@ def test_constraint(constraint) -> None:
     x, kernel, op, reference = arguments("1d valid")
     fwd, dx, weight = factors("1d valid")
     shared = dx if constraint == "to_grad_input_scale" else (fwd * dx) ** 0.5
-    check(
-        functools.partial(op, constraint=constraint),
-        reference,
-        normal("1d", x, kernel),
-        fwd=shared,
-        bwd=(shared, weight),
-    )
+    op = functools.partial(op, constraint=constraint)
+    linear(op, reference, normal("1d", x, kernel), fwd=shared, bwd=(shared, weight))()
 
 
 SCALED = [
@@ -133,18 +115,14 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
-def test_scales_and_bias(scales) -> None:
-    x, kernel, op, _ = arguments("1d")
-    fwd, _, weight = factors("1d")
-    check(
-        op,
-        lambda x, kernel, bias: conv(x, kernel, bias / fwd),
-        normal("scales", x, kernel, (4,)),
-        fwd=fwd,
-        bwd=(fwd, weight, weight * fwd),
-        scales=scales,
-    )
+BIASED = linear(
+    ops.conv,
+    lambda x, kernel, bias: conv(x, kernel, bias / FWD),
+    normal("scales", *CASES["1d"][:2], (4,)),
+    fwd=FWD,
+    bwd=(FWD, WEIGHT, WEIGHT * FWD),
+)
+test_scales_and_bias = under_scales(SCALED, {"1d": BIASED})
 
 
 def test_scale_and_dtype() -> None:
@@ -231,10 +209,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)
 
 
 @pytest.mark.parametrize("padding", [1, (1, 1), (1, (1, 1))])

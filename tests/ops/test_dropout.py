@@ -1,7 +1,5 @@
 """Dropout."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,43 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, assert_unit, check, normal
+from .conformance import DTYPES, assert_unit, linear, normal, under_scales
 
 KEY = jax.random.key(3)
+X = normal("dropout", (4, 5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rate", [0.0, 0.75])
 def test_gradient_is_true(rate: float, dtype: str) -> None:
     op = functools.partial(ops.dropout, rate=rate, key=KEY)
-    mask = np.asarray(op(jnp.ones((4, 5))).data) != 0
-    check(
-        op,
-        lambda x: x * mask / (1 - rate),
-        normal("dropout", (4, 5)),
-        fwd=(1 - rate) ** 0.5,
-        bwd=((1 - rate) ** 0.5,),
-        dtype=dtype,
-        step=1.0,
-        transforms=("jit", "checkpoint", "vmap"),
-    )
+    mask, factor = np.asarray(op(jnp.ones((4, 5))).data) != 0, (1 - rate) ** 0.5
+    tried = linear(op, lambda x: x * mask / (1 - rate), X, fwd=factor, bwd=(factor,))
+    tried(dtype=dtype, transforms=("jit", "checkpoint", "vmap"))
 
 
-@pytest.mark.parametrize("scale", [None, 2.0**12, 2.0**-12])
-def test_deterministic_is_the_expected_value(scale) -> None:
-    check(
-        functools.partial(ops.dropout, rate=0.36, deterministic=True),
-        lambda x: x,
-        normal("dropout", (4, 5)),
-        fwd=0.8,
-        bwd=(0.8,),
-        scales=(scale,),
-        dtype="float16",
-        step=1.0,
-    )
+expected = functools.partial(ops.dropout, rate=0.36, deterministic=True)
+test_deterministic_is_the_expected_value = under_scales(
+    [(None,), (2.0**12,), (2.0**-12,)],
+    {"dropout": linear(expected, lambda x: x, X, fwd=0.8, bwd=(0.8,), dtype="float16")},
+)
 
 
 def test_share_of_zeros() -> None:
@@ -78,7 +63,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call(jnp.ones(3))
+test_errors = refuses(ERRORS, jnp.ones(3))

@@ -1,20 +1,16 @@
 """Embedding look-up."""
 
-from __future__ import annotations
-
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, TRANSFORMS, assert_unit, check as check_with, normal
+from .conformance import assert_unit, in_every_dtype, linear, normal, under_scales
 
-check = functools.partial(check_with, step=1.0)
 IDS = np.array([[0, 3, 3], [4, 0, 3]])
 FACTOR = (5 / 6) ** 0.5
 
@@ -23,18 +19,8 @@ def embed(table):
     return ops.embed(IDS, table)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_embed(dtype: str) -> None:
-    table = normal("embed", (5, 2))
-    check(
-        embed,
-        lambda t: t[IDS],
-        table,
-        fwd=1.0,
-        bwd=(FACTOR,),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
+EMBED = linear(embed, lambda t: t[IDS], normal("embed", (5, 2)), fwd=1.0, bwd=(FACTOR,))
+test_embed = in_every_dtype({"embed": EMBED})
 
 
 SCALED = [
@@ -48,9 +34,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("scale", SCALED, ids=range(len(SCALED)))
-def test_scales(scale) -> None:
-    check(embed, lambda t: t[IDS], normal("embed", (5, 2)), fwd=1.0, bwd=(FACTOR,), scales=(scale,))
+test_scales = under_scales([(s,) for s in SCALED], {"embed": EMBED})
 
 
 def test_rows_are_summed_wide() -> None:
@@ -78,22 +62,16 @@ def test_8_bit_table() -> None:
     np.testing.assert_array_equal(np.float32(grad), [[0, 0], [448, 448], [0, 0], [0, 0]])
 
 
-def test_an_id_outside_is_visible() -> None:
-    assert np.isnan(np.asarray(ops.embed(jnp.array([7]), jnp.ones((4, 2))).data)).all()
-
-
 table = jnp.ones((4, 2))
 ERRORS = [
     (TypeError, lambda: ops.embed(jnp.ones(2), table), "ids must be integers; got dtype float32"),
     (TypeError, lambda: ops.embed(IDS, table > 0), r"ops\.embed: table must be a floating"),
     (ValueError, lambda: ops.embed(IDS, table[0]), r"table must be \(vocab, features\); got table"),
+    (ValueError, lambda: ops.embed(IDS, table, vocab=5), "at most the 4 rows of the table; got 5"),
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)
 
 
 def test_one_scale_per_row_travels_with_the_row() -> None:
@@ -109,3 +87,18 @@ def test_an_id_outside_gives_nan_and_no_gradient(dtype: str) -> None:
     np.testing.assert_array_equal(np.isnan(found), [[False] * 2, [True] * 2, [True] * 2])
     grad = jax.grad(lambda t: ops.embed(ids, t).data[0].sum())(jnp.ones((4, 2)))
     assert np.count_nonzero(grad) == 2
+
+
+def test_rows_beyond_the_vocabulary_are_none() -> None:
+    """Ids of them give NaN, and the gradient's factor counts the vocabulary alone."""
+    wide = jnp.ones((8, 2))
+    found = ops.embed(jnp.array([3, 4, 7]), wide, vocab=4).data
+    np.testing.assert_array_equal(np.isnan(found[:, 0]), [False, True, True])
+    ids = jnp.array([0, 3, 3])
+
+    def total(table, **options):
+        return ops.embed(ids, table, **options).data.sum()
+
+    own, plain = jax.grad(total)(wide, vocab=4), jax.grad(total)(wide[:4])
+    np.testing.assert_array_equal(own[:4], plain)
+    np.testing.assert_array_equal(own[4:], 0)

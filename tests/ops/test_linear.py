@@ -1,7 +1,5 @@
 """matmul, dense and readout: factors, rounding, scales, broadcasting."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,24 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
 
 from .conformance import (
-    DTYPES,
     SCALES,
-    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
-    check as check_with,
+    in_every_dtype,
+    linear,
     normal,
     pulled,
     rounded,
+    under_scales,
 )
 
-# Central differences of a linear function are exact, whatever their step.
-check = functools.partial(check_with, step=1.0)
 BATCH, IN, OUT = (2, 3), 5, 4
 ROWS = 6
 
@@ -57,23 +54,21 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer(name: str, use_bias: bool, dtype: str) -> None:
-    op, fwd, dx, weight = LAYERS[name]
-    dx = fwd if name == "dense" else dx  # the default constraints
-    shapes = [(*BATCH, IN), (IN, OUT), (OUT,)][: 3 if use_bias else 2]
-    check(
+# The reference divides the bias by fwd, and so does its derivative.
+BOTH = {
+    f"{name}{', bias' * (count > 2)}": linear(
         op,
         functools.partial(affine, factor=fwd),
-        normal(name, *shapes),
+        normal(name, *((*BATCH, IN), (IN, OUT), (OUT,))[:count]),
         fwd=fwd,
-        # The reference divides the bias by fwd, and so does its derivative.
-        bwd=(dx, weight, weight * fwd)[: len(shapes)],
-        dtype=dtype,
-        transforms=("jit",) if use_bias else TRANSFORMS[dtype],
+        # The default constraints.
+        bwd=(fwd if name == "dense" else dx, weight, weight * fwd)[:count],
+        **({"transforms": ("jit",)} if count > 2 else {}),
     )
+    for name, (op, fwd, dx, weight) in LAYERS.items()
+    for count in (2, 3)
+}
+test_layer = in_every_dtype(BOTH)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +79,8 @@ def test_constraint(name: str, constraint) -> None:
     op, fwd, dx, weight = LAYERS[name]
     if constraint is not None:
         fwd = dx = mean(constraint, fwd, dx)
-    check(
-        functools.partial(op, constraint=constraint),
-        affine,
-        normal(name, (*BATCH, IN), (IN, OUT)),
-        fwd=fwd,
-        bwd=(dx, weight),
-    )
+    tried = linear(functools.partial(op, constraint=constraint), affine, fwd=fwd, bwd=(dx, weight))
+    tried(args=normal(name, (*BATCH, IN), (IN, OUT)))
 
 
 SCALED = [
@@ -107,28 +97,9 @@ SCALED = [
 ]
 
 
-BIASED = [(scales, bias) for scales in SCALED[3:6] for bias in (2.0, 0.25)]
-
-
-@pytest.mark.parametrize(("scales", "bias_scale"), [*((s, None) for s in SCALED), *BIASED])
-def test_scales(scales, bias_scale) -> None:
-    bias = [] if bias_scale is None else normal("bias", (OUT,))
-    shapes = (*BATCH, IN), (IN, OUT)
-    fwd = IN**-0.5
-    scales = (*scales, *([bias_scale] * len(bias)))
-    check(
-        ops.dense,
-        functools.partial(affine, factor=fwd),
-        [*normal("scales", *shapes), *bias],
-        fwd=fwd,
-        bwd=(fwd, ROWS**-0.5, ROWS**-0.5 * fwd),
-        scales=scales,
-    )
-    args = [
-        jnp.ones(s) if scale is None else ScaledArray(jnp.ones(s), scale)
-        for s, scale in zip((*shapes, (OUT,)), scales, strict=False)
-    ]
-    assert jax.eval_shape(ops.dense, *args).shape == (*BATCH, OUT)
+test_scales = under_scales(SCALED, {"dense": BOTH["dense"]})
+BIASED = [(*scales, bias) for scales in SCALED[3:6] for bias in (2.0, 0.25)]
+test_scales_of_a_bias = under_scales(BIASED, {"dense": BOTH["dense, bias"]})
 
 
 def test_scale_of_the_output() -> None:
@@ -176,42 +147,24 @@ def test_matmul(batches, constraint) -> None:
     dright = (m * size / np.prod(right)) ** -0.5
     if constraint is not None:
         fwd = dleft = dright = mean(constraint, fwd, dleft, dright)
-    check(
-        functools.partial(ops.matmul, constraint=constraint),
-        np.matmul,
-        normal("matmul", (*left, m, k), (*right, k, n)),
-        fwd=fwd,
-        bwd=(dleft, dright),
-    )
+    args = normal("matmul", (*left, m, k), (*right, k, n))
+    op = functools.partial(ops.matmul, constraint=constraint)
+    linear(op, np.matmul, args, fwd=fwd, bwd=(dleft, dright))()
 
 
 @pytest.mark.parametrize("constraint", ["to_right_grad_scale", "gmean", "hmean", "amean"])
 def test_matmul_constraints(constraint) -> None:
     fwd = mean(constraint, 4**-0.5, 3**-0.5, 2**-0.5)
-    check(
-        functools.partial(ops.matmul, constraint=constraint),
-        np.matmul,
-        normal("matmul", (2, 4), (4, 3)),
-        fwd=fwd,
-        bwd=(fwd, fwd),
-    )
+    op = functools.partial(ops.matmul, constraint=constraint)
+    linear(op, np.matmul, normal("matmul", (2, 4), (4, 3)), fwd=fwd, bwd=(fwd, fwd))()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_matmul_transforms(dtype: str) -> None:
-    shapes = (2, 2, 4), (2, 4, 3)
-    args = normal("matmul", *shapes)
-    check(
-        ops.matmul,
-        np.matmul,
-        args,
-        fwd=0.5,
-        bwd=(0.5, 0.5),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
-    scales = (np.array([[[2.0]], [[4.0]]], np.float32), np.array([1, 0.5, 2], np.float32))
-    check(ops.matmul, np.matmul, args, fwd=0.5, bwd=(0.5, 0.5), scales=scales, dtype=dtype)
+BATCHED = linear(
+    ops.matmul, np.matmul, normal("matmul", (2, 2, 4), (2, 4, 3)), fwd=0.5, bwd=(0.5,) * 2
+)
+SCALES_OF_ITEMS = np.array([[[2.0]], [[4.0]]], np.float32), np.array([1, 0.5, 2], np.float32)
+scaled = functools.partial(BATCHED, scales=SCALES_OF_ITEMS, transforms=("jit",))
+test_matmul_transforms = in_every_dtype({"plain": BATCHED, "scaled": scaled})
 
 
 PROMOTIONS = [
@@ -354,7 +307,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)

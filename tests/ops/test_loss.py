@@ -1,7 +1,5 @@
 """Losses: ordinary values, unit-scaled gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,17 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
 from .conformance import (
-    DTYPES,
     SCALES,
-    TRANSFORMS,
     assert_scales_are_constants,
+    case,
     check,
+    in_every_dtype,
     normal,
     pulled,
+    under_scales,
 )
 
 VOCAB = 5
@@ -49,18 +49,16 @@ def logits(*shape):
     return normal("logits", shape or (2, 3, VOCAB))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_entropy(dtype: str) -> None:
-    # The 1/N of the mean is kept out of the backward.
-    check(
-        loss,
-        cross_entropy,
-        logits(),
-        fwd=1.0,
-        bwd=(FACTOR * TOKENS,),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
+# The 1/N of the mean is kept out of the backward.
+MEAN = case(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,))
+SQUARE = case(
+    ops.mse_loss,
+    lambda p, t: np.mean((p - t) ** 2),
+    normal("mse", (3, 4), (3, 4)),
+    fwd=1.0,
+    bwd=(12 * 8**-0.5, 12 * 8**-0.5),
+)
+test_means = in_every_dtype({"cross_entropy": MEAN, "mse": SQUARE})
 
 
 @pytest.mark.parametrize("where", [None, WHERE], ids=["all", "where"])
@@ -71,18 +69,13 @@ def test_reductions(mult: float, reduction, where) -> None:
     kwargs = {"mult": mult, "where": where, "reduction": reduction}
     # The factor undoes mult: the gradient of unit scale is the same for every temperature.
     bwd = FACTOR / mult * (counted if reduction == "mean" else 1)
-    check(
-        functools.partial(loss, **kwargs),
-        functools.partial(cross_entropy, **kwargs),
-        logits(),
-        fwd=1.0,
-        bwd=(bwd,),
-    )
+    op, reference = (functools.partial(f, **kwargs) for f in (loss, cross_entropy))
+    check(op, reference, logits(), fwd=1.0, bwd=(bwd,))
 
 
 @pytest.mark.parametrize("scale", [*SCALES, np.float32([[[1], [2], [0.5]]]), np.float32([3] * 5)])
 def test_scale_is_folded_in(scale) -> None:
-    check(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,), scales=(scale,), slack=4)
+    MEAN(scales=(scale,), slack=4)
     assert_scales_are_constants(loss, ScaledArray(jnp.asarray(logits()[0]), scale))
 
 
@@ -145,32 +138,10 @@ def test_infinite_logits(scale) -> None:
     assert np.isposinf(np.asarray(impossible))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mse(dtype: str) -> None:
-    check(
-        ops.mse_loss,
-        lambda p, t: np.mean((p - t) ** 2),
-        normal("mse", (3, 4), (3, 4)),
-        fwd=1.0,
-        bwd=(12 * 8**-0.5, 12 * 8**-0.5),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
-
-
 SCALED = [(8.0, 8.0), (2.0**-12, None), (None, 4.0), (np.float32([1, 2, 3, 4]), 1)]
 
 
-@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
-def test_mse_scales(scales) -> None:
-    check(
-        ops.mse_loss,
-        lambda p, t: np.mean((p - t) ** 2),
-        normal("mse", (3, 4), (3, 4)),
-        fwd=1.0,
-        bwd=(12 * 8**-0.5, 12 * 8**-0.5),
-        scales=scales,
-    )
+test_mse_scales = under_scales(SCALED, {"mse": SQUARE})
 
 
 def test_mse_unit_variance() -> None:
@@ -205,10 +176,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])

@@ -1,7 +1,5 @@
 """Layer norm and RMS norm."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,10 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, TRANSFORMS, assert_scales_are_constants, assert_unit, check, normal
+from .conformance import (
+    assert_scales_are_constants,
+    assert_unit,
+    case,
+    in_every_dtype,
+    normal,
+    under_scales,
+)
 
 ROWS = 6
 WEIGHT = ROWS**-0.5
@@ -37,21 +43,18 @@ CASES = {
 SHAPES = ((2, 3, 4), (4,), (4,))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_norm(name: str, dtype: str) -> None:
-    op, reference, operands = CASES[name]
-    full = operands == 1 or name.endswith("bias")
-    check(
+NORMS = {
+    name: case(
         op,
         reference,
         normal(name, *SHAPES[:operands]),
         fwd=1.0,
         bwd=(1.0, WEIGHT, WEIGHT)[:operands],
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype] if full else ("jit",),
         slack=2,
     )
+    for name, (op, reference, operands) in CASES.items()
+}
+test_norm = in_every_dtype(NORMS)
 
 
 SCALED = [
@@ -62,19 +65,19 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
-@pytest.mark.parametrize("name", ["layer_norm gain bias", "rms_norm gain"])
-def test_scales(name: str, scales) -> None:
-    op, reference, operands = CASES[name]
-    check(
-        functools.partial(op, eps=1e-3),
-        functools.partial(reference, eps=1e-3),
-        normal(name, *SHAPES[:operands]),
-        fwd=1.0,
-        bwd=(1.0, WEIGHT, WEIGHT)[:operands],
-        scales=scales[:operands],
-        slack=4,
-    )
+test_scales = under_scales(
+    SCALED,
+    {
+        name: case(
+            functools.partial(NORMS[name].args[0], eps=1e-3),
+            functools.partial(NORMS[name].args[1], eps=1e-3),
+            NORMS[name].args[2],
+            **NORMS[name].keywords,
+        )
+        for name in ("layer_norm gain bias", "rms_norm gain")
+    },
+    slack=4,
+)
 
 
 def test_the_scale_is_dropped() -> None:
@@ -134,7 +137,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)

@@ -1,7 +1,5 @@
 """Pooling, channels last."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +9,13 @@ from unitscale import ops, rules
 from unitscale.core import ScaledArray
 
 from .conformance import (
-    DTYPES,
-    TRANSFORMS,
+    Case,
     assert_scales_are_constants,
     assert_unit,
-    check,
+    case,
+    in_every_dtype,
     normal,
+    under_scales,
 )
 
 POOLS = {"avg": (ops.avg_pool, rules.avg_pool), "max": (ops.max_pool, rules.max_pool)}
@@ -64,16 +63,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("f", POOLS)
-@pytest.mark.parametrize("name", CASES)
-def test_pool(name: str, f: str) -> None:
-    shape, arguments = CASES[name]
+def pools(f: str, x: np.ndarray, *arguments, **options) -> Case:
+    """A check of a pool with the factors of its rule."""
     op, rule = POOLS[f]
-    factors = rule(*arguments[:2], constraint=None)
-    check(
-        lambda x: op(x, *arguments, constraint=None),
+    factors = rule(*arguments[:2], **options)
+    return case(
+        lambda x: op(x, *arguments, **options),
         lambda x: pool(x, *arguments, f=f),
-        normal(name, shape),
+        [x],
         fwd=factors.fwd,
         bwd=factors.bwd,
         step=1e-5 if f == "max" else 1.0,
@@ -81,34 +78,20 @@ def test_pool(name: str, f: str) -> None:
 
 
 @pytest.mark.parametrize("f", POOLS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_transforms(dtype: str, f: str) -> None:
-    op, rule = POOLS[f]
-    fwd = rule((2, 2)).fwd
-    check(
-        lambda x: op(x, (2, 2), (2, 1), "SAME"),
-        lambda x: pool(x, (2, 2), (2, 1), "SAME", f=f),
-        normal("transforms", (2, 3, 4, 2)),
-        fwd=fwd,
-        # By default the gradient is exactly the true one.
-        bwd=(fwd,),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-    )
+@pytest.mark.parametrize("name", CASES)
+def test_pool(name: str, f: str) -> None:
+    shape, arguments = CASES[name]
+    pools(f, *normal(name, shape), *arguments, constraint=None)()
+
+
+# By default the gradient is exactly the true one.
+SAME = {f: pools(f, *normal("transforms", (2, 3, 4, 2)), (2, 2), (2, 1), "SAME") for f in POOLS}
+test_transforms = in_every_dtype(SAME)
 
 
 @pytest.mark.parametrize("padding", ["SAME", ((1, 1), (0, 2))])
 def test_mean_without_padding(padding) -> None:
-    arguments = ((2, 3), (1, 2), padding, False)
-    fwd = 6**0.5
-    check(
-        lambda x: ops.avg_pool(x, *arguments),
-        lambda x: pool(x, *arguments, f="avg"),
-        normal("count", (2, 3, 5, 2)),
-        fwd=fwd,
-        bwd=(fwd,),
-        step=1.0,
-    )
+    pools("avg", *normal("count", (2, 3, 5, 2)), (2, 3), (1, 2), padding, False)()
 
 
 @pytest.mark.parametrize("padding", [1, (1, 1), (1, (1, 1))])
@@ -133,21 +116,9 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("f", POOLS)
-@pytest.mark.parametrize("scale", SCALED, ids=range(len(SCALED)))
-def test_scales(scale, f: str) -> None:
-    op, rule = POOLS[f]
-    (x,) = normal("scales", (2, 3, 4, 3))
-    fwd = rule((2, 2)).fwd
-    check(
-        lambda x: op(x, (2, 2)),
-        lambda x: pool(x, (2, 2), f=f),
-        [x],
-        fwd=fwd,
-        bwd=(fwd,),
-        scales=(scale,),
-        step=1e-5 if f == "max" else 1.0,
-    )
+test_scales = under_scales(
+    [(s,) for s in SCALED], {f: pools(f, *normal("scales", (2, 3, 4, 3)), (2, 2)) for f in POOLS}
+)
 
 
 @pytest.mark.parametrize("f", POOLS)

@@ -1,7 +1,5 @@
 """Residual branches."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,62 +7,62 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, TRANSFORMS, assert_scales_are_constants, assert_unit, check, normal
+from .conformance import (
+    assert_scales_are_constants,
+    assert_unit,
+    case,
+    in_every_dtype,
+    linear,
+    normal,
+    under_scales,
+)
 
 TAU = 0.75  # weights 0.6 and 0.8
 TANH = rules.elementwise(jnp.tanh).fwd
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [None, 8.0])
-def test_the_total_gradient_is_true(dtype: str, scale) -> None:
-    check(
-        lambda x: ops.residual(ops.tanh, x, TAU),
-        lambda x: 0.6 * TANH * np.tanh(x) + 0.8 * x,
-        normal("residual", (3, 4)),
+TOTAL = case(
+    lambda x: ops.residual(ops.tanh, x, TAU),
+    lambda x: 0.6 * TANH * np.tanh(x) + 0.8 * x,
+    normal("residual", (3, 4)),
+    fwd=1.0,
+    bwd=(1.0,),
+    # Two roundings of the branch, two of the gradients and one of their sum.
+    slack=2,
+)
+scaled = functools.partial(TOTAL, scales=(8.0,), transforms=("jit",))
+test_the_total_gradient_is_true = in_every_dtype({"plain": TOTAL, "scaled": scaled})
+
+
+# Forward weights 0.6 and 0.8; backward the identity, which is the derivative without them.
+SUM = linear(
+    functools.partial(ops.residual_add, tau=TAU),
+    lambda branch, skip: 0.6 * branch + 0.8 * skip,
+    normal("add", (3, 4), (3, 4)),
+    fwd=1.0,
+    bwd=(1 / 0.6, 1 / 0.8),
+)
+test_add_delays_its_weights = under_scales(
+    [(None, None), (2.0**12, 2.0**12), (4.0, 2.0**-12)], {"add": SUM}
+)
+
+
+HALVES = {
+    f"part {i}": linear(
+        lambda x, i=i: ops.residual_split(x, TAU)[i],
+        lambda x: x,
+        normal("split", (3, 4)),
         fwd=1.0,
-        bwd=(1.0,),
-        dtype=dtype,
-        scales=(scale,),
-        # Two roundings of the branch, two of the gradients and one of their sum.
-        slack=2,
-        transforms=("jit",) if scale else TRANSFORMS[dtype],
+        bwd=(weight,),
+        dtype="float16",
     )
-
-
-SCALED = [(None, None), (2.0**12, 2.0**12), (4.0, 2.0**-12)]
-
-
-@pytest.mark.parametrize("scales", SCALED, ids=range(len(SCALED)))
-def test_add_delays_its_weights(scales) -> None:
-    """Forward weights 0.6 and 0.8; backward the identity, which is the derivative without them."""
-    check(
-        functools.partial(ops.residual_add, tau=TAU),
-        lambda branch, skip: 0.6 * branch + 0.8 * skip,
-        normal("add", (3, 4), (3, 4)),
-        fwd=1.0,
-        bwd=(1 / 0.6, 1 / 0.8),
-        scales=scales,
-        step=1.0,
-    )
-
-
-@pytest.mark.parametrize("scale", [None, 8.0])
-def test_split_applies_them(scale) -> None:
-    for index, weight in enumerate((0.6, 0.8)):
-        check(
-            lambda x, index=index: ops.residual_split(x, TAU)[index],
-            lambda x: x,
-            normal("split", (3, 4)),
-            fwd=1.0,
-            bwd=(weight,),
-            scales=(scale,),
-            dtype="float16",
-            step=1.0,
-        )
+    for i, weight in enumerate((0.6, 0.8))
+}
+test_split_applies_them = under_scales([(None,), (8.0,)], HALVES)
 
 
 def test_gradients_inside_the_branch_do_not_see_tau() -> None:
@@ -110,7 +108,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)

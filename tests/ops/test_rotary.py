@@ -1,17 +1,22 @@
 """Rotary position embedding."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import DTYPES, TRANSFORMS, assert_scales_are_constants, assert_unit, check, normal
+from .conformance import (
+    assert_scales_are_constants,
+    assert_unit,
+    in_every_dtype,
+    linear,
+    normal,
+    under_scales,
+)
 
 POSITIONS = np.array([0, 1, 700])
 
@@ -33,37 +38,14 @@ def op(x):
 SLACK = {"float32": 64, "float16": 2, "bfloat16": 1}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(dtype: str) -> None:
-    x = normal("rotary", (3, 2, 4))
-    check(
-        op,
-        rotary,
-        x,
-        fwd=1.0,
-        bwd=(1.0,),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
-        step=1.0,
-        slack=SLACK[dtype],
-    )
+ROTARY = linear(op, rotary, normal("rotary", (3, 2, 4)), fwd=1.0, bwd=(1.0,), slack=SLACK)
+test_rotary = in_every_dtype({"rotary": ROTARY})
 
 
 SCALED = [2.0**12, 2.0**-12, np.float32([[[1]], [[2]], [[4]]]), np.float32([1, 2, 8, 0.5])]
 
 
-@pytest.mark.parametrize("scale", SCALED, ids=range(len(SCALED)))
-def test_scales(scale) -> None:
-    check(
-        op,
-        rotary,
-        normal("rotary", (3, 2, 4)),
-        fwd=1.0,
-        bwd=(1.0,),
-        scales=(scale,),
-        step=1.0,
-        slack=SLACK["float32"],
-    )
+test_scales = under_scales([(s,) for s in SCALED], {"rotary": ROTARY})
 
 
 def test_positions_broadcast_with_the_batch() -> None:
@@ -106,7 +88,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call()
+test_errors = refuses(ERRORS)

@@ -1,7 +1,5 @@
 """Softmax."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 
 from .conformance import (
-    DTYPES,
     SCALES,
-    TRANSFORMS,
     assert_scales_are_constants,
     assert_unit,
-    check,
+    case,
+    in_every_dtype,
     normal,
 )
 
@@ -29,50 +27,34 @@ def softmax(x, axis=-1, mult=1.0):
     return z / z.sum(axis, keepdims=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("axis", [-1, 0])
-def test_softmax(axis: int, dtype: str) -> None:
-    fwd = rules.softmax((4, 3)[axis]).fwd
-    check(
+AXES = {
+    str(axis): case(
         functools.partial(ops.softmax, axis=axis),
         functools.partial(softmax, axis=axis),
         normal("softmax", (4, 3)),
-        fwd=fwd,
-        bwd=(fwd,),
-        dtype=dtype,
-        transforms=TRANSFORMS[dtype],
+        fwd=rules.softmax((4, 3)[axis]).fwd,
+        bwd=(rules.softmax((4, 3)[axis]).fwd,),
     )
+    for axis in (-1, 0)
+}
+test_softmax = in_every_dtype(AXES)
 
 
 @pytest.mark.parametrize("constraint", ["to_grad_input_scale", "gmean", None])
 def test_constraint_and_mult(constraint) -> None:
-    factors = rules.softmax(3, mult=0.5, constraint=constraint)
-    check(
-        functools.partial(ops.softmax, mult=0.5, constraint=constraint),
-        functools.partial(softmax, mult=0.5),
-        normal("softmax", (4, 3)),
-        fwd=factors.fwd,
-        bwd=factors.bwd,
-    )
+    found = rules.softmax(3, mult=0.5, constraint=constraint)
+    op = functools.partial(ops.softmax, mult=0.5, constraint=constraint)
+    tried = case(op, functools.partial(softmax, mult=0.5), normal("softmax", (4, 3)))
+    tried(fwd=found.fwd, bwd=found.bwd)
 
 
 @pytest.mark.parametrize("scale", [*SCALES, np.float32([1, 8, 0.5]), np.float32([[1]] * 3 + [[9]])])
 def test_scale_is_folded_in(scale) -> None:
-    (x,) = normal("softmax", (4, 3))
-    fwd = rules.softmax(3).fwd
-    check(
-        ops.softmax,
-        softmax,
-        [x],
-        fwd=fwd,
-        bwd=(fwd,),
-        scales=(scale,),
-        # A product of 2^12 and data is rounded at 2^12 epsilons of its exponential.
-        slack=2**6 if np.max(scale) > 100 else 4,
-    )
-    y = ops.softmax(ScaledArray(jnp.asarray(x), scale))
-    assert y.scale is None
-    assert_scales_are_constants(ops.softmax, ScaledArray(jnp.asarray(x), scale))
+    # A product of 2^12 and data is rounded at 2^12 epsilons of its exponential.
+    AXES["-1"](scales=(scale,), slack=2**6 if np.max(scale) > 100 else 4)
+    x = ScaledArray(jnp.asarray(normal("softmax", (4, 3))[0]), scale)
+    assert ops.softmax(x).scale is None
+    assert_scales_are_constants(ops.softmax, x)
 
 
 def test_published_limits() -> None:
@@ -117,7 +99,4 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "match"), ERRORS)
-def test_errors(error, call, match) -> None:
-    with pytest.raises(error, match=match):
-        call(jnp.ones((2, 3)))
+test_errors = refuses(ERRORS, jnp.ones((2, 3)))

@@ -1,7 +1,5 @@
 """An op made of a function: unit results and gradients, and the true gradient where constrained."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """State in 16 and 8 bits: error, range and special values of one array."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

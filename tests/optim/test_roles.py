@@ -1,7 +1,5 @@
 """Every optimizer's moments are known by the type of their state, and nothing else is stored."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -6,8 +6,6 @@ update of any of these rules by at most T times the sum of the two, a first mome
 root of a second by eps / 2.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every optimizer of optax in few bits, 200 steps on a small smooth problem, against itself."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

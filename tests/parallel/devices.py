@@ -1,7 +1,5 @@
 """Programs over the host devices that tests/conftest.py asks for, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`all_gather` against a cast of the whole array at the shared scale, and FSDP made of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

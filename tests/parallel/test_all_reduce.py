@@ -1,7 +1,5 @@
 """`all_reduce` against the mean in float64, over tables of formats, shapes and bad values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """AutoScale against its rule, one device's overflow counting for all."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What eight H200s would send, by the programs that XLA compiles for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

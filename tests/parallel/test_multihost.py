@@ -1,7 +1,5 @@
 """Several processes over gloo on the loopback interface, and what `initialize` refuses."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -124,7 +122,5 @@ def test_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not initialize(processes=2, detect=True, timeout=7, heartbeat=8)  # of this process, one
     settings = {"initialization_timeout": 7, "heartbeat_timeout_seconds": 8}
     assert asked[1] == ((None, 2, None), settings)
-    with pytest.raises(
-        ValueError, match=r"process must be from 0 to processes - 1; got process -1"
-    ):
+    with pytest.raises(ValueError, match=r"must be from 0 to processes - 1; got process -1"):
         initialize(process=-1, detect=True)

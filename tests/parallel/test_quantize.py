@@ -1,7 +1,5 @@
 """Shared scales against their definition in NumPy; bits that come back; refusals."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`reduce_scatter` against the mean in float64: each device keeps its part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Training on many devices against training on one."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -270,9 +268,7 @@ def test_refusals() -> None:
     mesh = mesh_of(data=4)
     with pytest.raises(TypeError, match="optimizer must be an optax transformation; got int"):
         train_step(loss, 3, mesh)
-    with pytest.raises(
-        ValueError, match="axis_name must name axes of the mesh; got 'fsdp' for the"
-    ):
+    with pytest.raises(ValueError, match="axis_name must name axes of the mesh; got 'fsdp'"):
         train_step(loss, optax.sgd(0.1), mesh, axis_name="fsdp")
     with pytest.raises(ValueError, match=r"train_step: dtype must be a float8"):
         train_step(loss, optax.sgd(0.1), mesh, dtype="float64")

@@ -1,7 +1,5 @@
 """Bytes on the wire: of programs in XLA's own words, and of compiled ones."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The three products of a layer, as the tests of strategies and of kernels run them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

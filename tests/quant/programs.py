@@ -1,7 +1,5 @@
 """Small optimized programs, as XLA prints them for a GPU, with what does not matter taken out."""
 
-from __future__ import annotations
-
 TABLES = """\
 FileNames
 1 "/home/user/train.py"

@@ -1,7 +1,5 @@
 """From an amax to a scale: exact at every boundary of every format."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis

@@ -1,7 +1,5 @@
 """`check_fp8`: the report, what it refuses, and programs compiled for an H200."""
 
-from __future__ import annotations
-
 import warnings
 
 import jax

@@ -1,7 +1,5 @@
 """MatmulConfig: names, pairs, errors."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import ml_dtypes
@@ -67,7 +65,5 @@ def test_fnuz_formats_have_no_products(name) -> None:
 
 
 def test_unknown_strategy() -> None:
-    with pytest.raises(
-        TypeError, match=r"MatmulConfig: strategy must be Unit.*Block.*; got 'unit'"
-    ):
+    with pytest.raises(TypeError, match=r"strategy must be Unit.*Block.*; got 'unit'"):
         MatmulConfig(strategy="unit")

@@ -1,7 +1,5 @@
 """One rule for the product of two ScaledArrays."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The drop-in for `lax.dot_general`, inside and outside of layers, against float64 references."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

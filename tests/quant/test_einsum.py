@@ -1,7 +1,5 @@
 """Einsum strings as contractions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

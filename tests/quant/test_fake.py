@@ -1,7 +1,5 @@
 """Operands that are rounded before a product in wider arithmetic."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

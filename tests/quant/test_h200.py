@@ -3,8 +3,6 @@
 What is compared is the program that XLA would run there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

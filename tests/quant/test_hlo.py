@@ -1,7 +1,5 @@
 """Reading optimized programs: instructions, operands through fusions, loops, source lines."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.quant import programs
@@ -21,6 +19,8 @@ def test_an_instruction_is_read() -> None:
     assert gemm.quoted("custom_call_target") == "__cublas$lt$matmul$f8"
     assert gemm.quoted("op_name") == "jit(step)/dot_general"
     assert gemm.quoted("absent") == ""
+    assert gemm.types == (("bf16", (32, 16)), ("s8", (4194304,)))
+    assert program.entry == "main.1"
     assert program.roots == {"main.1": "out"}
     # A parenthesis in a string closes nothing.
     assert program.computations["main.1"]["a"].attributes == ', metadata={op_name="a (the left)"}'
@@ -83,4 +83,5 @@ def test_the_stack_is_read_from_the_instruction() -> None:
 
 def test_text_that_is_no_program_is_empty() -> None:
     assert parse("").instructions == []
+    assert parse("").entry == ""
     assert parse("nothing\n  %a = f32[] parameter(0)\n").instructions == []

@@ -1,7 +1,5 @@
 """What becomes of a product: kernels, reasons, and statistics, on small programs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.quant import programs

@@ -1,7 +1,5 @@
 """The one differentiable contraction, against float64 products of operands cast by ml_dtypes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

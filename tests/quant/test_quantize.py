@@ -1,7 +1,5 @@
 """Quantization of one tensor."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Amax state: whatever is done to gradients, the history gets the largest amax of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
@@ -304,9 +302,7 @@ def test_statistics_are_computed_only_for_a_gradient_by_the_state() -> None:
 
 @pytest.mark.parametrize("strategy", [Dynamic(), Static(1.0)], ids=str)
 def test_strategies_without_a_state(strategy) -> None:
-    with pytest.raises(
-        TypeError, match=r"QuantState: strategy must be Delayed.*which has no state"
-    ):
+    with pytest.raises(TypeError, match=r"strategy must be Delayed.*which has no state"):
         QuantState.create(strategy)
 
 

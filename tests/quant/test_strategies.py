@@ -1,7 +1,5 @@
 """Every strategy, in every layout, against float64 products of operands quantized by NumPy."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Trouble that users of FP8 libraries report, and that belongs to no single module here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """A run so small that training it takes a second or two after compilation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes import train as train_module
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 
@@ -21,6 +20,18 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def plots() -> None:
+    """A test that asks for this has the plots of its runs."""
+
+
+@pytest.fixture(autouse=True)
+def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time of a tiny run."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
 def short_training(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Work for processes of their own, which import nothing else."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

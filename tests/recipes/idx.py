@@ -1,7 +1,5 @@
 """Small idx files: images that say their class by where they are bright."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 from pathlib import Path

@@ -12,8 +12,6 @@ and the logits that `transformers` gives in float32. Versions 2.13.0 and 5.23.0 
 With a folder and `--full`, it makes the real shapes of GPT-2 small and BERT base there instead.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

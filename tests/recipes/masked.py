@@ -1,7 +1,5 @@
 """A BERT's run so small that training it takes a second or two after compilation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,10 @@ import yaml
 from recipes.bert.config import BertConfig
 from recipes.bert.task import load_data
 from recipes.registry import load_config
-from recipes.run.checkpoint import Checkpoints
-from recipes.run.convert import formats
 from recipes.run.folder import open_run
-from recipes.run.state import init_state
 
 from .conftest import TEXT, short_training
+from .runs import untrained
 
 
 def write_bert(folder: Path) -> Path:
@@ -48,15 +44,9 @@ def bert_config(path: Path, *overrides: str) -> BertConfig:
 
 
 def write_run(folder: Path) -> Path:
-    """Writes a run of such a BERT that has positions for 32 tokens; returns its folder.
-
-    Its weights are those at initialisation, for which no training step has to be compiled.
-    """
+    """Writes an untrained run of such a BERT with positions for 32 tokens; returns its folder."""
     config = bert_config(write_bert(folder), "data.sequence_length=32")
     run = open_run(config)
     load_data(config).save(run)
-    checkpoints = Checkpoints(run)
-    facts = {"formats": formats(config), "text": ""}
-    checkpoints.save(0, init_state(config)[2], {}, facts)
-    checkpoints.close()
+    untrained(config, run)
     return run

@@ -1,7 +1,5 @@
 """Copies of the small Hugging Face folders, to be damaged, and other ways to write them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

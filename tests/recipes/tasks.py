@@ -1,7 +1,5 @@
 """Files of two small tasks, and their configs, so that fine-tuning takes a second or two."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

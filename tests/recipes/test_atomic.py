@@ -1,7 +1,5 @@
 """A file is replaced whole, and stays as it was where that fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

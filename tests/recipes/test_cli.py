@@ -1,7 +1,5 @@
 """The command line: its output, its exit codes, and no traceback that was not asked for."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,6 @@
 """What a config amounts to is counted from shapes, and agrees with what is allocated."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import pytest
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.describe import Description, describe
+from recipes.describe import Description, describe, flops_of
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.state import init_state
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from .configs import CONFIGS
+
 UNITSCALE = "model.library=unitscale"
 
 
@@ -106,14 +106,48 @@ def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -
     assert auto.activations < plain.activations
 
 
-def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", str(config_file)]) == 0
+def test_every_turn_of_a_loop_counts() -> None:
+    """Also of a loop in a loop; XLA counts one."""
+
+    def inner(x, _):
+        return x @ x, None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, length=3)[0] @ x, None
+
+    def program(x):
+        return jax.jit(lambda x: jax.lax.scan(outer, x, None, length=5)[0])(x) @ x
+
+    flops = flops_of(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((32, 32), "float32")))
+    assert flops == pytest.approx((5 * (3 + 1) + 1) * 2 * 32**3, rel=1e-3)
+
+
+def test_flops_do_not_depend_on_how_logits_are_cut(
+    make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(UNITSCALE, "model.width=128", "model.heads=2")
+    whole = describe(config).flops
+    monkeypatch.setattr("unitscale.ops._readout_cross_entropy.MOST_LOGITS", 4096)
+    # Four chunks add up the gradient of the readout, and split a batch: no products.
+    assert describe(config).flops == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize("overrides", [[], [UNITSCALE, "optimizer.umup=false"]], ids=str)
+def test_the_command_prints_it(
+    config_file: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
+) -> None:
+    assert main(["describe", str(config_file), *overrides]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("tiny: recipe gpt, policy float32\nparameters")
     assert "64 tokens in 4 examples" in printed
-    assert main(["describe", str(config_file), UNITSCALE]) == 0
-    assert "\nattention     plain: dropout needs" in capsys.readouterr().out
+    assert ("\nattention     plain: dropout needs" in printed) == bool(overrides)
     assert not (config_file.parent / "runs").exists()
+    rows = re.findall(r"model.remat=(\w+) +([\d,]+) bytes .* ([\d.]+) times", printed)
+    assert [mode for mode, _, _ in rows] == (["none", "dots", "layer"] if overrides else [])
+    activations = [int(number.replace(",", "")) for _, number, _ in rows]
+    flops = [float(times) for _, _, times in rows]
+    assert activations == sorted(set(activations), reverse=True)
+    assert flops == sorted(flops)
 
 
 # Parameters of the models that the shapes are of; GPT-2's have biases, which these have not.

@@ -1,7 +1,5 @@
 """Trained models in safetensors files, their linear layers in FP8 where that is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,10 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.export import export, save_tensors
 from recipes.gpt.config import GPTConfig
-from recipes.run.checkpoint import Checkpoints
-from recipes.run.convert import formats
 from recipes.run.folder import open_run
-from recipes.run.state import TrainState, init_state
 from unitscale import ScaledArray, nn
+
+from .runs import untrained
 
 KEYS = "kernel", "dot_general.weight_scale"
 
@@ -28,17 +25,9 @@ def entries(path: Path) -> dict[str, Any]:
     return dict(safetensors.deserialize(path.read_bytes()))
 
 
-def saved(config: GPTConfig) -> TrainState:
-    """The state of a run at initialisation, which has a checkpoint now."""
-    checkpoints, state = Checkpoints(open_run(config)), init_state(config)[2]
-    checkpoints.save(0, state, {}, {"formats": formats(config), "text": ""})
-    checkpoints.close()
-    return state
-
-
 def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
     config = make_config("model.width=128", "model.heads=1")
-    state = saved(config)
+    state = untrained(config, open_run(config))
     path = tmp_path / "new" / "model.safetensors"
     assert export(config, path, pytest.fail).endswith(f"arrays of tiny are in {path}")
     kernel = state.params["layers"][0]["mlp"]["up"]["kernel"].get_value()
@@ -56,9 +45,23 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
     other = make_config("model.library=unitscale", "name=other")
     with pytest.raises(RecipeError, match="no run at"):
         export(other, path, pytest.fail)
-    saved(other)
+    untrained(other, open_run(other))
     with pytest.raises(RecipeError, match=r"plain linear layers to store in FP8; got: .* without"):
         export(other, path, pytest.fail, fp8=True)
+
+
+def test_a_vocabulary_is_written_without_its_padding(tmp_path: Path) -> None:
+    layers = nnx.Dict(
+        a=nn.Embed(5, 3, pad_to_multiple_of=8, rngs=nnx.Rngs(0)),
+        b=nn.Readout(3, 5, pad_to_multiple_of=8, rngs=nnx.Rngs(0)),
+    )
+    value = layers.b.kernel.get_value()
+    layers.b.kernel.set_value(ScaledArray(value / 4, jnp.float32(4)))
+    save_tensors(layers, tmp_path / "x")
+    found = entries(tmp_path / "x")
+    assert found["a.embedding"]["shape"] == [5, 3]
+    assert found["b.kernel"]["shape"] == [3, 5]
+    assert found["b.kernel"]["data"] == np.asarray(value[:, :5]).tobytes()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ machine; rounding on another one, or by another XLA, moves a loss in float32 by 
 tolerance, and one whose products are rounded to 8 bits by more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A run that version 0.1.0 was stopped in goes on, to the loss that 0.1.0 would have reached."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 

@@ -1,10 +1,5 @@
 """Training resumes bit for bit, stops at the first value that is not finite, and reports."""
 
-from __future__ import annotations
-
-import io
-import json
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +11,6 @@ import optax
 import pytest
 import yaml
 from flax import nnx
-from rich.console import Console
 
 from recipes import train as train_module
 from recipes.errors import RecipeError
@@ -24,11 +18,13 @@ from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.metrics import Metrics, read_metrics
-from recipes.run.state import init_state, load_trained
+from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from recipes.text import Corpus
-from recipes.train import Outcome, train
+from recipes.train import Outcome
 from unitscale.nn import AmaxState
+
+from .runs import final_arrays, resumes_bit_for_bit, run, timeless
 
 MakeConfig = Callable[..., GPTConfig]
 UNITSCALE = [
@@ -55,70 +51,14 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take most of the time of a tiny run; one test has them."""
-    if request.node.name != "test_what_a_run_leaves_behind":
-        monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-
-
-def run(config: GPTConfig, *, fresh: bool = False) -> tuple[Outcome, str]:
-    output = io.StringIO()
-    outcome = train(config, fresh=fresh, console=Console(file=output, width=200))
-    return outcome, output.getvalue()
-
-
-def final_arrays(config: GPTConfig) -> list[np.ndarray]:
-    _, state = load_trained(config, print)
-    leaves = jax.tree.leaves(state)
-    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [
-        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        for leaf, is_key in zip(leaves, keys, strict=True)
-    ]
-
-
-def timeless(folder: Path) -> list[dict]:
-    """The metrics without those that depend on the clock."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
-class StopAfter(Metrics):
-    """Sends SIGTERM to this process when step 3 has been logged."""
-
-    def write(self, step: int, **values: float) -> None:
-        super().write(step, **values)
-        if step == 3 and "loss" in values:
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", PRECISIONS.values(), ids=PRECISIONS)
 def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
-    make_config: MakeConfig, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, overrides: list[str]
 ) -> None:
     # Checkpoints at 3 would hide whether the signal wrote one.
     overrides = [*overrides, "train.checkpoint_every=100"]
-    whole = make_config(*overrides, "name=whole")
-    stopped = make_config(*overrides, "name=stopped")
-    expected, _ = run(whole)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "open_metrics", lambda folder, _: StopAfter(folder))
-        outcome, said = run(stopped)
-    assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
-    assert "stopped by SIGTERM after step 4; run the same command to resume" in said
-    assert signal.getsignal(signal.SIGTERM) == before
-
-    resumed, said = run(stopped)
-    assert "resuming after step 4 of 6" in said
-    assert resumed.validation_loss == expected.validation_loss
-    assert timeless(resumed.folder) == timeless(expected.folder)
-    for one, other in zip(final_arrays(whole), final_arrays(stopped), strict=True):
-        assert one.dtype == other.dtype
-        assert one.tobytes() == other.tobytes()
+    resumes_bit_for_bit(*(make_config(*overrides, f"name={name}") for name in ("whole", "stopped")))
 
 
 def test_delayed_scales_follow_what_training_sees(make_config: MakeConfig) -> None:
@@ -153,6 +93,7 @@ def test_a_run_that_lost_its_last_steps_repeats_them(make_config: MakeConfig) ->
     assert timeless(again.folder) == rows
 
 
+@pytest.mark.usefixtures("plots")
 def test_what_a_run_leaves_behind(make_config: MakeConfig) -> None:
     config = make_config("train.sample_tokens=5")
     outcome, said = run(config)
@@ -357,9 +298,3 @@ def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:
     thread.start()
     thread.join()
     assert outcomes[0].step == 6
-
-
-def test_metrics_are_plain_json(make_config: MakeConfig) -> None:
-    outcome, _ = run(make_config())
-    for line in (outcome.folder / "metrics.jsonl").read_text("utf-8").splitlines():
-        assert isinstance(json.loads(line)["step"], int)

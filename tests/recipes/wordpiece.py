@@ -1,7 +1,5 @@
 """A WordPiece tokenizer of a few words, as a BERT checkpoint brings one along."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")

@@ -4,8 +4,6 @@ A rule claims that some array has RMS 1. Independent trials of that array give i
 of its mean square, whose scatter is the tolerance: five standard errors of the mean.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Sums: unit outputs, true derivatives, broadcast operands."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention: unit output and gradients over the whole sequence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

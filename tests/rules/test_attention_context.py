@@ -1,7 +1,5 @@
 """Attention above other layers: the predicted mean square against simulated stacks."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Argument checks shared by the rules."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +16,7 @@ def test_accepts_numpy_integers_and_floats() -> None:
 
 
 def test_traced_sizes_and_numbers_are_refused_by_name() -> None:
-    with pytest.raises(
-        TypeError, match=r"dense: batch must be a static integer.*Take sizes from \.shape"
-    ):
+    with pytest.raises(TypeError, match=r"dense: batch must be a static integer.*Take sizes from"):
         jax.jit(lambda n: rules.dense(4, 4, n).fwd)(3)
     with pytest.raises(TypeError, match="residual: tau must be a static real number"):
         jax.jit(lambda tau: rules.residual(tau).skip)(jnp.float32(0.5))

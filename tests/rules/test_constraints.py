@@ -1,7 +1,5 @@
 """The closed set of constraints."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

@@ -1,7 +1,5 @@
 """Dropout: unit output and gradient on top of inverse scaling."""
 
-from __future__ import annotations
-
 import pytest
 
 from unitscale import rules

@@ -1,7 +1,5 @@
 """Embedding: the table's gradient is unit for any distribution of tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

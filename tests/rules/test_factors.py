@@ -1,7 +1,5 @@
 """The record of factors: frozen, hashable, validated."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

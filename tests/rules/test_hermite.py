@@ -1,7 +1,5 @@
 """Correlation kernels: closed forms and direct two-dimensional integration."""
 
-from __future__ import annotations
-
 import math
 
 import jax

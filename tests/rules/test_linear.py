@@ -1,10 +1,9 @@
 """Products: formulas and unit variance of output and gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
+from tests.refusals import refuses
 from unitscale import rules
 
 SHAPES = [(8, 16, 32), (64, 48, 4), (1, 100, 100), (100, 2, 50)]
@@ -115,18 +114,14 @@ def test_conv_accepts_a_spatial_shape_and_is_dense_for_a_window_of_one() -> None
     assert rules.conv((1, 16, 64), 2, 10) == rules.dense(16, 64, 20)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
+test_errors_name_the_argument = refuses(
     [
-        (lambda: rules.dense(0, 4, 4), ValueError, "dense: in_features must be at least 1; got 0"),
-        (lambda: rules.matmul(4, -1, 4), ValueError, "matmul: k must be at least 1"),
-        (lambda: rules.readout(4, 2.5, 4), TypeError, "out_features must be a static integer"),
-        (lambda: rules.conv((3,), 1, 1), ValueError, r"must be \(\*spatial, in / groups, out\)"),
-        (lambda: rules.conv((3, 4, 6), 1, 1, feature_group_count=4), ValueError, "must divide"),
-        (lambda: rules.conv((3, 4, 6), 1, 1, strides=(1, 1)), ValueError, "one entry per spatial"),
-        (lambda: rules.dense(4, 4, 4, constraint="to_left_grad_scale"), ValueError, "use 'to_gr"),
-    ],
+        (ValueError, lambda: rules.dense(0, 4, 4), "dense: in_features must be at least 1; got 0"),
+        (ValueError, lambda: rules.matmul(4, -1, 4), "matmul: k must be at least 1"),
+        (TypeError, lambda: rules.readout(4, 2.5, 4), "out_features must be a static integer"),
+        (ValueError, lambda: rules.conv((3,), 1, 1), r"must be \(\*spatial, in / groups, out\)"),
+        (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, feature_group_count=4), "must divide"),
+        (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, strides=(1, 1)), "one entry per spatial"),
+        (ValueError, lambda: rules.dense(4, 4, 4, constraint="to_left_grad_scale"), "use 'to_gr"),
+    ]
 )
-def test_errors_name_the_argument(call, error, message) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -1,7 +1,5 @@
 """Losses: unit gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

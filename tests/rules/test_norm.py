@@ -1,7 +1,5 @@
 """Norm layers: unit input, gain and bias gradients."""
 
-from __future__ import annotations
-
 import pytest
 
 from unitscale import rules

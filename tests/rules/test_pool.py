@@ -1,7 +1,5 @@
 """Pooling: formulas, and unit variance of output and gradient."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

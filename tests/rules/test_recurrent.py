@@ -1,7 +1,5 @@
 """Recurrences: the weights make the state that they assume unit, and depend on what they should."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,9 +68,7 @@ def say(x):
     ],
 )
 def test_bad_functions(fn, args, error, message) -> None:
-    with pytest.raises(
-        error, match=rf"unitscale\.simulate: {message}|unitscale.simulate: .*{message}"
-    ):
+    with pytest.raises(error, match=rf"unitscale\.simulate: .*{message}"):
         rules.simulate(fn, args)
 
 

@@ -1,7 +1,5 @@
 """Softmax: unit spread and gradient, limits."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

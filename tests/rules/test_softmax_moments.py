@@ -1,7 +1,5 @@
 """Moments of the softmax of normal logits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The table of rules: every public rule has a formula and a source."""
 
-from __future__ import annotations
-
 import inspect
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts the entries of the table that obey the law: a test checks several at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from .law import ASKED, HELD

@@ -1,7 +1,5 @@
 """What every row of the table has to obey."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

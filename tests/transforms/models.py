@@ -1,7 +1,5 @@
 """Plain models, in no library's terms but JAX's and Flax's, and the loop that trains them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

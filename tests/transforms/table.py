@@ -3,8 +3,6 @@
 An entry is a name, a function and its arguments. The arguments are drawn once, and scaled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

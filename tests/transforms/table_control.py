@@ -1,7 +1,5 @@
 """The second half of the table: control flow, custom derivatives and whole little programs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the operands of a sum meet."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

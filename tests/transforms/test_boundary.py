@@ -1,7 +1,5 @@
 """Arguments become values, and values results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

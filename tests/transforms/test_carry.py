@@ -1,7 +1,5 @@
 """The forms in which values cross from one turn of a loop to the next."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

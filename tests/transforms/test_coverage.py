@@ -1,7 +1,5 @@
 """The page of all primitives is that of this JAX, and complete."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

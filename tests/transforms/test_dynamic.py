@@ -1,7 +1,5 @@
 """Scales read from data, against NumPy in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Programs that `python -m recipes bench fuzz` has found wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +26,7 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
     "a choice of a number and a scale per row": (lambda x: jnp.where(x > 1, x, 3.0), ROWS),
     "a maximum with a number and a scale per row": (lambda x: jnp.maximum(x, 2.0), ROWS),
     "clamped at numbers with a scale per row": (lambda x: jax.lax.clamp(1.0, x, 4.0), ROWS),
+    "a row at a scale per item and a scale per row": (lambda x: x[:, -1] - x, ROWS),
     "a scale per row without rows": (lambda x: (1 - x).T, NO_ROWS),
     "a scale per item and one item": (
         lambda x: (lambda y: y - y.mean(-1, keepdims=True))(jax.lax.map(lambda v: 2 * v, x)),

@@ -1,7 +1,5 @@
 """The evaluation of jaxprs, and random compositions of primitives against plain JAX."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

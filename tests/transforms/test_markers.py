@@ -1,7 +1,5 @@
 """Markers: identities outside scalify, and what each asks for inside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

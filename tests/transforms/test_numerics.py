@@ -1,7 +1,5 @@
 """Where careless scales give NaN: infinities, zeros, masks, scales at the ends of their range."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ What 16 bits cost by themselves is measured: by the plain step, of which paramet
 rounded to 16 bits after every turn, each leaf at a scale of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

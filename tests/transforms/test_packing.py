@@ -1,7 +1,5 @@
 """Values across a boundary of arrays: the formulas of their scales survive."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Registration of rules, and which primitives count as JAX's."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of inner programs, and transformations inside and outside."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

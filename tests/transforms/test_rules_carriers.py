@@ -1,7 +1,5 @@
 """Primitives that move elements and keep the scale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Casts, complex numbers and Fourier transforms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Comparisons, choices and extremes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Branches agree on the scale of each result."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Functions with a derivative of the user's own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The default rule: dequantize, apply, rescale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

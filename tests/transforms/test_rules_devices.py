@@ -1,7 +1,5 @@
 """Programs of many devices: operands agree on a scale first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

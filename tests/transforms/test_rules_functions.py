@@ -1,7 +1,5 @@
 """Functions of the value, and random numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Loops: carried scales reach a fixed point."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

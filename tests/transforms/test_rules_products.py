@@ -1,7 +1,5 @@
 """Products and contractions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

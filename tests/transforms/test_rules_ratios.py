@@ -1,7 +1,5 @@
 """Ratios and roots."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Sums and reductions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The function itself: its arguments, its results and its errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

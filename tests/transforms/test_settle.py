@@ -1,7 +1,5 @@
 """When data is brought back to unit size, and by what."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Loops that stop on what they compute: in 16 bits they take the turns that float32 takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole train steps, iterated: losses follow those of plain float32, and scales stay near sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Values, and the small operations on their data."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Arrays that happen to be zero: in float16 they do not decide where a sum meets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,9 @@
 `cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
 leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
 `fit_factors` simulates the factors of an op that has no rule yet, and `snr` says what a format
-makes of values at a scale. `compile_h200` gives the program that an H200 would run. Tables need
-rich and plots matplotlib: `pip install "unitscale[recipes]"`.
+makes of values at a scale. `compile_h200` gives the program that an H200 would run, and `roofline`
+projects where the time of a program would go. Tables need rich and plots matplotlib:
+`pip install "unitscale[recipes]"`.
 """
 
 from ._blame import Guilty as Guilty
@@ -14,6 +15,7 @@ from ._cut_edges import (
     Intermediate as Intermediate,
     cut_edges as cut_edges,
 )
+from ._device import H200 as H200, Device as Device
 from ._fit_factors import FittedFactors as FittedFactors, fit_factors as fit_factors
 from ._gradients import (
     GradientReport as GradientReport,
@@ -25,6 +27,8 @@ from ._h200 import (
     h200_available as h200_available,
     h200_topology as h200_topology,
 )
+from ._projection import Kernel as Kernel
+from ._roofline import Roofline as Roofline, Total as Total, roofline as roofline
 from ._scale_trace import (
     FormatShares as FormatShares,
     ScaleRecord as ScaleRecord,

@@ -33,6 +33,7 @@ from ._mlp import MLP as MLP
 from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._optimizer import Optimizer as Optimizer
+from ._param import unpadded as unpadded
 from ._policy import (
     POLICIES as POLICIES,
     Policy as Policy,

@@ -1,5 +1,7 @@
 """Token and position embeddings."""
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,7 +9,8 @@ from flax import nnx
 from .. import ops
 from ..core import ScaledArray, vary_alike
 from ._amax_state import amax_state, read_state
-from ._param import read, weight
+from ._linear import LossOptions
+from ._param import padding_of, read, unpadded, weight
 from ._policy import PolicyLike, as_policy
 
 
@@ -23,11 +26,14 @@ class Embed(nnx.Module):
     Args:
         num_embeddings: size of the vocabulary.
         features: size of an embedding.
+        pad_to_multiple_of: the table gets rows of zeros, up to a multiple of this that matrix
+            kernels like, such as 128. They never learn and are no logits; factors are those of the
+            vocabulary.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
 
     Raises:
-        ValueError: if the policy is unknown.
+        ValueError: if the policy is unknown or the multiple not positive.
         TypeError: when called, if ids are not integers.
 
     Example:
@@ -45,6 +51,7 @@ class Embed(nnx.Module):
         num_embeddings: int,
         features: int,
         *,
+        pad_to_multiple_of: int = 1,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
@@ -57,22 +64,47 @@ class Embed(nnx.Module):
             role="embedding",
             fan_in=num_embeddings,
             fan_out=features,
+            padding=(padding_of("Embed", num_embeddings, pad_to_multiple_of), 0),
         )
         self.amax = nnx.data(amax_state(self.policy.matmul_for("readout")))
 
     def __call__(self, ids: jax.Array) -> ScaledArray:
         """Maps integer ids (...) to embeddings (..., features)."""
-        rows = ops.embed(ids, read(self.embedding))
+        rows = ops.embed(ids, read(self.embedding), vocab=self.num_embeddings)
         return rows.astype(self.policy.compute_dtype)
 
     def attend(self, x: ops.ArrayLike) -> ScaledArray:
         """Maps (..., features) to logits (..., num_embeddings) with the transposed table."""
-        table = self.policy.weight(read(self.embedding), "readout")
+        table = self.policy.weight(unpadded(self.embedding), "readout")
         return ops.readout(
             self.policy.activation(x),
             table.T,
             config=self.policy.matmul_for("readout"),
             state=read_state(self.amax),
+        )
+
+    def cross_entropy(
+        self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
+    ) -> jax.Array:
+        """The loss of labels (...) under `attend` of (..., features): no logits are ever whole.
+
+        As `ops.readout_cross_entropy`, with its options ``mult``, ``where``, ``reduction`` and
+        ``chunk_size``.
+
+        Example:
+            >>> table = Embed(100, 16, rngs=nnx.Rngs(0))
+            >>> table.cross_entropy(jnp.ones((2, 3, 16)), jnp.zeros((2, 3), int)).shape
+            ()
+        """
+        return ops.readout_cross_entropy(
+            self.policy.activation(x),
+            self.policy.weight(read(self.embedding), "readout"),
+            labels,
+            transposed=True,
+            vocab=self.num_embeddings,
+            config=self.policy.matmul_for("readout"),
+            state=read_state(self.amax),
+            **options,
         )
 
 

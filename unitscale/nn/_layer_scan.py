@@ -74,7 +74,12 @@ def unstack_layers(stack: Layer) -> list[Layer]:
 
 
 def scan_layers(
-    call: Callable[[Any, ScaledArray, Any], Any], stack: Any, x: Any, xs: Any, *, remat: bool
+    call: Callable[[Any, ScaledArray, Any], Any],
+    stack: Any,
+    x: Any,
+    xs: Any,
+    *,
+    checkpoint: Callable[[Any], Any],
 ) -> ScaledArray:
     """Applies each layer of a stack to the result of the one before.
 
@@ -83,7 +88,7 @@ def scan_layers(
         stack: as `stack_layers` makes it. State that a layer changes is changed in it.
         x: input of the first layer, an array or ScaledArray.
         xs: tree of arrays with one entry per layer.
-        remat: whether the backward pass computes each layer again.
+        checkpoint: `jax.checkpoint` of the step of a layer, or a function that returns it as it is.
 
     Returns:
         The result of the last layer.
@@ -110,8 +115,7 @@ def scan_layers(
         y, updates = body(h, item)
         return _with_scale_of(y, h), updates
 
-    step = jax.checkpoint(step) if remat else step
-    y, updates = jax.lax.scan(step, _with_scale_of(x, like), items)
+    y, updates = jax.lax.scan(checkpoint(step), _with_scale_of(x, like), items)
     if changed:
         for i, update in zip(changed, updates, strict=True):
             old[i] = update

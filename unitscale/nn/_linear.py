@@ -1,13 +1,25 @@
 """Dense layers and the readout."""
 
+from typing import Literal, TypedDict, Unpack
+
+import jax
 from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
 from ..rules import Constraint
 from ._amax_state import amax_state, read_state
-from ._param import constant, read, weight
+from ._param import constant, padding_of, read, unpadded, weight
 from ._policy import PolicyLike, as_policy
+
+
+class LossOptions(TypedDict, total=False):
+    """What `Readout.cross_entropy` and `Embed.cross_entropy` pass on."""
+
+    mult: float
+    where: jax.Array | None
+    reduction: Literal["mean", "sum", "none"]
+    chunk_size: int | None
 
 
 class _Affine(nnx.Module):
@@ -24,6 +36,7 @@ class _Affine(nnx.Module):
         constraint: Constraint,
         policy: PolicyLike,
         rngs: nnx.Rngs,
+        padding: int = 0,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
         self.constraint, self.policy = constraint, as_policy(policy)
@@ -34,6 +47,7 @@ class _Affine(nnx.Module):
             role=self.role,
             fan_in=in_features,
             fan_out=out_features,
+            padding=(0, padding),
         )
         self.bias = (
             nnx.data(constant(0.0, (out_features,), self.policy, role="bias"))
@@ -45,7 +59,7 @@ class _Affine(nnx.Module):
     def _apply(self, op, x: ops.ArrayLike) -> ScaledArray:
         return op(
             self.policy.activation(x),
-            self.policy.weight(read(self.kernel), self.role),
+            self.policy.weight(unpadded(self.kernel), self.role),
             read(self.bias),
             constraint=self.constraint,
             config=self.policy.matmul_for(self.role),
@@ -118,11 +132,15 @@ class Readout(_Affine):
         out_features: number of logits.
         use_bias: whether to add a bias.
         constraint: None, or how the output and the input gradient come to share a factor.
+        pad_to_multiple_of: the kernel gets columns of zeros, up to a multiple of this that matrix
+            kernels like, such as 128. They never learn and are no logits; factors are those of
+            out_features.
         policy: formats; the role "readout" is exempt from quantization by default.
         rngs: streams of random keys; parameters draw from "params".
 
     Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+        ValueError: if the policy is unknown or the multiple not positive; when called, if the
+            shapes do not fit.
 
     Example:
         >>> import jax.numpy as jnp
@@ -142,6 +160,7 @@ class Readout(_Affine):
         *,
         use_bias: bool = False,
         constraint: Constraint = None,
+        pad_to_multiple_of: int = 1,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
@@ -152,8 +171,37 @@ class Readout(_Affine):
             constraint=constraint,
             policy=policy,
             rngs=rngs,
+            padding=padding_of("Readout", out_features, pad_to_multiple_of),
         )
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
         """Maps (..., in_features) to logits (..., out_features)."""
         return self._apply(ops.readout, x)
+
+    def cross_entropy(
+        self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
+    ) -> jax.Array:
+        """The loss of labels (...) under the logits of (..., in_features), which are never whole.
+
+        As `ops.readout_cross_entropy`, with its options ``mult``, ``where``, ``reduction`` and
+        ``chunk_size``. A readout with a bias makes whole logits.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> readout = Readout(16, 256, rngs=nnx.Rngs(0))
+            >>> readout.cross_entropy(jnp.ones((2, 16)), jnp.zeros(2, int)).shape
+            ()
+        """
+        if self.bias is not None:
+            options.pop("chunk_size", None)
+            return ops.softmax_cross_entropy(self(x), labels, **options)
+        return ops.readout_cross_entropy(
+            self.policy.activation(x),
+            self.policy.weight(read(self.kernel), self.role),
+            labels,
+            constraint=self.constraint,
+            vocab=self.out_features,
+            config=self.policy.matmul_for(self.role),
+            state=read_state(self.amax),
+            **options,
+        )

@@ -17,15 +17,20 @@ def weight(
     role: str = "weight",
     fan_in: int,
     fan_out: int,
+    padding: tuple[int, ...] = (0, 0),
 ) -> nnx.Param:
     """Returns a weight drawn from N(0, 1), with its role, fan-in, fan-out and residual depth.
 
     ``depth`` is the number of residual branches of the stack that the weight belongs to, 1
-    outside of any; `set_depth` sets it.
+    outside of any; `set_depth` sets it. ``padding`` says how many zeros follow along each
+    dimension; fans do not count them, and nobody may give them a gradient.
     """
     assert role in ROLES, f"unknown role {role}"
     value = rngs.params.normal(shape, dtype=jnp.float32).astype(policy.param_dtype)
-    return nnx.Param(value, role=role, fan_in=fan_in, fan_out=fan_out, depth=1)
+    if any(padding):
+        value = jnp.pad(value, [(0, more) for more in padding])
+    more: dict[str, Any] = {"padding": padding} if any(padding) else {}
+    return nnx.Param(value, role=role, fan_in=fan_in, fan_out=fan_out, depth=1, **more)
 
 
 def constant(value: float, shape: tuple[int, ...], policy: Policy, *, role: str) -> nnx.Param:
@@ -45,3 +50,38 @@ def set_depth(module: nnx.Module, depth: int) -> None:
 def read(parameter: nnx.Param | None) -> Any:
     """Returns a parameter's array or ScaledArray; None stays None."""
     return None if parameter is None else parameter.get_value()
+
+
+def padding_of(owner: str, vocab: int, multiple: int) -> int:
+    """Returns how many zeros make a vocabulary a multiple that kernels like.
+
+    Such zeros lie at the end of a parameter, are never looked up, have no probability and no
+    gradient: whatever an optimizer does with a zero and a gradient of zero, they stay.
+
+    Raises:
+        ValueError: if the multiple is not positive.
+
+    Example:
+        >>> padding_of("Embed", 50257, 128)
+        47
+    """
+    if multiple < 1:
+        raise ValueError(
+            f"unitscale.nn.{owner}: pad_to_multiple_of must be at least 1; got {multiple}"
+        )
+    return -vocab % multiple
+
+
+def unpadded(parameter: nnx.Variable) -> Any:
+    """Returns what a variable holds, without the zeros that `Embed` and `Readout` pad with.
+
+    Example:
+        >>> from unitscale.nn import Readout
+        >>> kernel = Readout(2, 100, pad_to_multiple_of=128, rngs=nnx.Rngs(0)).kernel
+        >>> kernel.shape, unpadded(kernel).shape
+        ((2, 128), (2, 100))
+    """
+    value, padding = parameter.get_value(), parameter.get_metadata().get("padding")
+    if padding is None:
+        return value
+    return value[tuple(slice(n - more) for n, more in zip(value.shape, padding, strict=True))]

@@ -27,6 +27,8 @@ class Policy:
         compute_dtype: dtype of activations.
         matmul: formats of quantized products, or None.
         exempt: roles whose products are never quantized; by default the readout.
+        readout: formats of the products of the readout, whatever ``exempt`` says; None for those
+            of ``matmul`` if the readout is not exempt. See `with_quantized_readout`.
 
     Raises:
         ValueError: if a dtype is not floating, a compute dtype has fewer than 16 bits, or a role
@@ -43,6 +45,7 @@ class Policy:
     compute_dtype: Any = "float32"
     matmul: MatmulConfig | None = None
     exempt: frozenset[str] = frozenset({"readout"})
+    readout: MatmulConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype"):
@@ -63,7 +66,33 @@ class Policy:
 
     def matmul_for(self, role: str) -> MatmulConfig | None:
         """Returns the formats of products with a weight of this role; None for plain products."""
+        if role == "readout" and self.readout is not None:
+            return self.readout
         return None if role in self.exempt else self.matmul
+
+    def with_quantized_readout(self) -> "Policy":
+        """Returns the policy with the products of the readout, too, in the formats of ``matmul``.
+
+        The gradient of logits has one large entry among thousands of probabilities, most of them
+        far below the smallest number of E4M3: it is in E5M2, unless its blocks have scales of
+        their own. The default policies leave the readout in the compute dtype.
+
+        Raises:
+            ValueError: if the policy quantizes no products.
+
+        Example:
+            >>> as_policy("fp8").with_quantized_readout().matmul_for("readout").cotangent
+            'float8_e5m2'
+        """
+        if self.matmul is None:
+            raise ValueError(
+                "unitscale.nn.Policy.with_quantized_readout: matmul must say in which formats; got "
+                "None. Begin with a policy such as 'fp8'."
+            )
+        if isinstance(self.matmul.strategy, Block):
+            return dataclasses.replace(self, readout=self.matmul)
+        readout = dataclasses.replace(self.matmul, cotangent="float8_e5m2")
+        return dataclasses.replace(self, readout=readout)
 
     def activation(self, x: ArrayLike) -> ArrayLike:
         """Returns an activation in the compute dtype.

@@ -1,6 +1,6 @@
 """Transformer layers and stacks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -18,6 +18,7 @@ from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
 NormPlacement = rules.NormPlacement
+Remat = Literal["none", "dots", "layer"]
 
 
 def _choice(name: str, value: str, choices: Any) -> None:
@@ -212,7 +213,9 @@ class TransformerStack(nnx.Module):
         residual_tau: tau of the scheme "fixed".
         residual_mult: multiplier of all branches in the scheme "depth".
         residual_attention_ratio: ratio of attention to MLP branches in the scheme "depth".
-        remat: whether the backward pass computes each layer again, to save memory.
+        remat: what of a layer the backward pass computes again, to save memory: "none"; "dots",
+            all but the products of a weight (it costs few FLOPs); "layer", all of it, from the
+            layer's input.
         scan: whether the layers are one module with stacked parameters, which `jax.lax.scan` runs:
             the program holds one layer, and compiles in the time of one. The numbers are those of
             the layers one by one, up to rounding (in 16 bits attention rounds once more).
@@ -246,12 +249,13 @@ class TransformerStack(nnx.Module):
         residual_tau: float = 0.5,
         residual_mult: float = 1.0,
         residual_attention_ratio: float = 1.0,
-        remat: bool = False,
+        remat: Remat = "none",
         scan: bool = False,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
         **layer_options: Any,
     ) -> None:
+        _choice("remat", remat, Remat)
         depth = 2 * num_layers
         taus = rules.residual_taus(
             residual_scheme,
@@ -320,6 +324,15 @@ class TransformerStack(nnx.Module):
             attention=jnp.asarray([attention.factor_over(c, length) for _, c in self.own]),
         )
 
+    def _checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """`jax.checkpoint`, or the like, of a function of a layer, as ``remat`` says."""
+        if self.remat == "none":
+            return lambda apply: apply
+        if self.remat == "layer":
+            return checkpoint
+        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return lambda apply: checkpoint(apply, policy=saved)
+
     def __call__(
         self,
         x: ops.ArrayLike,
@@ -336,13 +349,13 @@ class TransformerStack(nnx.Module):
                 self.layers,
                 self.layers.policy.activation(x),
                 self._factors(x.shape[1]),
-                remat=self.remat,
+                checkpoint=self._checkpoint(jax.checkpoint),
             )
 
         def apply(layer, h):
             return layer(h, **options)
 
-        apply = nnx.remat(apply) if self.remat else apply
+        apply = self._checkpoint(nnx.remat)(apply)
         for layer in self.layers:
             x = apply(layer, x)
         return x

@@ -34,6 +34,7 @@ from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
 from ._operands import ArrayLike as ArrayLike
 from ._pool import avg_pool as avg_pool, max_pool as max_pool
+from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
 from ._recurrent import (
     gated_sum as gated_sum,
     gated_update as gated_update,

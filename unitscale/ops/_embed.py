@@ -30,7 +30,7 @@ def _take_bwd(factor, residuals, cotangent):
 _take.defvjp(_take_fwd, _take_bwd)
 
 
-def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
+def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
     """Looks up rows of a table.
 
     Scaling:
@@ -41,13 +41,14 @@ def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
     Args:
         ids: integer array of any shape, in [0, vocab); an id outside gives a row of NaN.
         table: (vocab, features), floating.
+        vocab: number of rows where the table has more: the others are padding. None for all.
 
     Returns:
         ScaledArray (*ids.shape, features) in the dtype of ``table`` (bfloat16 for 8-bit data).
 
     Raises:
         TypeError: if the ids are not integers or the table is not floating.
-        ValueError: if the table is not a matrix.
+        ValueError: if the table is not a matrix, or has fewer rows than vocab.
 
     Example:
         >>> print(embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]])).data.ravel())
@@ -64,10 +65,16 @@ def embed(ids: jax.Array, table: ArrayLike) -> ScaledArray:
         raise shape_error(
             "embed", "table must be (vocab, features)", "Reshape the table.", table=data.shape
         )
+    rows = data.shape[0]
+    vocab = rows if vocab is None else vocab
+    if vocab > rows:
+        raise ValueError(
+            f"unitscale.ops.embed: vocab must be at most the {rows} rows of the table; got {vocab}"
+        )
     # A negative index would count from the end; one past the end gives NaN.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
-    ids = jnp.where(ids < 0, data.shape[0], ids)
-    (factor,) = rules.embed(data.shape[0], max(ids.size, 1) * shards(ids)).bwd
+    ids = jnp.where((ids < 0) | (ids >= vocab), rows, ids)
+    (factor,) = rules.embed(vocab, max(ids.size, 1) * shards(ids)).bwd
     if scale is not None and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
         scale = jnp.take(scale, ids, axis=0)  # one scale per row
     elif scale is not None and jnp.size(scale) > 1:

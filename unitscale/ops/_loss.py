@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,60 @@ from ._operands import ArrayLike, scale_argument, shape_error, unpack
 Reduction = Literal["mean", "sum", "none"]
 
 
-def _token_losses(logits, labels, mult, scale):
+def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
+    """What the softmax is of: logits times their multiplier and scale, in float32."""
     z = widen(logits) * mult
-    z = z if scale is None else z * scale
+    return z if scale is None else z * scale
+
+
+class Normalizer(NamedTuple):
+    """What makes probabilities of logits: p = exp(z - largest - log_total)."""
+
+    largest: jax.Array
+    log_total: jax.Array
+
+
+def normalizer(z: jax.Array) -> Normalizer:
+    """Two numbers for each token, from which its loss and its gradient are made.
+
+    So that the gradient reads the logits once more and no exponential is written in between.
+    """
+    largest = jnp.max(z, axis=-1)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return Normalizer(largest, jnp.log(jnp.sum(jnp.exp(z - largest[..., None]), axis=-1)))
+
+
+def token_losses(z: jax.Array, labels: jax.Array, norm: Normalizer) -> jax.Array:
+    """The cross entropy of each token under softmax(z); NaN for a label that is no class."""
     picked = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(z, axis=-1) - picked
+    return norm.log_total + norm.largest - picked
 
 
-def _reduce(losses, where, reduction):
+def token_gradients(
+    z: jax.Array,
+    labels: jax.Array,
+    norm: Normalizer,
+    where: jax.Array | None,
+    scale: jax.Array | None,
+    factor: float,
+    cotangent: jax.Array | None,
+) -> jax.Array:
+    """The gradients of each token's loss by its logits, in float32, times a factor.
+
+    A cotangent is a scalar or one number per token; None for 1.
+    """
+    hits = labels[..., None] == jnp.arange(z.shape[-1], dtype=labels.dtype)
+    grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None]) - hits
+    grad = grad if factor == 1 else grad * factor
+    if cotangent is not None:
+        grad = grad * (cotangent[..., None] if cotangent.ndim else cotangent)
+    if scale is not None:
+        grad = grad * scale
+    return grad if where is None else jnp.where(where[..., None], grad, 0.0)
+
+
+def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reduction) -> jax.Array:
+    """The losses of tokens as `softmax_cross_entropy` returns them."""
     if reduction == "none":
         return losses if where is None else jnp.where(where, losses, 0.0)
     if reduction == "sum":
@@ -34,7 +80,9 @@ def _reduce(losses, where, reduction):
 
 @partial(custom_vjp, nondiff_argnums=(4, 5, 6))
 def _cross_entropy(logits, labels, where, scale, mult, factor, reduction):
-    return _reduce(_token_losses(logits, labels, mult, scale), where, reduction)
+    z = wide_logits(logits, mult, scale)
+    losses = token_losses(z, labels, normalizer(z))
+    return reduce_losses(losses, where, reduction)
 
 
 def _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction):
@@ -44,22 +92,49 @@ def _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction):
 
 def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     logits, labels, where, scale = residuals
-    z = widen(logits) * mult
-    z = z if scale is None else z * scale
-    hits = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
-    grad = jax.nn.softmax(z, axis=-1) - hits
-    grad = grad if mult * factor == 1 else grad * (mult * factor)
+    z = wide_logits(logits, mult, scale)
     # The 1/N of a mean is kept out: every token's gradient has unit scale, whatever the batch.
-    grad = grad * (cotangent[..., None] if reduction == "none" else cotangent)
-    if scale is not None:
-        grad = grad * scale
-    if where is not None:
-        grad = jnp.where(where[..., None], grad, 0.0)
+    grad = token_gradients(z, labels, normalizer(z), where, scale, mult * factor, cotangent)
     zero = None if scale is None else jnp.zeros_like(scale)
     return narrow(grad, logits.dtype), None, None, zero
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def check_labels(
+    op: str, labels: Any, where: Any, reduction: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns labels and the tokens that count as arrays, or raises; shapes are not looked at."""
+    if reduction not in get_args(Reduction):
+        raise ValueError(
+            f"unitscale.ops.{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}"
+        )
+    labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"unitscale.ops.{op}: labels must be integers; got dtype {labels.dtype}")
+    where = None if where is None else jnp.asarray(where)
+    if where is not None and where.dtype != bool:
+        raise TypeError(
+            f"unitscale.ops.{op}: where must be boolean; got dtype {where.dtype}. "
+            "Compare first, for example weights > 0."
+        )
+    return labels, where
+
+
+def classes_of(labels: jax.Array, vocab: int, columns: int | None = None) -> jax.Array:
+    """Labels as indices of columns, negative ones from the end; what is no class is no column.
+
+    Args:
+        labels: integers.
+        vocab: number of classes.
+        columns: number of columns, of which the first are the classes; None for no others.
+    """
+    # Small types cannot hold every class, and the gradient compares labels with classes.
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    labels = jnp.where(labels < 0, labels + vocab, labels)
+    beyond = vocab if columns is None else columns
+    return jnp.where((labels < 0) | (labels >= vocab), beyond, labels)
 
 
 def softmax_cross_entropy(
@@ -81,7 +156,7 @@ def softmax_cross_entropy(
     Args:
         logits: (..., V), floating array or ScaledArray, whose scale is folded in.
         labels: (...), integers in [0, V), of any integer type; a negative one counts from the
-            end, as an index does.
+            end, as an index does. The loss of what is no class is NaN.
         mult: static multiplier of the logits (inverse temperature).
         where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
         reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token).
@@ -101,40 +176,23 @@ def softmax_cross_entropy(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops
         (softmax_cross_entropy).
     """
-    if reduction not in get_args(Reduction):
-        raise ValueError(
-            "unitscale.ops.softmax_cross_entropy: reduction must be 'mean', 'sum' or 'none'; got "
-            f"{reduction!r}"
-        )
-    data, scale = unpack("softmax_cross_entropy", "logits", logits)
-    labels = jnp.asarray(labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(
-            "unitscale.ops.softmax_cross_entropy: labels must be integers; got dtype "
-            f"{labels.dtype}"
-        )
-    # Small types cannot hold every class, and the gradient compares labels with classes.
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-    labels = jnp.where(labels < 0, labels + data.shape[-1], labels) if data.ndim else labels
-    where = None if where is None else jnp.asarray(where)
-    if where is not None and where.dtype != bool:
-        raise TypeError(
-            f"unitscale.ops.softmax_cross_entropy: where must be boolean; got dtype {where.dtype}. "
-            "Compare first, for example weights > 0."
-        )
+    op = "softmax_cross_entropy"
+    data, scale = unpack(op, "logits", logits)
+    labels, where = check_labels(op, labels, where, reduction)
     if (
         data.ndim < 1
         or data.shape[:-1] != labels.shape
         or (where is not None and where.shape != labels.shape)
     ):
         raise shape_error(
-            "softmax_cross_entropy",
+            op,
             "logits must be (..., V) and labels, where (...)",
             "Labels are class indices, not one-hot rows.",
             logits=data.shape,
             labels=labels.shape,
             **({} if where is None else {"where": where.shape}),
         )
+    labels = classes_of(labels, data.shape[-1])
     (factor,) = rules.softmax_cross_entropy(data.shape[-1], mult=mult).bwd
     # Of a part of the batch: the mean over parts divides by their number, which is kept out too.
     factor *= shards(data, labels) if reduction == "mean" else 1

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..core import is_scaled, widen
 
@@ -51,4 +52,9 @@ def wide_gradients(gradients: Any, params: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    return widen(x) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else x
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    # As parameters lie. Left to itself XLA lets a GPU's product write the gradient of a matrix
+    # transposed, and then transposes all that the optimizer reads and writes: 46 bytes a parameter
+    # in place of 28.
+    return with_layout_constraint(widen(x), Layout(tuple(range(jnp.ndim(x)))))

@@ -14,6 +14,7 @@ from ._config import MatmulConfig as MatmulConfig
 from ._contraction import Contraction as Contraction, product as product
 from ._dot_general import dot_general as dot_general, einsum as einsum
 from ._fake import fake_quantize_operands as fake_quantize_operands
+from ._multiplier import Multiplier as Multiplier
 from ._product import contract as contract
 from ._quantize import (
     dequantize as dequantize,
@@ -32,4 +33,4 @@ from ._strategies import (
     Use as Use,
     is_stateful as is_stateful,
 )
-from ._watch import StandingScalesWarning as StandingScalesWarning
+from ._watch import StandingScalesWarning as StandingScalesWarning, watched as watched

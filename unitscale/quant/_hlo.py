@@ -13,7 +13,7 @@ _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
 _TYPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"\}')
 
 # Instructions that run another computation on their own operands, one for one.
 CALLS = frozenset({"fusion", "call", "async-start"})
@@ -32,6 +32,7 @@ class Instruction:
         operands: names of the operands, in the same computation.
         attributes: all that follows the operands.
         literal: what stands between the parentheses, such as a parameter's number.
+        types: element type and dimensions of the result, of each element for a tuple.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     literal: str
+    types: tuple[tuple[str, tuple[int, ...]], ...]
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
@@ -77,12 +79,14 @@ class Program:
         roots: name of each computation's result.
         callers: for each computation the instruction that runs it; the entry has none.
         frames: "file:line" of each stack frame, by number, and of those that called it.
+        entry: name of the computation that the program begins with; "" if there is none.
     """
 
     computations: dict[str, dict[str, Instruction]]
     roots: dict[str, str]
     callers: dict[str, Instruction]
     frames: dict[str, tuple[str, ...]]
+    entry: str = ""
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -170,16 +174,18 @@ def _instruction(name: str, computation: str, rest: str) -> Instruction | None:
         return None
     end = _closing(rest, opcode.end() - 1)
     inner = rest[opcode.end() : end]
-    kind = _TYPE.search(rest[: opcode.start()])
+    types = tuple((kind, _numbers(shape)) for kind, shape in _TYPE.findall(rest[: opcode.start()]))
+    dtype, shape = types[0] if types else ("", ())
     return Instruction(
         name=name,
         computation=computation,
         opcode=opcode[1],
-        dtype=kind[1] if kind else "",
-        shape=_numbers(kind[2]) if kind else (),
+        dtype=dtype,
+        shape=shape,
         operands=tuple(re.findall(r"%([\w.\-]+)", inner)) if opcode[1] != "constant" else (),
         attributes=rest[end + 1 :],
         literal=inner,
+        types=types,
     )
 
 
@@ -217,11 +223,12 @@ def parse(text: str) -> Program:
     """Reads the text of an optimized program."""
     computations: dict[str, dict[str, Instruction]] = {}
     roots: dict[str, str] = {}
-    current = ""
+    current = entry = ""
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             current = str(header[2])
             computations[current] = {}
+            entry = current if header[1] else entry
         elif current and (found := _INSTRUCTION.match(line)):
             instruction = _instruction(found[2], current, found[3])
             if instruction is not None:
@@ -234,4 +241,4 @@ def parse(text: str) -> Program:
         for instruction in body.values()
         for called in instruction.calls
     }
-    return Program(computations, roots, callers, _frames(text))
+    return Program(computations, roots, callers, _frames(text), entry)

@@ -126,7 +126,7 @@ def _trace(program: Program, product: Instruction, index: int) -> _Operand:
             return _Operand(direct.dtype, direct.shape, node.dtype, obstacle)
         if node.opcode == "convert":
             before = program.operand(node, 0)
-            if before is not None and _bits(before.dtype) > _bits(node.dtype):
+            if before is not None and bits(before.dtype) > bits(node.dtype):
                 narrowed = node.dtype
         elif node.opcode == "multiply":
             scale = _scale_of(program, node)
@@ -144,7 +144,8 @@ def _trace(program: Program, product: Instruction, index: int) -> _Operand:
     return _Operand(direct.dtype, direct.shape, "")
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
+    """The number in the name of an HLO element type; 0 if it has none, as "pred"."""
     found = re.match(r"[a-z]+(\d+)", dtype)
     return int(found[1]) if found else 0
 
@@ -173,7 +174,7 @@ def _reason(lhs: _Operand, rhs: _Operand, how: str) -> str:
     )
 
 
-def _source(program: Program, instruction: Instruction) -> str:
+def user_line(program: Program, instruction: Instruction) -> str:
     """The user's line: the innermost one that is neither unitscale's nor a dependency's."""
     stack = program.stack(instruction)
     package = str(Path(__file__).parents[1])
@@ -181,8 +182,9 @@ def _source(program: Program, instruction: Instruction) -> str:
     return (own or list(stack[-1:]) or [""])[0]
 
 
-def _contracted(instruction: Instruction) -> tuple[int, ...]:
-    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+def contracted(instruction: Instruction) -> tuple[int, ...]:
+    """The dimensions of the left operand that a product sums over."""
+    found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
     if found:
         return tuple(int(n) for n in re.findall(r"\d+", found[1]))
     return instruction.dimensions("lhs_contracting_dims")
@@ -193,7 +195,7 @@ def _matmul(
 ) -> Matmul:
     """One row: `product` has the operands, `at` the result."""
     lhs, rhs = (_trace(program, product, index) for index in (0, 1))
-    summed = math.prod(lhs.shape[d] for d in _contracted(product))
+    summed = math.prod(lhs.shape[d] for d in contracted(product))
     once = 2.0 * math.prod(product.shape) * summed
     return Matmul(
         name=at.name,
@@ -206,7 +208,7 @@ def _matmul(
         out=str(_Operand(at.dtype, at.shape, "")),
         flops=once * program.trips(at),
         op_name=at.quoted("op_name"),
-        source=_source(program, at),
+        source=user_line(program, at),
     )
 
 

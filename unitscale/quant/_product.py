@@ -21,7 +21,13 @@ from ._watch import watched
 LHS, RHS, COTANGENT = 0, 1, 2
 
 
-def _axes(labels: str, summed: str) -> tuple[int, ...]:
+def axes_of(labels: str, summed: str) -> tuple[int, ...]:
+    """The places of some labels.
+
+    Example:
+        >>> axes_of("btk", "bk")
+        (0, 2)
+    """
     return tuple(axis for axis, c in enumerate(labels) if c in summed)
 
 
@@ -76,8 +82,8 @@ def _contract(lhs, rhs, state, spec, factors, config, out_dtype):
 
 def _contract_fwd(lhs, rhs, state, spec, factors, config, out_dtype):
     like = tuple(jnp.zeros((0,), x.dtype) for x in (lhs, rhs))
-    lhs, saw_lhs = quantize_tensor(lhs, LHS, _axes(spec.lhs, spec.summed), config, state)
-    rhs, saw_rhs = quantize_tensor(rhs, RHS, _axes(spec.rhs, spec.summed), config, state)
+    lhs, saw_lhs = quantize_tensor(lhs, LHS, axes_of(spec.lhs, spec.summed), config, state)
+    rhs, saw_rhs = quantize_tensor(rhs, RHS, axes_of(spec.rhs, spec.summed), config, state)
     y = product(lhs, rhs, spec, factors[0], out_dtype)
     return y, (lhs, rhs, like, state, (saw_lhs, saw_rhs))
 
@@ -93,23 +99,63 @@ def _without_scale(cotangent, labels, operand, operand_labels):
     return widen(cotangent) * scale, operand.data
 
 
-def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
-    lhs, rhs, (like_lhs, like_rhs), state, seen = residuals
-    _, factor_lhs, factor_rhs = factors
+def operand_gradients(
+    lhs: Any,
+    rhs: Any,
+    cotangent: jax.Array,
+    spec: Contraction,
+    factors: tuple[float, float],
+    config: MatmulConfig | None,
+    state: QuantState | None,
+    dtypes: tuple[Any, Any],
+    turned: Any = None,
+) -> tuple[jax.Array, jax.Array, Seen | None]:
+    """The gradients of a product's operands, given as they were multiplied, and of what was seen.
+
+    Args:
+        lhs: left operand, of `quantize_tensor`.
+        rhs: right operand, of `quantize_tensor`.
+        cotangent: of the result.
+        spec: of the product.
+        factors: static (bwd_lhs, bwd_rhs).
+        config: formats and strategy.
+        state: the scales of a strategy that keeps them.
+        dtypes: of the two gradients.
+        turned: the right operand with its dimensions reversed, for the left gradient; None if
+            there is no such copy.
+
+    Returns:
+        The left gradient, the right one, and what a state is to see of the cotangent.
+    """
+    saw = None
     if _per_slice(config):
         for_lhs, rhs = _without_scale(cotangent, spec.out, rhs, spec.rhs)
         for_rhs, lhs = _without_scale(cotangent, spec.out, lhs, spec.lhs)
-        axes = _axes(spec.out, spec.grad_lhs.summed), _axes(spec.out, spec.grad_rhs.summed)
+        axes = axes_of(spec.out, spec.grad_lhs.summed), axes_of(spec.out, spec.grad_rhs.summed)
         for_lhs, _ = quantize_tensor(for_lhs, COTANGENT, axes[0], config, state)
         for_rhs, _ = quantize_tensor(for_rhs, COTANGENT, axes[1], config, state)
     else:
         # Quantized once, for both of its products.
         for_lhs, saw = quantize_tensor(cotangent, COTANGENT, (), config, state)
-        for_rhs, seen = for_lhs, (*seen, saw)
-    grad_lhs = product(for_lhs, rhs, spec.grad_lhs, factor_lhs, like_lhs.dtype)
-    grad_rhs = product(lhs, for_rhs, spec.grad_rhs, factor_rhs, like_rhs.dtype)
+        for_rhs = for_lhs
+    for_left = spec.grad_lhs
+    if turned is not None:
+        rhs, for_left = turned, Contraction(spec.out, spec.rhs[::-1], spec.lhs)
+    grad_lhs = product(for_lhs, rhs, for_left, factors[0], dtypes[0])
+    grad_rhs = product(lhs, for_rhs, spec.grad_rhs, factors[1], dtypes[1])
+    return grad_lhs, grad_rhs, saw
+
+
+def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
+    lhs, rhs, like, state, seen = residuals
+    dtypes = tuple(x.dtype for x in like)
+    grad_lhs, grad_rhs, saw = operand_gradients(
+        lhs, rhs, cotangent, spec, factors[1:], config, state, dtypes
+    )
+    if state is None:
+        return grad_lhs, grad_rhs, None
     sizes = lhs.size, rhs.size, cotangent.size
-    return grad_lhs, grad_rhs, None if state is None else state_gradient(state, seen, sizes)
+    return grad_lhs, grad_rhs, state_gradient(state, (*seen, saw), sizes)
 
 
 _contract.defvjp(_contract_fwd, _contract_bwd)

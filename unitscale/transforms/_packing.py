@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from ..core._lazy_scale import Atom, LazyScale
@@ -132,8 +131,3 @@ def trace(settings: Settings, jaxpr: ClosedJaxpr, packed: Packed) -> Traced:
         closed = jax.make_jaxpr(scaled)(*arrays)
         settings.traces[key] = (Traced(closed, specs[-1]), jaxpr)
     return settings.traces[key][0]
-
-
-def operands_and_consts(jaxpr: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
-    """Returns the constants of a jaxpr and its operands, for a caller without constants."""
-    return [*(Value(jnp.asarray(c)) for c in jaxpr.consts), *values]

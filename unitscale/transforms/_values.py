@@ -159,8 +159,12 @@ def spread(data: Any, like: Any) -> Any:
 
 def shaped(data: Any, *values: Value) -> Any:
     """Broadcasts data to the shape that element-wise operands have together."""
-    shape = np.broadcast_shapes(*(v.shape for v in values))
-    whole = [v.data for v in values if v.shape == shape]
+    return _together(data, *(v.data for v in values))
+
+
+def _together(data: Any, *arrays: Any) -> Any:
+    shape = np.broadcast_shapes(*map(jnp.shape, arrays))
+    whole = [a for a in arrays if jnp.shape(a) == shape]
     return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
 
 
@@ -175,9 +179,8 @@ def times(data: Any, scale: LazyScale) -> Any:
     factor = lax.convert_element_type(factor, jnp.result_type(data))
     if not jnp.ndim(factor):
         return lax.mul(data, factor)
-    # A number at a scale per item becomes one per item.
-    like = data if np.broadcast_shapes(data.shape, factor.shape) == data.shape else factor
-    return lax.mul(spread(data, like), spread(factor, like))
+    # A number at a scale per item becomes one per item; a row at a scale per row, a matrix.
+    return lax.mul(_together(data, data, factor), _together(factor, data, factor))
 
 
 def saturate(data: Any, dtype: Any) -> Any:

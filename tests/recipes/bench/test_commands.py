@@ -1,7 +1,5 @@
 """Every benchmark as a command, on runs of two steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The one rule by which runs are compared, its entries, and the command that prints them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -20,14 +18,11 @@ from recipes.config import RunConfig
 from recipes.errors import RecipeError
 from recipes.registry import load_config
 from recipes.train import Outcome
+from tests.recipes.configs import FILES
 from tests.recipes.idx import write_config as write_images
 
 LISTED = yaml.safe_load(Path(_compare.__file__).with_name("losses.yaml").read_text("utf-8"))
 NAMES = list(LISTED["comparisons"])
-DATA = {
-    "finetune": ["init=nowhere", "data.train=a", "data.validation=b"],
-    "images": [f"data.{s}_{part}=x" for s in ("train", "test") for part in ("images", "labels")],
-}
 positive = st.floats(0.5, 2.0)
 
 
@@ -108,7 +103,7 @@ def test_every_variant_is_a_valid_config(name: str, tmp_path: Path) -> None:
     told = Told(None if path is None else str(path), seeds=2)
     names = set()
     for variant in entry.variants:
-        first, second = configs_of(entry, told, variant, DATA.get(entry.recipe, []))
+        first, second = configs_of(entry, told, variant, FILES.get(entry.recipe, []))
         assert first.name.endswith(f"-{variant}")
         assert (second.name, second.seed) == (f"{first.name}-seed{first.seed + 1}", first.seed + 1)
         names |= {first.name, second.name}

@@ -1,7 +1,5 @@
 """Random programs: what is right agrees, what is wrong is found and made small."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

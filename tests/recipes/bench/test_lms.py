@@ -1,7 +1,5 @@
 """`bench lms`: files of tasks, tuned runs, imported logits, pipelines, and the command."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What benchmarks measure beside losses: gradients lost, operations, times, bytes, scales."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -333,7 +331,7 @@ def test_what_cannot_be_measured_is_said(
     assert "FP8 kernels and memory: not compiled; that needs" in printed
     assert "Tokens per second: not measured, no GPU; on one, run JAX_PLATFORMS=cuda" in printed
     assert main(["bench", "quant", "--no-train", "--policies", "bfloat16"]) == 2
-    assert "--policies: expected some of fp8, fp8_delayed" in capsys.readouterr().err
+    assert "--policies: expected some of fp8, fp8-readout, fp8_delayed" in capsys.readouterr().err
 
 
 def test_bytes_and_errors_of_an_exchange() -> None:

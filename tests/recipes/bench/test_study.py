@@ -1,7 +1,5 @@
 """Counts of a sweep of character models, from its rows."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

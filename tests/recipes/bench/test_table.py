@@ -1,7 +1,5 @@
 """Tables of the benchmarks: what is printed, and what is written as JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`bench transfer`: the best rate of a curve, how widths are judged, and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pairs of segments with hidden tokens: layout, draws, shards, and positions that come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

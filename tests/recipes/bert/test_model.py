@@ -1,7 +1,5 @@
 """BERT: gradients of every objective, segments, padding, and predictions at chosen positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

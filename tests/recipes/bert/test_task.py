@@ -1,48 +1,20 @@
 """A BERT trains through `recipes.train`: it learns, resumes bit for bit, and shows its guesses."""
 
-from __future__ import annotations
-
-import io
-import signal
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
-from recipes import train as train_module
-from recipes.bert.config import BertConfig
 from recipes.bert.task import abstract_batch, build, closing, load_data
 from recipes.cli import main
-from recipes.run.metrics import Metrics
-from recipes.run.state import load_trained
-from recipes.train import Outcome, train
 
 from ..masked import bert_config, write_bert
+from ..runs import resumes_bit_for_bit
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-
-
-def run(config: BertConfig) -> Outcome:
-    return train(config, console=Console(file=io.StringIO()))
-
-
-class StopAfter(Metrics):
-    """Sends SIGTERM to this process when step 3 has been logged."""
-
-    def write(self, step: int, **values: float) -> None:
-        super().write(step, **values)
-        if step == 3 and "loss" in values:
-            signal.raise_signal(signal.SIGTERM)
 
 
 WORDS = [
@@ -54,19 +26,12 @@ WORDS = [
 
 @pytest.mark.slow
 def test_it_learns_and_stopped_and_resumed_does_so_bit_for_bit(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, stopped = (bert_config(path, *WORDS, f"name={name}") for name in ("whole", "stopped"))
-    expected = run(whole)
+    expected = resumes_bit_for_bit(whole, stopped)
     assert expected.validation_loss is not None
     assert expected.validation_loss < 0.8 * np.log(whole.model.vocab) + np.log(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "open_metrics", lambda folder, _: StopAfter(folder))
-        assert run(stopped).step == 4
-    assert run(stopped).validation_loss == expected.validation_loss
-    ends = [jax.tree.leaves(load_trained(one, print)[1].params) for one in (whole, stopped)]
-    for one, other in zip(*ends, strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
     capsys.readouterr()
     assert main(["evaluate", str(path), *WORDS, "name=whole"]) == 0
     said = capsys.readouterr().out

@@ -1,16 +1,11 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from recipes.errors import RecipeError
 from recipes.registry import load_config
 from recipes.sweep import make_points
 
 from ..characters import make, write
+from ..configs import CONFIGS, refuses_configs
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "charlm"
 WRONG = [
     ("model.kind=mlp", r"model\.kind .*: expected 'conv', 'rnn' or 'attention'; got 'mlp'"),
     ("model.cell=gruu", r"model\.cell .*; did you mean gru\?"),
@@ -27,12 +22,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), WRONG)
-def test_what_is_wrong_is_named(override, message, tmp_path) -> None:
+test_what_is_wrong_is_named = refuses_configs(WRONG)
+
+
+@pytest.fixture
+def config_file(tmp_path):
     plain = {"library": "plain", "kind": "rnn"}
-    path = write(tmp_path, model=plain, optimizer={"umup": False})
-    with pytest.raises(RecipeError, match=message):
-        load_config(path, [override])
+    return write(tmp_path, model=plain, optimizer={"umup": False})
 
 
 def test_the_optimizer_s_defaults_are_the_recipe_s_own(tmp_path) -> None:
@@ -44,7 +40,7 @@ def test_the_optimizer_s_defaults_are_the_recipe_s_own(tmp_path) -> None:
 
 @pytest.mark.parametrize(("name", "points"), [("small", 180), ("full", 360)])
 def test_the_studies_are_the_paper_s_grid(name, points) -> None:
-    found = make_points(load_config(CONFIGS / f"{name}.yaml"))
+    found = make_points(load_config(CONFIGS / "charlm" / f"{name}.yaml"))
     assert len(found) == points
     starts = {}
     for point in found:

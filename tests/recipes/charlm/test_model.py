@@ -1,7 +1,5 @@
 """Character models: every shape of them, and a run of one."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """Rows become records as the tokenizer itself makes them; scores are those of their definitions."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

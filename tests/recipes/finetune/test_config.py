@@ -1,22 +1,14 @@
 """The keys of a fine-tuning task, and which of their values go together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from recipes.finetune.config import ClassificationConfig, FinetuneConfig
-from recipes.registry import valid_keys
 
 FILES = {"train": "train.json", "validation": "dev.json"}
 RUN = {"recipe": "finetune", "name": "task", "init": "run"}
-
-
-def test_every_key_is_described() -> None:
-    missing = [key for key, field in valid_keys(FinetuneConfig) if not field.description]
-    assert not missing
 
 
 def test_defaults_are_those_of_the_files_that_are_published() -> None:

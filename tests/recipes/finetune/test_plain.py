@@ -1,14 +1,11 @@
 """Fine-tuning a BERT of a Hugging Face folder: in each format, and back to such a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes import train as train_module
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.finetune.model import PlainModel
@@ -28,11 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     write_tasks(folder, one_layer(copied("bert-mlm", folder)))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Records are padded sequences that grain can batch, laid out as the tokenizer itself does."""
 
-from __future__ import annotations
-
 import grain
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Rows come out of each format as they were put in, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The best spans over all windows, against a search of every span, and the files of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

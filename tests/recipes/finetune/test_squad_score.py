@@ -1,7 +1,5 @@
 """Scores are those of the scripts that SQuAD is published with, worked out by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Fine-tuning a tiny pretrained BERT on both tasks, from files to scores."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 import yaml
 from flax import nnx
 
-from recipes import train as train_module
 from recipes.bert.config import BertConfig
 from recipes.cli import main
 from recipes.config import TOKENIZER_FILE
@@ -35,11 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     write_tasks(folder, write_run(folder))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
 
 
 def trained_parameters(config: FinetuneConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -1,7 +1,5 @@
 """The plain GPT with FP8 products in its layers, as one recipe of the shared training step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generation through the cache draws what the uncached model would."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -131,3 +129,17 @@ def test_text_goes_on_past_the_context() -> None:
 def test_text_needs_a_context_of_two() -> None:
     with pytest.raises(RecipeError, match="needs a context of at least 2; got 1"):
         Writer(make("plain"), ByteTokenizer(), 1)("x", tokens=1, seed=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_of_the_vocabulary_is_never_drawn(tied: bool) -> None:
+    """Not even if it held the largest numbers: logits are those of the vocabulary."""
+    model = make("unitscale", vocab_multiple=16, tied_readout=tied)
+    variable = model.embed.embedding if tied else model.readout.kernel
+    rows, columns = variable.shape
+    padding = (slice(11, rows),) if tied else (slice(None), slice(11, columns))
+    variable.set_value(variable.get_value().at[padding].set(100.0))
+    prompt, key = jnp.array([[1, 2], [3, 4]]), jax.random.key(0)
+    found = generate(model, prompt, tokens=8, key=key, temperature=1e6)
+    assert found.max() < 11
+    assert len(np.unique(found)) > 4

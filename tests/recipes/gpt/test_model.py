@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -17,12 +15,18 @@ from unitscale import optim
 
 # Each option of the model, of several values each, stands in one of them.
 MODELS: dict[str, dict[str, Any]] = {
-    "tied learned": {"tied_readout": True, "positions": "learned", "norm": "layer"},
+    "tied learned": {
+        "tied_readout": True,
+        "positions": "learned",
+        "norm": "layer",
+        "vocab_multiple": 16,
+    },
     "gated grouped": {
         "mlp": "gated",
         "kv_heads": 2,
         "dropout": 0.2,
         "bias": True,
+        "vocab_multiple": 4,
         "residual": ResidualConfig(scheme="fixed", tau=0.4),
     },
 }

@@ -1,7 +1,5 @@
 """GPT-2 from a Hugging Face folder on the command line: generated from, and tuned in FP8."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

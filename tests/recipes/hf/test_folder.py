@@ -1,7 +1,5 @@
 """Folders that are not what they should be: each message says what is wrong, and where."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable
@@ -73,11 +71,7 @@ DENSE = "bert.encoder.layer.0.attention.self.key.weight"
 # folder, what is wrong with it, the message
 MISTAKES = [
     # config.json
-    (
-        "gpt2",
-        lambda folder: (folder / "config.json").unlink(),
-        r"json cannot be read: No such file",
-    ),
+    ("gpt2", lambda folder: (folder / "config.json").unlink(), r"json cannot be read: No such"),
     ("gpt2", text("config.json", "{"), r"config\.json: expected JSON; got Expecting"),
     ("gpt2", text("config.json", "[1]"), r"config\.json: expected a JSON object; got list"),
     ("gpt2", config(model_type="llama"), r"expected model_type gpt2 or bert; got 'llama'"),
@@ -90,7 +84,7 @@ MISTAKES = [
     (
         "bert-mlm",
         config(architectures=["BertModel"]),
-        r"architecture with a task; got 'BertModel'; choose the task, masked_lm or question",
+        r"with a task; got 'BertModel'; choose the task",
     ),
     ("bert-mlm", config(architectures=None), r"with a task; got None; choose the task"),
     ("gpt2", config(activation_function="relu"), r"activation_function: expected .*; got 'relu'"),
@@ -109,7 +103,7 @@ MISTAKES = [
     (
         "gpt2",
         lambda folder: (folder / WEIGHTS).unlink(),
-        r"expected model\.safetensors, or shards with model\.safetensors\.index\.json; got neither",
+        r"expected model\.safetensors, or .*; got neither",
     ),
     ("gpt2", cut_short, r"model\.safetensors: expected a safetensors file; got .*; copy the file"),
     ("gpt2", in_float8, r"expected types such as F32, F16 and BF16; got 'F8_E4M3FNUZ'"),
@@ -130,11 +124,7 @@ MISTAKES = [
     ("gpt2", with_tensor("adapter.weight", np.ones(1, np.float32)), r"adapter\.weight extra"),
     ("gpt2", config(n_inner=64), r"c_fc\.bias must be \[64\] of float32.*; got \[40\] of float32"),
     ("bert-mlm", with_tensor(DENSE, np.ones((16, 2), np.float32)), r"\[16, 16\].*got \[16, 2\]"),
-    (
-        "gpt2",
-        with_tensor(LINEAR, np.ones((16, 40), np.int32)),
-        r"bfloat16; got \[16, 40\] of int32",
-    ),
+    ("gpt2", with_tensor(LINEAR, np.ones((16, 40), np.int32)), r"got \[16, 40\] of int32"),
     (
         "gpt2",
         with_tensor("lm_head.weight", np.ones((300, 16), np.float32)),

@@ -3,8 +3,6 @@
 The folders in `pretrained_fixtures` are those of `make_pretrained_fixtures.py`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

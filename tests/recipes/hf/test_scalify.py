@@ -1,7 +1,5 @@
 """Imported models in float16 and FP8 under scalify: near the float32 logits, and trainable."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

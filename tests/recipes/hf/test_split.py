@@ -1,7 +1,5 @@
 """Weights as scale and data: every bit comes back, whatever the numbers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The MLP and the CNN again, in float64 NumPy, and how far rounding can take them from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The shipped configs of the images recipe, its keys, and its commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,18 +7,17 @@ import pytest
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.images.config import ImagesConfig
-from recipes.registry import load_config, load_kind, valid_keys
+from recipes.registry import load_config, load_kind
 
+from ..configs import CONFIGS, FILES, refuses_configs
 from ..idx import write_config
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = [CONFIGS / "mnist/cnn.yaml", CONFIGS / "mnist/mlp.yaml", CONFIGS / "images/vit.yaml"]
-FILES = [f"data.{split}_{kind}=x" for split in ("train", "test") for kind in ("images", "labels")]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs(path: Path) -> None:
-    config = load_kind(ImagesConfig, path, FILES)
+    config = load_kind(ImagesConfig, path, FILES["images"])
     assert config.name == config.model.kind == path.stem
     epoch = 60_000 // config.data.batch_size
     assert config.train.steps % epoch == 0
@@ -33,10 +30,6 @@ def test_shipped_configs(path: Path) -> None:
         "data.train_images: expected a value; got none; set it: "
         "path of the idx file of the training images"
     )
-
-
-def test_every_key_is_described() -> None:
-    assert not [key for key, field in valid_keys(ImagesConfig) if not field.description]
 
 
 @pytest.fixture
@@ -60,13 +53,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_value(config_file: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
-        load_config(config_file, overrides)
-    assert caught.value.exit_code == 2
-
-
+test_wrong_value = refuses_configs(WRONG)
 UNKNOWN = [
     ("imges", r"'imges'; did you mean images\?"),
     ("[images]", r"\['images'\]"),
@@ -84,6 +71,7 @@ def test_unknown_recipe(tmp_path: Path, name: str, got: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("plots")
 def test_commands(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(config_file), "train.steps=6"]
     assert main(["train", *words]) == 0

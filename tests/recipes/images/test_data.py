@@ -1,7 +1,5 @@
 """Idx files come back as they were written, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Callable
 from pathlib import Path
@@ -114,31 +112,16 @@ def labels(*values: int, dtype: str = "uint8") -> np.ndarray:
 BLANK = np.zeros((20, HEIGHT, WIDTH), np.uint8)
 # the test file that is replaced, by what, other keys, and what the message has to say
 DISAGREEMENTS = {
-    "labels for images": (
-        "images",
-        labels(0),
-        {},
-        r"of bytes, .*; got uint8 of shape \(20,\) in .*ima",
-    ),
+    "labels for images": ("images", labels(0), {}, r"of bytes, .*; got uint8 of shape \(20,\)"),
     "images of floats": ("images", BLANK.astype("f4"), {}, r"got float32 of shape"),
     "no images": ("images", BLANK[:0], {}, r"data\.test_images: .*of shape \(0, 6, 5\)"),
     "images without width": ("images", BLANK[..., :0], {}, r"of shape \(20, 6, 0\)"),
     "images of colours": ("images", BLANK[..., None], {}, r"of shape \(20, 6, 5, 1\)"),
     "sizes": ("images", BLANK[:, 1:], {}, r"of the size .*; got 6 x 5 and 5 x 5; name files of"),
-    "images for labels": (
-        "labels",
-        BLANK,
-        {},
-        r"one axis of integers; got uint8 of shape \(20, 6,",
-    ),
+    "images for labels": ("labels", BLANK, {}, r"one axis of integers; got uint8 of shape \(20"),
     "labels of floats": ("labels", labels(0, dtype="f4"), {}, r"got float32 of shape"),
     "counts": ("labels", labels(0)[1:], {}, r"got 20 images in .* and 19 labels"),
-    "a new label": (
-        "labels",
-        labels(0, 1, 2, 3),
-        {},
-        r"labels from 0 to 2; got 3 at position 3; cor",
-    ),
+    "a new label": ("labels", labels(0, 1, 2, 3), {}, r"labels from 0 to 2; got 3 at position 3"),
     "a negative label": ("labels", labels(0, -1, dtype="i1"), {}, r"got -1 at position 1"),
     "fewer classes": ("labels", labels(0), {"classes": 2}, r"data\.train_labels: .* got 2 at posi"),
     "a batch of more than all": (

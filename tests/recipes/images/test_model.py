@@ -1,7 +1,5 @@
 """The plain models compute what NumPy does, for images of any size; the ViT is unit scaled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

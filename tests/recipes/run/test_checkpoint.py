@@ -1,7 +1,5 @@
 """Checkpoints give back exactly what went in, and survive damage and full disks."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
@@ -142,7 +140,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert_same_bits(restored.state, make_state(5))
 
 
-# What Orbax had begun to read when it met the damage is dropped unread: asyncio says so, at any time after.
+# What Orbax had begun to read when it met the damage is dropped unread; asyncio says so, later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
     """Arrays of different sizes are stored differently; Orbax writes some files that none needs."""

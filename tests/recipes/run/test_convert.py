@@ -1,8 +1,5 @@
 """A run goes on in other number formats, and back, and on other devices."""
 
-from __future__ import annotations
-
-import io
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
 
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.convert import convert, formats, with_formats
+from recipes.run.convert import (
+    between,
+    convert,
+    formats,
+    is_reshaped,
+    reshaped,
+    with_formats,
+)
 from recipes.run.state import init_state, load_trained
-from recipes.train import train
 from unitscale import to_array
 from unitscale.core import format_of
 from unitscale.nn import AmaxState
+
+from ..runs import loss_of, run
 
 MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
@@ -30,7 +34,9 @@ FORMATS = {
     "float32": (),
     "fp8": ("policy=fp8",),
     "fp8_delayed": ("policy=fp8_delayed",),
+    "fp8_readout": ("policy=fp8_delayed", "fp8_readout=true"),
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
+    "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),
     "exchange": ("mesh={data: 2, gradients: float8_e4m3fn}",),
 }
@@ -40,7 +46,7 @@ def values(tree: Any) -> Any:
     return to_array(tree, jnp.float32)
 
 
-@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("target", [name for name in FORMATS if name != "padded"])
 @pytest.mark.parametrize("source", ["float32", "6 bytes"])
 def test_values_are_carried_over(make_config: MakeConfig, source: str, target: str) -> None:
     old, new = (make_config(*OURS, *FORMATS[name]) for name in (source, target))
@@ -57,7 +63,26 @@ def test_values_are_carried_over(make_config: MakeConfig, source: str, target: s
         values(saved.params),
     )
     gone, there = (nnx.to_flat_state(nnx.filter_state(s.rest, AmaxState)) for s in (saved, state))
-    assert (len(gone), len(there)) == (0, 6 if target == "fp8_delayed" else 0)
+    # A table has one for its use as a readout, tied or not.
+    products = {"fp8_delayed": 6, "fp8_readout": 8}
+    assert (len(gone), len(there)) == (0, products.get(target, 0))
+
+
+@pytest.mark.parametrize("name", ["float32", "6 bytes"])
+def test_a_vocabulary_is_padded_and_back(make_config: MakeConfig, name: str) -> None:
+    """Parameters and moments; what is added is zero."""
+    old, new = (make_config(*OURS, *FORMATS[name], *more) for more in ((), FORMATS["padded"]))
+    assert is_reshaped(old, new)
+    assert not is_reshaped(old, old)
+    before, after = between(old, new)
+    saved, like = init_state(before)[2], init_state(after)[2]
+    padded = reshaped(saved, like)
+    assert jax.tree.map(jnp.shape, padded) == jax.tree.map(jnp.shape, like)
+    table = np.asarray(padded.params["embed"]["embedding"].get_value())
+    assert table.shape[0] % 100 == 0 < table[old.model.vocab :].size
+    np.testing.assert_array_equal(table[old.model.vocab :], 0)
+    back = reshaped(padded, saved)
+    jax.tree.map(np.testing.assert_array_equal, values(back.params), values(saved.params))
 
 
 def test_the_config_of_the_saved_state_comes_back(make_config: MakeConfig) -> None:
@@ -92,44 +117,42 @@ SCANS = {
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
     "dropout": ("model.dropout=0.1",),
 }
+PADDED = ("float32", "6 bytes")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCANS)
-def test_a_run_goes_on_with_stacked_layers_and_back(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, "model.scan=true") for name in SCANS),
+        *((name, "model.vocab_multiple=100") for name in PADDED),
+    ],
+)
+def test_a_run_goes_on_in_another_shape_and_back(
+    make_config: MakeConfig, name: str, shape: str
 ) -> None:
-    """Half of the steps as a scan over layers; it ends where the run without one does."""
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+    """Half of the steps as a scan over layers, or padded; it ends where the run without does."""
 
     def go_on(*words: str, convert: bool = False) -> float:
-        config = make_config(*OURS, *SCANS[name], *words)
-        outcome = train(config, convert=convert, console=Console(file=io.StringIO()))
-        assert outcome.validation_loss is not None
-        return outcome.validation_loss
+        return loss_of(make_config(*OURS, *SCANS[name], *words), convert=convert)
 
     expected = go_on()
     folder = train_module.open_run(make_config(*OURS, *SCANS[name])) / "checkpoints"
     shutil.rmtree(folder / "6")
     # Dropout draws other masks, and 8-bit moments are rounded once more on the way.
     rel = {"float32": 1e-4, "fp8_delayed": 1e-2, "6 bytes": 1e-2, "dropout": 0.1}[name]
-    assert go_on("model.scan=true", convert=True) == pytest.approx(expected, rel=rel)
+    assert go_on(shape, convert=True) == pytest.approx(expected, rel=rel)
     assert (folder / "6").exists()
     shutil.rmtree(folder / "6")
     assert go_on("train.steps=6", convert=True) == pytest.approx(expected, rel=rel)
 
 
 @pytest.mark.slow
-def test_a_float32_run_goes_on_in_fp8_and_back(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-
+def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     def go_on(*words: str, convert: bool = False) -> tuple[float, str]:
-        config, said = make_config(*OURS, *words), io.StringIO()
-        outcome = train(config, convert=convert, console=Console(file=said, width=300))
+        outcome, said = run(make_config(*OURS, *words), convert=convert)
         assert outcome.validation_loss is not None
-        return outcome.validation_loss, said.getvalue()
+        return outcome.validation_loss, said
 
     few = ("policy=fp8", *FORMATS["6 bytes"])
     expected, _ = go_on()

@@ -1,7 +1,5 @@
 """A run's folder belongs to one config, and nothing in it is ever deleted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

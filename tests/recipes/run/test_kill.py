@@ -1,7 +1,5 @@
 """Stopped at any moment by any signal, and the same command again: the run never interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

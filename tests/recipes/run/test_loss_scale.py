@@ -1,7 +1,5 @@
 """A loss scale changes no update in float32; one that overflows halves, and doubles with time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

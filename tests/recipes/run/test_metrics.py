@@ -1,7 +1,5 @@
 """Metrics can be read back, by us and by TensorBoard, also after a crash and a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,55 +1,56 @@
 """Saturated elements are metrics, and move scales where the config says so."""
 
-from __future__ import annotations
-
-import io
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
 
-from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.run.metrics import read_metrics
 from recipes.run.monitor import monitored
 from recipes.run.state import load_trained
-from recipes.train import train
 from unitscale import nn
 from unitscale.nn import AmaxState
-from unitscale.quant import QuantState
+from unitscale.quant import QuantState, Static, Unit
+
+from ..runs import run
 
 MakeConfig = Callable[..., GPTConfig]
 FP8 = ["model.library=unitscale", "policy=fp8", "optimizer={learning_rate: 1000.0}"]
 
 
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-
-
-def run(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
+def watched(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
     """The metrics, what was said, and the states of quantized products at the end."""
-    output = io.StringIO()
-    folder = train(config, console=Console(file=output, width=200)).folder
+    outcome, said = run(config)
     _, state = load_trained(config, print)
     own = nnx.to_flat_state(nnx.filter_state(state.rest, AmaxState))
-    rows = read_metrics(folder / "metrics.jsonl")
-    return rows, output.getvalue(), [variable.get_value() for _, variable in own]
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    return rows, said, [variable.get_value() for _, variable in own]
 
 
 def shares(row: dict) -> dict[str, float]:
     return {key: value for key, value in row.items() if key.startswith("saturated/")}
 
 
+def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
+    plain = monitored(make_config(*FP8)).matmul_for("readout")
+    own = monitored(make_config(*FP8, "fp8_readout=true")).matmul_for("readout")
+    seen = monitored(make_config(*FP8, "fp8_readout=true", "monitor={}")).matmul_for("readout")
+    assert plain is None
+    assert own is not None
+    assert seen is not None
+    assert (own.rhs, own.cotangent) == ("float8_e4m3fn", "float8_e5m2")
+    assert (own.strategy, seen.strategy) == (Unit(), Static())
+
+
 @pytest.mark.slow
 def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfig) -> None:
     """Steps of this size bring weights beyond 448."""
-    plain, said_plain, none = run(make_config(*FP8, "name=plain"))
-    seen, said_seen, still = run(make_config(*FP8, "name=seen", "monitor={}"))
-    moved, said, states = run(make_config(*FP8, "name=moved", "monitor={rebalance: true}"))
+    plain, said_plain, none = watched(make_config(*FP8, "name=plain"))
+    seen, said_seen, still = watched(make_config(*FP8, "name=seen", "monitor={}"))
+    moved, said, states = watched(make_config(*FP8, "name=moved", "monitor={rebalance: true}"))
     logged = [row for row in seen if "loss" in row]
     # query, key, value, out, up and down, three tensors each
     assert {len(shares(row)) for row in logged} == {18}

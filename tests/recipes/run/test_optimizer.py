@@ -1,7 +1,5 @@
 """Schedules and update rules are those the config names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

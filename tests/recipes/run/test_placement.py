@@ -1,35 +1,22 @@
 """A run on a mesh gives the numbers of a run on one device, and resumes."""
 
-from __future__ import annotations
-
-import io
 from collections.abc import Callable
 
 import jax
 import pytest
-from rich.console import Console
 
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.run.placement import on_mesh, open_mesh, place, place_batch, share, whole
 from recipes.run.state import init_state
-from recipes.train import make_train_step, train
+from recipes.train import make_train_step
+
+from ..runs import loss_of
 
 MakeConfig = Callable[..., GPTConfig]
 MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
 WIDE = "model.width=64"  # so that matrices are large enough to be cut
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "plot_run", lambda run: None)
-
-
-def loss_of(config: GPTConfig) -> float:
-    outcome = train(config, console=Console(file=io.StringIO()))
-    assert outcome.validation_loss is not None
-    return outcome.validation_loss
 
 
 def test_a_run_on_a_mesh_is_that_of_one_device(make_config: MakeConfig) -> None:
@@ -80,9 +67,7 @@ def test_refusals(make_config: MakeConfig) -> None:
         ["mesh={data: 2, fsdp: 2, tensor: 2, gradients: float8_e4m3fn}"],
         ["mesh={data: 4, gradients: float8_e4m3fn}", "scalify={storage: float16}"],
     ):
-        with pytest.raises(
-            RecipeError, match=r"mesh\.gradients: expected fsdp 1, tensor 1 and scal"
-        ):
+        with pytest.raises(RecipeError, match=r"gradients: expected fsdp 1, tensor 1 and scal"):
             open_mesh(make_config(*words))
     assert open_mesh(make_config()) is None
 

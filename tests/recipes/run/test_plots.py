@@ -1,7 +1,5 @@
 """Plots are drawn from what is there, also when it is little or not finite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

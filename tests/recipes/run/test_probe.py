@@ -1,7 +1,5 @@
 """The probe measures what JAX computes, layer by layer, and leaves the model as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

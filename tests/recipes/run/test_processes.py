@@ -1,7 +1,5 @@
 """Two processes train one run: as one would, with one voice, and again after one was lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM, sent to a real process, leave a checkpoint and the way to go on."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

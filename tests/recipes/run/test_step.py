@@ -1,7 +1,5 @@
 """One step: what it leaves out, and gradients that devices exchange in 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 
 from recipes.sweep import Row, append_row, by_format, make_points, read_curves

@@ -1,7 +1,5 @@
 """Sweeps: nothing that was finished is lost or done again, whatever happens to a run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Many runs in one program are those runs."""
 
-from __future__ import annotations
-
 import math
 
 import jax

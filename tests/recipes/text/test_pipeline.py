@@ -1,7 +1,5 @@
 """Batches: each window once per epoch, in an order that seed and position decide alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

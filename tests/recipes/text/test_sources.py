@@ -1,7 +1,5 @@
 """Documents come from files, folders, globs, JSONL, Parquet and datasets, or the fault is named."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -139,12 +137,7 @@ WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
     ),
     ("a.jsonl", b"[" * 10**6, {}, r"line 1: malformed JSON"),
     ("a.jsonl", b"\n", {}, r"holds no text \(0 bytes\)"),
-    (
-        "a.parquet",
-        b"PAR1 no",
-        {},
-        r"a\.parquet cannot be read: .*; check the file and data\.format",
-    ),
+    ("a.parquet", b"PAR1 no", {}, r"a\.parquet cannot be read: .*; check the file and"),
     ("a.txt", b"x", {"format": "dataset"}, r"expected the folder of a Hugging Face dataset .*got"),
 ]
 

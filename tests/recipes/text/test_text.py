@@ -1,7 +1,5 @@
 """Where text comes from, and what is said when there is none."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenizers: trained on the text, read from a file, and kept with the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +104,7 @@ def test_a_run_keeps_its_tokenizer(folder: Path, tmp_path: Path, bpe: Tokenizer)
     assert as_file.tokenizer.ids == 300
     assert open_tokenizer(as_file).identity == bpe.identity
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(
-        RecipeError, match=r"tokenizer\.path: .*tokenizer\.json cannot be read: No "
-    ):
+    with pytest.raises(RecipeError, match=r"tokenizer\.path: .*tokenizer\.json cannot be read"):
         open_tokenizer(as_file)
     save_tokenizer(ByteTokenizer(), tmp_path)
     assert not list(tmp_path.iterdir())

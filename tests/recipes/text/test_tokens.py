@@ -1,7 +1,5 @@
 """The token cache: made once, complete or not there, and made again when anything changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

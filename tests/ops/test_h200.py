@@ -1,0 +1,63 @@
+"""What an H200 would run for the readout and its loss in chunks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import ShapeDtypeStruct as Spec
+
+from tests.h200 import gemms
+from unitscale import ops
+from unitscale.analysis import compile_h200
+from unitscale.quant import MatmulConfig, check_fp8
+
+pytestmark = pytest.mark.h200
+TOKENS, WIDTH, VOCAB, COLUMNS, CHUNK = 4096, 256, 8100, 8192, 512
+FP8 = MatmulConfig(cotangent="float8_e5m2")
+
+
+def compiled(config: MatmulConfig | None, chunk: int) -> Any:
+    def loss(x, table, labels):
+        table = table.astype(jnp.bfloat16) if config is None else table
+        return ops.readout_cross_entropy(
+            x, table, labels, transposed=True, vocab=VOCAB, chunk_size=chunk, config=config
+        )
+
+    shapes = Spec((TOKENS, WIDTH), "bfloat16"), Spec((COLUMNS, WIDTH), "float32")
+    return compile_h200(jax.jit(jax.grad(loss, (0, 1))), *shapes, Spec((TOKENS,), "int32"))
+
+
+def body(program: Any) -> str:
+    """The part of a program that is run for each chunk: the one with the products."""
+    parts = program.as_text().split("\n\n")
+    return next(part for part in parts if "__cublas$lt$matmul" in part)
+
+
+def test_all_three_products_of_a_chunk_are_in_8_bits() -> None:
+    program = compiled(FP8, CHUNK)
+    assert check_fp8(program).share == 1
+    assert sorted(types for _, types, _ in gemms(program.as_text())) == [
+        ["f8e4m3fn", "f8e4m3fn"],
+        ["f8e5m2", "f8e4m3fn"],
+        ["f8e5m2", "f8e4m3fn"],
+    ]
+    # Nothing of the table's size is cast, turned or padded for each chunk again.
+    whole = {f"{COLUMNS},{WIDTH}", f"{WIDTH},{COLUMNS}"}
+    made = re.findall(r"= \(?\w+\[([\d,]+)\]\S* (?:fusion|copy|transpose|pad)\(", body(program))
+    assert made
+    assert not whole & set(made)
+
+
+@pytest.mark.parametrize("config", [None, FP8], ids=["bfloat16", "fp8"])
+def test_memory_is_that_of_a_chunk(config: MatmulConfig | None) -> None:
+    small, large = (
+        compiled(config, chunk).memory_analysis().temp_size_in_bytes for chunk in (CHUNK, TOKENS)
+    )
+    logits = 2  # bytes of each
+    assert large > TOKENS * COLUMNS * logits
+    # The table's gradient adds up in float32, and copies of it are cast and turned.
+    assert small < 3 * CHUNK * COLUMNS * logits + 3 * COLUMNS * WIDTH * 4

@@ -1,0 +1,133 @@
+"""`bench gpu` at toy size on a CPU: each part, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.bench import _gpu_parts, gpu
+from recipes.bench._gpu_parts import PARTS, Setting
+from recipes.cli import main
+
+TIMES = ("measured ms", "projected ms", "over projected")
+
+
+def check_times(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        measured, projected, over = (row[name] for name in TIMES)
+        assert 0 < projected < math.inf
+        assert over == pytest.approx(measured / projected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["plain-bfloat16", "fp8"])
+def test_a_step(row: str) -> None:
+    rows = PARTS[f"llama-1b {row}"](Setting(toy=True))
+    check_times(rows)
+    (found,) = rows
+    assert found["program"] == row
+    assert 0 < found["loss"] < 10
+    assert found["tokens per second"] == pytest.approx(1e3 * 64 / found["measured ms"])
+    ratio = found["projected tokens per second"] / found["tokens per second"]
+    assert ratio == pytest.approx(found["over projected"])
+    # Of times all that is not measured is called projected.
+    assert all(n.startswith("projected") for n in found if n.endswith(" ms") and n != TIMES[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "rows"), [("products", 4), ("attention", 2), ("optimizer", 2)])
+def test_a_part(part: str, rows: int) -> None:
+    found = PARTS[part](Setting(toy=True))
+    assert len(found) == rows
+    check_times(found)
+
+
+@pytest.mark.slow
+def test_losses(text_file: Path, tmp_path: Path) -> None:
+    rows = PARTS["losses"](Setting(True, str(text_file), tmp_path / "runs"))
+    assert [row["variant"] for row in rows] == ["float32", "float16", "fp8"]
+    assert all(row["standard deviation"] > 0 for row in rows)
+    assert len(list((tmp_path / "runs").iterdir())) == 3 * 2
+
+
+def test_calls_take_turns_and_the_first_round_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([0.0, 100.0, 100.0, 101.0, 200.0, 204.0, 300.0, 306.0])
+    monkeypatch.setattr(_gpu_parts.time, "perf_counter", lambda: next(clock))
+    seen = []
+    assert _gpu_parts.per_call(seen.append, 2, rounds=3) == 2.0
+    assert seen == list(range(8))
+
+
+def test_every_row_of_every_shape_has_a_part() -> None:
+    names = [f"{shape} {row}" for shape in gpu.SHAPES for row in _gpu_parts.ROWS]
+    assert set(names) < set(PARTS)
+    assert set(PARTS) - set(names) == {"tests", "products", "attention", "optimizer", "losses"}
+
+
+def test_a_part_that_fails_is_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    out, written = tmp_path / "deep" / "gpu.json", []
+
+    def launched(name: str, **told: Any) -> dict[str, Any]:
+        written.append(len(json.loads(out.read_text())["parts"]) if out.exists() else 0)
+        assert told["toy"]
+        if name == "attention":
+            return {"status": "failed", "error": "exit code 1", "printed": "no such kernel"}
+        return {"status": "done", "device": "a GPU", "rows": [{"work": name, "measured ms": 2.0}]}
+
+    monkeypatch.setattr(gpu, "launched", launched)
+    assert main(["bench", "gpu", "--toy", "--out", str(out)]) == 1
+    parts = json.loads(out.read_text())["parts"]
+    assert list(parts) == list(PARTS)
+    assert written == list(range(len(PARTS)))
+    assert parts["attention"]["printed"] == "no such kernel"
+    said = capsys.readouterr()
+    assert "bench gpu: failed: attention; see" in said.err
+    for text in ("Training step of gpt2-small, a GPU", "Losses, a GPU", "exit code 1"):
+        assert text in said.out
+
+
+def test_what_no_time_is_left_for_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu, "backend", lambda: "gpu")
+    monkeypatch.setattr(gpu, "launched", lambda name, **told: {"status": "done", "rows": []})
+    clock = iter([0.0, 10.0, 40.0])
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    out = tmp_path / "gpu.json"
+    command = ["bench", "gpu", "--parts", "products,attention", "--minutes", "1", "--out", str(out)]
+    assert main(command) == 0
+    parts = json.loads(out.read_text())["parts"]
+    assert [part["status"] for part in parts.values()] == ["done", "left out"]
+    assert "1 minutes were over" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu, "backend", lambda: "cpu")
+    assert main(["bench", "gpu"]) == 2
+    assert "expected JAX to see a GPU; it sees cpu" in capsys.readouterr().err
+    assert main(["bench", "gpu", "--parts", "speed"]) == 2
+    assert "--parts: expected some of tests, products" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert main(["bench", "gpu", "--toy", "--parts", "tests,attention", "--out", str(out)]) == 0
+    parts = json.loads(out.read_text())["parts"]
+    assert [part["status"] for part in parts.values()] == ["done", "done"]
+    check_times(parts["attention"]["rows"])
+    failed = gpu.launched("no such part", toy=True, data=None, limit=60.0)
+    assert failed["status"] == "failed"
+    assert "--part: expected some of tests" in failed["printed"]
+    late = gpu.launched("attention", toy=True, data=None, limit=0.1)
+    assert (late["status"], late["error"]) == ("failed", "not done after 0 s")

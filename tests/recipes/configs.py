@@ -1,0 +1,30 @@
+"""Shipped configs, and tables of overrides that a config refuses, as tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.errors import RecipeError
+from recipes.registry import load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = {
+    "finetune": ["init=nowhere", "data.train=a", "data.validation=b"],
+    "images": [f"data.{s}_{part}=x" for s in ("train", "test") for part in ("images", "labels")],
+}
+"""Overrides for what the configs of a recipe leave to users."""
+
+
+def refuses_configs(table: Sequence[tuple[str | list[str], str]]) -> Any:
+    """The test that a config with the overrides of each row is refused, as its message says."""
+
+    @pytest.mark.parametrize(("overrides", "message"), table, ids=lambda value: str(value)[:40])
+    def test(config_file: Path, overrides: str | list[str], message: str) -> None:
+        words = [overrides] if isinstance(overrides, str) else overrides
+        with pytest.raises(RecipeError, match=message) as caught:
+            load_config(config_file, words)
+        assert caught.value.exit_code == 2
+
+    return test

@@ -1,0 +1,89 @@
+"""Runs inside of a test's process: what they say, and that a stopped one loses nothing."""
+
+import io
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from recipes import train as train_module
+from recipes.config import RunConfig
+from recipes.run.checkpoint import Checkpoints
+from recipes.run.convert import formats
+from recipes.run.metrics import Metrics, read_metrics
+from recipes.run.state import TrainState, init_state, load_trained
+from recipes.train import Outcome, train
+
+
+def run(config: RunConfig, **options: Any) -> tuple[Outcome, str]:
+    """Trains a config; how it ended, and what was said."""
+    output = io.StringIO()
+    outcome = train(config, console=Console(file=output, width=300), **options)
+    return outcome, output.getvalue()
+
+
+def untrained(config: RunConfig, folder: Path) -> TrainState:
+    """Saves the first state of a run, for which no step has to be compiled; the state."""
+    checkpoints, state = Checkpoints(folder), init_state(config)[2]
+    checkpoints.save(0, state, {}, {"formats": formats(config), "text": ""})
+    checkpoints.close()
+    return state
+
+
+def loss_of(config: RunConfig, **options: Any) -> float:
+    """The validation loss at the end of a run."""
+    loss = run(config, **options)[0].validation_loss
+    assert loss is not None
+    return loss
+
+
+def final_arrays(config: RunConfig) -> list[np.ndarray]:
+    """The state of a run's last checkpoint."""
+    leaves = jax.tree.leaves(load_trained(config, print)[1])
+    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [
+        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        for leaf, is_key in zip(leaves, keys, strict=True)
+    ]
+
+
+def timeless(folder: Path) -> list[dict]:
+    """The metrics without those that depend on the clock."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.endswith("_per_second")} for row in rows]
+
+
+class StopAfter(Metrics):
+    """Sends SIGTERM to this process when step 3 has been logged."""
+
+    def write(self, step: int, **values: float) -> None:
+        super().write(step, **values)
+        if step == 3 and "loss" in values:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def resumes_bit_for_bit(whole: RunConfig, stopped: RunConfig) -> Outcome:
+    """Checks that a run that is stopped and resumed is the uninterrupted one; how that ended."""
+    expected, _ = run(whole)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "open_metrics", lambda folder, _: StopAfter(folder))
+        outcome, said = run(stopped)
+    assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
+    assert "stopped by SIGTERM after step 4; run the same command to resume" in said
+    assert signal.getsignal(signal.SIGTERM) == before
+
+    resumed, said = run(stopped)
+    assert f"resuming after step 4 of {whole.train.steps}" in said
+    assert resumed.validation_loss == expected.validation_loss
+    assert resumed.scores == expected.scores
+    assert timeless(resumed.folder) == timeless(expected.folder)
+    for one, other in zip(final_arrays(whole), final_arrays(stopped), strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+    return expected

@@ -1,0 +1,19 @@
+"""Tables of calls that are refused, as tests."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+Refusal = tuple[type[Exception], Callable[..., object], str]
+
+
+def refuses(table: Sequence[Refusal], *args: Any) -> Any:
+    """The test that each call of a table raises its error, of a message that matches."""
+
+    @pytest.mark.parametrize(("error", "call", "match"), table)
+    def test(error: type[Exception], call: Callable[..., object], match: str) -> None:
+        with pytest.raises(error, match=match):
+            call(*args)
+
+    return test
