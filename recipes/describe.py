@@ -60,7 +60,7 @@ def describe(config: RunConfig) -> Description:
     return Description(
         parameters,
         config.data.step_size,
-        flops_of(step.trace(*shapes).jaxpr),
+        program_flops(step.trace(*shapes).jaxpr),
         bytes_of(state.params),
         bytes_of(gradients),
         bytes_of(state.opt_state),
@@ -68,7 +68,7 @@ def describe(config: RunConfig) -> Description:
     )
 
 
-def flops_of(jaxpr: ClosedJaxpr) -> float:
+def program_flops(jaxpr: ClosedJaxpr) -> float:
     """FLOPs of a program as XLA counts it, which counts the body of a loop as if it ran once."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
     cost = jax.jit(jaxpr_as_fun(jaxpr)).lower(*shapes).cost_analysis()
@@ -84,7 +84,7 @@ def _of_further_turns(jaxpr: Jaxpr) -> float:
                 continue
             total += _of_further_turns(getattr(inner, "jaxpr", inner))
             if eqn.primitive.name == "scan":
-                total += (eqn.params["length"] - 1) * flops_of(inner)
+                total += (eqn.params["length"] - 1) * program_flops(inner)
     return total
 
 

@@ -26,6 +26,7 @@ from unitscale import rules
 
 from ..bert.config import BertConfig
 from ..config import RunConfig
+from ..describe import program_flops
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.batch import make_loss
@@ -145,9 +146,9 @@ def flops_of(model: nnx.Module, batch: Any) -> float:
     """Those of an abstract model and batch."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    loss = make_loss(graphdef)
-    analysis: Any = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch).cost_analysis()
-    return float(analysis["flops"])
+    return program_flops(
+        jax.make_jaxpr(jax.value_and_grad(make_loss(graphdef)))(params, rest, batch)
+    )
 
 
 @contextmanager
