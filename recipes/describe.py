@@ -84,13 +84,13 @@ def _cost(config: RunConfig) -> tuple[float, int]:
     """FLOPs of a step, and bytes of activations of an example."""
     with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
         graphdef, step, shapes = abstract_step(config)
-        flops = flops_of(step.trace(*shapes).jaxpr)
+        flops = program_flops(step.trace(*shapes).jaxpr)
     loss = make_loss(graphdef, deterministic=False)
     one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
     return flops, two - one
 
 
-def flops_of(jaxpr: ClosedJaxpr) -> float:
+def program_flops(jaxpr: ClosedJaxpr) -> float:
     """FLOPs of a program as XLA counts it, which counts the body of a loop as if it ran once."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
     cost = jax.jit(jaxpr_as_fun(jaxpr)).lower(*shapes).cost_analysis()
@@ -106,7 +106,7 @@ def _of_further_turns(jaxpr: Jaxpr) -> float:
                 continue
             total += _of_further_turns(getattr(inner, "jaxpr", inner))
             if eqn.primitive.name == "scan":
-                total += (eqn.params["length"] - 1) * flops_of(inner)
+                total += (eqn.params["length"] - 1) * program_flops(inner)
     return total
 
 

@@ -26,6 +26,7 @@ from unitscale.ops import attention_paths
 
 from ..bert.config import BertConfig
 from ..config import RunConfig
+from ..describe import program_flops
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.batch import make_loss
@@ -153,11 +154,9 @@ def flops_of(model: nnx.Module, batch: Any) -> float:
     """Those of an abstract model and batch."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    loss = make_loss(graphdef)
-    with attention_paths("plain"):  # of a kernel XLA knows none, and of a loop those of one turn
-        lowered = jax.jit(jax.value_and_grad(loss)).lower(params, rest, batch)
-    analysis: Any = lowered.cost_analysis()
-    return float(analysis["flops"])
+    loss = jax.value_and_grad(make_loss(graphdef))
+    with attention_paths("plain"):  # of a kernel XLA knows none
+        return program_flops(jax.make_jaxpr(loss)(params, rest, batch))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.describe import Description, describe, flops_of
+from recipes.describe import Description, describe, program_flops
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.state import init_state
@@ -118,7 +118,7 @@ def test_every_turn_of_a_loop_counts() -> None:
     def program(x):
         return jax.jit(lambda x: jax.lax.scan(outer, x, None, length=5)[0])(x) @ x
 
-    flops = flops_of(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((32, 32), "float32")))
+    flops = program_flops(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((32, 32), "float32")))
     assert flops == pytest.approx((5 * (3 + 1) + 1) * 2 * 32**3, rel=1e-3)
 
 

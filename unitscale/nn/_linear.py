@@ -1,6 +1,6 @@
 """Dense layers and the readout."""
 
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 from flax import nnx
@@ -26,6 +26,7 @@ class _Affine(nnx.Module):
     """What Dense and Readout share: parameters and formats."""
 
     role: str
+    constraint: Constraint
 
     def __init__(
         self,
@@ -193,8 +194,8 @@ class Readout(_Affine):
             ()
         """
         if self.bias is not None:
-            options.pop("chunk_size", None)
-            return ops.softmax_cross_entropy(self(x), labels, **options)
+            others: dict[str, Any] = {k: v for k, v in options.items() if k != "chunk_size"}
+            return ops.softmax_cross_entropy(self(x), labels, **others)
         return ops.readout_cross_entropy(
             self.policy.activation(x),
             self.policy.weight(read(self.kernel), self.role),
