@@ -32,6 +32,14 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
         lambda x: (lambda y: y - y.mean(-1, keepdims=True))(jax.lax.map(lambda v: 2 * v, x)),
         scaled([1.0, 1.0, 5.0]),
     ),
+    "a maximum so far, row by row, from the lowest number": (
+        lambda x: jax.lax.scan(
+            lambda c, i: (c.at[i].set(jnp.maximum(c[i], x[i])), None),
+            jnp.full(x.shape, jnp.finfo(jnp.float32).min / 2),
+            jnp.arange(2),
+        )[0][:2],
+        scaled([[1.0, 2.0], [-1.0, 3.0], [0.0, 1.0]], 4.0, jnp.float32),
+    ),
     "a number far above the operand, squared": (
         lambda x: (x + 1) ** 2 * (x + 1) + x,
         scaled([1.0, 2.0], 2.0**-40),

@@ -16,12 +16,14 @@ Statistic = Literal["rms", "amax"]
 _EXPONENT_BITS = np.int32(0x7F800000)
 # Beyond these the mean of squares has lost what it was to measure.
 _SMALLEST_MEAN, _LARGEST_MEAN = np.float32(2.0**-90), np.float32(2.0**120)
+# What is larger stands for infinity: beside it other numbers would be lost, at a scale of its size.
+_MASK = np.float32(2.0**120)
 
 
 def unit_of(data: Any, statistic: Statistic = "rms", zero: float = 1.0) -> Any:
     """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
-    ``zero`` for data without finite elements other than zero. Not differentiated. A program
+    The RMS is that of elements below 2^120, if there are any but zeros. ``zero`` for data without finite elements other than zero. Not differentiated. A program
     measures often, so this is written in few operations, in two reductions that do not wait for
     each other.
 
@@ -39,7 +41,8 @@ def unit_of(data: Any, statistic: Statistic = "rms", zero: float = 1.0) -> Any:
         largest = lax.reduce_max(size, axes)
         if statistic == "rms":
             number = np.asarray(1 / size.size, size.dtype)
-            mean = lax.mul(lax.reduce_sum(lax.mul(size, size), axes), number)
+            usual = lax.select(lax.lt(size, _as(_MASK, size)), size, lax.full_like(size, 0))
+            mean = lax.mul(lax.reduce_sum(lax.mul(usual, usual), axes), number)
             kept = lax.clamp(_as(_SMALLEST_MEAN, mean), mean, _as(_LARGEST_MEAN, mean))
             size = lax.select(lax.eq(kept, mean), lax.sqrt(mean), largest)
         else:
