@@ -38,7 +38,7 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
             jnp.full(x.shape, jnp.finfo(jnp.float32).min / 2),
             jnp.arange(2),
         )[0][:2],
-        scaled([[1.0, 2.0], [-1.0, 3.0], [0.0, 1.0]], 2.0**-8, jnp.float32),
+        scaled([[1.0, 2.0], [-1.0, 3.0], [0.0, 1.0]], 2.0**-30, jnp.float32),
     ),
     "a number far above the operand, squared": (
         lambda x: (x + 1) ** 2 * (x + 1) + x,
