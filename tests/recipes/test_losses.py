@@ -63,6 +63,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "cnn-fp8": ("mnist/cnn", *SMALL, FP8),
 }
 
+# The quick start trains a whole Transformer in FP8 at a high rate, where one value that rounds the
+# other way moves a loss by a percent: the same commit was 1.8% off on another processor.
+TOLERANCE = {"quickstart": 2.5e-2, "mlp-fp8": 5e-3, "cnn-fp8": 5e-3}
+
 
 def write_text(path: Path) -> Path:
     """Words of a small vocabulary by Zipf's law, the same on every machine."""
@@ -96,7 +100,6 @@ def test_the_loss_is_the_stored_one(name: str, tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     found: dict[str, Any] = {str(row["step"]): row["loss"] for row in rows if "loss" in row}
     assert found.keys() == STORED[name].keys()
-    narrow = name == "quickstart" or name.endswith("fp8")
     np.testing.assert_allclose(
-        list(found.values()), list(STORED[name].values()), rtol=5e-3 if narrow else 1e-4
+        list(found.values()), list(STORED[name].values()), rtol=TOLERANCE.get(name, 1e-4)
     )
