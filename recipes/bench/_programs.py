@@ -28,10 +28,11 @@ from ._runs import CONFIGS
 from .quant import MISSING, has_qwix, is_dense, is_readout
 
 FLOAT32_STATE = ("optimizer.weights=null", "optimizer.moments=null", "optimizer.rounding=nearest")
+# The defaults of `optim.scaled`.
 SCALED_STATE = (
     "optimizer.weights=float16",
     "optimizer.moments=[float8_e4m3fn,float16]",
-    "optimizer.rounding=stochastic",
+    "optimizer.rounding=nearest",
 )
 # No u-muP, so a rate of its own.
 PLAIN = (
