@@ -166,7 +166,7 @@ VALID: dict[str, Callable[[], Model]] = {
     ),
     "stack float16": stack("float16", norm_placement="post"),
     "stack fp8": stack("fp8", activation="silu_glu"),
-    "stack fp8_dynamic": stack("fp8_dynamic", rotary_base=50.0, num_kv_heads=1, remat=True),
+    "stack fp8_dynamic": stack("fp8_dynamic", rotary_base=50.0, num_kv_heads=1, remat="layer"),
     "conv": module(lambda rngs: nn.Conv(4, 6, 3, rngs=rngs)),
 }
 BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
