@@ -23,9 +23,9 @@ _MASK = np.float32(2.0**120)
 def unit_of(data: Any, statistic: Statistic = "rms", zero: float = 1.0) -> Any:
     """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
-    The RMS is that of elements below 2^120, if there are any but zeros. ``zero`` for data without finite elements other than zero. Not differentiated. A program
-    measures often, so this is written in few operations, in two reductions that do not wait for
-    each other.
+    The RMS is that of elements below 2^120, if there are any but zeros. ``zero`` for data without
+    finite elements other than zero. Not differentiated. A program measures often, so this is
+    written in few operations, in two reductions that do not wait for each other.
 
     Example:
         >>> print(unit_of(jnp.array([3e5, jnp.inf])))
