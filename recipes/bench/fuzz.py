@@ -58,6 +58,8 @@ def main(
             print(f"# seed {seed}, program {number}: {check(small) or verdict}\n{listing(small)}\n")
         if number % 50 == 49:
             print(f"# up to program {number}: {counts}", flush=True)
+        if number % 200 == 199:
+            jax.clear_caches()  # the operations of a program take some 20 MiB when compiled
     rows = [
         {"programs": kind, **row, **asked(float(row["differ"]), most=0)}
         for kind, row in sorted(counts.items())
