@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from ._formats import Format, format_of, wide_dtype
+from ._noise import rounding_noise
 from ._pow2 import exponent_of, pow2
 from ._vjp import custom_vjp
 
@@ -142,16 +143,8 @@ def _within(fmt: Format, dtype: Any) -> Format:
     return dataclasses.replace(fmt, max=largest)
 
 
-def _noise(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    if key is None:
-        raise ValueError(
-            'unitscale.cast: rounding="stochastic" needs key=, a jax.random key; got None'
-        )
-    return jax.random.bits(key, x.shape, jnp.uint32)
-
-
 def _cast_array(x, key, fmt, stochastic, saturate):
-    noise = _noise(x, key) if stochastic else None
+    noise = rounding_noise(key, x.shape) if stochastic else None
     if fmt.dtype == jnp.float8_e8m0fnu:
         return _to_e8m0(x, noise, saturate)
     # XLA converts float64 to 16 bits by way of float32, which rounds twice.
@@ -242,7 +235,9 @@ def cast(
         raise TypeError(f"unitscale.cast: expected a floating array; got dtype {x.dtype}")
     stochastic = rounding == "stochastic"
     if stochastic and key is None:
-        _noise(x, None)
+        raise ValueError(
+            'unitscale.cast: rounding="stochastic" needs key=, a jax.random key; got None'
+        )
     if fmt.dtype == jnp.float8_e8m0fnu:
         x = lax.stop_gradient(x)
     return _cast(x, key if stochastic else None, fmt, stochastic, saturate)

@@ -1,0 +1,76 @@
+"""The bits of stochastic rounding are uniform, and tell nothing of one another."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale.core._noise import rounding_noise
+
+SIZE = 2**18
+KEY = jax.random.key(3)
+SIGMAS = 5.0
+
+
+def bits_of(words: np.ndarray) -> np.ndarray:
+    """(32, n) zeros and ones."""
+    return (words >> np.arange(32, dtype=np.uint32)[:, None]) & 1
+
+
+def noise(key: jax.Array, shape: tuple[int, ...] = (SIZE,)) -> np.ndarray:
+    return np.asarray(rounding_noise(key, shape))
+
+
+def test_is_uniform() -> None:
+    """Every bit by itself, and the upper and lower bytes together."""
+    words = noise(KEY)
+    assert np.all(abs(bits_of(words).mean(1) - 0.5) < SIGMAS * 0.5 / SIZE**0.5)
+    for shift in (0, 24):
+        counts = np.bincount((words >> shift) & 255, minlength=256)
+        expected = SIZE / 256
+        chi_square = np.sum((counts - expected) ** 2) / expected
+        assert abs(chi_square - 255) < SIGMAS * (2 * 255) ** 0.5
+
+
+def shifted(by: int) -> Callable[[], np.ndarray]:
+    return lambda: np.roll(noise(KEY), by)
+
+
+OTHERS = {
+    "the next entry": shifted(1),
+    "the next row": shifted(1024),
+    "another key": lambda: noise(jax.random.key(4)),
+    "the key of the next step": lambda: noise(jax.random.split(KEY)[0]),
+    "the next key of a split": lambda: noise(jax.random.split(KEY, 4)[1]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_is_independent_of(name: str) -> None:
+    """No bit goes with any bit of the other; 32 x 32 correlations."""
+    one, other = (2.0 * bits_of(words) - 1 for words in (noise(KEY), OTHERS[name]()))
+    correlations = one @ other.T / SIZE
+    # Of a thousand, the largest is expected at 3.3 sigmas.
+    assert np.max(abs(correlations)) < 5.5 / SIZE**0.5
+
+
+def test_no_two_entries_are_alike() -> None:
+    assert len(np.unique(noise(KEY))) == SIZE
+
+
+def test_a_place_counts_and_not_the_shape() -> None:
+    np.testing.assert_array_equal(noise(KEY, (4, 8, 2)).ravel(), noise(KEY, (64,)))
+    assert noise(KEY, ()) == noise(KEY, (1,))[0]
+    assert noise(KEY, (0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_any_key_does(implementation: str) -> None:
+    keys = jax.random.split(jax.random.key(0, impl=implementation), 3)
+    together = jax.vmap(lambda key: rounding_noise(key, (5,)))(keys)
+    one_by_one = jnp.stack([rounding_noise(key, (5,)) for key in keys])
+    if implementation == "threefry2x32":  # others draw other words under vmap
+        np.testing.assert_array_equal(together, one_by_one)
+    assert len(np.unique(together)) == 15

@@ -1,0 +1,48 @@
+"""Random bits for stochastic rounding, cheap enough to be drawn for every number of a model.
+
+The bits of `jax.random` cost some hundred integer operations each, which on a GPU takes several
+times as long as all the rest of an optimizer step. Rounding needs less: bits that are uniform, and
+that do not follow one another from number to number, key to key and step to step.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns 32 random bits for each entry: a hash of its place and of two words of the key.
+
+    Twice the finalizer of MurmurHash3, a bijection in which every bit of the input moves every bit
+    of the output with a probability near 1/2. Under one key no two of 2^32 entries have the same
+    bits. For rounding, not for sampling.
+
+    Args:
+        key: `jax.random` key of any implementation.
+        shape: of the result.
+
+    Returns:
+        uint32 array.
+
+    Example:
+        >>> bits = rounding_noise(jax.random.key(0), (1000,))
+        >>> print((bits / 2.0**32).mean().round(1))
+        0.5
+
+    References:
+        Appleby, "MurmurHash3", 2011, fmix32.
+    """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        place += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return _mix(_mix(place + first) ^ second)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
