@@ -188,9 +188,9 @@ def test_compare_trains_once_and_measures_all_validation_text(
     told = Told(str(config_file), ["train.steps=2", "train.eval_batches=1", "model.dropout=0.0"])
     found = compare(entry, told)
     losses = [row["validation loss"] for row in found.table().rows]
-    assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)  # two steps, the second in float16
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)  # two steps, the second run in float16
     from_run = load_config(config_file, ["name=tiny-auto-loss-scale"])
-    assert Path(from_run.train.runs_dir, from_run.name, "config.yaml").is_file()
+    trained = Path(from_run.train.runs_dir, from_run.name, "config.yaml").read_text("utf-8")
+    assert "policy: float16" in trained
     monkeypatch.setattr(_runs, "train", lambda config, **_: Outcome(Path(), 2, None, {}, None))
     assert compare(entry, told).values == found.values  # read from the checkpoint
