@@ -55,5 +55,5 @@ def test_gradients_of_a_model(check: bool) -> None:
         name = jax.tree_util.keystr(path)
         if "['key']['bias']" in name:  # adds the same to all logits of a query
             assert np.abs(ours).max() < 1e-5
-        else:
-            assert relative_error(ours, expected) < 2**-19, name
+        else:  # keys' gradients are what is left of larger ones: some 32 roundings of theirs
+            assert relative_error(ours, expected) < 2**-18, name
