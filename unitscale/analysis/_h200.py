@@ -106,8 +106,12 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
         ...     program = compile_h200(lambda x: ops.dense(x, x, config=config).data, x)
         ...     assert quant.check_fp8(program)
     """
-    # A function that JAX has not seen, so that it is traced anew.
-    jitted: Any = f if hasattr(f, "lower") else jax.jit(lambda *args: f(*args))
+
+    @functools.wraps(f)
+    def unseen(*args: Any) -> Any:  # by JAX, so that it is traced anew
+        return f(*args)
+
+    jitted: Any = f if hasattr(f, "lower") else jax.jit(unseen)
     options = {"xla_gpu_enable_triton_gemm": triton}
     with cudnn_of(_CAPABILITY, _CUDNN), for_nvidia():
         lowered = jitted.lower(*jax.tree.map(_on_one, args))
