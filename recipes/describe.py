@@ -147,7 +147,8 @@ def report(config: RunConfig) -> Iterator[str]:
         f"{size * facts.activations:,} a step, before XLA fuses any"
     )
     for mode, other in _by_remat(config).items():
-        flops, activations = _cost(other)
+        known = facts.flops, facts.activations
+        flops, activations = known if other == config else _cost(other)
         yield (
             f"  model.remat={mode:<6}{activations:>16,} bytes an example, "
             f"{flops:.4g} FLOPs a step, {flops / facts.flops:.2f} times"

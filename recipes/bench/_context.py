@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..gpt.config import GPTConfig
 from ._table import asked
-from ._timing import interleaved, random_batch, train_step
+from ._timing import advancing, interleaved, random_batch, train_step
 
 LONG = ("policy=float32", "data.sequence_length=4096", "data.batch_size=1")
 MOST_MEMORY, MOST_TIME = 0.3, 1.3
@@ -45,12 +44,4 @@ def _step(config: GPTConfig, implementation: str, batch: Any) -> tuple[Callable[
     shape = config.model.model_copy(update={"attention_implementation": implementation})
     step, state = train_step(config.model_copy(update={"model": shape}))
     program = step.lower(state, batch, np.int32(0)).compile()
-    done = 0
-
-    def advance() -> object:
-        nonlocal state, done
-        state, values = program(state, batch, np.int32(done))
-        done += 1
-        return jax.block_until_ready((state, values))
-
-    return advance, program.memory_analysis().temp_size_in_bytes
+    return advancing(program, state, batch), program.memory_analysis().temp_size_in_bytes

@@ -40,7 +40,13 @@ def train_step(config: RunConfig) -> tuple[Any, TrainState]:
 
 def stepper(config: RunConfig, batch: Any) -> Callable[[], object]:
     """A function that trains one step further, on the same batch, and waits for it."""
-    step, state = train_step(config)
+    return advancing(*train_step(config), batch)
+
+
+def advancing(
+    step: Callable[..., tuple[Any, Any]], state: TrainState, batch: Any
+) -> Callable[[], object]:
+    """As `stepper`, of a step and its first state."""
     done = 0
 
     def advance() -> object:

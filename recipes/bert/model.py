@@ -23,7 +23,7 @@ class Encoder(nnx.Module):
                 "recipes.bert.model.Encoder: config.context must be a number of positions; got "
                 "None; set it to the longest sequence"
             )
-        width, residual = config.width, config.residual
+        width = config.width
         self.post = config.norm_placement == "post"
         self.embed = nn.Embed(
             config.vocab,
@@ -42,17 +42,9 @@ class Encoder(nnx.Module):
             width,
             config.heads,
             config.hidden,
-            residual_scheme=residual.scheme,
-            residual_tau=0.5 if residual.tau is None else residual.tau,
-            residual_mult=residual.mult,
-            residual_attention_ratio=residual.attention_ratio,
             norm="layer",
             norm_placement=config.norm_placement,
-            max_length=config.context,
-            dropout_rate=config.dropout,
-            remat=config.remat,
-            attention_implementation=config.attention_implementation,
-            scan=config.scan,
+            **config.stack_options,
             policy=policy,
             rngs=rngs,
         )

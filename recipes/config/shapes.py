@@ -1,6 +1,6 @@
 """Shapes of models that more than one recipe has."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -77,6 +77,22 @@ class TransformerConfig(Section):
     @property
     def hidden(self) -> int:
         return round(self.width * self.mlp_ratio)
+
+    @property
+    def stack_options(self) -> dict[str, Any]:
+        """Options of `unitscale.nn.TransformerStack` that do not differ between recipes."""
+        residual = self.residual
+        return {
+            "residual_scheme": residual.scheme,
+            "residual_tau": 0.5 if residual.tau is None else residual.tau,
+            "residual_mult": residual.mult,
+            "residual_attention_ratio": residual.attention_ratio,
+            "max_length": self.context,
+            "dropout_rate": self.dropout,
+            "remat": self.remat,
+            "attention_implementation": self.attention_implementation,
+            "scan": self.scan,
+        }
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

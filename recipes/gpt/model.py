@@ -35,27 +35,18 @@ class GPT(nnx.Module):
             else None
         )
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
-        residual = config.residual
         self.stack = nn.TransformerStack(
             config.layers,
             width,
             config.heads,
             config.hidden,
             num_kv_heads=config.kv_heads,
-            residual_scheme=residual.scheme,
-            residual_tau=0.5 if residual.tau is None else residual.tau,
-            residual_mult=residual.mult,
-            residual_attention_ratio=residual.attention_ratio,
             norm=config.norm,
             activation="gelu" if config.mlp == "plain" else "silu_glu",
             is_causal=True,
-            max_length=config.context,
             rotary_base=10000.0 if config.positions == "rope" else None,
             use_bias=config.bias,
-            dropout_rate=config.dropout,
-            remat=config.remat,
-            attention_implementation=config.attention_implementation,
-            scan=config.scan,
+            **config.stack_options,
             policy=policy,
             rngs=rngs,
         )

@@ -122,31 +122,20 @@ def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 x = jnp.ones((2, 8, 4, 16), jnp.bfloat16)
 call = ops.dot_product_attention
 MASK = jnp.ones((8, 8), bool)
+DROPOUT: dict[str, Any] = {
+    "dropout_rate": 0.1,
+    "dropout_key": jax.random.key(0),
+    "deterministic": False,
+}
 ERRORS = [
     (lambda: call(x, x, x, implementation="flash"), "one of auto, plain, chunked, cudnn; got 'fl"),
     (lambda: call(x, x, x, implementation="cudnn", mask=MASK), "no exact masks"),
     (
-        lambda: call(
-            x,
-            x,
-            x,
-            implementation="cudnn",
-            dropout_rate=0.1,
-            dropout_key=jax.random.key(0),
-            deterministic=False,
-        ),
+        lambda: call(x, x, x, implementation="cudnn", **DROPOUT),
         "'cudnn' was asked for, and cannot be had: it has no dropout",
     ),
     (
-        lambda: call(
-            x,
-            x,
-            x,
-            implementation="chunked",
-            dropout_rate=0.1,
-            dropout_key=jax.random.key(0),
-            deterministic=False,
-        ),
+        lambda: call(x, x, x, implementation="chunked", **DROPOUT),
         "'chunked' was asked for, and cannot be had: dropout needs all weights at once",
     ),
     (lambda: call(*[x.astype("float32")] * 3, implementation="cudnn"), "not float32"),
