@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core._lazy_scale import LazyScale, anchored, clipped, largest, pow2_root, ratio
+from unitscale.core._lazy_scale import LazyScale, clipped, largest, ratio
 
 
 def scale(number: float) -> LazyScale:
@@ -68,9 +68,13 @@ def test_largest_and_ratio() -> None:
     np.testing.assert_array_equal(largest(items, s).array(), [[8.0], [32.0]])
 
 
-@pytest.mark.parametrize("number", [2.0**-126, 0.5, 1.0, 3.0, 2.0**41, 2.0**127])
-def test_anchored_and_pow2_root(number: float) -> None:
-    assert float(jax.jit(anchored)(jnp.float32(number))) == number
-    root = float(pow2_root(jnp.float32(number)))
-    assert np.frexp(root)[0] == 0.5
-    assert root <= np.sqrt(number) < 2 * root
+def test_equal_formulas_are_one_array() -> None:
+    s, t = scale(8.0), scale(0.5)
+    assert (s * t).array() is (t * s).array()
+    assert (s * t).array() is not (s / t).array()
+
+
+def test_bare_scales() -> None:
+    s = scale(8.0)
+    assert s.is_bare
+    assert not any(x.is_bare for x in (LazyScale(), s.shift(1), s * s, s / scale(2.0)))

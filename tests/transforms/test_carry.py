@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from unitscale.core._lazy_scale import LazyScale
-from unitscale.transforms._carry import SMALLEST, Form, crossing, enter, first_form, joined
+from unitscale.transforms._carry import Form, crossing, enter, first_form, joined
 from unitscale.transforms._values import Value
 
 SCALED = Value(jnp.ones(2, jnp.float16), LazyScale(3))
@@ -22,16 +22,24 @@ def test_forms_only_move_up() -> None:
     assert joined(fixed, uncertain).is_variable, "its doubt would add up"
 
 
-def test_zeros_wait_for_a_scale() -> None:
-    zeros = Value(jnp.zeros(2), LazyScale(), const=0.0)
-    form = first_form(zeros)
-    assert form.is_variable
-    _, scale = crossing([zeros], [form])
-    assert float(scale) == float(SMALLEST.array())
+def test_what_changes_has_a_scale_of_its_own_or_one() -> None:
+    """Narrow leaves carry their scale, those with the range of float32 are at 1."""
+    for dtype, variable in ((jnp.float16, True), (jnp.bfloat16, False), (jnp.float32, False)):
+        value = Value(jnp.full(2, 3.0, dtype), LazyScale(4), doubt=4.0)
+        form = first_form(value)
+        assert form.is_variable == variable
+        data, *scale = crossing([value], [form])
+        assert len(scale) == variable
+        (back,) = enter([data, *scale], [form])
+        np.testing.assert_array_equal(np.asarray(back.wide()), 48.0)
 
 
 def test_crossing_and_back() -> None:
-    values = [SCALED, Value(jnp.arange(3)), Value(jnp.full(2, 3.0), LazyScale(1), doubt=4.0)]
+    values = [
+        SCALED,
+        Value(jnp.arange(3)),
+        Value(jnp.full(2, 3.0, jnp.float16), LazyScale(1), doubt=4.0),
+    ]
     forms = [first_form(v) for v in values]
     arrays = crossing(values, forms)
     assert len(arrays) == 4

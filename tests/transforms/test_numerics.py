@@ -240,3 +240,57 @@ def test_sixty_products_neither_overflow_nor_underflow() -> None:
             assert 2.0**-6 < np.sqrt(np.mean(data**2)) < 2.0**6
             error = np.linalg.norm(data * float(result.scale) - exact[name])
             assert error < 0.02 * np.linalg.norm(exact[name])
+
+
+A = as_scaled(jnp.asarray([1.0, 2.0, 3.0]), dtype=jnp.float16)
+SAME = ScaledArray(A.data * 2, A.scale / 2)
+SMALL = as_scaled(jnp.asarray([1.0, 2.0, 3.0]) * 1e-12, dtype=jnp.float16)
+ZERO = ScaledArray(jnp.zeros(3, jnp.float16), jnp.float32(1))
+
+# Of numbers, the same numbers at another scale, small ones, zeros, and a zero without a scale.
+ADDED_TO_ZEROS: dict[str, Callable[..., Any]] = {
+    "a moment": lambda a, b, y, z, n: 0.9 * z + 0.1 * y,
+    "of squares": lambda a, b, y, z, n: 0.9 * z + 0.1 * y * y,
+    "difference": lambda a, b, y, z, n: (a - b) + y,
+    "product of a difference": lambda a, b, y, z, n: (a - b) * a + y,
+    "dot product": lambda a, b, y, z, n: jnp.vdot(a - b, a) + y,
+    "maximum": lambda a, b, y, z, n: jnp.maximum(a - b, y),
+    "relu": lambda a, b, y, z, n: jax.nn.relu(-a) + y,
+    "where zero": lambda a, b, y, z, n: jnp.where(a > 5, a, 0.0) + y,
+    "where": lambda a, b, y, z, n: jnp.where(a > 5, a, y),
+    "sum": lambda a, b, y, z, n: jnp.sum(jnp.where(a > 5, a, 0.0)) + y,
+    "concatenate": lambda a, b, y, z, n: jnp.concatenate([a - b, y, z]),
+    "scan": lambda a, b, y, z, n: lax.scan(lambda c, _: (0.9 * c + y, c), z, length=3),
+    "scan a difference": lambda a, b, y, z, n: lax.scan(lambda c, _: (c + y, 0), a - b, length=3)[
+        0
+    ],
+    "set": lambda a, b, y, z, n: (a - b).at[1].set(y[1]),
+    "add to one": lambda a, b, y, z, n: z.at[1].add(y[1]),
+    "cond": lambda a, b, y, z, n: lax.cond(a[0] > 5, lambda: a, lambda: y) + z,
+    "a number": lambda a, b, y, z, n: y + n,
+}
+
+
+def test_what_is_added_to_zeros_keeps_its_precision() -> None:
+    args = A, SAME, SMALL, ZERO, jnp.zeros(())
+    programs = {
+        name: (lambda *args, f=f: (f(*map(to_array, args)), to_array(scalify(f)(*args))), *args)
+        for name, f in ADDED_TO_ZEROS.items()
+    }
+    for name, (expected, found) in jax.device_get(compute(programs)).items():
+        for e, x in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            with entry(name):
+                np.testing.assert_allclose(x, e, rtol=4 * float(jnp.finfo(jnp.float16).eps))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None:
+    """Its scale does not run away, however often: the value decides it, not its history."""
+    functions = lambda x: 2 * x - x, lambda x: 0.5 * x + x * 0.5, lambda x: x * x / x
+    for function in functions:
+        step, x = jax.jit(scalify(function)), as_scaled(jnp.asarray([1.0, -3.0]), dtype=dtype)
+        start = x
+        for _ in range(200):
+            x = step(x)
+        np.testing.assert_array_equal(x.value, start.value)
+        assert 0.25 <= float(x.scale) <= 4

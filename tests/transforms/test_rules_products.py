@@ -32,7 +32,7 @@ def test_dot_grows_by_the_root_of_the_contraction(width: int) -> None:
 
 def test_plain_numbers_carry_their_own_magnitude() -> None:
     """Known or not, a number is split into mantissa and scale; data stays at unit size."""
-    x = ScaledArray(jnp.ones(3), jnp.float32(1.0))
+    x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(1.0))
     rate = jnp.float32(1e-3)
     assert scale_of(lambda a: a * 1e-3, x) == 2.0**-10
     assert scale_of(lambda a, r: a * r, x, rate) == 2.0**-10

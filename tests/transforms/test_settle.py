@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from unitscale.core._lazy_scale import LazyScale
-from unitscale.transforms._settle import finish, keeps_wide, leaving, measured, ready, settle
+from unitscale.transforms._settle import finish, keeps_wide, leaving, measured, ready, settle, sized
 from unitscale.transforms._values import Value
 
 DATA = jnp.full(4, 64.0)
@@ -48,18 +48,23 @@ def test_what_has_no_doubt_saturates_and_keeps_infinities() -> None:
 
 @pytest.mark.parametrize("exponent", [-60, -8, 0, 9, 60])
 def test_measured_settled_and_leaving_keep_the_value(exponent: int) -> None:
-    value = Value(jnp.full(4, 2.0**exponent), LazyScale(3), drift=exponent, doubt=3.0)
-    for result in (measured(value), settle(value), leaving(value)):
+    data = jnp.full(4, 2.0**exponent)
+    half = Value(data, LazyScale(3), exponent, jnp.float16, doubt=3.0)
+    for result in (measured(half), sized(half), settle(half), leaving(half)):
         np.testing.assert_array_equal(result.data, 1.0)
         np.testing.assert_array_equal(worth(result), 2.0 ** (exponent + 3))
+    wide = leaving(Value(data, LazyScale(3), exponent, jnp.float32, doubt=3.0))
+    assert wide.scale == LazyScale()
+    np.testing.assert_array_equal(wide.data, 2.0 ** (exponent + 3))
 
 
-def test_long_products_become_one_array_within_the_limit() -> None:
+@pytest.mark.parametrize(("dtype", "kept"), [(jnp.float16, 2.0**64), (jnp.float32, 1.0)])
+def test_long_products_of_scales_become_one_array_or_one(dtype: type, kept: float) -> None:
     scale = LazyScale()
     for _ in range(8):
         scale = scale * LazyScale.of(jnp.float32(2.0**8))
-    value = finish(jnp.full(2, 2.0**-60), scale, 0.0, jnp.float32)
+    value = finish(jnp.full(2, 2.0**-60), scale, 0.0, dtype, wide=True)
     assert value.scale is not None
-    assert value.scale.degree == 1
-    assert float(value.scale.array()) == 2.0**24
+    assert value.scale.degree <= 1
+    assert float(value.scale.array()) == kept
     np.testing.assert_array_equal(worth(value), 16.0)

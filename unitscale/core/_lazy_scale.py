@@ -18,26 +18,18 @@ from jax.extend.core import get_opaque_trace_state
 
 # The smallest normal float32: ratios stop there, so that an infinity times a ratio is no NaN.
 _SMALLEST = 2.0**-126
-# Scales may build on each other this often before the compiler is told not to recompute them.
-_MOST_DEPTH = 1
-_ONE_BITS = np.int32(0x3F800000)
-_EXPONENT_BITS = np.int32(0x7F800000)
 
 
 class Atom:
     """A scale of which only the array is known; two atoms are equal if they are the same object."""
 
-    __slots__ = ("array", "depth")
+    __slots__ = ("array", "made")
 
-    def __init__(self, array: jax.Array, depth: int = 0):
-        """Keeps a float32 array: a scalar, or of the rank of the data it belongs to.
-
-        Args:
-            array: the scale.
-            depth: how many scales build on each other in its computation, since one was `anchored`.
-        """
+    def __init__(self, array: jax.Array):
+        """Keeps a float32 array: a scalar, or of the rank of the data it belongs to."""
         self.array = array
-        self.depth = depth
+        # What was computed from formulas in which this atom comes first, and where.
+        self.made: dict[LazyScale, tuple[Any, jax.Array]] = {}
 
     @property
     def ndim(self) -> int:
@@ -60,18 +52,17 @@ class LazyScale:
         32.0
     """
 
-    __slots__ = ("_made", "log2", "powers")
+    __slots__ = ("log2", "powers")
 
     def __init__(self, log2: float = 0, powers: dict[Atom, int] | None = None):
         """Builds the scale; see the class."""
         self.log2 = log2
         self.powers = powers or {}
-        self._made: tuple[Any, jax.Array] | None = None
 
     @classmethod
-    def of(cls, array: jax.Array, depth: int = 0) -> LazyScale:
-        """Returns the scale that is this array; `depth` is that of an `Atom`."""
-        return cls(0, {Atom(array, depth): 1})
+    def of(cls, array: jax.Array) -> LazyScale:
+        """Returns the scale that is this array."""
+        return cls(0, {Atom(array): 1})
 
     @property
     def is_static(self) -> bool:
@@ -79,14 +70,14 @@ class LazyScale:
         return not self.powers
 
     @property
+    def is_bare(self) -> bool:
+        """Whether the scale is one array, as it is."""
+        return not self.log2 and list(self.powers.values()) == [1]
+
+    @property
     def degree(self) -> int:
         """How many arrays are multiplied or divided."""
         return sum(abs(power) for power in self.powers.values())
-
-    @property
-    def depth(self) -> int:
-        """How many scales build on each other in its computation."""
-        return max((atom.depth for atom in self.powers), default=0)
 
     @property
     def ndim(self) -> int:
@@ -140,17 +131,18 @@ class LazyScale:
 
         Only a scale that is out of range as a whole is changed by that.
         """
+        if not self.powers:
+            return np.float32(2.0 ** min(max(self.log2, -126), 127))  # type: ignore[return-value]
         # An array made inside a loop's body must not be found outside of it.
         level = get_opaque_trace_state(convention="flax")
-        if self._made is None or self._made[0] != level:
-            self._made = level, _product(*self._factors(), self.log2)
-        return self._made[1]
+        made = min(self.powers, key=id).made
+        if self not in made or made[self][0] != level:
+            made[self] = level, _product(*self._factors(), self.log2)
+        return made[self][1]
 
 
 def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax.Array:
     """Returns prod(above) / prod(below) * 2**log2 within the normal numbers of float32."""
-    if not above and not below:
-        return np.float32(2.0 ** min(max(log2, -126), 127))  # type: ignore[return-value]
     # Alternating, so that what comes between stays in range as long as the whole does.
     result: Any = above[0] if above else np.float32(1)
     for up, down in zip_longest(above[1:], below):
@@ -173,29 +165,6 @@ def _bounded(x: jax.Array) -> jax.Array:
     return lax.clamp(np.float32(_SMALLEST), x, np.float32(2.0**127))
 
 
-def anchored(scale: jax.Array) -> jax.Array:
-    """Returns the scale, computed once by the compiled program.
-
-    XLA recomputes cheap scalar chains in every loop that reads their end, so that a program with n
-    scales that build on each other compiles in time n**2. A division is not recomputed; its divisor
-    is 1 in a way that only the code generator sees.
-    """
-    bits = lax.bitcast_convert_type(scale, np.int32)
-    one = lax.bitwise_and(lax.bitwise_or(bits, _ONE_BITS), _ONE_BITS)
-    return lax.div(scale, lax.bitcast_convert_type(one, np.float32))
-
-
-def pow2_root(scale: jax.Array) -> jax.Array:
-    """Returns the power of two below the square root, for positive normal numbers.
-
-    Example:
-        >>> print(pow2_root(jnp.float32(32)))
-        4.0
-    """
-    bits = lax.bitcast_convert_type(lax.sqrt(scale), np.int32)
-    return lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
-
-
 def _ranked(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Broadcasts a scalar scale against one that has dimensions, or two that differ in size."""
     if jnp.shape(x) == jnp.shape(y) or not (jnp.ndim(x) and jnp.ndim(y)):
@@ -212,11 +181,8 @@ def clipped(scale: LazyScale, limit: int) -> tuple[LazyScale, LazyScale]:
         256.0 4.0
     """
     whole = scale.array()
-    low, high = np.float32(2.0**-limit), np.float32(2.0**limit)
-    near, depth = lax.clamp(low, whole, high), scale.depth + 1
-    if depth > _MOST_DEPTH:
-        near, depth = anchored(near), 0
-    return LazyScale.of(near, depth), LazyScale.of(lax.div(whole, near), depth)
+    near = lax.clamp(np.float32(2.0**-limit), whole, np.float32(2.0**limit))
+    return LazyScale.of(near), LazyScale.of(lax.div(whole, near))
 
 
 def ratio(x: LazyScale, y: LazyScale) -> LazyScale:
@@ -230,20 +196,11 @@ def ratio(x: LazyScale, y: LazyScale) -> LazyScale:
     quotient = x / y
     if quotient.degree <= 1:
         return quotient
-    array = _bounded(lax.div(*_ranked(x.array(), y.array())))
-    return LazyScale.of(array, max(x.depth, y.depth))
+    return LazyScale.of(_bounded(lax.div(*_ranked(x.array(), y.array()))))
 
 
-def largest(x: LazyScale, y: LazyScale, limit: int = 126) -> LazyScale:
-    """Returns the scale at which two operands of a sum meet: the larger one.
-
-    For powers of two it is sqrt(x**2 + y**2) rounded to the nearest power of two, because that root
-    is at most 1.42 times the larger.
-
-    Args:
-        x: one scale.
-        y: the other.
-        limit: the result is kept within 2**-limit and 2**limit.
+def largest(x: LazyScale, y: LazyScale) -> LazyScale:
+    """Returns the larger of two scales: while tracing if they have one formula, else at run time.
 
     Example:
         >>> s = LazyScale.of(jnp.float32(8))
@@ -252,5 +209,4 @@ def largest(x: LazyScale, y: LazyScale, limit: int = 126) -> LazyScale:
     """
     if x.powers == y.powers:
         return x if x.log2 >= y.log2 else y
-    larger = lax.max(*_ranked(x.array(), y.array()))
-    return clipped(LazyScale.of(larger, max(x.depth, y.depth)), limit)[0]
+    return LazyScale.of(lax.max(*_ranked(x.array(), y.array())))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +13,24 @@ import numpy as np
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
 from ._interpreter import Interpreter
-from ._settle import MOST_DOUBT
 from ._values import (
     DOUBT,
+    MOST_DOUBT,
     ONE,
+    UNKNOWN,
     Value,
     data_dtype,
-    is_complex,
     is_float,
     narrow,
     saturate,
-    scale_limit,
+    scale_of,
     shaped,
+    spans,
     spread,
     times,
     uniform,
     widen,
 )
-from ._zeros import matters
 
 # A fill beyond this is taken for a mask: it stands for infinity, and need not be kept exactly.
 _MASK_LOG2 = 16
@@ -71,6 +72,8 @@ def fill(value: Value, scale: LazyScale, dtype: Any) -> Any:
     wide = widen(jnp.zeros((), dtype)).dtype
     if number == 0 or not math.isfinite(number):
         return np.asarray(number, wide)
+    if scale == ONE:
+        return np.asarray(number, wide)
     data = times(np.asarray(number, wide), ONE / scale)
     largest = np.asarray(format_of(dtype).max, wide)
     return jnp.clip(data, -largest, largest)
@@ -78,6 +81,8 @@ def fill(value: Value, scale: LazyScale, dtype: Any) -> Any:
 
 def at_scale(value: Value, scale: LazyScale, dtype: Any) -> Any:
     """Returns the wide data that represents a value at another scale."""
+    if value.scale is not None and scale == ONE:
+        return value.wide()
     if value.scale is not None:
         return times(widen(value.data), ratio(value.scale, scale))
     if value.const is not None and not value.shape:
@@ -85,75 +90,79 @@ def at_scale(value: Value, scale: LazyScale, dtype: Any) -> Any:
     return times(widen(value.data), ONE / scale)
 
 
-def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> LazyScale:
-    """Returns the scale at which operands meet: the largest, to which constant fills give way."""
-    scale, limit = None, scale_limit(dtype)
-    for value in values:
-        if value.scale is not None and not is_neutral(value):
-            own = value.scale.shift(round(value.drift))
-            scale = own if scale is None else interpreter.largest(scale, own, limit)
-    known = scale is not None
-    for value in values:
-        if value.scale is not None or is_neutral(value):
-            continue
-        if value.const is not None:
-            own = fill_scale(value.const, dtype) if known else LazyScale(split(value.const)[1])
-        elif not value.shape and not is_complex(value.data):
-            own = value.split()[1]
-        else:
-            own = LazyScale(round(value.drift))
-        scale = own if scale is None else interpreter.largest(scale, own, limit)
-    return ONE if scale is None else scale
+class Aligned(NamedTuple):
+    """Operands at one scale.
+
+    Attributes:
+        arrays: their data, wide.
+        scale: at which they meet.
+        drift: expected log2 of the RMS of a result of their size.
+        dtype: type of a result.
+        doubt: by how many powers of two that may be wrong.
+    """
+
+    arrays: list[Any]
+    scale: LazyScale
+    drift: float
+    dtype: Any
+    doubt: float
 
 
-def doubt_among(values: Sequence[Value]) -> float:
-    """Returns the doubt of operands that meet: the largest of those that decide the scale.
+def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> tuple[LazyScale, float]:
+    """Returns the scale at which operands meet, and the doubt that is left.
 
-    An operand of the larger scale may happen to be zero. What the others are at that scale float16
-    cannot hold if they are far below it, so there the size of the result is read from its data.
+    Scales of one formula meet at the larger one, known while tracing, and constant fills give way.
+    Others meet at 1, at their values, which float32 holds as the program itself does; at the larger
+    scale, found at run time, only where both are near what they scale, and where narrow data meets
+    plain arrays and masks, which do not say what the size of the result is.
     """
     deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
     doubt = max((v.doubt for v in deciding), default=DOUBT)
-    if not deciding or not matters(data_dtype(*deciding)):
-        return doubt
-    return 2 * MOST_DOUBT if _far_apart([s for v in values for s in _own_scale(v)]) else doubt
-
-
-def _own_scale(value: Value) -> list[LazyScale]:
-    """The scale near which a value is, if that is known.
-
-    Not of plain arrays and of large fills: as masks they must not have the size of the result.
-    """
-    if is_neutral(value):
-        return []
-    if value.scale is not None:
-        return [value.scale]
-    if value.const is not None:
-        exponent = split(value.const)[1]
-        return [LazyScale(exponent)] if exponent < _MASK_LOG2 else []
-    return [] if value.shape or not is_float(value.data) else [value.split()[1]]
+    scales = [scale_of(v).shift(round(v.drift)) for v in deciding]
+    others = [v for v in values if v.scale is None and not is_neutral(v)]
+    uncertain, near = doubt > DOUBT, list(scales)
+    for value in others:
+        own, size = _scale_of_plain(value, dtype, known=bool(deciding))
+        near += [] if size is None else [LazyScale(size)]
+        masks = size is None and not spans(dtype)
+        uncertain = uncertain and not masks
+        scales.append(own)
+    if not scales:
+        return ONE, doubt
+    if uncertain and any(s.powers != scales[0].powers for s in scales):
+        return ONE, UNKNOWN
+    apart = not spans(dtype) and _far_apart(near)
+    return functools.reduce(interpreter.largest, scales), UNKNOWN if apart else doubt
 
 
 def _far_apart(scales: Sequence[LazyScale]) -> bool:
     """Whether scales may lie further apart than float16 has room for."""
     log2s = [s.log2 for s in scales]
-    return any(s.powers != scales[0].powers for s in scales) or max(log2s) - min(log2s) > _ROOM
+    differ = any(s.powers != scales[0].powers for s in scales)
+    return differ or max(log2s, default=0) - min(log2s, default=0) > _ROOM
 
 
-def align(
-    interpreter: Interpreter, values: Sequence[Value]
-) -> tuple[list[Any], LazyScale, float, Any]:
-    """Brings operands to one scale.
+def _scale_of_plain(value: Value, dtype: Any, *, known: bool) -> tuple[LazyScale, float | None]:
+    """Returns the scale that a plain operand asks for, and log2 of its size.
+
+    The size is None for arrays and large fills: as masks they must not have that of the result.
+    """
+    if value.const is None:
+        return LazyScale(round(value.drift)), None if value.shape else 0.0
+    exponent = split(value.const)[1]
+    own = fill_scale(value.const, dtype) if known else LazyScale(exponent)
+    return own, exponent if exponent < _MASK_LOG2 else None
+
+
+def align(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
+    """Brings operands, at least one of them scaled, to one scale.
 
     Args:
         interpreter: remembers which scales have met before.
-        values: plain and scaled operands, at least one scaled.
-
-    Returns:
-        Their wide data, the scale, the expected drift, and the type of the result.
+        values: plain and scaled operands.
     """
     dtype = data_dtype(*values)
-    scale = meet(interpreter, values, dtype)
+    scale, doubt = meet(interpreter, values, dtype)
     arrays = []
     for value in values:
         if value.const is not None and is_neutral(value):
@@ -169,18 +178,17 @@ def align(
     if scale.ndim:
         arrays = [shaped(a, *values) for a in arrays]
     drifts = [v.drift - round(v.drift) for v in values if v.scale is not None and not is_neutral(v)]
-    return arrays, scale, max(drifts, default=0.0), dtype
+    return Aligned(arrays, scale, max(drifts, default=0.0), dtype, doubt)
 
 
-def align_uniform(
-    interpreter: Interpreter, values: Sequence[Value]
-) -> tuple[list[Any], LazyScale, float, Any]:
+def align_uniform(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
     """As `align`, with one scale per tensor and data rounded to the type of the result.
 
     For primitives that move elements between places. Data of which the size is in doubt is wide.
     """
-    values = [uniform(v) for v in values]
-    arrays, scale, drift, dtype = align(interpreter, values)
-    if doubt_among(values) > MOST_DOUBT:
-        return arrays, scale, drift, dtype
-    return [narrow(saturate(a, dtype), dtype) for a in arrays], scale, drift, dtype
+    found = align(interpreter, [uniform(v) for v in values])
+    if found.doubt > MOST_DOUBT:
+        return found
+    return found._replace(
+        arrays=[narrow(saturate(a, found.dtype), found.dtype) for a in found.arrays]
+    )

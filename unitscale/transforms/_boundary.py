@@ -13,8 +13,7 @@ from ..core import ScaledArray, wide_dtype
 from ..core._lazy_scale import LazyScale
 from ..core._scale import broadcasts
 from ._settle import leaving
-from ._values import Value, is_complex, times
-from ._zeros import matters, scale_inside, scale_outside
+from ._values import Value, is_complex
 
 
 def from_input(leaf: Any) -> Value:
@@ -34,8 +33,6 @@ def from_input(leaf: Any) -> Value:
         scale = jnp.reshape(scale, ())
     elif jnp.ndim(scale):
         scale = jnp.reshape(scale, (1,) * (data.ndim - scale.ndim) + scale.shape)
-    if matters(data.dtype):
-        scale = scale_inside(data, scale)
     return Value(data, LazyScale.of(scale))
 
 
@@ -67,10 +64,7 @@ def to_output(value: Value) -> Any:
     if value.scale is None:
         return jnp.asarray(value.data)
     if is_complex(value.data):
-        return times(value.data, value.scale)
+        return value.wide()
     value = leaving(value)
     assert value.scale is not None, "what leaves keeps its scale"
-    scale = jnp.asarray(value.scale.array())
-    if matters(value.data.dtype):
-        scale = scale_outside(value.data, scale)
-    return ScaledArray(value.data, lax.stop_gradient(scale))
+    return ScaledArray(value.data, jnp.asarray(value.scale.array()))

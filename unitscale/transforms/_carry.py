@@ -17,26 +17,25 @@ from ._settle import measured, settle
 from ._values import (
     DOUBT,
     ONE,
+    UNKNOWN,
     Value,
-    data_dtype,
     is_float,
     narrow,
     saturate,
     scale_of,
+    spans,
     times,
     uniform,
     widen,
 )
-
-# The scale of zeros that do not know theirs yet: whatever they meet is larger.
-SMALLEST = LazyScale(-126)
 
 
 class Form(NamedTuple):
     """How one carried leaf crosses from one iteration to the next.
 
     Attributes:
-        scale: None for a plain leaf, a formula for a scale that no iteration changes, "variable".
+        scale: None for a plain leaf, a formula for a scale that no iteration changes (1 where those
+            of data with the range of float32 differ), "variable".
         dtype: type of the data.
     """
 
@@ -56,30 +55,31 @@ def _fixed_scale(value: Value) -> LazyScale | None:
     """
     if value.scale is None or value.scale.ndim or value.doubt > DOUBT:
         return None
-    return settle(value).scale
+    return value.scale.shift(round(value.drift))
+
+
+def changing(dtype: Any) -> Form:
+    """The form of a leaf that has no scale of one formula."""
+    return Form(ONE if is_float(dtype) and spans(dtype) else "variable", dtype)
 
 
 def first_form(value: Value) -> Form:
     """Returns the form that assumes least: scales do not change, plain leaves stay plain."""
     if value.scale is None:
         return Form(None, jnp.result_type(value.data))
-    if value.const == 0.0:
-        return Form("variable", value.dtype)
-    scale = _fixed_scale(value)
-    return Form("variable" if scale is None else scale, value.dtype)
+    scale = None if value.const == 0.0 else _fixed_scale(value)
+    return changing(value.dtype) if scale is None else Form(scale, value.dtype)
 
 
 def joined(form: Form, result: Value) -> Form:
     """Returns the form that holds both what went in and what came out of an iteration."""
     if result.scale is None:
-        if form.scale is None or form.is_variable:
-            return form
-        return Form("variable", form.dtype)
+        return form if form.scale is None else changing(form.dtype)
     if form.scale is None:
-        return Form("variable", result.dtype if is_float(form.dtype) else form.dtype)
-    dtype = data_dtype(Value(result.data, ONE, dtype=form.dtype), result)
+        return changing(result.dtype if is_float(form.dtype) else form.dtype)
+    dtype = np.dtype(jnp.result_type(form.dtype, result.dtype))
     if form.is_variable or _fixed_scale(result) != form.scale:
-        return Form("variable", dtype)
+        return changing(dtype)
     return Form(form.scale, dtype)
 
 
@@ -87,9 +87,8 @@ def leave(value: Value, form: Form) -> list[Any]:
     """Returns the arrays that a value crosses as: data, and its scale if that is variable."""
     if form.scale is None:
         return [value.data]
-    if value.const == 0.0 and form.is_variable:
-        zeros = jnp.zeros_like(value.data, form.dtype)
-        return [zeros, jnp.asarray(SMALLEST.array())]
+    if form.scale == ONE:
+        return [narrow(saturate(value.wide(), form.dtype), form.dtype)]
     if isinstance(form.scale, LazyScale):
         own = scale_of(uniform(value))
         data = times(widen(uniform(value).data), own / form.scale)
@@ -111,7 +110,8 @@ def enter(arrays: list[Any], forms: list[Form]) -> list[Value]:
         else:
             scale = LazyScale.of(next(scales)) if form.is_variable else form.scale
             assert isinstance(scale, LazyScale), "a scaled leaf has a scale"
-            values.append(Value(data, scale, 0.0, form.dtype))
+            doubt = UNKNOWN if scale == ONE and spans(form.dtype) else DOUBT
+            values.append(Value(data, scale, 0.0, form.dtype, doubt=doubt))
     return values
 
 

@@ -69,7 +69,7 @@ class Interpreter:
     def __init__(self, settings: Settings):
         """Starts an empty environment."""
         self.settings = settings
-        self._largest: dict[tuple[frozenset[LazyScale], int], LazyScale] = {}
+        self._largest: dict[frozenset[LazyScale], LazyScale] = {}
 
     # -- what rules are written with ---------------------------------------------------------
 
@@ -77,14 +77,12 @@ class Interpreter:
         """Returns log2 of the growth of data that the static strategy expects."""
         return self.settings.growth(primitive, terms)
 
-    def largest(self, x: LazyScale, y: LazyScale, limit: int) -> LazyScale:
-        """Returns the larger scale within a limit; the same pair gives the same scale."""
-        if x == y:
-            return x
-        key = (frozenset((x, y)), limit)
-        if key not in self._largest:
-            self._largest[key] = largest(x, y, limit)
-        return self._largest[key]
+    def largest(self, x: LazyScale, y: LazyScale) -> LazyScale:
+        """Returns the larger scale; the same pair gives the same scale."""
+        pair = frozenset((x, y))
+        if pair not in self._largest:
+            self._largest[pair] = largest(x, y)
+        return self._largest[pair]
 
     def bind(self, eqn: JaxprEqn, arrays: Sequence[Any], **changes: Any) -> Any:
         """Applies the primitive of an equation to arrays."""

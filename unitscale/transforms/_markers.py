@@ -19,7 +19,7 @@ from ._dynamic import Statistic, unit_of
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_casts import narrowed
-from ._settle import settle
+from ._settle import sized
 from ._values import ONE, Value, aval_of, narrow, numeric, times, uniform, widen
 
 Direction = Literal["forward", "backward", "both"]
@@ -270,7 +270,7 @@ def _static(number: float) -> LazyScale | None:
 @register("marker", data_scale_p)
 def _data_and_scale(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Data and scale, as plain arrays."""
-    x = settle(uniform(values[0]))
+    x = sized(uniform(values[0]))
     if x.scale is None:
         return [x, Value(np.float32(1), const=1.0)]
     data = narrow(widen(x.data), aval_of(eqn.invars[0]).dtype)

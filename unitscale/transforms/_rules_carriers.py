@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ._align import align_uniform, doubt_among
+from ._align import align_uniform
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import ready
@@ -103,11 +103,11 @@ def _put_together(
 ) -> Value:
     floats = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
     parts = [values[i] for i in floats]
-    arrays, scale, drift, dtype = align_uniform(interpreter, parts)
+    arrays, scale, drift, dtype, doubt = align_uniform(interpreter, parts)
     operands: list[Any] = [v.data for v in values]
     for index, array in zip(floats, arrays, strict=True):
         operands[index] = array
-    return ready(Value(apply(*operands), scale, drift, dtype, doubt=doubt_among(parts)))
+    return ready(Value(apply(*operands), scale, drift, dtype, doubt=doubt))
 
 
 @register("carrier", *_CHOICES)

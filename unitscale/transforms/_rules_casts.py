@@ -12,8 +12,8 @@ from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import same_place
 from ._rules_functions import unbounded
-from ._settle import finish, settle
-from ._values import ONE, Value, aval_of, is_float, numeric, scale_of, uniform, widen
+from ._settle import finish, sized
+from ._values import ONE, Value, aval_of, is_float, numeric, scale_of, spans, uniform, widen
 
 
 def narrowed(value: Value, dtype: object) -> Value:
@@ -21,7 +21,7 @@ def narrowed(value: Value, dtype: object) -> Value:
 
     The value remembers the type it came from: that is the type of results computed from it.
     """
-    value = settle(value)
+    value = sized(value)
     return value.with_data(cast(value.data, dtype))
 
 
@@ -42,7 +42,7 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
         return Value(lax.convert_element_type(x.data, dtype), x.scale, x.drift, x.dtype)
     if jnp.issubdtype(jnp.result_type(x.data), jnp.complexfloating):
         return finish(lax.real(x.data), scale_of(x), x.drift, dtype)
-    x = settle(x) if dtype.itemsize == 2 else x
+    x = x if spans(dtype) else sized(x)
     return finish(widen(x.data), scale_of(x), x.drift, dtype)
 
 
@@ -66,8 +66,8 @@ def bitcast(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 @register("cast", "complex")
 def make_complex(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Real and imaginary part at the scale at which they meet."""
-    arrays, scale, drift, dtype = align(interpreter, values)
-    return Value(interpreter.bind(eqn, arrays), scale, drift, dtype)
+    arrays, scale, drift, dtype, doubt = align(interpreter, values)
+    return Value(interpreter.bind(eqn, arrays), scale, drift, dtype, doubt=doubt)
 
 
 @register("cast", "fft")

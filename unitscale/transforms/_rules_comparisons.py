@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ._align import align, doubt_among, is_neutral
+from ._align import align, is_neutral
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import wide_operands
@@ -48,8 +48,7 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     x, y = values
     if x.const == 0.0 and y.const == 0.0:
         return x.with_data(shaped(x.data, x, y))
-    arrays, scale, drift, dtype = align(interpreter, values)
-    doubt = doubt_among(values)
+    arrays, scale, drift, dtype, doubt = align(interpreter, values)
     operation = lax.max if eqn.primitive.name == "max" else lax.min
     # Not rounded: the gradient asks which operand the result is equal to.
     return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, doubt=doubt, wide=True)
@@ -58,8 +57,7 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 @register("comparison", "clamp")
 def clamp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Clamps at the scale at which the operands meet."""
-    arrays, scale, drift, dtype = align(interpreter, values)
-    doubt = doubt_among(values)
+    arrays, scale, drift, dtype, doubt = align(interpreter, values)
     return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=doubt, wide=True)
 
 
@@ -76,10 +74,10 @@ def select_n(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Va
         zeros = [c for c in cases if c.scale is not None]
         if all(c.const == 0.0 for c in cases):
             return zeros[0].with_data(zeros[0].data)
-    arrays, scale, drift, dtype = align(interpreter, cases)
+    arrays, scale, drift, dtype, doubt = align(interpreter, cases)
     like = max((c.data for c in cases), key=jnp.ndim)
     arrays = [spread(a, like) for a in arrays]
-    wide, doubt = keeps_wide(jnp.shape(like), *cases), doubt_among(cases)
+    wide = keeps_wide(jnp.shape(like), *cases)
     return finish(lax.select_n(which.data, *arrays), scale, drift, dtype, doubt=doubt, wide=wide)
 
 

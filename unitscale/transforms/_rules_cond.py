@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core._lazy_scale import Atom
-from ._carry import Form, crossing, enter
+from ._carry import Form, changing, crossing, enter
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import ready, settle
@@ -27,7 +27,7 @@ def _agreed(results: Sequence[Value], known: set[Atom]) -> Form:
     scales = {v.scale for v in results if v.const != 0.0}
     scale = scales.pop() if len(scales) == 1 else None
     if scale is None or not set(scale.powers) <= known:
-        return Form("variable", data_dtype(*scaled))
+        return changing(data_dtype(*scaled))
     return Form(scale, data_dtype(*scaled))
 
 

@@ -17,7 +17,7 @@ from ._interpreter import Interpreter
 from ._packing import pack, unpack
 from ._registry import register
 from ._settle import finish, ready, settle
-from ._values import Value, narrow, times, uniform, widen
+from ._values import DOUBT, UNKNOWN, Value, narrow, spans, times, uniform, widen
 
 
 def _varying(array: Any) -> frozenset[Any]:
@@ -44,6 +44,8 @@ def agreed(value: Value, axes: Sequence[str]) -> Value:
     arrays = [atom.array for atom in value.scale.powers]
     if _varying(value.data) and not any(_varying(a) & set(axes) for a in arrays):
         return value
+    if spans(value.dtype):
+        return ready(value.at_one())
     scale = LazyScale.of(lax.pmax(lax.stop_gradient(value.scale.array()), tuple(axes)))
     data = times(widen(value.data), value.scale / scale)
     data = narrow(data, jnp.result_type(value.data))
@@ -149,7 +151,12 @@ def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
     )
     data, arrays = mapped(*packed.arrays)
     scales = iter(arrays)
+
+    def whole(data: Any, dtype: Any) -> Value:
+        doubt = UNKNOWN if spans(dtype) else DOUBT
+        return Value(data, LazyScale.of(next(scales)), 0.0, dtype, doubt=doubt)
+
     return [
-        Value(d, LazyScale.of(next(scales)), 0.0, dtype) if scaled else Value(d)
+        whole(d, dtype) if scaled else Value(d)
         for d, (scaled, dtype) in zip(data, specs, strict=True)
     ]

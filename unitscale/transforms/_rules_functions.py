@@ -9,8 +9,8 @@ from jax.extend.core import JaxprEqn
 
 from ._interpreter import Interpreter
 from ._registry import register
-from ._settle import MOST_DOUBT, finish
-from ._values import ONE, Value, data_dtype, is_float, numeric, widen
+from ._settle import finish
+from ._values import ONE, UNKNOWN, Value, data_dtype, is_float, numeric, widen
 
 _BOUNDED = (
     "logistic",
@@ -84,4 +84,4 @@ def unbounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> V
     """f(data * scale) in float32, at scale 1 until it is rounded or leaves: then at its own."""
     data = interpreter.bind(eqn, wide_values(eqn, values))
     dtype = data_dtype(*values)
-    return finish(data, ONE, 0.0, dtype, doubt=2 * MOST_DOUBT, wide=True)
+    return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN, wide=True)

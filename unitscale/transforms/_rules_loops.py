@@ -34,6 +34,12 @@ def _per_item(value: Value, length: int) -> tuple[Value, Any]:
     return value, jnp.reshape(scale, (length,))
 
 
+def _item(data: Any, value: Value, scale: LazyScale | None) -> Value:
+    """Returns one item of a scanned value, which may have a scale of its own."""
+    scale = value.scale if scale is None else scale
+    return Value(data, scale, value.drift, value.dtype, doubt=value.doubt)
+
+
 def _fixed_point(
     forms: list[Form], turn: Callable[[list[Form]], tuple[Any, list[Value]]]
 ) -> tuple[Any, list[Form]]:
@@ -62,7 +68,7 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
         def body(carry: list[Any], xs: list[Any], scales: list[Any]) -> tuple[Any, Any, Any]:
             rest = iter(scales)
             seen = [
-                Value(x, v.scale if s is None else LazyScale.of(next(rest)), v.drift, v.dtype)
+                _item(x, v, None if s is None else LazyScale.of(next(rest)))
                 for x, (v, s) in zip(xs, pairs, strict=True)
             ]
             inputs = [*constants, *enter(carry, forms), *seen]
@@ -104,7 +110,7 @@ def _array(value: Value) -> Any:
 
 def _stacked(data: Any, item: Value, scales: Any) -> Value:
     if scales is None:
-        return Value(data, item.scale, item.drift, item.dtype, item.const)
+        return item.with_data(data)
     scale = LazyScale.of(jnp.reshape(scales, scales.shape + (1,) * (data.ndim - 1)))
     return Value(data, scale, item.drift, item.dtype)
 

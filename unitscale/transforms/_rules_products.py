@@ -15,10 +15,13 @@ from ._align import is_neutral, split
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_functions import unbounded
-from ._settle import MOST_DOUBT, finish, keeps_wide, ready, shortened
+from ._settle import finish, keeps_wide, ready, shortened
 from ._values import (
     DOUBT,
+    MOST_DOUBT,
     ONE,
+    UNKNOWN,
+    Multiple,
     Value,
     aval_of,
     data_dtype,
@@ -26,17 +29,21 @@ from ._values import (
     narrow,
     scale_of,
     shaped,
+    spans,
     uniform,
     widen,
 )
 
 
-def pair_of(value: Value) -> tuple[Any, LazyScale]:
-    """Returns wide data and scale; a number is split into both, exactly, known or not."""
+def pair_of(value: Value, dtype: Any) -> tuple[Any, LazyScale]:
+    """Returns wide data and scale; a number is split into both, exactly.
+
+    One that is not known while tracing is split only for a result of a narrow type.
+    """
     if value.scale is not None:
         return widen(value.data), value.scale
     number = value.const
-    if number is None and not value.shape and not is_complex(value.data):
+    if number is None and not value.shape and not is_complex(value.data) and not spans(dtype):
         return value.split()
     if number is None or number == 0 or not math.isfinite(number):
         return widen(value.data), ONE
@@ -63,6 +70,20 @@ def doubt_of(value: Value, data: Any) -> float:
     return MOST_DOUBT if value.shape else DOUBT
 
 
+def _is_multiple(x: Value, number: Value, dtype: Any) -> bool:
+    """Whether a product of wide data and a known number can wait for what else multiplies it."""
+    return (
+        x.scale is not None
+        and not x.scale.is_static
+        and number.is_plain
+        and number.is_fill
+        and not number.shape
+        and not is_complex(x.data)
+        and np.dtype(dtype).itemsize >= 4
+        and jnp.result_type(x.data) == dtype
+    )
+
+
 @register("product", "mul")
 def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """X y: data times data, scale times scale; a power of two among constants costs nothing."""
@@ -72,13 +93,19 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     if x.const == 0.0 and y.is_plain and y.is_fill and math.isfinite(y.const or 0.0):
         return x.with_data(shaped(x.data, x, y))
     dtype = data_dtype(x, y)
-    (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
+    (data, scale), (other, other_scale) = pair_of(x, dtype), pair_of(y, dtype)
     if y.is_plain and y.is_fill and not is_neutral(y):
         mantissa = float(np.asarray(other))
         if abs(mantissa) == 1:
             moved = x.data if mantissa > 0 else lax.neg(x.data)
             moved = shaped(moved, x, y)
             return Value(moved, scale * other_scale, x.drift, dtype, doubt=x.doubt)
+    if _is_multiple(x, y, dtype):
+        number = np.asarray(other, jnp.result_type(data))
+        drift, doubt = x.drift, x.doubt + doubt_of(y, other)
+        return Value(
+            Multiple(data, number), scale * other_scale, drift, dtype, doubt=min(doubt, UNKNOWN)
+        )
     product = lax.mul(*wide_operands(data, other))
     doubt = doubt_of(x, other) + doubt_of(y, other)
     drift = x.drift + y.drift

@@ -6,13 +6,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ..core._lazy_scale import LazyScale, pow2_root
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import doubt_of, pair_of, wide_operands
 from ._settle import finish, keeps_wide, shortened
-from ._values import ONE, Value, data_dtype, scale_of, shaped, times, widen
+from ._values import ONE, UNKNOWN, Value, data_dtype, scale_of, shaped, widen
 
 
 @register("ratio", "div")
@@ -20,7 +19,7 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """X / y: data over data, scale over scale; a power of two among constants costs nothing."""
     x, y = shortened(*values)
     dtype = data_dtype(x, y)
-    (data, scale), (other, other_scale) = pair_of(x), pair_of(y)
+    (data, scale), (other, other_scale) = pair_of(x, dtype), pair_of(y, dtype)
     if y.is_plain and y.is_fill and y.const and abs(float(np.asarray(other))) == 1:
         moved = x.data if float(np.asarray(other)) > 0 else lax.neg(x.data)
         moved = shaped(moved, x, y)
@@ -36,14 +35,14 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
 @register("ratio", "rem")
 def rem(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The remainder at the scale at which the operands meet: homogeneous of degree 1."""
-    arrays, scale, _, dtype = align(interpreter, values)
-    return finish(shaped(lax.rem(*arrays), *values), scale, 0.0, dtype)
+    arrays, scale, _, dtype, doubt = align(interpreter, values)
+    return finish(shaped(lax.rem(*arrays), *values), scale, 0.0, dtype, doubt=doubt)
 
 
 @register("ratio", "atan2")
 def atan2(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The angle of the operands' data at one scale: homogeneous of degree 0."""
-    arrays, _, _, dtype = align(interpreter, values)
+    arrays, _, _, dtype, _ = align(interpreter, values)
     return finish(shaped(lax.atan2(*arrays), *values), ONE, 0.0, dtype)
 
 
@@ -54,27 +53,15 @@ def sign(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     return Value(lax.sign(x.data), ONE, 0.0, x.dtype)
 
 
-def _root_of(scale: LazyScale) -> tuple[LazyScale, LazyScale]:
-    """Returns a scale near the square root, and the scale over the square of that root.
-
-    A formula of even powers has its root while tracing. An odd power of two leaves a 2, and an
-    unknown array leaves the square of what a power of two does not reach, which is below 4.
-    """
-    odd = scale.log2 % 2
-    root = scale.shift(-odd).root()
-    if root is not None:
-        return root, LazyScale(odd)
-    root = LazyScale.of(pow2_root(scale.array()))
-    return root, scale / root / root
-
-
 @register("ratio", "sqrt", "rsqrt")
 def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """The root of data; the scale is the power of two below its own root, or one over that."""
+    """The root of data, and of the scale where that is known while tracing; else of the value."""
     (x,) = values
-    scale, rest = _root_of(scale_of(x))
-    data = interpreter.bind(eqn, [times(widen(x.data), rest)])
-    inverse = eqn.primitive.name == "rsqrt"
-    drift = -x.drift / 2 if inverse else x.drift / 2
-    scale = ONE / scale if inverse else scale
-    return finish(data, scale, drift, x.dtype, doubt=x.doubt / 2, wide=True)
+    scale = scale_of(x).root()
+    if scale is None:
+        data = interpreter.bind(eqn, [x.wide()])
+        return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN, wide=True)
+    data = interpreter.bind(eqn, [widen(x.data)])
+    power = -1 if eqn.primitive.name == "rsqrt" else 1
+    drift, doubt = power * x.drift / 2, x.doubt / 2
+    return finish(data, scale**power, drift, x.dtype, doubt=doubt, wide=True)

@@ -7,15 +7,15 @@ import math
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ._align import align, doubt_among
+from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import scattered
 from ._settle import finish, keeps_wide
 from ._values import Value, data_dtype, scale_of, shaped, uniform, widen
 
-# A sum may be smaller than its operands, or larger by one power of two.
-_CANCELLED = 0.5
+# A sum may be smaller than its operands, or larger by one power of two; never is it certain.
+_CANCELLED = 0.6
 
 
 @register("sum", "add", "sub", "add_any")
@@ -28,11 +28,11 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         data = lax.neg(y.data) if eqn.primitive.name == "sub" else y.data
         const = y.const if y.const is None or eqn.primitive.name != "sub" else -y.const
         return y.with_data(shaped(data, x, y), const=const)
-    arrays, scale, drift, dtype = align(interpreter, [x, y])
+    arrays, scale, drift, dtype, doubt = align(interpreter, [x, y])
     operation = lax.sub if eqn.primitive.name == "sub" else lax.add
-    data, doubt = shaped(operation(*arrays), x, y), doubt_among([x, y]) + _CANCELLED
+    data = shaped(operation(*arrays), x, y)
     wide = keeps_wide(data.shape, x, y)
-    return finish(data, scale, drift, dtype, doubt=doubt, wide=wide)
+    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=wide)
 
 
 def _terms(before: tuple[int, ...], after: tuple[int, ...]) -> int:
@@ -80,9 +80,9 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     """Operand and updates meet at the larger scale; the indices are plain."""
     operand, indices, updates = values
     pair = [uniform(operand), uniform(updates)]
-    (x, y), scale, drift, dtype = align(interpreter, pair)
+    (x, y), scale, drift, dtype, doubt = align(interpreter, pair)
     data = scattered(eqn, x, indices.data, y)
-    return finish(data, scale, drift, dtype, doubt=doubt_among(pair) + _CANCELLED)
+    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
 
 
 @register("sum", "select_and_scatter_add", "select_and_gather_add")

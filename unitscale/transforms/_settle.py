@@ -9,16 +9,27 @@ import numpy as np
 
 from ..core._lazy_scale import LazyScale, clipped
 from ._dynamic import unit_of
-from ._values import DOUBT, ONE, Value, is_complex, narrow, saturate, scale_limit, times, widen
-from ._zeros import BELOW, matters
+from ._values import (
+    DOUBT,
+    MOST_DOUBT,
+    ONE,
+    UNKNOWN,
+    Value,
+    is_complex,
+    narrow,
+    saturate,
+    spans,
+    times,
+    widen,
+)
 
 # Data wider than 16 bits may drift this far (in powers of two) before it costs a multiplication.
 _SLACK = 24
 # A scale that is a longer product than this, or a larger power of two, becomes one array.
 _DEGREE = 4
 _LOG2 = 60
-# 16-bit data may be off by this many powers of two before its size is read from it.
-MOST_DOUBT = 4.0
+# How far scales of narrow data may go, in powers of two, where they are chosen at run time.
+_LIMIT = 100
 # What leaves a program is the input of the next step: its scale is read from the data unless one
 # product, or less, made it.
 _CERTAIN = 1.0
@@ -52,9 +63,12 @@ def finish(
     """
     if scale.degree > _DEGREE or abs(scale.log2) > _LOG2:
         # Scales that multiply on and on leave the range of float32, data in the other direction.
-        scale, rest = clipped(scale, scale_limit(dtype))
-        data = times(data, rest)
-    value = Value(data, scale, drift, dtype, doubt=min(doubt, 2 * MOST_DOUBT))
+        if spans(dtype):
+            data, scale, drift, doubt = times(data, scale), ONE, 0.0, UNKNOWN
+        else:
+            scale, rest = clipped(scale, _LIMIT)
+            data = times(data, rest)
+    value = Value(data, scale, drift, dtype, doubt=min(doubt, UNKNOWN))
     if is_complex(data):
         return value
     return value if wide and abs(drift) <= _SLACK else ready(value)
@@ -77,7 +91,7 @@ def ready(value: Value) -> Value:
     kept = np.dtype(value.dtype)
     if jnp.result_type(value.data).itemsize < kept.itemsize:
         return value
-    if value.doubt > MOST_DOUBT and kept.itemsize == 2:
+    if value.doubt > MOST_DOUBT and not spans(kept):
         value = measured(value)
     if kept.itemsize < 4 or abs(value.drift) > _SLACK:
         value = _shifted(value, round(value.drift))
@@ -110,14 +124,13 @@ def measured(value: Value) -> Value:
     """Brings data to unit size by the power of two nearest its RMS, read at run time."""
     if value.scale is None or not jnp.size(value.data) or value.is_fill:
         return value
-    zero = BELOW if matters(value.dtype) else 1.0
-    unit = LazyScale.of(unit_of(value.data, zero=zero))
+    unit = LazyScale.of(unit_of(value.data))
     data = narrow(times(widen(value.data), ONE / unit), jnp.result_type(value.data))
     return Value(data, value.scale * unit, 0.0, value.dtype, doubt=_MEASURED)
 
 
 def shortened(*values: Value) -> list[Value]:
-    """Turns long products among the scales of factors into single arrays, within their limit.
+    """Turns long products among the scales of factors into single arrays, or into 1.
 
     Before the factors are multiplied: data that is far from unit size would leave its range.
     """
@@ -127,7 +140,9 @@ def shortened(*values: Value) -> list[Value]:
 
 
 def _short(value: Value, scale: LazyScale) -> Value:
-    near, rest = clipped(scale, scale_limit(value.dtype))
+    if spans(value.dtype):
+        return value.at_one()
+    near, rest = clipped(scale, _LIMIT)
     data = times(widen(value.data), rest)
     dtype = jnp.result_type(value.data)
     return Value(narrow(data, dtype), near, value.drift, value.dtype, value.const, value.doubt)
@@ -140,13 +155,23 @@ def settle(value: Value) -> Value:
     return _shifted(value, round(value.drift))
 
 
+def sized(value: Value) -> Value:
+    """Brings data to unit size before it is narrowed: measured if its size is in doubt."""
+    return measured(value) if value.doubt > MOST_DOUBT else settle(value)
+
+
 def leaving(value: Value) -> Value:
     """Returns the value as it leaves a program or a turn of a loop, to be the input of the next.
 
-    Its scale is near its size: read from the data where the static estimate is not certain. The
-    scale of an input that is updated again and again then has a fixed point.
+    Where the static estimate is not certain, the scale of narrow data is read from it, and that of
+    data with the range of float32 is 1. The scale of an input that is updated again and again then
+    has a fixed point.
     """
     if value.scale is None or is_complex(value.data):
         return value
-    value = measured(value) if value.doubt > _CERTAIN else settle(value)
-    return ready(value)
+    if value.doubt <= _CERTAIN:
+        return ready(settle(value))
+    if not spans(value.dtype):
+        return ready(measured(value))
+    # A scale that is an operand's own does not run away.
+    return ready(value if value.scale.is_bare else value.at_one())

@@ -6,8 +6,8 @@ and how far its data may have drifted from unit size. So nothing is rescaled for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from ..core import format_of, result_dtype, wide_dtype
 from ..core._arithmetic import reduce_scale
 from ..core._lazy_scale import Atom, LazyScale
 from ._dynamic import unit_of
-from ._zeros import BELOW
 
 ONE = LazyScale()
 
@@ -28,12 +27,49 @@ ONE = LazyScale()
 DOUBT = 0.5
 
 
-def scale_limit(dtype: Any) -> int:
-    """Returns how far scales may go (in powers of two) where they are chosen at run time.
+# 16-bit data may be off by this many powers of two before its size is read from it.
+MOST_DOUBT = 4.0
+# Nothing is known of the size of data.
+UNKNOWN = 2 * MOST_DOUBT
 
-    Data of a wide type can take what is beyond; data of 16 bits has no room for it.
+
+def spans(dtype: Any) -> bool:
+    """Whether a type has the range of float32, so that it holds values at scale 1.
+
+    Nothing is measured for such types, and operands of different scales meet at their values.
     """
-    return 100 if np.dtype(dtype) == np.float16 else 24
+    return jnp.finfo(dtype).nexp >= 8
+
+
+class Multiple(NamedTuple):
+    """Wide data times a number of its type; another number is multiplied with that, not with data.
+
+    Attributes:
+        data: an array.
+        number: a scalar.
+    """
+
+    data: Any
+    number: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of data."""
+        return jnp.shape(self.data)
+
+    @property
+    def dtype(self) -> Any:
+        """Type of data."""
+        return self.data.dtype
+
+    def times(self, scale: LazyScale) -> Multiple:
+        """Returns the multiple that is larger by a scalar scale."""
+        factor = lax.convert_element_type(scale.array(), self.dtype)
+        return Multiple(self.data, lax.mul(factor, self.number))
+
+    def array(self) -> Any:
+        """Returns the product."""
+        return lax.mul(self.data, self.number)
 
 
 class Value:
@@ -49,7 +85,7 @@ class Value:
         const: the number that every element is, if known while tracing (the value, not the data).
     """
 
-    __slots__ = ("_split", "const", "data", "doubt", "drift", "dtype", "scale")
+    __slots__ = ("_data", "_made", "const", "doubt", "drift", "dtype", "scale")
 
     def __init__(
         self,
@@ -60,14 +96,27 @@ class Value:
         const: float | None = None,
         doubt: float = DOUBT,
     ):
-        """Builds a value; see the class."""
-        self._split: tuple[Any, Any, LazyScale] | None = None
+        """Builds a value; see the class. Data may be a `Multiple`, made when it is asked for."""
+        self._made: dict[str, tuple[Any, Any]] = {}
+        self._data = data
         self.doubt = doubt
-        self.data = data
         self.scale = scale
         self.drift = drift
         self.dtype = dtype if scale is None or dtype is not None else result_dtype(data)
         self.const = const
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        # An array made inside a loop's body must not be found outside of it.
+        level = get_opaque_trace_state(convention="flax")
+        if name not in self._made or self._made[name][0] != level:
+            self._made[name] = level, make()
+        return self._made[name][1]
+
+    @property
+    def data(self) -> Any:
+        """The array."""
+        data = self._data
+        return self._once("data", data.array) if isinstance(data, Multiple) else data
 
     @property
     def is_plain(self) -> bool:
@@ -77,7 +126,7 @@ class Value:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of data."""
-        return jnp.shape(self.data)
+        return jnp.shape(self._data)
 
     @property
     def is_fill(self) -> bool:
@@ -89,13 +138,26 @@ class Value:
 
         Once, however many operands the scalar meets.
         """
-        # An array made inside a loop's body must not be found outside of it.
-        level = get_opaque_trace_state(convention="flax")
-        if self._split is None or self._split[0] != level:
+
+        def make() -> tuple[Any, LazyScale]:
             wide = widen(self.data)
-            unit = LazyScale.of(unit_of(wide, zero=BELOW))
-            self._split = level, times(wide, ONE / unit), unit
-        return self._split[1:]
+            unit = LazyScale.of(unit_of(wide))
+            return times(wide, ONE / unit), unit
+
+        return self._once("split", make)
+
+    def wide(self) -> Any:
+        """Returns ``data * scale``, wide; once, however many operations see it."""
+        scale, data = self.scale, self._data
+        if scale is None or scale == ONE:
+            return widen(self.data)
+        if isinstance(data, Multiple) and not scale.ndim and not scale.is_static:
+            return self._once("wide", lambda: data.times(scale).array())
+        return self._once("wide", lambda: times(widen(self.data), scale))
+
+    def at_one(self) -> Value:
+        """Returns the value at scale 1, wide; nothing is known of the size of its data."""
+        return Value(self.wide(), ONE, 0.0, self.dtype, self.const, UNKNOWN)
 
     def with_data(self, data: Any, **changes: Any) -> Value:
         """Returns the same scale, drift and type with other data."""
@@ -159,7 +221,8 @@ def spread(data: Any, like: Any) -> Any:
 
 def shaped(data: Any, *values: Value) -> Any:
     """Broadcasts data to the shape that element-wise operands have together."""
-    return _together(data, *(v.data for v in values))
+    shape = np.broadcast_shapes(*(v.shape for v in values))
+    return data if jnp.shape(data) == shape else _together(data, *(v.data for v in values))
 
 
 def _together(data: Any, *arrays: Any) -> Any:
@@ -203,7 +266,7 @@ def numeric(value: Value, dtype: Any = None) -> Any:
     if value.scale is None:
         data = value.data
         return data if dtype is None or not is_float(data) else narrow(data, dtype)
-    data = times(widen(value.data), value.scale)
+    data = value.wide()
     return data if dtype is None else narrow(data, dtype)
 
 
@@ -213,6 +276,8 @@ def uniform(value: Value) -> Value:
         return value
     if not jnp.size(value.data):
         return Value(value.data, ONE, 0.0, value.dtype, value.const)
+    if spans(value.dtype):
+        return value.at_one()
     scales = value.scale.array()
     one = LazyScale.of(jnp.asarray(reduce_scale(scales, scales, None, False)))
     dtype = jnp.result_type(value.data)
