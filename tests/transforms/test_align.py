@@ -24,9 +24,14 @@ def test_zero_and_infinities_have_any_scale(const: float) -> None:
 
 
 def test_the_drift_decides_where_operands_meet() -> None:
-    """Data that is known to be 16 times unit size counts as scale 16."""
-    grown = Value(jnp.full(2, 16.0), LazyScale(0), drift=4.0)
-    other = Value(jnp.full(2, 1.0), LazyScale(2))
+    """Narrow data that is known to be 16 times unit size counts as scale 16; wide data waits."""
+    grown = Value(jnp.full(2, 16.0, jnp.float32), LazyScale(0), drift=4.0)
+    found = align(
+        Interpreter(Settings(lambda p, n: 0.0)), [grown, Value(jnp.ones(2), LazyScale(2))]
+    )
+    assert (found.scale, found.drift) == (LazyScale(2), 2.0)
+    grown = Value(jnp.full(2, 16.0, jnp.float16), LazyScale(0), drift=4.0)
+    other = Value(jnp.full(2, 1.0, jnp.float16), LazyScale(2))
     arrays, scale, drift, _, doubt = align(Interpreter(Settings(lambda p, n: 0.0)), [grown, other])
     assert scale == LazyScale(4)
     assert (drift, doubt) == (0.0, 0.5)

@@ -118,7 +118,9 @@ def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> tuple
     """
     deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
     doubt = max((v.doubt for v in deciding), default=DOUBT)
-    scales = [scale_of(v).shift(round(v.drift)) for v in deciding]
+    # Data that has room for it keeps its drift.
+    drifts = [0 if spans(dtype) else round(v.drift) for v in deciding]
+    scales = [scale_of(v).shift(d) for v, d in zip(deciding, drifts, strict=True)]
     others = [v for v in values if v.scale is None and not is_neutral(v)]
     uncertain, near = doubt > DOUBT, list(scales)
     for value in others:
@@ -177,7 +179,10 @@ def align(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
     arrays = [a if jnp.result_type(a) == wide else jnp.asarray(a, wide) for a in arrays]
     if scale.ndim:
         arrays = [shaped(a, *values) for a in arrays]
-    drifts = [v.drift - round(v.drift) for v in values if v.scale is not None and not is_neutral(v)]
+    deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
+    own = [v.drift + scale_of(v).log2 - scale.log2 for v in deciding]
+    met = all(scale_of(v).powers == scale.powers for v in deciding)
+    drifts = own if met else [v.drift - round(v.drift) for v in deciding]
     return Aligned(arrays, scale, max(drifts, default=0.0), dtype, doubt)
 
 
