@@ -17,7 +17,6 @@ from . import (
 )
 from ._coverage import coverage as coverage, coverage_page as coverage_page
 from ._dynamic import Statistic as Statistic
-from ._interpreter import Default as Default
 from ._markers import (
     Direction as Direction,
     cast_data as cast_data,
@@ -31,6 +30,7 @@ from ._registry import (
     register as register,
     unlisted as unlisted,
 )
+from ._report import Default as Default, Exponent as Exponent, Report as Report
 from ._scalify import Scalified as Scalified, scalify as scalify
 from ._strategies import (
     STRATEGIES as STRATEGIES,

@@ -10,31 +10,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..core._lazy_scale import LazyScale, largest
+from ..core._lazy_scale import Atom, LazyScale, largest
 from ._registry import rule_of
+from ._report import Default, Exponent, Report
 from ._settle import measured, ready
 from ._strategies import Growth
-from ._values import Value, aval_of, constant_of, data_dtype, is_float, numeric, plain, uniform
-
-
-@dataclass(frozen=True)
-class Default:
-    """One place in which the program left scale propagation for the default rule.
-
-    Attributes:
-        primitive: name of the primitive.
-        source: ``file:line (function)`` of the user's code, where known.
-
-    Example:
-        >>> print(Default("cholesky", "model.py:7 (whiten)"))
-        cholesky at model.py:7 (whiten)
-    """
-
-    primitive: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.primitive} at {self.source}"
+from ._values import (
+    Value,
+    aval_of,
+    constant_of,
+    data_dtype,
+    is_float,
+    known_atoms,
+    numeric,
+    plain,
+    uniform,
+)
 
 
 @dataclass
@@ -43,16 +34,22 @@ class Settings:
 
     Attributes:
         growth: static strategy: the growth of data that a primitive is expected to cause.
-        defaults: default rules taken so far.
+        report: what was met so far that a user may want to know.
         traces: scaled programs of inner jaxprs, by jaxpr and by what is known of its operands; the
             jaxpr is kept alive with them.
         calls: the equations being applied, the outermost first.
     """
 
     growth: Growth
-    defaults: list[Default] = field(default_factory=list)
+    report: Report = field(default_factory=Report)
     traces: dict[Any, Any] = field(default_factory=dict)
     calls: list[JaxprEqn] = field(default_factory=list)
+
+    def see(self, maker: str, source: str | None, atoms: set[Atom]) -> None:
+        """Reports scales that are known at run time only; by default at the present line."""
+        if atoms:
+            source = self.source() if source is None else source
+            self.report.exponents.extend([Exponent(maker, source)] * len(atoms))
 
     def source(self) -> str:
         """Returns where the user's code made the equation being applied.
@@ -99,7 +96,7 @@ class Interpreter:
             values: its operands.
             clean: applied to each result first, where a primitive leaves elements undefined.
         """
-        self.settings.defaults.append(Default(eqn.primitive.name, self.settings.source()))
+        self.settings.report.append(Default(eqn.primitive.name, self.settings.source()))
         dtype = data_dtype(*(v for v in values if v.dtype is not None))
         arrays = [
             numeric(uniform(v), aval_of(var).dtype if v.scale is not None else None)
@@ -158,7 +155,12 @@ class Interpreter:
             return [Value(results, const=const)]
         apply = Interpreter.default if rule is None else rule.function
         results = apply(self, eqn, operands)
-        return list(results) if eqn.primitive.multiple_results else [results]
+        results = list(results) if eqn.primitive.multiple_results else [results]
+        # What a call made inside was seen there.
+        if rule is None or rule.category != "call":
+            made = known_atoms(results) - known_atoms(operands)
+            self.settings.see(eqn.primitive.name, None, made)
+        return results
 
 
 # Primitives that spread a constant over a shape: the result is the same constant.

@@ -11,8 +11,11 @@ import jax
 
 from ..core import is_scaled
 from ._boundary import from_input, to_output, traced_aval
-from ._interpreter import Default, Interpreter, Settings
+from ._interpreter import Interpreter, Settings
+from ._report import Report
+from ._settle import leaving
 from ._strategies import ScaleRounding, StaticScaling, growth_of
+from ._values import known_atoms
 
 
 class Scalified:
@@ -53,24 +56,27 @@ class Scalified:
         argnums = [n - (n > 0) for n in self._static_argnums]
         return Scalified(bound, argnums, tuple(self._static_argnames), *self._scaling)
 
-    def report(self, *args: Any, **kwargs: Any) -> list[Default]:
-        """Lists every default rule that a call takes, with the line of the user's code.
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Lists every default rule that a call takes, and every scale known at run time only.
 
         Args:
             *args: as for a call; nothing is computed.
             **kwargs: as for a call.
 
         Returns:
-            One entry per primitive that left scale propagation, in program order; empty if all was
-            propagated. An inner function that is called repeatedly on the same types counts once.
+            One entry per primitive that left scale propagation, in program order, with the line of
+            the user's code; empty if all was propagated. An inner function that is called
+            repeatedly on the same types counts once. Its ``exponents`` are the run-time scales.
 
         Example:
             >>> import jax.numpy as jnp
             >>> from unitscale import as_scaled
             >>> scalify(jnp.linalg.cholesky).report(as_scaled(jnp.eye(2)))[0].primitive
             'cholesky'
+            >>> print(scalify(lambda x, y: x * y).report(as_scaled(jnp.ones(2)), jnp.ones(2)))
+            exponent: argument at [0]
         """
-        found: list[Default] = []
+        found: list[Report] = []
 
         def function(leaves: list[Any]) -> None:
             replaced = iter(leaves)
@@ -79,11 +85,11 @@ class Scalified:
                 (args, kwargs),
                 is_leaf=is_scaled,
             )
-            found.extend(self._run(inner_args, inner_kwargs)[1].defaults)
+            found.append(self._run(inner_args, inner_kwargs)[1].report)
 
         leaves = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_scaled) if _is_array(x)]
         jax.eval_shape(function, leaves)
-        return found
+        return found[-1]
 
     def _static_positions(self, count: int) -> set[int]:
         positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
@@ -119,10 +125,19 @@ class Scalified:
         functools.update_wrapper(flat, self._function, updated=())
         closed = jax.make_jaxpr(flat)(*map(traced_aval, traced))
         settings = Settings(self._growth)
-        results = Interpreter(settings).run(
-            closed.jaxpr, closed.consts, list(map(from_input, traced))
-        )
-        return jax.tree.unflatten(structure[-1], map(to_output, results)), settings
+        values = list(map(from_input, traced))
+        for value, path in zip(values, _paths(moving, named), strict=True):
+            settings.see("argument", path, known_atoms([value]))
+        results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
+        left = [leaving(v) for v in results]
+        settings.see("result", "", known_atoms(left) - known_atoms(results))
+        return jax.tree.unflatten(structure[-1], map(to_output, left)), settings
+
+
+def _paths(args: list[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Where in the call each traced leaf stands, as ``[0].weights``."""
+    leaves = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_scaled)
+    return [jax.tree_util.keystr(path[1:]) for path, x in leaves if _is_array(x)]
 
 
 def _is_array(x: Any) -> bool:
