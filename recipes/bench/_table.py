@@ -20,13 +20,13 @@ WIDTH = 160  # of what is not printed to a terminal
 _NAMES = {
     "d": "width, count, of, outside",
     "+d": "reductions",
-    ",d": "parameters, entries, lost, not finite, numbers kept, sequences, tokens each, products, "
-    "FP8 kernels, lost products, amax, casts, kernels",
+    ",d": "parameters, scalars, arrays, entries, lost, not finite, numbers kept, sequences, "
+    "tokens each, products, FP8 kernels, lost products, amax, casts, kernels",
     ".5f": "validation loss",
     ".4f": "accuracy, loss, bytes per entry, over float32, over plain",
     ".3f": "f1, ratio, ratio of medians, lower quartile, upper quartile, CPU time ratio, "
-    "over bfloat16, weights, state, together, least, greatest, time over plain-bfloat16, "
-    "time over qwix, value, over projected",
+    "over bfloat16, arrays over plain, weights, state, together, least, greatest, "
+    "time over plain-bfloat16, time over qwix, value, over projected",
     ".2f": "largest logit, apart, projected ms, measured ms, 16-bit ms, FP8 ms, attention ms, "
     "memory-bound ms, arithmetic ms, projected optimizer ms",
     ".1f": "times smaller, without absent times smaller, traced, plain, scaled ms, optax ms, "

@@ -1,5 +1,8 @@
 """What a scaled program reports of itself."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +11,7 @@ from unitscale import as_scaled
 from unitscale.transforms import Exponent, scalify
 
 
-def makers(function: object, *args: object) -> list[str]:
+def makers(function: Callable[..., Any], *args: Any) -> list[str]:
     return [e.maker for e in scalify(function).report(*args).exponents]
 
 

@@ -162,17 +162,26 @@ def scalify(
     Scaling:
         Every primitive that the function traces to, those of its gradients and of its optimizer
         included, acts on data and on scale: carriers keep the scale, products multiply data and
-        scales, sums meet at the larger scale, reductions and dots over n terms grow by sqrt(n),
-        functions of the value see ``data * scale`` in float32. What has no such rule is computed on
-        values and rescaled (`Scalified.report`). The law is, up to rounding,
+        scales, reductions and dots over n terms grow by sqrt(n), functions of the value see
+        ``data * scale`` in float32. Scales are formulas of the arguments' scales, of which an array
+        is made only where data is multiplied by it. Operands of a sum whose scales have the same
+        formula meet at it. Others meet at their values, at scale 1 in float32, or at the larger
+        scale where both are arguments. What has no such rule is computed on values and rescaled
+        (`Scalified.report`). The law is, up to rounding,
         ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``. The program is traced on values:
         float32 where data has 16 bits or fewer, so that a constant such as 1e-8 is exact; data
         keeps its own type, and chains of element-wise functions are rounded to it at their end.
-        Static knowledge chooses the scales inside. A result that is made of more than one product
-        or sum, or carried by a loop, is brought to RMS 1 by the power of two that its data asks
-        for: the scales of parameters and of optimizer state stay where their values are, however
-        often a step is repeated. Differentiating the scaled function gives derivatives with respect
-        to data, scales being constant.
+        Static knowledge chooses the scales inside. A narrow result (float16, 8 bits) that is made
+        of more than one product or of a sum, or carried by a loop, is brought to RMS 1 by the power
+        of two that its data asks for: the scales of parameters and of optimizer state stay where
+        their values are, however often a step is repeated. Types with the range of float32, and
+        bfloat16 is one, need that nowhere: such results are at scale 1, and nothing is measured.
+        Differentiating the scaled function gives derivatives with respect to data, scales being
+        constant.
+
+        A cast to float32 in the program changes nothing: its arithmetic is float32 already, and is
+        rounded to the type of the arguments where a chain ends. What is to be stored in float32 is
+        passed in as float32.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an

@@ -82,9 +82,11 @@ def test_qwix_takes_the_products_that_are_converted(config_file: Path) -> None:
 
 def test_scalify(bench: Any) -> None:
     words = ["model.dropout=0.0", "train.steps=2", "--rounds", "4", "--compilations", "1"]
-    losses, costs, extremes = bench("scalify", *words)
+    losses, costs, counts, extremes = bench("scalify", *words)
     assert len({row["validation loss"] for row in losses}) >= 3
     assert [row["what"] for row in costs] == ["step", "trace and compile"]
+    assert [row["program"] for row in counts] == ["plain", "scalify float32", "scalify float16"]
+    assert counts[1]["within"]
     assert all(row["within"] for row in extremes)
 
 
