@@ -11,7 +11,7 @@ from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import doubt_of, pair_of, wide_operands
-from ._settle import finish, keeps_wide, shortened
+from ._settle import MOST_DOUBT, finish, keeps_wide, shortened
 from ._values import ONE, Value, data_dtype, scale_of, shaped, times, widen
 
 
@@ -37,14 +37,16 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
 def rem(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The remainder at the scale at which the operands meet: homogeneous of degree 1."""
     arrays, scale, _, dtype = align(interpreter, values)
-    return finish(shaped(lax.rem(*arrays), *values), scale, 0.0, dtype)
+    data = shaped(lax.rem(*arrays), *values)
+    return finish(data, scale, 0.0, dtype, doubt=2 * MOST_DOUBT, wide=True)
 
 
 @register("ratio", "atan2")
 def atan2(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """The angle of the operands' data at one scale: homogeneous of degree 0."""
+    """The angle of the operands' data at one scale: homogeneous of degree 0; it may be small."""
     arrays, _, _, dtype = align(interpreter, values)
-    return finish(shaped(lax.atan2(*arrays), *values), ONE, 0.0, dtype)
+    data = shaped(lax.atan2(*arrays), *values)
+    return finish(data, ONE, 0.0, dtype, doubt=2 * MOST_DOUBT, wide=True)
 
 
 @register("ratio", "sign")
