@@ -28,13 +28,14 @@ _CALLS = {
 
 
 class Spread(NamedTuple):
-    """Exact results, the same when each operation rounds (samples first), and whether some number
-    lies beyond the range in which the law holds.
+    """Exact results, the same when each operation rounds (samples first), whether some exact number
+    lies beyond the range in which the law holds, and whether one that is rounded lies above it.
     """
 
     exact: list[np.ndarray]
     moved: list[np.ndarray]
     beyond: bool
+    above: bool
 
     def beside(self, results: list[np.ndarray]) -> "Spread":
         """The spread with one sample more."""
@@ -51,10 +52,12 @@ def spread_of(
     sizes: list[float] = []
 
     exact = _Exact(sizes).run(closed, arrays)
-    runs = [_Noisy(np.random.default_rng(i), rounding).run(closed, arrays) for i in range(samples)]
+    noisy = [_Noisy(np.random.default_rng(i), rounding) for i in range(samples)]
+    runs = [run.run(closed, arrays) for run in noisy]
     moved = [np.stack([np.asarray(x) for x in same]) for same in zip(*runs, strict=True)]
     beyond = any(not 2.0**-rounding.reach <= size <= 2.0**rounding.reach for size in sizes)
-    return Spread([np.asarray(e) for e in exact], moved, beyond)
+    above = any(run.largest > 2.0**rounding.reach for run in noisy)
+    return Spread([np.asarray(e) for e in exact], moved, beyond, above)
 
 
 class _Run:
@@ -116,8 +119,9 @@ class _Noisy(_Run):
     """Moves every arithmetic result at random by as much as it may be rounded."""
 
     def __init__(self, rng: np.random.Generator, rounding: Any):
-        self.rng, self.rounding = rng, rounding
+        self.rng, self.rounding, self.largest = rng, rounding, 0.0
 
+    @np.errstate(over="ignore", invalid="ignore")  # far beyond the range, where no law holds
     def after(self, eqn: JaxprEqn, operands: Sequence[Any], result: Any) -> Any:
         name = eqn.primitive.name
         if not _inexact(result) or not jnp.size(result):
@@ -133,6 +137,7 @@ class _Noisy(_Run):
         if is_complex:  # its parts are float32 or wider
             relative, absolute = summed, min(absolute, summed)
         size = np.abs(np.where(np.isfinite(x), x, 0))
+        self.largest = max(self.largest, float(np.max(size)))
         rms = np.sqrt(np.mean(size * size))
         most = relative * size + np.where(x == 0, 0, absolute * rms)
         if name in _SUMS:

@@ -209,6 +209,8 @@ def check(program: Program) -> str | None:
         return None
     with jax.enable_x64(True), jax.disable_jit():
         spread = spread_of(function, values, rounding, MORE)
+    if spread.above:
+        return ""  # where exact numbers cancel, what rounding leaves of them may be out of range
     if whole:
         spread = spread.beside(_compiled(function, values))
     return disagreement(found, spread, rounding)
