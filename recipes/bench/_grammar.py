@@ -152,6 +152,16 @@ class Input:
         scale = 1.0 if self.scale is None else self.scale.astype(np.float64)
         return self.data.astype(np.float64) * scale
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether zeros have a scale."""
+        return self.scale is not None and not self.value.any()
+
+    @property
+    def size(self) -> np.ndarray:
+        """The numbers, zeros being as large as their scale: products of it leave the range too."""
+        return self.value + self.scale if self.is_zero else self.value
+
 
 @dataclass(frozen=True)
 class Program:
@@ -257,7 +267,8 @@ def random_program(rng: np.random.Generator, known: Mapping[str, Any]) -> Progra
 def _filled(rng: np.random.Generator, text: str, avals: Mapping[str, Any]) -> str | None:
     kinds = {"x": "f", "y": "f", "z": "f", "n": "iu", "m": "b"}
     chosen = {}
-    for hole in set(re.findall(r"\{(\w)\}", text)):
+    # In the order of the text: that of a set differs from one process to the next.
+    for hole in dict.fromkeys(re.findall(r"\{(\w)\}", text)):
         names = [name for name, a in avals.items() if a.dtype.kind in kinds[hole]]
         if not names:
             return None

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
+from ._environments import PLAIN
 from ._grammar import Input, Program, is_float
 
 
@@ -13,8 +15,10 @@ def _simpler(program: Program) -> Iterator[Program]:
     """Programs with one thing less."""
     for name in program.results if len(program.results) > 1 else ():
         yield replace(program, only=name)
+    kinds = _kinds(program)
     for i, (name, _) in enumerate(program.lines):
         others = [*program.inputs, *(n for n, _ in program.lines[:i])]
+        others = [other for other in others if kinds[other] == kinds[name]]
         rest = program.lines[:i] + program.lines[i + 1 :]
         kept = None if program.only == name else program.only
         for other in others if rest else ():
@@ -35,6 +39,21 @@ def _simpler(program: Program) -> Iterator[Program]:
             changes += [replace(x, data=rounded)] if not np.array_equal(rounded, x.data) else []
         for change in changes:
             yield replace(program, inputs={**program.inputs, name: change})
+
+
+def _kinds(program: Program) -> dict[str, str]:
+    """For each variable, whether it holds floats, integers or booleans."""
+    lines = [name for name, _ in program.lines]
+    whole = replace(
+        program,
+        lines=(*program.lines, ("all_of_them", f"[{', '.join(lines)}]")),
+        only="all_of_them",
+    )
+    values = {name: x.value for name, x in program.inputs.items()}
+    with jax.enable_x64(True), jax.disable_jit():
+        (found,) = jax.eval_shape(whole.function(PLAIN), **values)
+    named = [*values.items(), *zip(lines, found, strict=True)]
+    return {name: x.dtype.kind for name, x in named}
 
 
 def _narrower(x: Input, axis: int) -> Input:

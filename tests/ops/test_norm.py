@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refuses
-from unitscale import ops
+from unitscale import grad, ops
 from unitscale.core import ScaledArray
 
 from .conformance import (
@@ -90,7 +90,8 @@ def test_the_scale_is_dropped() -> None:
 
 
 def test_an_array_of_zeros_has_finite_gradients() -> None:
-    for x in (jnp.zeros((2, 4)), ScaledArray(jnp.zeros((2, 4)), jnp.float32(0))):
+    zeros, scales = jnp.zeros((2, 4)), (0.0, 2.0**100)
+    for x in (zeros, *(ScaledArray(zeros, jnp.float32(s)) for s in scales)):
         for op in (ops.layer_norm, ops.rms_norm):
             y, vjp = jax.vjp(lambda x, op=op: op(x).data, x)
             np.testing.assert_array_equal(y, 0)
@@ -114,6 +115,22 @@ def test_float16_is_computed_wide() -> None:
     _, vjp = jax.vjp(lambda g: ops.rms_norm(rows, g).data, jnp.ones(4, jnp.float16))
     (grad,) = vjp(jnp.full((2000, 4), 100.0, jnp.float16))
     np.testing.assert_allclose(np.float64(grad), 2e5 * 2000**-0.5, rtol=2**-10)
+
+
+def test_float64_is_computed_in_float64() -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray([2.0**-20])
+        found = ops.rms_norm(ScaledArray(x, jnp.float32(2.0**12))).data
+    np.testing.assert_allclose(found, rms_norm(np.asarray([2.0**-8])), rtol=1e-15)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40, 2.0**100])
+def test_the_gradient_at_zero_is_that_of_the_value(scale: float) -> None:
+    """(I - 1 / n) / eps^1/2 by the value, however large its scale is."""
+    x = ScaledArray(jnp.zeros(4), jnp.float32(scale))
+    for op, centered in ((ops.layer_norm, 1.0), (ops.rms_norm, 0.0)):
+        found = grad(lambda x, op=op: op(x, eps=2.0**-18).data[0])(x)
+        np.testing.assert_allclose(found, 512 * (np.eye(4)[0] - centered / 4), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])

@@ -64,6 +64,13 @@ def test_scales_whose_product_overflows() -> None:
     assert y[1, 0] == 0
 
 
+def test_an_operand_has_a_dimension_per_label() -> None:
+    with pytest.raises(
+        ValueError, match=r"an operand 'kn' must have 2 dimensions; got shape \(3,\)"
+    ):
+        product(jnp.ones((2, 3)), jnp.ones(3), Contraction("bk", "kn", "bn"), 1.0, "float32")
+
+
 def test_products_are_emitted_in_the_direct_form() -> None:
     """The dot of what is stored, then one multiplication: a bfloat16 by all scales and factors."""
     lhs, rhs = whole(LHS, jnp.float32(4)), whole(RHS, jnp.float32(8))

@@ -18,6 +18,7 @@ def scaled(data: Any, scale: Any = 1.0, dtype: Any = jnp.float16) -> ScaledArray
 
 ROWS = scaled([[1.0, 2.0], [1.0, 3.0]], [[0.5], [16.0]])
 NO_ROWS = scaled(jnp.zeros((0, 2)), jnp.zeros((0, 1)))
+SMALL = scaled([0.5, 1.25, 2.0], 2.0**-24)
 EIGHT = scaled([1.0, -0.5, 1.5], 0.5, jnp.float8_e4m3fn)
 
 FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -46,8 +47,13 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
     ),
     "a number and zeros, squared": (lambda x: (2 * x + 1) * (1 - x) + x, scaled([0.0, 0.0])),
     "8 bits compared with more": (lambda x: jnp.minimum(x, x.min()), EIGHT),
+    "a moment that starts at zero": (lambda x: 0.1 * x + 0.9 * jnp.zeros_like(x), SMALL),
+    "an angle near zero": (lambda x: jnp.arctan2(x, jnp.ones_like(x)), SMALL),
+    "a remainder near zero": (lambda x: jax.lax.rem(x, jnp.cos(x)), SMALL),
+    "the small part of a complex number": (lambda x: jax.lax.complex(x + 1, x).imag, SMALL),
+    "a convolution of 8 bits with a plain array": (lambda x: jnp.convolve(x, jnp.ones(2)), EIGHT),
     **{
-        f"{f.__name__} near zero": (f, scaled([0.5, 1.25, 2.0], 2.0**-24))
+        f"{f.__name__} near zero": (f, SMALL)
         for f in (jnp.tanh, jnp.sin, jnp.log1p, jnp.arctan, jnp.arcsinh, jnp.arctanh, jax.lax.erf)
     },
 }

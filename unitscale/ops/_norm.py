@@ -1,6 +1,7 @@
 """Layer normalization and RMS normalization, over the last axis."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -32,13 +33,25 @@ class _Normalize:
         if self.centered:
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         leading = tuple(range(x.ndim - 1))
-        eps = self.eps if x_scale is None else self.eps / jnp.square(x_scale)
-        y = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+        square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        y = x * _inverse_root(square, self.eps, x_scale)
         if gain is not None:
             y = y * jnp.expand_dims(gain if gain_scale is None else gain * gain_scale, leading)
         if bias is not None:
             y = y + jnp.expand_dims(bias if bias_scale is None else bias * bias_scale, leading)
         return y
+
+
+def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
+    """Returns (square + eps / scale^2)^-1/2.
+
+    A constant where the square is 0, so that a derivative beyond the range is not multiplied by 0.
+    """
+    scale = jnp.ones((), square.dtype) if scale is None else scale.astype(square.dtype)
+    root = math.sqrt(eps)
+    is_zero = square == 0
+    inverse = lax.rsqrt(jnp.where(is_zero, 1, square) + jnp.square(root / scale))
+    return jnp.where(is_zero, scale / root, inverse)
 
 
 def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:

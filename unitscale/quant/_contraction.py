@@ -128,6 +128,11 @@ def in_result(scale: Scale, labels: str, out: str) -> Scale:
 
 def _separate(x: jax.Array | ScaledArray, labels: str, spec: Contraction) -> tuple[Any, Scale]:
     """Data and the scale that can be applied to the result; scales that cannot go into the data."""
+    if x.ndim != len(labels):
+        raise ValueError(
+            f"unitscale.quant.product: an operand {labels!r} must have {len(labels)} dimensions; "
+            f"got shape {tuple(x.shape)}. Reshape it, or give it other labels."
+        )
     if not isinstance(x, ScaledArray):
         return x, None
     scale = x.scale
@@ -153,6 +158,9 @@ def product(
         dimension that is summed over, as those of blocks do, go into the data before the product.
         For float16 and float32 results the multiplication is that of the float32 sum, which is
         rounded once; for bfloat16 results that of the rounded sum (see `contract`).
+
+    Raises:
+        ValueError: if an operand has not one dimension per label.
 
     Example:
         >>> x = jnp.ones((2, 4), jnp.float8_e4m3fn)

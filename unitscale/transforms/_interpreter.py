@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -151,8 +152,7 @@ class Interpreter:
             results = self.bind(eqn, [v.data for v in operands])
             if eqn.primitive.multiple_results:
                 return [Value(r) for r in results]
-            const = operands[0].const if eqn.primitive.name in _SPREADING and operands else None
-            return [Value(results, const=const)]
+            return [Value(results, const=_constant(eqn.primitive.name, operands))]
         apply = Interpreter.default if rule is None else rule.function
         results = apply(self, eqn, operands)
         results = list(results) if eqn.primitive.multiple_results else [results]
@@ -172,6 +172,18 @@ _SPREADING = {
     "convert_element_type",
     "expand_dims",
 }
+_FOLDED = {"mul": operator.mul, "add": operator.add, "sub": operator.sub}
+
+
+def _constant(primitive: str, operands: Sequence[Value]) -> float | None:
+    """The number that a result of constants is, where that matters: a moment starts at 0.9 * 0."""
+    known = [v.const for v in operands if v.const is not None]
+    if primitive in _SPREADING and operands:
+        return operands[0].const
+    if primitive not in _FOLDED or len(known) < len(operands):
+        return None
+    number = _FOLDED[primitive](*known)
+    return number if number == 0 else None
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:

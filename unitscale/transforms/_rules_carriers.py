@@ -18,9 +18,9 @@ from ._align import align_uniform
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import ready
-from ._values import Value, is_float, uniform
+from ._values import UNKNOWN, Value, is_float, uniform
 
-_SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj", "real", "imag")
+_SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
 
 @register("carrier", *_SAME_PLACE, "sharding_constraint", "layout_constraint")
@@ -30,6 +30,14 @@ def same_place(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     const = x.const if eqn.primitive.name in ("copy", "stop_gradient", "name") else None
     const = 0.0 if x.const == 0.0 else const
     return x.with_data(interpreter.bind(eqn, [x.data]), const=const)
+
+
+@register("carrier", "real", "imag")
+def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; either part may be far smaller than the whole, so its size is in doubt."""
+    (x,) = values
+    const = 0.0 if x.const == 0.0 else None
+    return x.with_data(interpreter.bind(eqn, [x.data]), const=const, doubt=UNKNOWN)
 
 
 _MOVES = (

@@ -162,7 +162,9 @@ def _contract(
     left, right = contraction_operands(x, y, eqn.primitive.name)
     if not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.complexfloating):
         preferred = _product_type(dtype, eqn.params["preferred_element_type"])
-        changes["preferred_element_type"] = preferred
+        # A plain operand may be wider than what comes out; JAX asks for no narrower sum.
+        wider = jnp.result_type(left).itemsize > preferred.itemsize
+        changes["preferred_element_type"] = jnp.result_type(left) if wider else preferred
     data = interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)
     scale = scale_of(x) * scale_of(y)
     drift = x.drift + y.drift + interpreter.growth(eqn.primitive.name, terms)

@@ -35,15 +35,17 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
 @register("ratio", "rem")
 def rem(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The remainder at the scale at which the operands meet: homogeneous of degree 1."""
-    arrays, scale, _, dtype, doubt = align(interpreter, values)
-    return finish(shaped(lax.rem(*arrays), *values), scale, 0.0, dtype, doubt=doubt)
+    arrays, scale, _, dtype, _ = align(interpreter, values)
+    data = shaped(lax.rem(*arrays), *values)
+    return finish(data, scale, 0.0, dtype, doubt=UNKNOWN, wide=True)
 
 
 @register("ratio", "atan2")
 def atan2(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """The angle of the operands' data at one scale: homogeneous of degree 0."""
+    """The angle of the operands' data at one scale: homogeneous of degree 0; it may be small."""
     arrays, _, _, dtype, _ = align(interpreter, values)
-    return finish(shaped(lax.atan2(*arrays), *values), ONE, 0.0, dtype)
+    data = shaped(lax.atan2(*arrays), *values)
+    return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN, wide=True)
 
 
 @register("ratio", "sign")

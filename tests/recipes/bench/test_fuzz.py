@@ -3,15 +3,30 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from recipes.bench import fuzz
-from recipes.bench._grammar import Input, Program
+from recipes.bench._grammar import Input, Program, _filled
 from recipes.bench._shrink import smaller
 
-ONES = Input(np.asarray([[1.5, -2.0], [0.25, 3.0]], np.float16), np.float32(4.0))
+FOUR = np.float32(4.0)
+ONES = Input(np.asarray([[1.5, -2.0], [0.25, 3.0]], np.float16), FOUR)
+INTEGERS = Input(np.asarray([[1, 2]], np.int32))
+# Its square has an element that is 30 times smaller than its terms.
+CANCELLING = Input(
+    np.asarray(
+        [
+            [1.2072396278381348, -0.41470029950141907, 1.1903159618377686],
+            [-0.2203541249036789, 0.37884005904197693, -0.6576271057128906],
+            [-1.5373873710632324, -0.023511821404099464, 1.396000862121582],
+        ],
+        np.float32,
+    )
+)
+EIGHT = np.asarray([[-0.40625, 0.9375, -0.0546875]], jnp.float8_e4m3fn)
 
 
 def program(kind: str, *lines: str, **inputs: Input) -> Program:
@@ -25,6 +40,15 @@ def test_a_number_names_a_program() -> None:
     assert fuzz.listing(first) == fuzz.listing(again) != fuzz.listing(other)
 
 
+def test_holes_are_filled_in_the_order_of_the_text() -> None:
+    """That of a set of words is another one in every process."""
+    known = {f"v{i}": jax.ShapeDtypeStruct((), jnp.float32) for i in range(9)}
+    draws = np.random.default_rng(0)
+    z, y, x = (f"v{max(draws.integers(9, size=2))}" for _ in range(3))
+    rng = np.random.default_rng(0)
+    assert _filled(rng, "{z} - {y} - {x} * {z}", known) == f"{z} - {y} - {x} * {z}"
+
+
 @pytest.mark.parametrize(
     "tried",
     [
@@ -33,8 +57,24 @@ def test_a_number_names_a_program() -> None:
         program("ops", "ops.gelu(i0)"),
         program("quant", "product(i0, i0)"),
         program("control", "lax.scan(lambda c, v: (c * 0.5 + v, c), i0[0], i0)[1]"),
+        # An optimizer computes in float32.
+        program("optim", "step('adagrad', i0, i0)", i0=Input(np.asarray([[0.1, 0.7]]), FOUR)),
+        # What is rounded to 8 bits may lie on either side of what was not.
+        program("quant", "q8(i0, 'e5m2')", "v0 > i0", i0=Input(np.float16([1.2041015625]), FOUR)),
+        program("operators", "i0 @ i0", i0=CANCELLING),
+        # The magnitude of complex numbers is rounded, so either may be the smaller.
+        program(
+            "scalify",
+            "jnp.maximum(i1, i0)",
+            "jnp.abs(jnp.fft.fft(v0))",
+            "jnp.minimum(v0, v1)",
+            i0=Input(EIGHT, np.float32(2.0**39)),
+            i1=Input(EIGHT[0, 1:2], FOUR),
+        ),
+        # Of NaN times what is no maximum the compiler makes zero.
+        program("control", "i0.max(-1)", i0=Input(np.float32([[np.nan, 1.0]]), FOUR)),
     ],
-    ids=lambda p: p.kind,
+    ids=lambda p: f"{p.kind}: {p.lines[-1][1]}",
 )
 def test_what_is_right_agrees(tried: Program) -> None:
     assert fuzz.check(tried) is None
@@ -52,6 +92,12 @@ def test_what_is_wrong_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) 
     assert small.inputs["i0"].data.shape == (1, 1)
 
 
+def test_what_is_made_small_keeps_its_types() -> None:
+    """A float is not replaced by an integer, whatever comes first."""
+    tried = program("operators", "i1 * 3", "v0 * 2", i0=INTEGERS, i1=ONES)
+    assert [text for _, text in smaller(tried, lambda _: True).lines] == ["i1 * 2"]
+
+
 class _Wrong:
     def __getattr__(self, name: str) -> Any:
         return getattr(jnp, name)
@@ -64,6 +110,15 @@ def test_what_no_law_holds_for_is_left_out() -> None:
     far = replace(ONES, scale=np.float32(2.0**60))
     assert fuzz.check(program("scalify", "i0 * i0 * i0", i0=far)) == ""
     assert fuzz.check(program("scalify", "i0 @ i0[0, 0]")) == ""
+    assert fuzz.check(program("quant", "product(i0, i0[0])")) == ""
+    assert fuzz.check(program("quant", "product(i0, i0[:1])")) == ""
+    # Of the variance of one number a rounding may be left, whose square is out of range.
+    far = Input(np.float16([1.0]), np.float32(2.0**78))
+    norm = "(i0 - i0.mean(-1, keepdims=True)) * lax.rsqrt(i0.var(-1, keepdims=True) + 1e-5)"
+    assert fuzz.check(program("scalify", norm, i0=far)) == ""
+    # Zeros, too, have scales whose product is out of range.
+    zeros = Input(np.zeros((2, 2), np.float32), np.float32(2.0**97))
+    assert fuzz.check(program("operators", "i0 @ i0", i0=zeros)) == ""
 
 
 def test_a_listing_runs(capsys: pytest.CaptureFixture[str]) -> None:
