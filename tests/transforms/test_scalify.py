@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,6 +89,26 @@ def test_shapes_without_arrays() -> None:
         assert (out.shape, out.dtype) == ((3,), jnp.float16)
         assert jax.make_jaxpr(function)(given).out_avals[0].dtype == jnp.float16
     assert jax.eval_shape(function, jax.ShapeDtypeStruct((3, 4), jnp.float32)).shape == (3,)
+
+
+def test_compiled_ahead_of_time_exported_and_donated() -> None:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+
+    w, x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), np.ones((2, 4), np.float32)
+    args = as_scaled(({"w": jnp.asarray(w)}, jnp.asarray(x)), dtype=jnp.float16)
+    program = jax.jit(scalify(step), donate_argnums=0)
+    lowered = program.lower(*args)
+    exported = jax.export.export(program)(*args)
+    shared = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.device_put(as_scaled({"w": jnp.asarray(w)}, dtype=jnp.float16), shared)
+    expected = step({"w": w}, x)["w"]
+    for function in (exported.call, lowered.compile()):
+        result = function(placed, args[1])["w"]
+        assert result.dtype == jnp.float16
+        np.testing.assert_allclose(result.value, expected, rtol=2e-3, atol=1e-3)
+    assert placed["w"].data.is_deleted()
 
 
 def test_vmap_of_scalify_takes_the_axes_of_data_and_scale() -> None:
