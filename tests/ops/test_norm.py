@@ -24,7 +24,7 @@ ROWS = 6
 WEIGHT = ROWS**-0.5
 
 
-def layer_norm(x, gain=1.0, bias=0.0, eps=1e-5):
+def layer_norm(x, gain=1.0, bias=0.0, eps=1e-6):
     x = x - x.mean(-1, keepdims=True)
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain + bias
 

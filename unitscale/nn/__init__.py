@@ -28,7 +28,7 @@ from ._embed import Embed as Embed, PositionalEmbed as PositionalEmbed
 from ._gradients import grad as grad, value_and_grad as value_and_grad
 from ._hooks import StaticWeight as StaticWeight
 from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack_layers
-from ._linear import Dense as Dense, Readout as Readout
+from ._linear import Dense as Dense, Linear as Linear, Readout as Readout
 from ._mlp import MLP as MLP
 from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm

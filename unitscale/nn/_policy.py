@@ -134,7 +134,7 @@ POLICIES = {
 """The policies that a layer accepts by name: see `as_policy`."""
 
 
-def as_policy(policy: PolicyLike) -> Policy:
+def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None) -> Policy:
     """Returns a Policy from itself or from the name of a preset.
 
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
@@ -143,6 +143,11 @@ def as_policy(policy: PolicyLike) -> Policy:
     "fp8_delayed" (of earlier steps; train with `nn.value_and_grad`), "fp8_static" (set once by
     `nn.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
 
+    Args:
+        policy: a Policy or the name of a preset.
+        dtype: takes the place of its compute dtype, as in the layers of `flax.nnx`; None keeps it.
+        param_dtype: takes the place of its dtype of parameters; None keeps it.
+
     Raises:
         ValueError: if the preset is unknown.
         TypeError: if it is neither a Policy nor a name.
@@ -150,7 +155,13 @@ def as_policy(policy: PolicyLike) -> Policy:
     Example:
         >>> as_policy("bfloat16").compute_dtype.name
         'bfloat16'
+        >>> as_policy("fp8", dtype="float16").compute_dtype.name
+        'float16'
     """
+    given = {"compute_dtype": dtype, "param_dtype": param_dtype}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        return dataclasses.replace(as_policy(policy), **given)
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):

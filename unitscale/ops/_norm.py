@@ -83,7 +83,7 @@ def layer_norm(
     gain: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
-    eps: float = 1e-5,
+    eps: float = 1e-6,
 ) -> ScaledArray:
     """Normalizes the last axis to mean 0 and variance 1.
 
