@@ -29,6 +29,7 @@ LAYERS: dict[str, Layer] = {
     "conv": Layer(lambda **k: nn.Conv(4, 6, (3,), 2, **k), (7, 4)),
     "layer_norm": Layer(lambda **k: nn.LayerNorm(WIDTH, **k), (WIDTH,)),
     "rms_norm": Layer(lambda **k: nn.RMSNorm(WIDTH, **k), (WIDTH,)),
+    "group_norm": Layer(lambda **k: nn.GroupNorm(WIDTH, 2, **k), (3, WIDTH)),
     "positions": Layer(lambda **k: nn.PositionalEmbed(6, WIDTH, **k), (5, WIDTH)),
     "mlp": Layer(lambda **k: nn.MLP(WIDTH, 12, **k), (WIDTH,)),
     "gated": Layer(lambda **k: nn.MLP(WIDTH, 12, activation="silu_glu", **k), (WIDTH,)),

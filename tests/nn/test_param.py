@@ -18,6 +18,7 @@ METADATA = {
     "conv": {"kernel": ("weight", 12, 18, 1), "bias": ("bias", 1, 6, 1)},
     "layer_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},
     "rms_norm": {"gain": ("norm", 1, 8, 1)},
+    "group_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},
     "positions": {"embedding": ("embedding", 6, 8, 1)},
     "residual": {"branch.kernel": ("weight", 8, 8, 6), "branch.bias": ("bias", 1, 8, 6)},
     "mlp": {

@@ -31,7 +31,12 @@ from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack
 from ._linear import Dense as Dense, Linear as Linear, Readout as Readout
 from ._mlp import MLP as MLP
 from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
-from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from ._norm import (
+    BatchNorm as BatchNorm,
+    GroupNorm as GroupNorm,
+    LayerNorm as LayerNorm,
+    RMSNorm as RMSNorm,
+)
 from ._optimizer import Optimizer as Optimizer
 from ._param import unpadded as unpadded
 from ._policy import (

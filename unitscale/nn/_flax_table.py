@@ -15,7 +15,7 @@ from ._conv import Conv
 from ._dropout import Dropout
 from ._embed import Embed
 from ._linear import Dense
-from ._norm import LayerNorm, RMSNorm
+from ._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from ._optimizer import Optimizer
 from ._param import unit_normal
 from ._recurrent import GRUCell, OptimizedLSTMCell
@@ -27,6 +27,8 @@ TWINS: dict[type, type] = {
     Embed: nnx.Embed,
     LayerNorm: nnx.LayerNorm,
     RMSNorm: nnx.RMSNorm,
+    GroupNorm: nnx.GroupNorm,
+    BatchNorm: nnx.BatchNorm,
     Dropout: nnx.Dropout,
     MultiHeadAttention: nnx.MultiHeadAttention,
     GRUCell: nnx.GRUCell,
@@ -37,12 +39,10 @@ TWINS: dict[type, type] = {
 """The class of `flax.nnx` that each class is compared with."""
 
 MISSING: dict[str, str] = {
-    "BatchNorm": "`LayerNorm` and `RMSNorm` need no statistics of a batch",
     "Bidirectional": "run two `RNN`, one with `reverse=True, keep_order=True`",
     "ConvTranspose": "no rule for its border yet",
     "Einsum": "`nn.EinsumOp` quantizes the product of flax's own",
-    "GroupNorm": "no rule yet",
-    "InstanceNorm": "no rule yet",
+    "InstanceNorm": "`GroupNorm(features, features)` is the same function",
     "LSTMCell": "`OptimizedLSTMCell` is the same function",
     "LinearGeneral": "reshape around `Dense`",
     "LoRA": "no rule yet",
@@ -85,6 +85,8 @@ REASONS: dict[str, str] = {
     "conv_general_dilated": _FORMATS,
     "mask": "a masked kernel sums fewer terms than the factor counts",
     "input_dilation": "the zeros between would be counted as terms",
+    "axis": _OUR_AXES,
+    "GroupNorm.reduction_axes": "always all but the first",
     "reduction_axes": _OUR_AXES,
     "feature_axes": _OUR_AXES,
     "axis_name": _WHOLE,
@@ -110,6 +112,8 @@ REASONS: dict[str, str] = {
     "embedding_init": "unit variance",
     "LayerNorm.rngs": "ones and zeros need no key",
     "RMSNorm.rngs": "ones and zeros need no key",
+    "GroupNorm.rngs": "ones and zeros need no key",
+    "BatchNorm.rngs": "ones and zeros need no key",
     "MultiHeadAttention.deterministic": "as that of `Dropout`",
     "Optimizer.graph": "the mode that `flax.nnx` is set to",
 }

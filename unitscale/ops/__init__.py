@@ -31,7 +31,13 @@ from ._elementwise import (
 from ._embed import embed as embed
 from ._linear import dense as dense, matmul as matmul, readout as readout
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
-from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
+from ._norm import (
+    batch_norm as batch_norm,
+    batch_statistics as batch_statistics,
+    group_norm as group_norm,
+    layer_norm as layer_norm,
+    rms_norm as rms_norm,
+)
 from ._operands import ArrayLike as ArrayLike
 from ._pool import avg_pool as avg_pool, max_pool as max_pool
 from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
