@@ -44,6 +44,7 @@ LAYERS: dict[str, Layer] = {
         lambda **k: nn.TransformerLayer(WIDTH, 2, 12, depth=6, rotary_base=100.0, **k), (5, WIDTH)
     ),
     "gru": Layer(lambda **k: nn.RNN(nn.GRUCell(WIDTH, 6, **k)), (4, WIDTH)),
+    "simple": Layer(lambda **k: nn.RNN(nn.SimpleCell(WIDTH, 6, **k)), (4, WIDTH)),
     "lstm": Layer(lambda **k: nn.RNN(nn.OptimizedLSTMCell(WIDTH, 6, **k)), (4, WIDTH)),
     "rhn": Layer(lambda **k: nn.RNN(nn.RHNCell(WIDTH, 6, **k)), (4, WIDTH)),
     "stack": Layer(

@@ -61,7 +61,8 @@ def test_what_differs_has_a_reason(cls) -> None:
 def test_shared_arguments_have_the_order_and_kind_of_flax(cls) -> None:
     ours, flaxs = parameters(cls), parameters(TWINS[cls])
     shared = [name for name in ours if name in flaxs]
-    assert shared == [name for name in flaxs if name in ours]
+    if cls is not nn.SimpleCell:  # whose own keywords come before those of all cells
+        assert shared == [name for name in flaxs if name in ours]
     assert [ours[name].kind for name in shared] == [flaxs[name].kind for name in shared]
     positional = [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == [n for n, p in flaxs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -49,6 +49,7 @@ from ._recurrent import (
     OptimizedLSTMCell as OptimizedLSTMCell,
     RHNCell as RHNCell,
     RNNCell as RNNCell,
+    SimpleCell as SimpleCell,
 )
 from ._residual import Residual as Residual
 from ._rnn import RNN as RNN

@@ -18,7 +18,7 @@ from ._linear import Dense
 from ._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from ._optimizer import Optimizer
 from ._param import unit_normal
-from ._recurrent import GRUCell, OptimizedLSTMCell
+from ._recurrent import GRUCell, OptimizedLSTMCell, SimpleCell
 from ._rnn import RNN
 
 TWINS: dict[type, type] = {
@@ -31,6 +31,7 @@ TWINS: dict[type, type] = {
     BatchNorm: nnx.BatchNorm,
     Dropout: nnx.Dropout,
     MultiHeadAttention: nnx.MultiHeadAttention,
+    SimpleCell: nnx.SimpleCell,
     GRUCell: nnx.GRUCell,
     OptimizedLSTMCell: nnx.OptimizedLSTMCell,
     RNN: nnx.RNN,
@@ -48,7 +49,6 @@ MISSING: dict[str, str] = {
     "LoRA": "no rule yet",
     "LoRALinear": "no rule yet",
     "PReLU": "`ops.elementwise` takes any activation that has no parameter",
-    "SimpleCell": "no rule yet",
     "SpectralNorm": "it changes the variance of a weight, which factors count on",
     "WeightNorm": "it changes the variance of a weight, which factors count on",
 }
@@ -106,6 +106,7 @@ REASONS: dict[str, str] = {
     "broadcast_rngs": _NO_STATE,
     "RNN.rngs": _NO_STATE,
     # other defaults
+    "SimpleCell.dtype": "None is that of the policy, float32 by default",
     "param_dtype": "None is that of the policy, float32 by default",
     "kernel_init": "unit variance; the factor stands for the fan-in",
     "recurrent_kernel_init": "unit variance; the factor stands for the fan-in",
@@ -144,6 +145,8 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Returns the parameters of a constructor; a module's own signature hides behind its type's."""
     found = dict(inspect.signature(cls.__init__).parameters)
     del found["self"]
+    if found.pop("options", None):  # which the base class takes
+        found |= {name: p for name, p in parameters(cls.__bases__[0]).items() if name not in found}
     return found
 
 

@@ -1,5 +1,6 @@
 """Recurrent cells: one step of a recurrence."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -251,6 +252,60 @@ class OptimizedLSTMCell(RNNCell):
         cell, hidden = carry
         cell, hidden = ops.lstm(cell, projected, self._of_state(0, weights, hidden))
         return (cell, hidden), hidden
+
+
+class SimpleCell(RNNCell):
+    """A simple recurrent cell, as `flax.nnx.SimpleCell`.
+
+    Scaling:
+        `ops.simple_rnn` of two unit projections: the state of flax's cell in other units, of unit
+        variance from the second step on.
+
+    Args:
+        in_features: size of the input's last axis.
+        hidden_features: size of the state.
+        residual: whether the state itself is added to the activation's argument.
+        activation_fn: element-wise function; an odd one keeps the state's mean at 0.
+        **options: those of `RNNCell`: formats, initializers, metadata and ``rngs``.
+
+    Raises:
+        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+
+    Example:
+        >>> cell = SimpleCell(4, 8, rngs=nnx.Rngs(0))
+        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
+        >>> y.shape
+        (2, 8)
+
+    References:
+        Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
+        2303.11257.
+    """
+
+    gates = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        residual: bool = False,
+        activation_fn: Callable[[jax.Array], jax.Array] = jnp.tanh,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, hidden_features, **options)
+        self.residual, self.activation_fn = residual, activation_fn
+
+    def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
+        """Maps a state and a projected input to the next state, twice."""
+        state = ops.simple_rnn(
+            carry,
+            projected,
+            self._of_state(0, weights, carry),
+            activation=self.activation_fn,
+            residual=self.residual,
+        )
+        return state, state
 
 
 class RHNCell(RNNCell):

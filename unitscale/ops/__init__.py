@@ -48,6 +48,7 @@ from ._recurrent import (
     highway as highway,
     lstm as lstm,
     sigmoid_glu as sigmoid_glu,
+    simple_rnn as simple_rnn,
 )
 from ._residual import (
     residual as residual,
