@@ -26,6 +26,8 @@ WIDTH = 8
 LAYERS: dict[str, Layer] = {
     "dense": Layer(lambda **k: nn.Dense(WIDTH, 6, **k), (WIDTH,)),
     "readout": Layer(lambda **k: nn.Readout(WIDTH, 6, use_bias=True, **k), (WIDTH,)),
+    "einsum": Layer(lambda **k: nn.Einsum("bd,dhk->bhk", (WIDTH, 2, 3), (2, 3), **k), (WIDTH,)),
+    "lora": Layer(lambda **k: nn.LoRALinear(WIDTH, 6, lora_rank=2, **k), (WIDTH,)),
     "conv": Layer(lambda **k: nn.Conv(4, 6, (3,), 2, **k), (7, 4)),
     "layer_norm": Layer(lambda **k: nn.LayerNorm(WIDTH, **k), (WIDTH,)),
     "rms_norm": Layer(lambda **k: nn.RMSNorm(WIDTH, **k), (WIDTH,)),

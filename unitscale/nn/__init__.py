@@ -24,11 +24,13 @@ from ._conversion import Conversion as Conversion, ConversionReport as Conversio
 from ._conversion_rules import CONVERSIONS as CONVERSIONS, ConfigLike as ConfigLike
 from ._convert import convert as convert, restore as restore
 from ._dropout import Dropout as Dropout
+from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed, PositionalEmbed as PositionalEmbed
 from ._gradients import grad as grad, value_and_grad as value_and_grad
 from ._hooks import StaticWeight as StaticWeight
 from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack_layers
 from ._linear import Dense as Dense, Linear as Linear, Readout as Readout
+from ._lora import LoRA as LoRA, LoRALinear as LoRALinear
 from ._mlp import MLP as MLP
 from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
 from ._norm import (

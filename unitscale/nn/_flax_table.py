@@ -13,8 +13,10 @@ from flax import nnx
 from ._attention import MultiHeadAttention
 from ._conv import Conv
 from ._dropout import Dropout
+from ._einsum import Einsum
 from ._embed import Embed
 from ._linear import Dense
+from ._lora import LoRA, LoRALinear
 from ._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from ._optimizer import Optimizer
 from ._param import unit_normal
@@ -23,6 +25,9 @@ from ._rnn import RNN
 
 TWINS: dict[type, type] = {
     Dense: nnx.Linear,
+    Einsum: nnx.Einsum,
+    LoRA: nnx.LoRA,
+    LoRALinear: nnx.LoRALinear,
     Conv: nnx.Conv,
     Embed: nnx.Embed,
     LayerNorm: nnx.LayerNorm,
@@ -42,12 +47,9 @@ TWINS: dict[type, type] = {
 MISSING: dict[str, str] = {
     "Bidirectional": "run two `RNN`, one with `reverse=True, keep_order=True`",
     "ConvTranspose": "no rule for its border yet",
-    "Einsum": "`nn.EinsumOp` quantizes the product of flax's own",
     "InstanceNorm": "`GroupNorm(features, features)` is the same function",
     "LSTMCell": "`OptimizedLSTMCell` is the same function",
-    "LinearGeneral": "reshape around `Dense`",
-    "LoRA": "no rule yet",
-    "LoRALinear": "no rule yet",
+    "LinearGeneral": "`Einsum`, or a reshape around `Dense`",
     "PReLU": "`ops.elementwise` takes any activation that has no parameter",
     "SpectralNorm": "it changes the variance of a weight, which factors count on",
     "WeightNorm": "it changes the variance of a weight, which factors count on",
@@ -74,6 +76,8 @@ REASONS: dict[str, str] = {
     "precision": _FORMATS,
     "preferred_element_type": _FORMATS,
     "promote_dtype": _FORMATS,
+    "lora_promote_dtype": _FORMATS,
+    "einsum_op": _FORMATS,
     "qkv_promote_dtype": _FORMATS,
     "out_promote_dtype": _FORMATS,
     "ln_promote_dtype": _FORMATS,
@@ -108,6 +112,8 @@ REASONS: dict[str, str] = {
     # other defaults
     "SimpleCell.dtype": "None is that of the policy, float32 by default",
     "param_dtype": "None is that of the policy, float32 by default",
+    "lora_param_dtype": "None is that of the layer",
+    "a_initializer": "unit variance; the factor stands for the fan-in",
     "kernel_init": "unit variance; the factor stands for the fan-in",
     "recurrent_kernel_init": "unit variance; the factor stands for the fan-in",
     "embedding_init": "unit variance",
@@ -143,9 +149,9 @@ def arguments(cls: type) -> list[Argument]:
 
 def parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Returns the parameters of a constructor; a module's own signature hides behind its type's."""
-    found = dict(inspect.signature(cls.__init__).parameters)
-    del found["self"]
-    if found.pop("options", None):  # which the base class takes
+    given = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    found = {p.name: p for p in given if p.kind is not p.VAR_KEYWORD}
+    if len(found) < len(given):  # the base class takes the rest
         found |= {name: p for name, p in parameters(cls.__bases__[0]).items() if name not in found}
     return found
 

@@ -18,6 +18,7 @@ from ._attention_path import (
 )
 from ._conv import conv as conv
 from ._dropout import dropout as dropout
+from ._einsum import einsum as einsum
 from ._elementwise import (
     elementwise as elementwise,
     gelu as gelu,
@@ -30,6 +31,7 @@ from ._elementwise import (
 )
 from ._embed import embed as embed
 from ._linear import dense as dense, matmul as matmul, readout as readout
+from ._lora import lora as lora
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
 from ._norm import (
     batch_norm as batch_norm,
