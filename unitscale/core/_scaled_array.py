@@ -11,6 +11,7 @@ from jax.core import Tracer
 from . import _arithmetic as arithmetic
 from ._at import At
 from ._cast import widen
+from ._compat import asking_operator
 from ._pow2 import exponent_of, pow2
 from ._scale import Scale, as_scale, check_shapes, expand_blocks, to_float
 
@@ -263,8 +264,11 @@ class ScaledArray:
             return self.map_data(lambda data: data.astype(dtype))
         return widen(self.value).astype(dtype)
 
-    def __jax_array__(self) -> jax.Array:
-        return self.value
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array] | None:
+        # So that `array + scaled` is `scaled.__radd__(array)`, a ScaledArray in either order.
+        own = hasattr(self, f"__r{asking_operator()}__")
+        return None if own else lambda: self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)

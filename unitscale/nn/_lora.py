@@ -69,7 +69,8 @@ class LoRA(nnx.Module):
         b_metadata: Metadata = NO_METADATA,
     ) -> None:
         self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
-        self.base_module, self.constraint = nnx.data(base_module), constraint
+        self.base_module = nnx.data(base_module)
+        self.constraint: Constraint = constraint
 
         def parameter(
             inputs: int, outputs: int, init: Initializer, metadata: Metadata

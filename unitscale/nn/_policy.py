@@ -5,6 +5,7 @@ import difflib
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..core import ScaledArray, cast, format_of
 from ..ops import ArrayLike
@@ -63,6 +64,16 @@ class Policy:
                 f"{', '.join(sorted(unknown))}"
             )
         object.__setattr__(self, "exempt", exempt)
+
+    def __repr__(self) -> str:
+        """The name of a preset, or what differs from the default."""
+        for name, preset in POLICIES.items():
+            if self == preset:
+                return f"as_policy({name!r})"
+        values = {f.name: (f.default, getattr(self, f.name)) for f in dataclasses.fields(self)}
+        changed = {k: v for k, (default, v) in values.items() if v != default}
+        names = {k: v.name if isinstance(v, np.dtype) else v for k, v in changed.items()}
+        return f"Policy({', '.join(f'{k}={v!r}' for k, v in names.items())})"
 
     def matmul_for(self, role: str) -> MatmulConfig | None:
         """Returns the formats of products with a weight of this role; None for plain products."""

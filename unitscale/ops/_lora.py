@@ -67,7 +67,8 @@ def lora(
     batch = max(math.prod(data.shape[:-1]), 1) * shards(data)
     spec = Contraction(rows + "y", "yz", rows + "z")
     dtype = output_dtype(x, a, b)
-    first, second = rules.lora(*down.shape, up.shape[1], batch, constraint=constraint)
+    (n, rank), out = down.shape, up.shape[1]
+    first, second = rules.lora(n, rank, out, batch, constraint=constraint)
     for w, factors in ((down, first), (up, second)):
         data = contract(data, w, spec, factors=(factors.fwd, *factors.bwd), out_dtype=dtype)
     data, scale = times_scales(data, x_scale, a_scale)
