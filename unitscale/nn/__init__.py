@@ -57,3 +57,8 @@ from ._residual import Residual as Residual
 from ._rnn import RNN as RNN
 from ._serve import to_static as to_static
 from ._transformer import TransformerLayer as TransformerLayer, TransformerStack as TransformerStack
+from ._unit_scale import (
+    Rescaled as Rescaled,
+    UnitScaleReport as UnitScaleReport,
+    unit_scale as unit_scale,
+)

@@ -234,7 +234,8 @@ class MultiHeadAttention(nnx.Module):
             inputs_q: (batch, time, in_features).
             inputs_k: (batch, source, in_kv_features), or None for self-attention.
             inputs_v: as inputs_k, which it defaults to.
-            mask: boolean, broadcasting to (batch, heads, time, source); True attends.
+            mask: booleans or numbers, as of `nnx.make_causal_mask`, broadcasting to (batch, heads,
+                time, source); what is not zero attends.
             positions: (time,) or (batch, time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
             factor: multiplies the average over values, where the factor of this layer is data: a
@@ -336,7 +337,7 @@ class MultiHeadAttention(nnx.Module):
             q,
             k,
             v,
-            mask=mask,
+            mask=None if mask is None else jnp.asarray(mask) != 0,
             is_causal=is_causal,
             mult=self.mult,
             dropout_rate=self.dropout.rate,
