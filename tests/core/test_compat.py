@@ -1,5 +1,7 @@
 """What differs between versions of JAX, read from a traced program."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,21 @@ def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
     closed = jax.make_jaxpr(program)(jnp.ones(2), jnp.ones(2), jnp.ones((4, 2)))
     (loop,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
     assert scan_counts(loop.params) == (1 + bool(carried), carried)
+
+
+def test_operators_of_arrays_leave_the_answer_to_a_scaled_array() -> None:
+    """Of those that it has; the others, and functions, take its value."""
+    array, x = jnp.asarray([3.0, 5.0]), ScaledArray(jnp.ones(2), 2.0)
+    for op in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
+        for found in (op(array, x), jax.jit(op)(array, x)):
+            assert isinstance(found, ScaledArray)
+            np.testing.assert_allclose(found.value, op(array, x.value), rtol=1e-6)
+    assert isinstance(array @ x, ScaledArray)
+    for found in (array // x, array % x, jnp.add(array, x), array < x, array == x):
+        assert isinstance(found, jax.Array)
+    np.testing.assert_array_equal(array // x, [1, 2])
+    array += x
+    assert isinstance(array, ScaledArray)
 
 
 PLAIN = {

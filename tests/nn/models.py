@@ -18,6 +18,7 @@ class Decoder(nnx.Module):
         *,
         policy: Any = "float32",
         vocab: int = 11,
+        layers: int = 2,
         context: int = 8,
         tied: bool = False,
         learned: bool = False,
@@ -30,7 +31,7 @@ class Decoder(nnx.Module):
             nn.PositionalEmbed(context, width, policy=policy, rngs=rngs) if learned else None
         )
         self.stack = nn.TransformerStack(
-            2, width, 4, 2 * width, is_causal=True, **options, policy=policy, rngs=rngs
+            layers, width, 4, 2 * width, is_causal=True, **options, policy=policy, rngs=rngs
         )
         self.norm = nn.RMSNorm(width, policy=policy)
         self.readout = None if tied else nn.Readout(width, vocab, policy=policy, rngs=rngs)

@@ -26,9 +26,12 @@ WIDTH = 8
 LAYERS: dict[str, Layer] = {
     "dense": Layer(lambda **k: nn.Dense(WIDTH, 6, **k), (WIDTH,)),
     "readout": Layer(lambda **k: nn.Readout(WIDTH, 6, use_bias=True, **k), (WIDTH,)),
+    "einsum": Layer(lambda **k: nn.Einsum("bd,dhk->bhk", (WIDTH, 2, 3), (2, 3), **k), (WIDTH,)),
+    "lora": Layer(lambda **k: nn.LoRALinear(WIDTH, 6, lora_rank=2, **k), (WIDTH,)),
     "conv": Layer(lambda **k: nn.Conv(4, 6, (3,), 2, **k), (7, 4)),
     "layer_norm": Layer(lambda **k: nn.LayerNorm(WIDTH, **k), (WIDTH,)),
     "rms_norm": Layer(lambda **k: nn.RMSNorm(WIDTH, **k), (WIDTH,)),
+    "group_norm": Layer(lambda **k: nn.GroupNorm(WIDTH, 2, **k), (3, WIDTH)),
     "positions": Layer(lambda **k: nn.PositionalEmbed(6, WIDTH, **k), (5, WIDTH)),
     "mlp": Layer(lambda **k: nn.MLP(WIDTH, 12, **k), (WIDTH,)),
     "gated": Layer(lambda **k: nn.MLP(WIDTH, 12, activation="silu_glu", **k), (WIDTH,)),
@@ -43,6 +46,7 @@ LAYERS: dict[str, Layer] = {
         lambda **k: nn.TransformerLayer(WIDTH, 2, 12, depth=6, rotary_base=100.0, **k), (5, WIDTH)
     ),
     "gru": Layer(lambda **k: nn.RNN(nn.GRUCell(WIDTH, 6, **k)), (4, WIDTH)),
+    "simple": Layer(lambda **k: nn.RNN(nn.SimpleCell(WIDTH, 6, **k)), (4, WIDTH)),
     "lstm": Layer(lambda **k: nn.RNN(nn.OptimizedLSTMCell(WIDTH, 6, **k)), (4, WIDTH)),
     "rhn": Layer(lambda **k: nn.RNN(nn.RHNCell(WIDTH, 6, **k)), (4, WIDTH)),
     "stack": Layer(

@@ -1,6 +1,5 @@
-"""What every layer must do: transformations, ScaledArray parameters, formats, flax's signature."""
+"""What every layer must do: transformations, ScaledArray parameters, formats."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import unitscale
 from tests.gradients import jit
 from tests.nn.table import LAYERS, make
 from tests.products import products
-from unitscale import nn, optim
+from unitscale import optim
 from unitscale.core import ScaledArray
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -154,31 +153,6 @@ def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
         jaxpr = jax.make_jaxpr(jax.grad(loss_of(apply), (0, 1)))(params, layer.input())
         dtype = "float8_e4m3fn" if policy == "fp8" else policy
         assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * 9
-
-
-@pytest.mark.parametrize(
-    ("ours", "flax"),
-    [
-        ("Dense", "Linear"),
-        ("Embed", "Embed"),
-        ("Conv", "Conv"),
-        ("LayerNorm", "LayerNorm"),
-        ("RMSNorm", "RMSNorm"),
-        ("Dropout", "Dropout"),
-        ("MultiHeadAttention", "MultiHeadAttention"),
-        ("GRUCell", "GRUCell"),
-        ("OptimizedLSTMCell", "OptimizedLSTMCell"),
-    ],
-)
-def test_positional_arguments_are_those_of_flax(ours, flax) -> None:
-    def positional(cls):
-        return [
-            (p.name, p.default)
-            for p in inspect.signature(cls).parameters.values()
-            if p.kind is p.POSITIONAL_OR_KEYWORD
-        ]
-
-    assert positional(getattr(nn, ours)) == positional(getattr(nnx, flax))
 
 
 def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:

@@ -68,6 +68,21 @@ def test_rate_zero_needs_no_key_and_keeps_the_scale() -> None:
     assert not jax.tree.leaves(nnx.state(nn.Dropout(0.0, rngs=nnx.Rngs(0))))
 
 
+def test_dimensions_that_are_dropped_together() -> None:
+    y = nn.Dropout(0.5, broadcast_dims=(-1,), rngs=nnx.Rngs(0))(X).data
+    np.testing.assert_array_equal(y, jnp.broadcast_to(y[:, :1], y.shape))
+    assert len(np.unique(y)) == 2
+
+
+def test_keys_from_another_stream_from_a_stream_and_alone() -> None:
+    layer = nn.Dropout(0.5, rng_collection="noise", rngs=nnx.Rngs(noise=3))
+    first = layer(X).data
+    np.testing.assert_array_equal(first, nn.Dropout(0.5, rngs=nnx.Rngs(noise=3).noise)(X).data)
+    key = nnx.Rngs(noise=3).noise.fork()()
+    np.testing.assert_array_equal(first, layer(X, rngs=key).data)
+    np.testing.assert_array_equal(first, layer(X, rngs=nnx.Rngs(noise=3).noise.fork()).data)
+
+
 def test_errors() -> None:
     for rate in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match=r"rate must be in \[0, 1\); got"):

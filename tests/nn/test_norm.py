@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,12 @@ from flax import nnx
 from unitscale import nn
 from unitscale.core import ScaledArray
 
-PAIRS = {"layer": (nn.LayerNorm, nnx.LayerNorm), "rms": (nn.RMSNorm, nnx.RMSNorm)}
+PAIRS = {
+    "layer": (nn.LayerNorm, nnx.LayerNorm),
+    "rms": (nn.RMSNorm, nnx.RMSNorm),
+    "group": (partial(nn.GroupNorm, num_groups=2), partial(nnx.GroupNorm, num_groups=2)),
+    "batch": (nn.BatchNorm, nnx.BatchNorm),
+}
 
 
 @pytest.mark.parametrize("use_scale", [True, False])
@@ -19,7 +26,7 @@ def test_the_layer_of_flax(name, use_scale) -> None:
     if use_scale:
         ours.gain.set_value(jnp.linspace(0.5, 2.0, 8))
         flax.scale.set_value(ours.gain.get_value())
-    if name == "layer":
+    if name != "rms":
         ours.bias.set_value(jnp.arange(8.0))
         flax.bias.set_value(ours.bias.get_value())
     x = 3 * jax.random.normal(jax.random.key(0), (2, 5, 8)) + 1
@@ -39,21 +46,77 @@ def test_the_scale_of_the_input_is_dropped(name) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_scale(name, assert_rms) -> None:
     """The gradient loses the projection onto the output (and the mean), 1 or 2 of 64 dimensions."""
-    lost = 2 if name == "layer" else 1
+    lost = 1 if name == "rms" else 2
     assert_rms(
-        lambda rngs: PAIRS[name][0](64, rngs=rngs),
-        (64, 64),
+        lambda rngs: PAIRS[name][0](128 if name == "group" else 64, rngs=rngs),
+        (64, 128 if name == "group" else 64),
         grad=(1 - lost / 64) ** 0.5,
         bias=4 / 64,  # 1 / RMS of 64 samples has this mean square above 1
     )
 
 
-def test_scale_of_parameter_gradients() -> None:
-    graphdef, params = nnx.split(nn.LayerNorm(256))
+@pytest.mark.parametrize("name", ["layer", "group", "batch"])
+def test_scale_of_parameter_gradients(name) -> None:
+    graphdef, params, rest = nnx.split(PAIRS[name][0](256), nnx.Param, ...)
     x, dy = jax.random.normal(jax.random.key(0), (2, 100, 256))
-    (grads,) = jax.vjp(lambda p: nnx.merge(graphdef, p)(x).data, params)[1](dy)
+
+    def apply(p):
+        return nnx.merge(graphdef, p, rest, copy=True)(x).data
+
+    (grads,) = jax.vjp(apply, params)[1](dy)
     for g in jax.tree.leaves(grads):
         assert abs(float(jnp.mean(g**2)) - 1) < 5 * (2 / g.size) ** 0.5
+
+
+def test_running_averages_are_those_of_flax() -> None:
+    """In training and after, through a transformation that returns what a call has changed."""
+    ours, flax = (
+        kind(4, momentum=0.7, epsilon=0.1, rngs=nnx.Rngs(0))
+        for kind in (nn.BatchNorm, nnx.BatchNorm)
+    )
+    x = 3 * jax.random.normal(jax.random.key(0), (3, 2, 5, 4)) + 1
+
+    @nnx.jit
+    def step(model, x):
+        return nnx.value_and_grad(lambda model: jnp.sum(jnp.sin(_value(model(x)))))(model)
+
+    scaled, _ = nn.value_and_grad(lambda model: jnp.sum(jnp.sin(model(x[0]).value)))(ours)
+    assert float(scaled) == pytest.approx(float(step(flax, x[0])[0]), rel=1e-5)
+    for batch in x[1:]:
+        for model in (ours, flax):
+            step(model, batch)
+    for name in ("mean", "var"):
+        found, expected = getattr(ours, name), getattr(flax, name)
+        assert isinstance(found, nnx.BatchStat)
+        np.testing.assert_allclose(found[...], expected[...], rtol=1e-5)
+    before = ours.mean[...]
+    np.testing.assert_allclose(
+        ours(x[0], use_running_average=True).value,
+        flax(x[0], use_running_average=True),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    ours.eval()
+    flax.eval()
+    np.testing.assert_allclose(
+        _value(ours(ScaledArray(x[0], 4.0))), flax(4 * x[0]), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_array_equal(ours.mean[...], before)
+    ours.train()
+    ours(x[0])
+    assert not np.array_equal(ours.mean[...], before)
+
+
+def _value(y):
+    return y.value if isinstance(y, ScaledArray) else y
+
+
+def test_groups() -> None:
+    assert nn.GroupNorm(64).num_groups == 32
+    assert nn.GroupNorm(64, None, 16).num_groups == 4
+    for number, size in ((3, None), (2, 32), (None, None), (None, 7), (0, None)):
+        with pytest.raises(ValueError, match="give one of num_groups and group_size"):
+            nn.GroupNorm(64, number, size)
 
 
 def test_options_of_the_parameters() -> None:
@@ -66,8 +129,8 @@ def test_options_of_the_parameters() -> None:
 
 
 def test_errors() -> None:
-    for kind in (nn.LayerNorm, nn.RMSNorm):
-        with pytest.raises(ValueError, match=r"must be \(features,\).*x \(2, 9\).*gain \(8,\)"):
-            kind(8)(jnp.ones((2, 9)))
+    for kind, _ in PAIRS.values():
+        with pytest.raises(ValueError, match=r"must be \(features,\).*x \(2, 10\).*gain \(8,\)"):
+            kind(8)(jnp.ones((2, 10)))
         with pytest.raises(ValueError, match="eps must not be negative; got -1"):
             kind(8, epsilon=-1.0)(jnp.ones((2, 8)))

@@ -74,6 +74,18 @@ def test_umup_inside() -> None:
     assert moved == pytest.approx(0.25 * 8**-0.5, rel=1e-3)
 
 
+def test_a_chain_around_is_told_to_go_inside() -> None:
+    clip = optax.clip_by_global_norm(1.0)
+    around = optax.chain(clip, scaled(optax.adam(0.1)))
+    with pytest.raises(ValueError, match=r"clip inside scaled, as in scaled\(optax\.chain"):
+        nn.Optimizer(nn.Dense(8, 2, rngs=nnx.Rngs(0)), around, wrt=nnx.Param)
+    tx = scaled(optax.chain(clip, optax.adam(0.1)))
+    model = nn.Dense(8, 2, rngs=nnx.Rngs(0))
+    nn.Optimizer(model, tx, wrt=nnx.Param).update(model, nn.grad(loss)(model))
+    with pytest.raises(TypeError, match=r"A chain goes inside: scaled\(optax\.chain"):
+        nn.Optimizer(model, around, wrt=nnx.Param)
+
+
 def test_gradients_are_accumulated() -> None:
     tx = scaled(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
     model = nn.Dense(8, 2, rngs=nnx.Rngs(0))

@@ -165,3 +165,12 @@ def test_large_inputs_are_finite_and_infinite_ones_are_not_hidden(policy: str) -
     x = jnp.zeros((3, 4)).at[:, 0].set(jnp.asarray([1e5, jnp.inf, jnp.nan]))
     finite = np.isfinite(np.asarray(nnx.jit(lambda layer, x: layer(x))(layer, x).value, np.float32))
     np.testing.assert_array_equal(finite.all(1), [True, False, False])
+
+
+def test_repr_is_a_name_or_what_differs() -> None:
+    for name, policy in nn.POLICIES.items():
+        assert repr(policy) == f"as_policy({name!r})"
+    own = nn.Policy(compute_dtype="float16", exempt=frozenset())
+    assert repr(own) == "Policy(compute_dtype='float16', exempt=frozenset())"
+    layer = nn.Dense(2, 2, policy="fp8_delayed", rngs=nnx.Rngs(0))
+    assert "policy=as_policy('fp8_delayed')" in repr(layer)

@@ -15,6 +15,7 @@ CELLS = {
     "gru": nn.GRUCell,
     "lstm": nn.OptimizedLSTMCell,
     "rhn": nn.RHNCell,
+    "simple": nn.SimpleCell,
 }
 
 
@@ -33,6 +34,8 @@ def first_step(name: str) -> float:
     x = np.random.default_rng(0).standard_normal((2, 1_000_000))
     gate, candidate = (np.asarray(v) for v in (jax.nn.sigmoid(x[0] / 2**0.5), x[1] / 2**0.5))
     candidate = rules.elementwise(jnp.tanh).fwd * np.tanh(candidate)
+    if name == "simple":
+        return float(np.mean(candidate**2))
     if name == "gru":
         return float(np.mean((rules.gated_update(reset=True) * gate * candidate) ** 2))
     cell = rules.gated_sum() * gate * candidate
@@ -96,6 +99,23 @@ def test_gradients_are_positive_constants_times_the_truth(name) -> None:
         assert constants[f"layer.cell.{kernel}.kernel"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_simple_cell_of_flax_in_other_units(residual) -> None:
+    """Of a state that is the factor of tanh times flax's, and an argument over a root of 2 or 3."""
+    ours, flax = (kind.SimpleCell(4, 6, residual=residual, rngs=nnx.Rngs(0)) for kind in (nn, nnx))
+    unit, terms = rules.elementwise(jnp.tanh).fwd, (3 if residual else 2) ** 0.5
+    flax.dense_i.kernel.set_value(ours.dense_i.kernel[...] / 4**0.5 / terms)
+    ours.dense_i.bias.set_value(jnp.arange(6.0))
+    flax.dense_i.bias.set_value(ours.dense_i.bias[...] / terms)
+    recurrent = ours.dense_h[0].kernel[...] / 6**0.5 * unit / terms
+    # Flax adds the state itself with weight 1.
+    identity = jnp.eye(6) * (unit / terms - 1) if residual else 0
+    flax.dense_h.kernel.set_value(recurrent + identity)
+    x = normal(0, 2, 5, 4, dtype=jnp.float32)
+    expected = nnx.RNN(flax)(x)
+    np.testing.assert_allclose(nn.RNN(ours)(x).value, unit * expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_formats(name) -> None:
     """The carry is stored in 16 bits, and differs from float32's by their rounding."""
@@ -114,6 +134,10 @@ def test_formats(name) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"nn\.RHNCell: depth must be at least 1; got 0"):
         nn.RHNCell(2, 2, 0, rngs=nnx.Rngs(0))
-    cell = nn.RNNCell(2, 2, gates=1, policy="float32", rngs=nnx.Rngs(0))
-    with pytest.raises(NotImplementedError, match=r"nn\.RNNCell must implement step"):
+
+    class Unfinished(nn.RNNCell):
+        gates = 1
+
+    cell = Unfinished(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=r"nn\.Unfinished must implement step"):
         nn.RNN(cell)(jnp.ones((1, 2, 2)))

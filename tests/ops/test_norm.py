@@ -24,7 +24,7 @@ ROWS = 6
 WEIGHT = ROWS**-0.5
 
 
-def layer_norm(x, gain=1.0, bias=0.0, eps=1e-5):
+def layer_norm(x, gain=1.0, bias=0.0, eps=1e-6):
     x = x - x.mean(-1, keepdims=True)
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain + bias
 
@@ -33,7 +33,37 @@ def rms_norm(x, gain=1.0, eps=1e-6):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
 
 
+def group_norm(x, gain=1.0, bias=0.0, eps=1e-6):
+    grouped = x.reshape(x.shape[0], -1, 2, x.shape[-1] // 2)
+    grouped = grouped - grouped.mean((1, 3), keepdims=True)
+    y = grouped / np.sqrt((grouped * grouped).mean((1, 3), keepdims=True) + eps)
+    return y.reshape(x.shape) * gain + bias
+
+
+def batch_norm(x, gain=1.0, bias=0.0, eps=1e-5):
+    rows = tuple(range(x.ndim - 1))
+    x = x - x.mean(rows)
+    return x / np.sqrt((x * x).mean(rows) + eps) * gain + bias
+
+
+GROUP = functools.partial(ops.group_norm, num_groups=2)
+STATISTICS = tuple(np.float32([[0.5, -1, 2, 0], [0.25, 1, 4, 2]]))
+
+
+def standardize(x, gain=1.0, bias=0.0, eps=1e-5):
+    mean, var = STATISTICS
+    return (x - mean) / np.sqrt(var + eps) * gain + bias
+
+
+GIVEN = functools.partial(ops.batch_norm, statistics=STATISTICS)
 CASES = {
+    "group_norm": (GROUP, group_norm, 1),
+    "group_norm gain bias": (GROUP, group_norm, 3),
+    "batch_norm": (ops.batch_norm, batch_norm, 1),
+    "batch_norm gain": (ops.batch_norm, batch_norm, 2),
+    "batch_norm gain bias": (ops.batch_norm, batch_norm, 3),
+    "statistics": (GIVEN, standardize, 1),
+    "statistics gain bias": (GIVEN, standardize, 3),
     "layer_norm": (ops.layer_norm, layer_norm, 1),
     "layer_norm gain": (ops.layer_norm, layer_norm, 2),
     "layer_norm gain bias": (ops.layer_norm, layer_norm, 3),
@@ -74,7 +104,8 @@ test_scales = under_scales(
             NORMS[name].args[2],
             **NORMS[name].keywords,
         )
-        for name in ("layer_norm gain bias", "rms_norm gain")
+        for name in CASES
+        if name.endswith(("gain bias", "rms_norm gain"))
     },
     slack=4,
 )
@@ -92,7 +123,7 @@ def test_the_scale_is_dropped() -> None:
 def test_an_array_of_zeros_has_finite_gradients() -> None:
     zeros, scales = jnp.zeros((2, 4)), (0.0, 2.0**100)
     for x in (zeros, *(ScaledArray(zeros, jnp.float32(s)) for s in scales)):
-        for op in (ops.layer_norm, ops.rms_norm):
+        for op in (ops.layer_norm, ops.rms_norm, ops.batch_norm, GROUP):
             y, vjp = jax.vjp(lambda x, op=op: op(x).data, x)
             np.testing.assert_array_equal(y, 0)
             assert all(np.isfinite(g).all() for g in jax.tree.leaves(vjp(jnp.ones_like(y))))
@@ -133,13 +164,35 @@ def test_the_gradient_at_zero_is_that_of_the_value(scale: float) -> None:
         np.testing.assert_allclose(found, 512 * (np.eye(4)[0] - centered / 4), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_batch_statistics_are_those_of_the_value() -> None:
+    (data,) = normal("statistics", (2, 3, 4))
+    for scale in (None, 4.0, np.float32([1, 2, 4, 8]), np.float32([[[1], [2], [64]]])):
+        x = (
+            jnp.asarray(data, jnp.float32)
+            if scale is None
+            else ScaledArray(jnp.asarray(data, jnp.float32), scale)
+        )
+        value = data if scale is None else data * scale
+        found = ops.batch_statistics(x)
+        for got, want in zip(found, (value.mean((0, 1)), value.var((0, 1))), strict=True):
+            assert got.dtype == jnp.float32
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    y = ops.batch_norm(x, statistics=found)
+    np.testing.assert_allclose(y.value, ops.batch_norm(x).value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm", "batch_norm"])
 def test_unit_variance(name: str) -> None:
     op = CASES[name][0]
     # A row of 64 loses up to two of its degrees of freedom in the gradient.
-    assert_unit(op, (16, 64), bias=2 / 64)
+    rows, width = {"batch_norm": (64, 64), "group_norm": (16, 128)}.get(name, (16, 64))
+    shape = (rows, width)
+    assert_unit(op, shape, bias=2 / 64)
     assert_unit(
-        lambda x, gain: op(x, 1 + gain - jax.lax.stop_gradient(gain)), (16, 64), (64,), bias=3 / 64
+        lambda x, gain: op(x, 1 + gain - jax.lax.stop_gradient(gain)),
+        shape,
+        shape[1:],
+        bias=3 / 64,
     )
 
 
@@ -149,6 +202,18 @@ ERRORS = [
     (ValueError, lambda: ops.layer_norm(x, None, x[0, :2]), r"bias must .* got x \(2, 4\)"),
     (ValueError, lambda: ops.rms_norm(x, eps=-1.0), r"ops\.rms_norm: eps must not be negative"),
     (ValueError, lambda: ops.rms_norm(jnp.ones(())), r"rms_norm: x must be"),
+    (ValueError, lambda: ops.batch_norm(x[0]), r"batch_norm: x must be \(\.\.\., features\)"),
+    (ValueError, lambda: ops.batch_statistics(x[0]), r"batch_statistics: x must be"),
+    (
+        ValueError,
+        lambda: ops.batch_norm(x, statistics=(x[0], x[0, :2])),
+        r"the variance must be \(features,\).*variance \(2,\)",
+    ),
+    (
+        ValueError,
+        lambda: ops.group_norm(x, num_groups=3),
+        r"ops\.group_norm: num_groups must divide the features; got 3 groups, x \(2, 4\)",
+    ),
     (TypeError, lambda: ops.rms_norm(x > 0), r"ops\.rms_norm: x must be a floating array"),
     (TypeError, lambda: ops.layer_norm(x, x[0] > 0), r"ops\.layer_norm: gain must be a floating"),
 ]

@@ -1,5 +1,7 @@
 """Gates and recurrent cells against NumPy, with the true derivative everywhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,14 @@ def highway(state, x, h):
     return update(state, TANH * np.tanh(candidate), gate, rules.gated_update(period=3))
 
 
+def simple(state, x, h):
+    return TANH * np.tanh((x + h) / 2**0.5)
+
+
+def simple_residual(state, x, h):
+    return TANH * np.tanh((x + h + state) / 3**0.5)
+
+
 def deeper(state, h):
     gate, candidate = np.split(h, 2, -1)
     return update(state, TANH * np.tanh(candidate), gate, rules.gated_update(1.0, period=3))
@@ -65,6 +75,13 @@ CASES = {
     "gru": (ops.gru, gru, (SHAPE, (3, 12), (3, 12)), 6),
     "lstm": (_joined, lstm, (SHAPE, (3, 16), (3, 16)), 6),
     "highway": (lambda s, x, h: ops.highway(s, h, x, depth=3), highway, (SHAPE, (3, 8), (3, 8)), 6),
+    "simple": (ops.simple_rnn, simple, (SHAPE,) * 3, 3),
+    "residual": (
+        functools.partial(ops.simple_rnn, residual=True),
+        simple_residual,
+        (SHAPE,) * 3,
+        3,
+    ),
     "deeper": (lambda s, h: ops.highway(s, h, depth=3), deeper, (SHAPE, (3, 8)), 6),
 }
 
@@ -84,7 +101,7 @@ TRUE = {
 test_value_and_true_gradients = in_every_dtype(TRUE)
 
 
-@pytest.mark.parametrize("name", ["gated_sum", "gru", "lstm", "highway"])
+@pytest.mark.parametrize("name", ["gated_sum", "gru", "lstm", "highway", "residual"])
 def test_scales_are_folded_into_a_state_without_one(name) -> None:
     op, _, args = TRUE[name].args
     scales = (0.25, 4.0, 0.5, 2.0)[: len(args)]
@@ -108,6 +125,16 @@ def test_a_gate_that_is_shut_keeps_the_state_and_an_open_one_takes_the_candidate
     assert float(tiny.data[0]) == pytest.approx(UPDATE * np.exp(-20.0), rel=1e-5)
 
 
+def test_a_simple_network_of_any_activation_is_unit() -> None:
+    for f in (jnp.tanh, jnp.sin):
+        for residual in (False, True):
+            assert_unit(
+                lambda *a, f=f, r=residual: ops.simple_rnn(*a, activation=f, residual=r),
+                *((64, 64),) * 3,
+                unit=(True, False, False, False),
+            )
+
+
 def test_sigmoid_glu_is_unit() -> None:
     assert_unit(lambda *a: ops.sigmoid_glu(*a), (64, 64), (64, 64), unit=(True, True, False))
 
@@ -117,6 +144,11 @@ ERRORS = [
     (ValueError, lambda x: ops.gated_sum(x, x, x, x, share=3.0), r"share must be in \(0, 1\]"),
     (ValueError, lambda x: ops.gru(x, x, x), r"ops\.gru: x must be \(\.\.\., 3 \* features\)"),
     (ValueError, lambda x: ops.lstm(x, x, x), r"ops\.lstm: x must be \(\.\.\., 4 \* features"),
+    (
+        ValueError,
+        lambda x: ops.simple_rnn(x, x[:1], x),
+        r"simple_rnn: x must be \(\.\.\., features",
+    ),
     (ValueError, lambda x: ops.highway(x, x), r"ops\.highway: h must be \(\.\.\., 2 \* feat"),
     (TypeError, lambda x: ops.gated_update(x > 0, x, x), "state must be a floating array"),
     (ValueError, lambda x: ops.sigmoid_glu(x, x[:1]), r"ops\.sigmoid_glu: .*same shape"),

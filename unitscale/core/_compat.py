@@ -1,5 +1,6 @@
 """What differs between the versions of JAX that the library runs on, and what they keep private."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,17 @@ def refuse_as_array(cls: type, message: str) -> None:
     register = getattr(jax_dtypes, "register_canonicalize_value_handler", None)
     if register is not None:
         register(cls, refuse)
+
+
+def asking_operator() -> str:
+    """Which operator of `jax.Array` asks the caller, its right operand: "add", or "" if none does.
+
+    These ask for ``__jax_array__`` and then answer themselves; to an operand without it they leave
+    the answer, as Python means it. There is no public way to say so; where a version of JAX has
+    other names, they answer with a plain array.
+    """
+    name = sys._getframe(2).f_code.co_name
+    return name.removeprefix("_operator_") if name.startswith("_operator_") else ""
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from . import _arithmetic as arithmetic
 from ._at import At
 from ._cast import widen
+from ._compat import asking_operator
 from ._pow2 import exponent_of, pow2
 from ._scale import Scale, as_scale, check_shapes, expand_blocks, to_float
 
@@ -30,8 +31,7 @@ def _operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tupl
 
 def _comparison(fn: Callable[..., jax.Array]) -> Any:
     def compare(self: "ScaledArray", other: Any) -> jax.Array:
-        own = self.pair
-        pair = arithmetic.operand(other, beside=own[1])
+        pair = arithmetic.operand(other, beside=(own := self.pair)[1])
         return NotImplemented if pair is None else arithmetic.compare(fn, own, pair)
 
     return compare
@@ -41,9 +41,8 @@ def _comparison(fn: Callable[..., jax.Array]) -> Any:
 class ScaledArray:
     """An array stored as data and a scale: ``value = data * scale``.
 
-    It is immutable. Its operators (on ScaledArrays, real arrays and Python numbers, which are
-    weakly typed), indexing, reshaping and reductions keep the scale; functions of `jax.numpy`, and
-    the operators of a `jax.Array` to its left, take it for its value.
+    It is immutable. Operators (with real arrays and weakly typed Python numbers on either side),
+    indexing, reshaping and reductions keep the scale; functions of `jax.numpy` take its value.
 
     Scaling:
         Cotangents live in data space: the derivative with respect to ``data`` is the ordinary one
@@ -263,8 +262,9 @@ class ScaledArray:
             return self.map_data(lambda data: data.astype(dtype))
         return widen(self.value).astype(dtype)
 
-    def __jax_array__(self) -> jax.Array:
-        return self.value
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array] | None:  # None: x.__radd__(array) answers
+        return None if hasattr(self, f"__r{asking_operator()}__") else lambda: self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)

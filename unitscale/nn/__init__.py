@@ -24,14 +24,21 @@ from ._conversion import Conversion as Conversion, ConversionReport as Conversio
 from ._conversion_rules import CONVERSIONS as CONVERSIONS, ConfigLike as ConfigLike
 from ._convert import convert as convert, restore as restore
 from ._dropout import Dropout as Dropout
+from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed, PositionalEmbed as PositionalEmbed
 from ._gradients import grad as grad, value_and_grad as value_and_grad
 from ._hooks import StaticWeight as StaticWeight
 from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack_layers
-from ._linear import Dense as Dense, Readout as Readout
+from ._linear import Dense as Dense, Linear as Linear, Readout as Readout
+from ._lora import LoRA as LoRA, LoRALinear as LoRALinear
 from ._mlp import MLP as MLP
 from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
-from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from ._norm import (
+    BatchNorm as BatchNorm,
+    GroupNorm as GroupNorm,
+    LayerNorm as LayerNorm,
+    RMSNorm as RMSNorm,
+)
 from ._optimizer import Optimizer as Optimizer
 from ._param import unpadded as unpadded
 from ._policy import (
@@ -44,8 +51,14 @@ from ._recurrent import (
     OptimizedLSTMCell as OptimizedLSTMCell,
     RHNCell as RHNCell,
     RNNCell as RNNCell,
+    SimpleCell as SimpleCell,
 )
 from ._residual import Residual as Residual
 from ._rnn import RNN as RNN
 from ._serve import to_static as to_static
 from ._transformer import TransformerLayer as TransformerLayer, TransformerStack as TransformerStack
+from ._unit_scale import (
+    Rescaled as Rescaled,
+    UnitScaleReport as UnitScaleReport,
+    unit_scale as unit_scale,
+)

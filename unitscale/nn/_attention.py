@@ -12,6 +12,7 @@ from .. import ops, rules
 from ..core import ScaledArray, widen
 from ._dropout import Dropout
 from ._linear import Dense
+from ._param import NO_METADATA, Initializer, Metadata, unit_normal, zeros
 from ._policy import PolicyLike, as_policy
 
 
@@ -89,14 +90,26 @@ class MultiHeadAttention(nnx.Module):
         max_length: sequence length that the factor is computed for; by default that of each call.
         rotary_base: base of rotary positions (10000.0 is usual); None for none.
         mult: multiplier of the logits.
-        use_bias: whether the projections add biases.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
         dropout_rate: rate of dropout on the attention weights.
+        deterministic: whether dropout is off by default; `model.eval()` sets it.
+        kernel_init: initializer of the kernels; factors assume unit variance.
+        out_kernel_init: that of the output's kernel; ``kernel_init`` by default.
+        bias_init: initializer of the biases.
+        out_bias_init: that of the output's bias; ``bias_init`` by default.
+        use_bias: whether the projections add biases.
         context: what lies below the layer, for a factor that counts what tokens share by then; by
             default values at different positions are taken as independent.
         implementation: "auto", "plain", "chunked" or "cudnn": see `ops.dot_product_attention`.
             `decode` is always "auto".
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys ("params", and "dropout" if there is any).
+        kernel_metadata: metadata of the kernels of queries, keys and values, such as
+            ``{"out_sharding": (None, "model")}``.
+        out_kernel_metadata: metadata of the output's kernel.
+        bias_metadata: metadata of the biases of queries, keys and values.
+        out_bias_metadata: metadata of the output's bias.
 
     Raises:
         ValueError: if heads do not divide features, kv heads do not divide heads, or the policy is
@@ -125,13 +138,25 @@ class MultiHeadAttention(nnx.Module):
         max_length: int | None = None,
         rotary_base: float | None = None,
         mult: float = 1.0,
-        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = None,
         dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        kernel_init: Initializer = unit_normal,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros,
+        out_bias_init: Initializer | None = None,
+        use_bias: bool = True,
         context: rules.AttentionContext | None = None,
         implementation: ops.Implementation = "auto",
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        out_kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+        out_bias_metadata: Metadata = NO_METADATA,
     ) -> None:
+        policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features
         in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -154,18 +179,32 @@ class MultiHeadAttention(nnx.Module):
                 f"{self.head_dim} ({qkv_features} features in {num_heads} heads)"
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
-        self.rotary_base, self.context, self.policy = rotary_base, context, as_policy(policy)
+        self.rotary_base, self.context, self.policy = rotary_base, context, policy
         self.implementation: ops.Implementation = implementation
         kv_features = num_kv_heads * self.head_dim
 
-        def dense(inputs: int, outputs: int) -> Dense:
-            return Dense(inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs)
+        def dense(inputs: int, outputs: int, **options: Any) -> Dense:
+            inner = {
+                "kernel_init": kernel_init,
+                "bias_init": bias_init,
+                "kernel_metadata": kernel_metadata,
+                "bias_metadata": bias_metadata,
+            }
+            options = inner | options
+            return Dense(inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs, **options)
 
         self.query = dense(in_features, qkv_features)
         self.key = dense(in_kv_features, kv_features)
         self.value = dense(in_kv_features, kv_features)
-        self.out = dense(qkv_features, out_features)
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.out = dense(
+            qkv_features,
+            out_features,
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+            kernel_metadata=out_kernel_metadata,
+            bias_metadata=out_bias_metadata,
+        )
+        self.dropout = Dropout(dropout_rate, deterministic=deterministic, rngs=rngs)
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
         """Returns an empty cache for ``batch`` sequences of up to ``max_length`` tokens.
@@ -195,7 +234,8 @@ class MultiHeadAttention(nnx.Module):
             inputs_q: (batch, time, in_features).
             inputs_k: (batch, source, in_kv_features), or None for self-attention.
             inputs_v: as inputs_k, which it defaults to.
-            mask: boolean, broadcasting to (batch, heads, time, source); True attends.
+            mask: booleans or numbers, as of `nnx.make_causal_mask`, broadcasting to (batch, heads,
+                time, source); what is not zero attends.
             positions: (time,) or (batch, time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
             factor: multiplies the average over values, where the factor of this layer is data: a
@@ -297,7 +337,7 @@ class MultiHeadAttention(nnx.Module):
             q,
             k,
             v,
-            mask=mask,
+            mask=None if mask is None else jnp.asarray(mask) != 0,
             is_causal=is_causal,
             mult=self.mult,
             dropout_rate=self.dropout.rate,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from flax import nnx
 
@@ -9,7 +10,16 @@ from .. import ops
 from ..core import ScaledArray
 from ..rules import Constraint
 from ._amax_state import amax_state, read_state
-from ._param import constant, read, weight
+from ._param import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    read,
+    unit_normal,
+    vector,
+    weight,
+    zeros,
+)
 from ._policy import PolicyLike, as_policy
 
 
@@ -23,15 +33,21 @@ class Conv(nnx.Module):
         in_features: input channels.
         out_features: output channels.
         kernel_size: one size per spatial dimension, or an integer for one dimension.
-        strides: one stride, or one per spatial dimension.
+        strides: one stride, or one per spatial dimension; None is 1.
         padding: "SAME", "VALID", "CAUSAL", an integer, or an integer or (low, high) pair for each
             dimension.
-        kernel_dilation: one dilation, or one per spatial dimension.
+        kernel_dilation: one dilation, or one per spatial dimension; None is 1.
         feature_group_count: number of groups, dividing in_features and out_features.
         use_bias: whether to add a bias.
         constraint: how the output and the input gradient come to share a factor.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
+        kernel_init: initializer of the kernel; factors assume unit variance.
+        bias_init: initializer of the bias.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        kernel_metadata: metadata of the kernel, such as ``{"out_sharding": (None, "model")}``.
+        bias_metadata: metadata of the bias.
 
     Raises:
         ValueError: if the groups do not divide the features or the policy is unknown; when
@@ -52,29 +68,33 @@ class Conv(nnx.Module):
         in_features: int,
         out_features: int,
         kernel_size: int | Sequence[int],
-        strides: int | Sequence[int] = 1,
+        strides: int | Sequence[int] | None = 1,
         *,
         padding: str | int | Sequence[int | tuple[int, int]] = "SAME",
-        kernel_dilation: int | Sequence[int] = 1,
+        kernel_dilation: int | Sequence[int] | None = 1,
         feature_group_count: int = 1,
         use_bias: bool = True,
         constraint: Constraint = "to_output_scale",
+        dtype: Any = None,
+        param_dtype: Any = None,
+        kernel_init: Initializer = unit_normal,
+        bias_init: Initializer = zeros,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
     ) -> None:
         if in_features % feature_group_count or out_features % feature_group_count:
             raise ValueError(
                 "unitscale.nn.Conv: feature_group_count must divide in_features and out_features; "
                 f"got {feature_group_count}, {in_features}, {out_features}"
             )
-        self.policy = as_policy(policy)
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         self.constraint: Constraint = constraint
         self.kernel_size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
-        self.strides = strides if isinstance(strides, int) else tuple(strides)
+        self.strides = _sizes(strides)
         self.padding = padding if isinstance(padding, (str, int)) else tuple(padding)
-        self.kernel_dilation = (
-            kernel_dilation if isinstance(kernel_dilation, int) else tuple(kernel_dilation)
-        )
+        self.kernel_dilation = _sizes(kernel_dilation)
         self.feature_group_count = feature_group_count
         positions = math.prod(self.kernel_size)
         self.kernel = weight(
@@ -83,10 +103,14 @@ class Conv(nnx.Module):
             self.policy,
             fan_in=positions * in_features // feature_group_count,
             fan_out=positions * out_features // feature_group_count,
+            init=kernel_init,
+            metadata=kernel_metadata,
         )
-        self.bias = nnx.data(
-            constant(0.0, (out_features,), self.policy, role="bias") if use_bias else None
-        )
+        bias = None
+        if use_bias:
+            shape = (out_features,)
+            bias = vector(bias_init, rngs, shape, self.policy, role="bias", metadata=bias_metadata)
+        self.bias = nnx.data(bias)
         self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
@@ -109,3 +133,7 @@ class Conv(nnx.Module):
             state=read_state(self.amax),
         )
         return y if leading == 1 else y.reshape(*batch, *y.shape[1:])
+
+
+def _sizes(value: int | Sequence[int] | None) -> int | tuple[int, ...]:
+    return 1 if value is None else value if isinstance(value, int) else tuple(value)

@@ -1,5 +1,8 @@
 """Dropout layer."""
 
+from collections.abc import Sequence
+
+import jax
 from flax import nnx
 
 from .. import ops
@@ -14,9 +17,11 @@ class Dropout(nnx.Module):
 
     Args:
         rate: probability of zero, in [0, 1).
+        broadcast_dims: dimensions along which all elements are dropped together.
         deterministic: default for calls; `model.eval()` and `model.train()` set it.
-        rngs: streams of random keys; the layer forks "dropout". Needed unless each call gives
-            ``rngs`` or is deterministic.
+        rng_collection: name of the stream of ``rngs`` that keys come from.
+        rngs: streams of random keys, of which the layer forks that one, or the stream itself.
+            Needed unless each call gives ``rngs`` or is deterministic.
 
     Raises:
         ValueError: if the rate is out of range; when called, if there is no key.
@@ -31,25 +36,46 @@ class Dropout(nnx.Module):
     """
 
     def __init__(
-        self, rate: float, *, deterministic: bool = False, rngs: nnx.Rngs | None = None
+        self,
+        rate: float,
+        *,
+        broadcast_dims: Sequence[int] = (),
+        deterministic: bool = False,
+        rng_collection: str = "dropout",
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> None:
         if not 0 <= rate < 1:
             raise ValueError(f"unitscale.nn.Dropout: rate must be in [0, 1); got {rate!r}")
         self.rate, self.deterministic = rate, deterministic
-        self.rngs = nnx.data(None if rngs is None or rate == 0 else rngs.dropout.fork())
+        self.broadcast_dims, self.rng_collection = tuple(broadcast_dims), rng_collection
+        stream = self._stream(None if rate == 0 else rngs)
+        self.rngs = nnx.data(None if stream is None else stream.fork())
 
     def __call__(
         self,
         x: ops.ArrayLike,
         *,
         deterministic: bool | None = None,
-        rngs: nnx.Rngs | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> ScaledArray:
         """Drops elements of ``x``; arguments left out take the layer's own."""
         key = self.key(deterministic, rngs)
-        return ops.dropout(x, self.rate, key=key, deterministic=key is None and self.rate > 0)
+        return ops.dropout(
+            x,
+            self.rate,
+            key=key,
+            deterministic=key is None and self.rate > 0,
+            broadcast_dims=self.broadcast_dims,
+        )
 
-    def key(self, deterministic: bool | None = None, rngs: nnx.Rngs | None = None):
+    def _stream(self, rngs: nnx.Rngs | nnx.RngStream | None) -> nnx.RngStream | None:
+        return rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
+
+    def key(
+        self,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array | None:
         """Returns the next key, or None if nothing is to be dropped.
 
         Raises:
@@ -58,7 +84,9 @@ class Dropout(nnx.Module):
         quiet = self.deterministic if deterministic is None else deterministic
         if quiet or self.rate == 0:
             return None
-        stream = self.rngs if rngs is None else rngs.dropout
+        if isinstance(rngs, jax.Array):
+            return rngs
+        stream = self.rngs if rngs is None else self._stream(rngs)
         if stream is None:
             raise ValueError(
                 "unitscale.nn.Dropout: give rngs= to the constructor or the call, or set "

@@ -1,6 +1,6 @@
 """Token and position embeddings."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,16 @@ from .. import ops
 from ..core import ScaledArray, vary_alike
 from ._amax_state import amax_state, read_state
 from ._linear import LossOptions
-from ._param import padding_of, read, unpadded, weight
+from ._param import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    padding_of,
+    read,
+    unit_normal,
+    unpadded,
+    weight,
+)
 from ._policy import PolicyLike, as_policy
 
 
@@ -29,8 +38,12 @@ class Embed(nnx.Module):
         pad_to_multiple_of: the table gets rows of zeros, up to a multiple of this that matrix
             kernels like, such as 128. They never learn and are no logits; factors are those of the
             vocabulary.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
+        embedding_init: initializer of the table; factors assume unit variance.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        embedding_metadata: metadata of the table, such as ``{"out_sharding": ("model", None)}``.
 
     Raises:
         ValueError: if the policy is unknown or the multiple not positive.
@@ -52,11 +65,15 @@ class Embed(nnx.Module):
         features: int,
         *,
         pad_to_multiple_of: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        embedding_init: Initializer = unit_normal,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        embedding_metadata: Metadata = NO_METADATA,
     ) -> None:
         self.num_embeddings, self.features = num_embeddings, features
-        self.policy = as_policy(policy)
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         self.embedding = weight(
             rngs,
             (num_embeddings, features),
@@ -65,6 +82,8 @@ class Embed(nnx.Module):
             fan_in=num_embeddings,
             fan_out=features,
             padding=(padding_of("Embed", num_embeddings, pad_to_multiple_of), 0),
+            init=embedding_init,
+            metadata=embedding_metadata,
         )
         self.amax = nnx.data(amax_state(self.policy.matmul_for("readout")))
 
@@ -119,8 +138,12 @@ class PositionalEmbed(nnx.Module):
     Args:
         max_length: number of positions.
         features: size of an embedding.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
+        embedding_init: initializer of the table; factors assume unit variance.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        embedding_metadata: metadata of the table, such as ``{"out_sharding": ("model", None)}``.
 
     Raises:
         ValueError: when called, if positions beyond max_length would be needed.
@@ -139,11 +162,15 @@ class PositionalEmbed(nnx.Module):
         max_length: int,
         features: int,
         *,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        embedding_init: Initializer = unit_normal,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        embedding_metadata: Metadata = NO_METADATA,
     ) -> None:
         self.max_length, self.features = max_length, features
-        self.policy = as_policy(policy)
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         self.embedding = weight(
             rngs,
             (max_length, features),
@@ -151,6 +178,8 @@ class PositionalEmbed(nnx.Module):
             role="embedding",
             fan_in=max_length,
             fan_out=features,
+            init=embedding_init,
+            metadata=embedding_metadata,
         )
 
     def __call__(self, x: ops.ArrayLike, positions: jax.Array | None = None) -> ScaledArray:

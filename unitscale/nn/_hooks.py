@@ -139,6 +139,12 @@ def layers_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterat
     seen.add(id(node))
     if kind_of(node) is not None or isinstance(node, CONVOLUTIONS):
         yield path, node
+    for name, child in children_of(node):
+        yield from layers_of(child, f"{path}.{name}" if path else str(name), seen)
+
+
+def children_of(node: Any) -> list[tuple[Any, Any]]:
+    """What a module, mapping or sequence holds, by name, in an order that names alone decide."""
     if isinstance(node, nnx.Pytree):
         children = [(k, v) for k, v in vars(node).items() if not k.startswith("_pytree__")]
     elif isinstance(node, Mapping):
@@ -146,10 +152,9 @@ def layers_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterat
     elif isinstance(node, list | tuple):
         children = list(enumerate(node))
     else:
-        return
+        children = []
     # A split and merged module has its attributes in another order than a new one.
-    for name, child in sorted(children, key=_natural):
-        yield from layers_of(child, f"{path}.{name}" if path else str(name), seen)
+    return sorted(children, key=_natural)
 
 
 def _natural(child: tuple[Any, Any]) -> tuple[int, str]:

@@ -9,8 +9,19 @@ from .. import ops
 from ..core import ScaledArray
 from ..rules import Constraint
 from ._amax_state import amax_state, read_state
-from ._param import constant, padding_of, read, unpadded, weight
-from ._policy import PolicyLike, as_policy
+from ._param import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    padding_of,
+    read,
+    unit_normal,
+    unpadded,
+    vector,
+    weight,
+    zeros,
+)
+from ._policy import Policy, PolicyLike, as_policy
 
 
 class LossOptions(TypedDict, total=False):
@@ -35,12 +46,16 @@ class _Affine(nnx.Module):
         *,
         use_bias: bool,
         constraint: Constraint,
-        policy: PolicyLike,
+        policy: Policy,
+        kernel_init: Initializer,
+        bias_init: Initializer,
         rngs: nnx.Rngs,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
         padding: int = 0,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.constraint, self.policy = constraint, as_policy(policy)
+        self.constraint, self.policy = constraint, policy
         self.kernel = weight(
             rngs,
             (in_features, out_features),
@@ -49,12 +64,14 @@ class _Affine(nnx.Module):
             fan_in=in_features,
             fan_out=out_features,
             padding=(0, padding),
+            init=kernel_init,
+            metadata=kernel_metadata,
         )
-        self.bias = (
-            nnx.data(constant(0.0, (out_features,), self.policy, role="bias"))
-            if use_bias
-            else nnx.data(None)
-        )
+        bias = None
+        if use_bias:
+            shape = (out_features,)
+            bias = vector(bias_init, rngs, shape, policy, role="bias", metadata=bias_metadata)
+        self.bias = nnx.data(bias)
         self.amax = nnx.data(amax_state(self.policy.matmul_for(self.role)))
 
     def _apply(self, op, x: ops.ArrayLike) -> ScaledArray:
@@ -79,8 +96,14 @@ class Dense(_Affine):
         out_features: size of the output's last axis.
         use_bias: whether to add a bias.
         constraint: how the output and the input gradient come to share a factor.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
+        kernel_init: initializer of the kernel; factors assume unit variance.
+        bias_init: initializer of the bias.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        kernel_metadata: metadata of the kernel, such as ``{"out_sharding": (None, "model")}``.
+        bias_metadata: metadata of the bias.
 
     Raises:
         ValueError: if the policy is unknown; when called, if the shapes do not fit.
@@ -104,21 +127,35 @@ class Dense(_Affine):
         *,
         use_bias: bool = True,
         constraint: Constraint = "to_output_scale",
+        dtype: Any = None,
+        param_dtype: Any = None,
+        kernel_init: Initializer = unit_normal,
+        bias_init: Initializer = zeros,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
     ) -> None:
         super().__init__(
             in_features,
             out_features,
             use_bias=use_bias,
             constraint=constraint,
-            policy=policy,
+            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
+            kernel_init=kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
         )
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
         """Maps (..., in_features) to (..., out_features)."""
         return self._apply(ops.dense, x)
+
+
+Linear = Dense
+"""The name of `Dense` in `flax.nnx`."""
 
 
 class Readout(_Affine):
@@ -136,8 +173,14 @@ class Readout(_Affine):
         pad_to_multiple_of: the kernel gets columns of zeros, up to a multiple of this that matrix
             kernels like, such as 128. They never learn and are no logits; factors are those of
             out_features.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
+        kernel_init: initializer of the kernel; factors assume unit variance.
+        bias_init: initializer of the bias.
         policy: formats; the role "readout" is exempt from quantization by default.
         rngs: streams of random keys; parameters draw from "params".
+        kernel_metadata: metadata of the kernel, such as ``{"out_sharding": (None, "model")}``.
+        bias_metadata: metadata of the bias.
 
     Raises:
         ValueError: if the policy is unknown or the multiple not positive; when called, if the
@@ -162,16 +205,26 @@ class Readout(_Affine):
         use_bias: bool = False,
         constraint: Constraint = None,
         pad_to_multiple_of: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        kernel_init: Initializer = unit_normal,
+        bias_init: Initializer = zeros,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
     ) -> None:
         super().__init__(
             in_features,
             out_features,
             use_bias=use_bias,
             constraint=constraint,
-            policy=policy,
+            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
+            kernel_init=kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
             padding=padding_of("Readout", out_features, pad_to_multiple_of),
         )
 

@@ -56,7 +56,8 @@ class Optimizer(nnx.Optimizer):
                 raise TypeError(
                     "unitscale.nn.Optimizer: tx must be of unitscale.optim.scaled for parameters "
                     f"that are ScaledArrays, such as {'.'.join(map(str, scaled[0]))}; got "
-                    f"{type(tx).__name__}, which would add to data and scale alike"
+                    f"{type(tx).__name__}, which would add to data and scale alike. A chain goes "
+                    "inside: scaled(optax.chain(clip, inner))."
                 )
             super().__init__(model, tx, wrt=wrt)
             return

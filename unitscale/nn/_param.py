@@ -1,12 +1,24 @@
 """Parameters: unit variance at initialisation, and the metadata that optimizers read."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
 
 from ..rules import ROLES
 from ._policy import Policy
+
+Initializer: TypeAlias = Callable[..., Any]
+"""A function of key, shape and dtype, as those of `nnx.initializers`."""
+Metadata: TypeAlias = Mapping[str, Any]
+"""What a parameter's Variable carries besides its value, such as ``out_sharding``."""
+
+NO_METADATA: Metadata = MappingProxyType({})
+unit_normal = nnx.initializers.normal(1.0)
+zeros, ones = nnx.initializers.zeros_init(), nnx.initializers.ones_init()
 
 
 def weight(
@@ -18,26 +30,49 @@ def weight(
     fan_in: int,
     fan_out: int,
     padding: tuple[int, ...] = (0, 0),
+    init: Initializer = unit_normal,
+    metadata: Metadata = NO_METADATA,
+    kind: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param:
-    """Returns a weight drawn from N(0, 1), with its role, fan-in, fan-out and residual depth.
+    """Returns a weight, by default from N(0, 1), with its role, fan-in, fan-out and residual depth.
 
     ``depth`` is the number of residual branches of the stack that the weight belongs to, 1
     outside of any; `set_depth` sets it. ``padding`` says how many zeros follow along each
     dimension; fans do not count them, and nobody may give them a gradient.
     """
     assert role in ROLES, f"unknown role {role}"
-    value = rngs.params.normal(shape, dtype=jnp.float32).astype(policy.param_dtype)
-    if any(padding):
-        value = jnp.pad(value, [(0, more) for more in padding])
+    drawn = init(rngs.params(), shape, jnp.float32)
     more: dict[str, Any] = {"padding": padding} if any(padding) else {}
-    return nnx.Param(value, role=role, fan_in=fan_in, fan_out=fan_out, depth=1, **more)
+    drawn = _stored(drawn, policy, padding if more else ())
+    return kind(drawn, role=role, fan_in=fan_in, fan_out=fan_out, depth=1, **more, **metadata)
 
 
-def constant(value: float, shape: tuple[int, ...], policy: Policy, *, role: str) -> nnx.Param:
-    """Returns a bias or gain, set to a constant."""
+def vector(
+    init: Initializer,
+    rngs: nnx.Rngs | None,
+    shape: tuple[int, ...],
+    policy: Policy,
+    *,
+    role: str,
+    metadata: Metadata = NO_METADATA,
+) -> nnx.Param:
+    """Returns a bias or gain. Zeros and ones take no key, so that others are drawn without them."""
     assert role in ROLES, f"unknown role {role}"
-    filled = jnp.full(shape, value, policy.param_dtype)
-    return nnx.Param(filled, role=role, fan_in=1, fan_out=shape[-1], depth=1)
+    if rngs is None and init not in (zeros, ones):
+        raise ValueError(
+            "unitscale.nn: an initializer other than zeros and ones may draw; give rngs="
+        )
+    key = None if rngs is None or init in (zeros, ones) else rngs.params()
+    drawn = _stored(init(key, shape, jnp.float32), policy)
+    return nnx.Param(drawn, role=role, fan_in=1, fan_out=shape[-1], depth=1, **metadata)
+
+
+def _stored(drawn: Any, policy: Policy, padding: tuple[int, ...] = ()) -> Any:
+    """What an initializer drew, with its metadata if it has any, as it is stored."""
+    if isinstance(drawn, nnx.VariableMetadata):  # of nnx.with_partitioning
+        return dataclasses.replace(drawn, raw_value=_stored(drawn.raw_value, policy, padding))
+    value = drawn.astype(policy.param_dtype)
+    return jnp.pad(value, [(0, more) for more in padding]) if padding else value
 
 
 def set_depth(module: nnx.Module, depth: int) -> None:

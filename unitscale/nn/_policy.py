@@ -5,6 +5,7 @@ import difflib
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..core import ScaledArray, cast, format_of
 from ..ops import ArrayLike
@@ -63,6 +64,16 @@ class Policy:
                 f"{', '.join(sorted(unknown))}"
             )
         object.__setattr__(self, "exempt", exempt)
+
+    def __repr__(self) -> str:
+        """The name of a preset, or what differs from the default."""
+        for name, preset in POLICIES.items():
+            if self == preset:
+                return f"as_policy({name!r})"
+        values = {f.name: (f.default, getattr(self, f.name)) for f in dataclasses.fields(self)}
+        changed = {k: v for k, (default, v) in values.items() if v != default}
+        names = {k: v.name if isinstance(v, np.dtype) else v for k, v in changed.items()}
+        return f"Policy({', '.join(f'{k}={v!r}' for k, v in names.items())})"
 
     def matmul_for(self, role: str) -> MatmulConfig | None:
         """Returns the formats of products with a weight of this role; None for plain products."""
@@ -134,7 +145,7 @@ POLICIES = {
 """The policies that a layer accepts by name: see `as_policy`."""
 
 
-def as_policy(policy: PolicyLike) -> Policy:
+def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None) -> Policy:
     """Returns a Policy from itself or from the name of a preset.
 
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
@@ -143,6 +154,11 @@ def as_policy(policy: PolicyLike) -> Policy:
     "fp8_delayed" (of earlier steps; train with `nn.value_and_grad`), "fp8_static" (set once by
     `nn.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
 
+    Args:
+        policy: a Policy or the name of a preset.
+        dtype: takes the place of its compute dtype, as in the layers of `flax.nnx`; None keeps it.
+        param_dtype: takes the place of its dtype of parameters; None keeps it.
+
     Raises:
         ValueError: if the preset is unknown.
         TypeError: if it is neither a Policy nor a name.
@@ -150,7 +166,13 @@ def as_policy(policy: PolicyLike) -> Policy:
     Example:
         >>> as_policy("bfloat16").compute_dtype.name
         'bfloat16'
+        >>> as_policy("fp8", dtype="float16").compute_dtype.name
+        'float16'
     """
+    given = {"compute_dtype": dtype, "param_dtype": param_dtype}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        return dataclasses.replace(as_policy(policy), **given)
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):

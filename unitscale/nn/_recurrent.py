@@ -1,5 +1,6 @@
 """Recurrent cells: one step of a recurrence."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -10,7 +11,7 @@ from .. import ops, rules
 from ..core import ScaledArray, narrow, scale_bwd
 from ._amax_state import read_state
 from ._linear import Dense
-from ._param import read
+from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, zeros
 from ._policy import PolicyLike, as_policy
 
 Carry: TypeAlias = Any
@@ -18,18 +19,26 @@ Weights: TypeAlias = list[tuple[Any, Any]]
 
 
 class RNNCell(nnx.Module):
-    """What recurrent cells share; a cell of your own implements `step`.
+    """What recurrent cells share; a cell of your own sets ``gates`` and implements `step`.
 
     A cell is two functions: `project`, which reads the input and may be applied to a whole
-    sequence at once, and `step`, which reads the state.
+    sequence at once, and `step`, which reads the state. ``gates`` is the number of gates and
+    candidates, each of which is a projection to the state's size; ``depth`` is the number of
+    kernels that read the state, of which those after the first have biases.
 
     Args:
         in_features: size of the input's last axis.
         hidden_features: size of the state.
-        gates: number of gates and candidates, each of which is a projection to the state's size.
-        depth: number of kernels that read the state; those after the first have biases.
+        kernel_init: initializer of the kernel that reads the input; factors assume unit variance.
+        recurrent_kernel_init: that of the kernels that read the state.
+        bias_init: initializer of the biases.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        kernel_metadata: metadata of the kernel that reads the input.
+        recurrent_kernel_metadata: metadata of the kernels that read the state.
+        bias_metadata: metadata of the biases.
 
     Raises:
         ValueError: if the depth is not positive or the policy is unknown.
@@ -41,26 +50,48 @@ class RNNCell(nnx.Module):
 
     num_feature_axes = 1
 
+    gates: int
+    depth = 1
+
     def __init__(
         self,
         in_features: int,
         hidden_features: int,
         *,
-        gates: int,
-        depth: int = 1,
-        policy: PolicyLike,
+        kernel_init: Initializer = unit_normal,
+        recurrent_kernel_init: Initializer = unit_normal,
+        bias_init: Initializer = zeros,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        recurrent_kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
     ) -> None:
-        if depth < 1:
-            raise ValueError(f"{self._where}: depth must be at least 1; got {depth}")
+        if self.depth < 1:
+            raise ValueError(f"{self._where}: depth must be at least 1; got {self.depth}")
         self.in_features, self.hidden_features = in_features, hidden_features
-        self.depth, self.policy = depth, as_policy(policy)
-        outputs = gates * hidden_features
-        self.dense_i = Dense(in_features, outputs, policy=policy, rngs=rngs)
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
+
+        def dense(inputs: int, init: Initializer, metadata: Metadata, use_bias: bool) -> Dense:
+            return Dense(
+                inputs,
+                self.gates * hidden_features,
+                use_bias=use_bias,
+                policy=self.policy,
+                kernel_init=init,
+                bias_init=bias_init,
+                rngs=rngs,
+                kernel_metadata=metadata,
+                bias_metadata=bias_metadata,
+            )
+
+        self.dense_i = dense(in_features, kernel_init, kernel_metadata, True)
         self.dense_h = nnx.List(
             [
-                Dense(hidden_features, outputs, use_bias=layer > 0, policy=policy, rngs=rngs)
-                for layer in range(depth)
+                dense(hidden_features, recurrent_kernel_init, recurrent_kernel_metadata, layer > 0)
+                for layer in range(self.depth)
             ]
         )
 
@@ -141,8 +172,16 @@ class GRUCell(RNNCell):
     Args:
         in_features: size of the input's last axis.
         hidden_features: size of the state.
+        kernel_init: initializer of the kernel that reads the input; factors assume unit variance.
+        recurrent_kernel_init: that of the kernels that read the state.
+        bias_init: initializer of the biases.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        kernel_metadata: metadata of the kernel that reads the input.
+        recurrent_kernel_metadata: metadata of the kernels that read the state.
+        bias_metadata: metadata of the biases.
 
     Raises:
         ValueError: if the policy is unknown; when called, if the shapes do not fit.
@@ -159,15 +198,7 @@ class GRUCell(RNNCell):
         2303.11257.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-    ) -> None:
-        super().__init__(in_features, hidden_features, gates=3, policy=policy, rngs=rngs)
+    gates = 3
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
         """Maps a state and a projected input to the next state, twice."""
@@ -184,8 +215,16 @@ class OptimizedLSTMCell(RNNCell):
     Args:
         in_features: size of the input's last axis.
         hidden_features: size of each of the two states.
+        kernel_init: initializer of the kernel that reads the input; factors assume unit variance.
+        recurrent_kernel_init: that of the kernels that read the state.
+        bias_init: initializer of the biases.
+        dtype: compute dtype in place of the policy's; None keeps that.
+        param_dtype: dtype of parameters in place of the policy's; None keeps that.
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys; parameters draw from "params".
+        kernel_metadata: metadata of the kernel that reads the input.
+        recurrent_kernel_metadata: metadata of the kernels that read the state.
+        bias_metadata: metadata of the biases.
 
     Raises:
         ValueError: if the policy is unknown; when called, if the shapes do not fit.
@@ -201,15 +240,7 @@ class OptimizedLSTMCell(RNNCell):
         Scaling", 2023, arXiv 2303.11257.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-    ) -> None:
-        super().__init__(in_features, hidden_features, gates=4, policy=policy, rngs=rngs)
+    gates = 4
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
         """Returns ``(cell, hidden)`` of zeros."""
@@ -221,6 +252,60 @@ class OptimizedLSTMCell(RNNCell):
         cell, hidden = carry
         cell, hidden = ops.lstm(cell, projected, self._of_state(0, weights, hidden))
         return (cell, hidden), hidden
+
+
+class SimpleCell(RNNCell):
+    """A simple recurrent cell, as `flax.nnx.SimpleCell`.
+
+    Scaling:
+        `ops.simple_rnn` of two unit projections: the state of flax's cell in other units, of unit
+        variance from the second step on.
+
+    Args:
+        in_features: size of the input's last axis.
+        hidden_features: size of the state.
+        residual: whether the state itself is added to the activation's argument.
+        activation_fn: element-wise function; an odd one keeps the state's mean at 0.
+        **options: those of `RNNCell`: formats, initializers, metadata and ``rngs``.
+
+    Raises:
+        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+
+    Example:
+        >>> cell = SimpleCell(4, 8, rngs=nnx.Rngs(0))
+        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
+        >>> y.shape
+        (2, 8)
+
+    References:
+        Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
+        2303.11257.
+    """
+
+    gates = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        residual: bool = False,
+        activation_fn: Callable[[jax.Array], jax.Array] = jnp.tanh,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, hidden_features, **options)
+        self.residual, self.activation_fn = residual, activation_fn
+
+    def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
+        """Maps a state and a projected input to the next state, twice."""
+        state = ops.simple_rnn(
+            carry,
+            projected,
+            self._of_state(0, weights, carry),
+            activation=self.activation_fn,
+            residual=self.residual,
+        )
+        return state, state
 
 
 class RHNCell(RNNCell):
@@ -235,8 +320,7 @@ class RHNCell(RNNCell):
         in_features: size of the input's last axis.
         hidden_features: size of the state.
         depth: number of layers.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; parameters draw from "params".
+        **options: those of `RNNCell`: formats, initializers, metadata and ``rngs``.
 
     Raises:
         ValueError: if the depth is not positive or the policy is unknown; when called, if the
@@ -253,18 +337,13 @@ class RHNCell(RNNCell):
         "Unit Scaling", 2023, arXiv 2303.11257.
     """
 
+    gates = 2
+
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        depth: int = 2,
-        *,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
+        self, in_features: int, hidden_features: int, depth: int = 2, **options: Any
     ) -> None:
-        super().__init__(
-            in_features, hidden_features, gates=2, depth=depth, policy=policy, rngs=rngs
-        )
+        self.depth = depth
+        super().__init__(in_features, hidden_features, **options)
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
         """Maps a state and a projected input to the next state, twice."""

@@ -18,6 +18,7 @@ from ._attention_path import (
 )
 from ._conv import conv as conv
 from ._dropout import dropout as dropout
+from ._einsum import einsum as einsum
 from ._elementwise import (
     elementwise as elementwise,
     gelu as gelu,
@@ -30,8 +31,15 @@ from ._elementwise import (
 )
 from ._embed import embed as embed
 from ._linear import dense as dense, matmul as matmul, readout as readout
+from ._lora import lora as lora
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
-from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
+from ._norm import (
+    batch_norm as batch_norm,
+    batch_statistics as batch_statistics,
+    group_norm as group_norm,
+    layer_norm as layer_norm,
+    rms_norm as rms_norm,
+)
 from ._operands import ArrayLike as ArrayLike
 from ._pool import avg_pool as avg_pool, max_pool as max_pool
 from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
@@ -42,6 +50,7 @@ from ._recurrent import (
     highway as highway,
     lstm as lstm,
     sigmoid_glu as sigmoid_glu,
+    simple_rnn as simple_rnn,
 )
 from ._residual import (
     residual as residual,

@@ -186,9 +186,10 @@ def _fused(q, k, v, mask, is_causal, logit_factor):
 
 
 def _plain(q, k, v, mask, is_causal, logit_factor):
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=is_causal, scale=logit_factor, implementation="xla"
-    )
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own does not run under the strict one
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=is_causal, scale=logit_factor, implementation="xla"
+        )
 
 
 def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):

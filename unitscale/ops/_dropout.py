@@ -1,5 +1,7 @@
 """Dropout that keeps unit variance."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,12 @@ from ._operands import ArrayLike, unpack
 
 
 def dropout(
-    x: ArrayLike, rate: float, *, key: jax.Array | None = None, deterministic: bool = False
+    x: ArrayLike,
+    rate: float,
+    *,
+    key: jax.Array | None = None,
+    deterministic: bool = False,
+    broadcast_dims: Sequence[int] = (),
 ) -> ScaledArray:
     """Sets elements to zero at random.
 
@@ -23,6 +30,7 @@ def dropout(
         rate: probability of zero, in [0, 1).
         key: `jax.random` key; not needed if deterministic or rate is 0.
         deterministic: whether to apply the expected value in place of a random mask.
+        broadcast_dims: dimensions along which all elements are dropped together.
 
     Returns:
         ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
@@ -51,6 +59,8 @@ def dropout(
             "unitscale.ops.dropout: key must be a jax.random key unless deterministic=True; "
             "got None"
         )
-    mask = jax.random.bernoulli(key, 1 - rate, data.shape)
+    alike = {dim % data.ndim for dim in broadcast_dims}
+    shape = [1 if i in alike else n for i, n in enumerate(data.shape)]
+    mask = jax.random.bernoulli(key, 1 - rate, shape)
     kept = factor / (1 - rate)
     return ScaledArray(jnp.where(mask, scale(data, kept, kept), jnp.zeros_like(data)), x_scale)

@@ -58,7 +58,7 @@ def token_gradients(
     A cotangent is a scalar or one number per token; None for 1.
     """
     hits = labels[..., None] == jnp.arange(z.shape[-1], dtype=labels.dtype)
-    grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None]) - hits
+    grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None]) - hits.astype(z.dtype)
     grad = grad if factor == 1 else grad * factor
     if cotangent is not None:
         grad = grad * (cotangent[..., None] if cotangent.ndim else cotangent)

@@ -1,7 +1,9 @@
-"""Layer normalization and RMS normalization, over the last axis."""
+"""Normalization: of layers, by RMS, of groups and of batches."""
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, shards
+from ..core import ScaledArray, shards, to_float, widen
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack, unpack_uniform
 from ._wide import wide_op
 
@@ -19,27 +21,28 @@ class _Normalize:
     """``(x - mean) / sqrt(var + eps / scale^2) * gain + bias``, the mean only if centered.
 
     Data is normalized, not the value: dividing eps by scale^2 gives the same result, without a
-    product that could leave the range.
+    product that could leave the range. With ``groups``, the last axis is divided into them before
+    ``axes`` are averaged over.
     """
 
     eps: float
     centered: bool
     has_gain: bool
+    axes: tuple[int, ...] = (-1,)
+    groups: int | None = None
 
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
         *affine, x_scale, gain_scale, bias_scale = args
-        gain = affine.pop(0) if self.has_gain else None
-        bias = affine.pop(0) if affine else None
+        shape = x.shape
+        if self.groups is not None:
+            x = x.reshape(*shape[:-1], self.groups, -1)
+            if x_scale is not None and x_scale.ndim:
+                x_scale = x_scale[..., None]
         if self.centered:
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-        leading = tuple(range(x.ndim - 1))
-        square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+            x = x - jnp.mean(x, axis=self.axes, keepdims=True)
+        square = jnp.mean(jnp.square(x), axis=self.axes, keepdims=True)
         y = x * _inverse_root(square, self.eps, x_scale)
-        if gain is not None:
-            y = y * jnp.expand_dims(gain if gain_scale is None else gain * gain_scale, leading)
-        if bias is not None:
-            y = y + jnp.expand_dims(bias if bias_scale is None else bias * bias_scale, leading)
-        return y
+        return _affine(y.reshape(shape), affine, gain_scale, bias_scale, self.has_gain)
 
 
 def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
@@ -54,10 +57,43 @@ def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax
     return jnp.where(is_zero, scale / root, inverse)
 
 
-def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:
-    data, scale = unpack_uniform(op, "x", x, (-1,))
-    if data.ndim < 1:
-        raise shape_error(op, "x must be (..., features)", "A scalar has no axis.", x=data.shape)
+@dataclasses.dataclass(frozen=True)
+class _Standardize:
+    """``(x - mean) / sqrt(var + eps) * gain + bias`` of values, with a given mean and variance."""
+
+    eps: float
+    has_gain: bool
+
+    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
+        *affine, x_scale, gain_scale, bias_scale, mean, var = args
+        x = x if x_scale is None else x * x_scale
+        y = (x - mean) * lax.rsqrt(var + self.eps)
+        return _affine(y, affine, gain_scale, bias_scale, self.has_gain)
+
+
+def _affine(y: jax.Array, affine: list[Any], gain_scale, bias_scale, has_gain: bool) -> jax.Array:
+    leading = tuple(range(y.ndim - 1))
+    gain = affine[0] if has_gain else None
+    bias = affine[-1] if len(affine) > has_gain else None
+    if gain is not None:
+        y = y * jnp.expand_dims(gain if gain_scale is None else gain * gain_scale, leading)
+    if bias is not None:
+        y = y + jnp.expand_dims(bias if bias_scale is None else bias * bias_scale, leading)
+    return y
+
+
+def _normalize(
+    op: str,
+    x: ArrayLike,
+    gain: ArrayLike | None,
+    bias: ArrayLike | None,
+    eps: float,
+    function: Callable[[bool], Callable[..., jax.Array]],
+    axes: tuple[int, ...] = (-1,),
+    statistics: tuple[jax.Array, ...] = (),
+) -> ScaledArray:
+    """Applies ``function``, which is told whether there is a gain, with gain and bias."""
+    data, scale = unpack_uniform(op, "x", x, axes)
     if not eps >= 0:
         raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {eps!r}")
     features = data.shape[-1]
@@ -80,15 +116,22 @@ def _normalize(op, x, gain, bias, eps, centered) -> ScaledArray:
     factors = rules.norm(features, max(data.size, features) * shards(data))
     bwd = (factors.bwd[0], *factors.bwd[1 : 1 + len(affine)])
     y = wide_op(
-        _Normalize(float(eps), centered, gain is not None),
+        function(gain is not None),
         data,
         *affine,
         fwd=factors.fwd,
         bwd=bwd,
-        constants=(scale_argument(scale), *scales),
+        constants=(scale_argument(scale), *scales, *statistics),
         out_dtype=output_dtype(x),
     )
     return ScaledArray(y)
+
+
+def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
+    shape = unpack(op, "x", x)[0].shape
+    if len(shape) < least:
+        raise shape_error(op, f"x must be {expected}", "Axes are missing.", x=shape)
+    return len(shape)
 
 
 def layer_norm(
@@ -96,7 +139,7 @@ def layer_norm(
     gain: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
-    eps: float = 1e-5,
+    eps: float = 1e-6,
 ) -> ScaledArray:
     """Normalizes the last axis to mean 0 and variance 1.
 
@@ -126,7 +169,8 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450;
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
     """
-    return _normalize("layer_norm", x, gain, bias, eps, True)
+    _rank("layer_norm", x, 1, "(..., features)")
+    return _normalize("layer_norm", x, gain, bias, eps, partial(_Normalize, float(eps), True))
 
 
 def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) -> ScaledArray:
@@ -157,4 +201,145 @@ def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) 
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467;
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (RMSNorm).
     """
-    return _normalize("rms_norm", x, gain, None, eps, False)
+    _rank("rms_norm", x, 1, "(..., features)")
+    return _normalize("rms_norm", x, gain, None, eps, partial(_Normalize, float(eps), False))
+
+
+def group_norm(
+    x: ArrayLike,
+    gain: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    num_groups: int,
+    eps: float = 1e-6,
+) -> ScaledArray:
+    """Normalizes each group of channels, over all positions, to mean 0 and variance 1.
+
+    Scaling:
+        As `layer_norm`: no scale, dx the true derivative, dgain and dbias with factor
+        (features / size)^1/2. See `rules.norm`.
+
+    Args:
+        x: (batch, *spatial, features), floating array or ScaledArray.
+        gain: (features,), or None.
+        bias: (features,), or None.
+        num_groups: number of groups of neighbouring features, dividing their number.
+        eps: added to the variance of the value.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes do not fit, the groups do not divide the features, or eps is
+            negative.
+
+    Example:
+        >>> print(group_norm(jnp.array([[1.0, 3.0, 5.0, 9.0]]), num_groups=2).data.round(3))
+        [[-1.  1. -1.  1.]]
+
+    References:
+        Wu, He, "Group Normalization", 2018, arXiv 1803.08494;
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+    """
+    rank = _rank("group_norm", x, 2, "(batch, *spatial, features)")
+    if num_groups < 1 or x.shape[-1] % num_groups:
+        raise ValueError(
+            "unitscale.ops.group_norm: num_groups must divide the features; got "
+            f"{num_groups} groups, x {tuple(x.shape)}"
+        )
+    positions = tuple(range(1, rank - 1))
+
+    def function(has_gain: bool) -> _Normalize:
+        return _Normalize(float(eps), True, has_gain, (*positions, -1), num_groups)
+
+    return _normalize("group_norm", x, gain, bias, eps, function, (*positions, -1))
+
+
+def batch_norm(
+    x: ArrayLike,
+    gain: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    statistics: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 1e-5,
+) -> ScaledArray:
+    """Normalizes each feature, over all other axes, to mean 0 and variance 1.
+
+    Scaling:
+        As `layer_norm`: no scale, dx the true derivative, dgain and dbias with factor
+        (features / size)^1/2. See `rules.norm`. With given ``statistics``, (x - mean) / (var +
+        eps)^1/2 * gain + bias of the value.
+
+    Args:
+        x: (..., features), floating array or ScaledArray.
+        gain: (features,), or None.
+        bias: (features,), or None.
+        statistics: mean and variance (features,) in place of those of ``x``, as of
+            `batch_statistics`; they have no gradient.
+        eps: added to the variance of the value.
+
+    Returns:
+        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes do not fit or eps is negative.
+
+    Example:
+        >>> print(batch_norm(jnp.array([[1.0, 5.0], [3.0, 9.0]])).data.round(3))
+        [[-1. -1.]
+         [ 1.  1.]]
+
+    References:
+        Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167;
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+    """
+    rank = _rank("batch_norm", x, 2, "(..., features)")
+    rows = tuple(range(rank - 1))
+    if statistics is not None:
+        for name, array in zip(("mean", "variance"), statistics, strict=True):
+            if array.shape != x.shape[-1:]:
+                raise shape_error(
+                    "batch_norm",
+                    f"the {name} must be (features,)",
+                    "Give one entry per feature of the last axis.",
+                    x=x.shape,
+                    **{name: array.shape},
+                )
+        function = partial(_Standardize, float(eps))
+        return _normalize("batch_norm", x, gain, bias, eps, function, rows, statistics)
+
+    def normalize(has_gain: bool) -> _Normalize:
+        return _Normalize(float(eps), True, has_gain, (*rows, -1), x.shape[-1])
+
+    return _normalize("batch_norm", x, gain, bias, eps, normalize, rows)
+
+
+def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Returns mean and variance of each feature, over all other axes, for a running average.
+
+    Args:
+        x: (..., features), floating array or ScaledArray.
+
+    Returns:
+        ``(mean, variance)`` of the value, float32 (features,), without a gradient.
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if ``x`` has fewer than two axes.
+
+    Example:
+        >>> mean, variance = batch_statistics(jnp.array([[1.0, 5.0], [3.0, 9.0]]))
+        >>> print(mean, variance)
+        [2. 7.] [1. 4.]
+    """
+    rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
+    data, scale = unpack_uniform("batch_statistics", "x", x, rows)
+    wide = lax.stop_gradient(widen(data))
+    mean, var = jnp.mean(wide, rows), jnp.var(wide, rows)
+    if scale is None:
+        return mean, var
+    scale = lax.stop_gradient(to_float(scale))
+    scale = jnp.reshape(scale, scale.shape[-1:])
+    return mean * scale, var * jnp.square(scale)

@@ -5,14 +5,17 @@ scan, whose structure may not change, and gates and activations fold scales in a
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from .. import rules
 from ..core import ScaledArray, result_dtype
 from ..rules import Constraint
-from ._add import add
-from ._elementwise import gated_linear_unit, tanh
+from ._add import add, weighted_add
+from ._elementwise import elementwise, gated_linear_unit, tanh
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 from ._wide import wide_op
 
@@ -308,17 +311,64 @@ def highway(
     return gated_update(state, tanh(candidate), gate, share=share, period=depth)
 
 
+def simple_rnn(
+    state: ArrayLike,
+    x: ArrayLike,
+    h: ArrayLike,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jnp.tanh,
+    residual: bool = False,
+) -> ScaledArray:
+    """Applies the activation of a simple recurrent network.
+
+    Scaling:
+        value = elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual:
+        the new state is unit without a weight, for an odd activation such as tanh. Every gradient
+        is the true one. See `rules.elementwise`.
+
+    Args:
+        state: (..., features); the result has its dtype.
+        x: projection of the input, of the same shape.
+        h: projection of the state, of the same shape.
+        activation: element-wise function of one array, hashable.
+        residual: whether the state itself is added to the argument.
+
+    Returns:
+        ScaledArray (..., features), the new state, which is the output too.
+
+    Raises:
+        TypeError: if an operand is not floating.
+        ValueError: if the shapes do not fit, or the activation is constant or not finite.
+
+    Example:
+        >>> print(simple_rnn(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
+        [0. 0.]
+
+    References:
+        Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
+        2303.11257, factors of activations.
+    """
+    (x,) = _parts("simple_rnn", state, "x", x, 1)
+    (h,) = _parts("simple_rnn", state, "h", h, 1)
+    argument = add(x, h)
+    if residual:
+        argument = weighted_add(argument, state, weights=(math.sqrt(2), 1.0))
+    return elementwise(activation, argument).astype(unpack("simple_rnn", "state", state)[0].dtype)
+
+
 def _parts(op: str, state: ArrayLike, name: str, x: ArrayLike, count: int) -> list[ScaledArray]:
     """The equal parts of the last axis, one for each gate."""
     data, scale = unpack(op, name, x)
-    size = state.shape[-1]
+    size, times = state.shape[-1], f"{count} * " if count > 1 else ""
     if data.shape != (*state.shape[:-1], count * size):
         raise shape_error(
             op,
-            f"{name} must be (..., {count} * features) for a state of (..., features)",
-            "Project to all gates at once.",
+            f"{name} must be (..., {times}features) for a state of (..., features)",
+            "Project to the size of the state, for all gates at once.",
             state=state.shape,
             **{name: data.shape},
         )
     whole = ScaledArray(data, scale)
+    if count == 1:
+        return [whole]
     return [whole[..., i * size : (i + 1) * size] for i in range(count)]

@@ -29,6 +29,7 @@ class ScaledState(NamedTuple):
     key: jax.Array | None
 
 
+@jax.tree_util.register_static  # as a tuple it would be a tree, rebuilt without what is added here
 class ScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation of parameters that are ScaledArrays; `scaled` makes it.
 
@@ -62,6 +63,10 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         self.scale_params, self.step = scale_params, step
         return self
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """What a copy is made of; `copy` knows the two that optax has."""
+        return (*self, self.scale_params, self.step)
+
 
 def _check_params(params: Any, weights: Any) -> None:
     if params is None:
@@ -76,7 +81,9 @@ def _check_params(params: Any, weights: Any) -> None:
     if weights is not None and floating and not any(map(is_scaled, floating)):
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
-            "params = tx.scale_params(params) first, or pass weights=None to keep plain weights."
+            "params = tx.scale_params(params) first, or pass weights=None to keep plain weights. "
+            "nn.Optimizer does the first where scaled is outermost: clip inside scaled, as in "
+            "scaled(optax.chain(clip, inner))."
         )
 
 

@@ -42,7 +42,7 @@ def needed_exponent(largest: jax.Array, fmt: Format) -> jax.Array:
     """
     largest = largest.astype(jnp.float32)
     top = int(_mantissa(np.asarray(fmt.max, np.float32)))
-    above = _mantissa(largest) > top
+    above = (_mantissa(largest) > top).astype(jnp.int32)
     exponent = exponent_of(largest) - (math.frexp(fmt.max)[1] - 1) + above
     return jnp.clip(exponent, MIN_EXPONENT, MAX_EXPONENT)
 

@@ -66,7 +66,7 @@ def _accumulator(operand_dtype: Any, out_dtype: Any) -> Any:
     """
     if out_dtype == jnp.bfloat16 and operand_dtype.itemsize <= 2:
         return out_dtype
-    return wide_dtype(jnp.promote_types(operand_dtype, wide_dtype(out_dtype)))
+    return max(wide_dtype(operand_dtype), wide_dtype(out_dtype), key=lambda wide: wide.itemsize)
 
 
 def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -127,13 +127,14 @@ class QuantState:
         exponent = jnp.minimum(k + strategy.margin, MAX_EXPONENT).astype(jnp.int32)
         saturated, elements = tally[..., _SATURATED], tally[..., _ELEMENTS]
         events = jnp.stack([tally[..., _NOT_FINITE] > 0, saturated > 0], axis=-1)
+        counted = state.counts[..., 2:] + events.astype(state.counts.dtype)
         last = jnp.stack([saturated, elements], axis=-1)
         return dataclasses.replace(
             state,
             scale=jnp.where(moves, pow2(exponent), state.scale),
             history=history,
             tally=jnp.zeros_like(tally),
-            counts=jnp.concatenate([last, state.counts[..., 2:] + events], axis=-1),
+            counts=jnp.concatenate([last, counted], axis=-1),
         )
 
 
@@ -161,7 +162,7 @@ def state_gradient(
     rows = [
         jnp.zeros(_BINS, jnp.float32)
         if tensor is None
-        else (bins == tensor.bin)
+        else (bins == tensor.bin).astype(jnp.float32)
         + jnp.where(bins == _SATURATED, tensor.saturated, 0)
         + jnp.where(bins == _ELEMENTS, jnp.float32(size), 0)
         for tensor, size in zip(seen, sizes, strict=True)

@@ -28,6 +28,7 @@ from ._embed import embed as embed
 from ._factors import Factors as Factors
 from ._learning_rate import ROLES as ROLES, umup_learning_rate as umup_learning_rate
 from ._linear import conv as conv, dense as dense, matmul as matmul, readout as readout
+from ._lora import lora as lora
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
 from ._norm import norm as norm
 from ._pool import avg_pool as avg_pool, max_pool as max_pool

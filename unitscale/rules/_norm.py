@@ -13,16 +13,16 @@ from ._factors import Factors
 
 
 def norm(features: int, size: int) -> Factors:
-    """Return the factors of layer norm and RMS norm over the last axis.
+    """Return the factors of a norm: of layers, by RMS, of groups, of batches.
 
     Scaling:
         Forward 1, input gradient 1. Gain and bias are cut edges whose gradients sum over the
         `size / features` rows: `(features / size)^1/2`. Assumes unit inputs, a unit gain, and
-        cotangents independent of the input; the input gradient's RMS is then 1 up to order `1 /
-        features`.
+        cotangents independent of the input; the input gradient's RMS is then 1 up to order one
+        over the number of elements that are normalized together.
 
     Args:
-        features: Size of the normalized axis.
+        features: Size of the last axis, which gain and bias have.
         size: Number of elements of the input.
 
     Returns:

@@ -19,6 +19,7 @@ from ._elementwise import elementwise, glu
 from ._embed import embed
 from ._learning_rate import umup_learning_rate
 from ._linear import conv, dense, matmul, readout
+from ._lora import lora
 from ._loss import mse_loss, softmax_cross_entropy
 from ._norm import norm
 from ._pool import avg_pool, max_pool
@@ -30,6 +31,7 @@ _RULES: tuple[Callable[..., object], ...] = (
     matmul,
     dense,
     readout,
+    lora,
     conv,
     avg_pool,
     max_pool,

@@ -1,0 +1,272 @@
+"""The unit-scaled twin of each layer of a plain `flax.nnx` model."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from flax.nnx.nn.attention import dot_product_attention
+from jax import lax
+
+from .. import rules
+from ..quant._einsum import einsum_problem
+from ._attention import MultiHeadAttention
+from ._conv import Conv
+from ._dropout import Dropout
+from ._einsum import Einsum
+from ._embed import Embed
+from ._hooks import kind_of
+from ._linear import Dense, Readout
+from ._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from ._policy import PolicyLike, as_policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `unit_scale` was asked for, for one layer."""
+
+    policy: PolicyLike
+    keep_function: bool
+    max_length: int | None
+    readout: bool
+    rngs: nnx.Rngs
+
+    def of(self, layer: Any) -> dict[str, Any]:
+        policy = as_policy(self.policy, dtype=layer.dtype, param_dtype=layer.param_dtype)
+        return {"policy": policy, "rngs": self.rngs}
+
+
+class _Arrays(nnx.Module):
+    """A layer that returns arrays, as the code of a plain model takes them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs).value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Dense(_Arrays, Dense):
+    pass
+
+
+class _Readout(_Arrays, Readout):
+    pass
+
+
+class _Einsum(_Arrays, Einsum):
+    pass
+
+
+class _Conv(_Arrays, Conv):
+    pass
+
+
+class _Embed(_Arrays, Embed):
+    def attend(self, x: Any) -> Any:
+        """As the layer's own, but an array."""
+        return super().attend(x).value
+
+
+class _LayerNorm(_Arrays, LayerNorm):
+    pass
+
+
+class _RMSNorm(_Arrays, RMSNorm):
+    pass
+
+
+class _GroupNorm(_Arrays, GroupNorm):
+    pass
+
+
+class _BatchNorm(_Arrays, BatchNorm):
+    pass
+
+
+class _Dropout(_Arrays, Dropout):
+    pass
+
+
+class _MultiHeadAttention(_Arrays, MultiHeadAttention):
+    pass
+
+
+def _copy(new: Any, old: Any, forward: float = 1.0) -> None:
+    """Sets the kernel and bias to those of a layer with the same function."""
+    kernel = old.kernel[...].reshape(new.kernel.shape) / forward
+    new.kernel.set_value(kernel.astype(new.kernel.dtype))
+    if old.bias is not None:
+        new.bias.set_value(old.bias[...].reshape(new.bias.shape).astype(new.bias.dtype))
+
+
+def _copy_affine(new: Any, old: Any) -> None:
+    for own, name in ((new.gain, "scale"), (new.bias, "bias")):
+        if own is not None:
+            own.set_value(getattr(old, name)[...].astype(own.dtype))
+
+
+def _metadata(**parameters: nnx.Param | None) -> dict[str, Any]:
+    """The shardings of parameters, as arguments of a constructor."""
+    found = {k: {} if p is None else p.get_metadata() for k, p in parameters.items()}
+    kept = ("out_sharding", "mesh", "sharding_rules")
+    return {f"{k}_metadata": {n: m[n] for n in kept if n in m} for k, m in found.items()}
+
+
+def linear(layer: nnx.Linear, options: Options) -> Any:
+    if layer.dot_general is not lax.dot_general:
+        return "it has its own dot_general"
+    new = (_Readout if options.readout else _Dense)(
+        layer.in_features,
+        layer.out_features,
+        use_bias=layer.bias is not None,
+        **options.of(layer),
+        **_metadata(kernel=layer.kernel, bias=layer.bias),
+    )
+    if options.keep_function:
+        rule = rules.readout if options.readout else rules.dense
+        _copy(new, layer, rule(layer.in_features, layer.out_features, 1).fwd)
+    return new
+
+
+def _product(kind: type, layer: Any, options: Options, *args: Any, **given: Any) -> Any:
+    new = kind(
+        *args, **given, **options.of(layer), **_metadata(kernel=layer.kernel, bias=layer.bias)
+    )
+    if options.keep_function:
+        _copy(new, layer, rules.dense(new.kernel.fan_in, new.kernel.fan_out, 1).fwd)
+    return new
+
+
+def _conv(layer: nnx.Conv, options: Options) -> Any:
+    if layer.mask is not None or np.any(np.asarray(layer.input_dilation or 1) != 1):
+        return "it has a mask or an input_dilation"
+    if isinstance(layer.padding, str) and layer.padding not in ("SAME", "VALID", "CAUSAL"):
+        return f"its padding is {layer.padding}"
+    return _product(
+        _Conv,
+        layer,
+        options,
+        layer.in_features,
+        layer.out_features,
+        layer.kernel_size,
+        layer.strides,
+        padding=layer.padding,
+        kernel_dilation=layer.kernel_dilation,
+        feature_group_count=layer.feature_group_count,
+        use_bias=layer.bias is not None,
+    )
+
+
+def _einsum(layer: nnx.Einsum, options: Options) -> Any:
+    if problem := einsum_problem(layer.einsum_str):
+        return problem
+    kind = kind_of(layer)
+    if kind is None or layer.einsum_op not in kind.defaults:
+        return "it has its own einsum_op"
+    return _product(_Einsum, layer, options, layer.einsum_str, layer.kernel_shape, layer.bias_shape)
+
+
+def _embed(layer: nnx.Embed, options: Options) -> Any:
+    new = _Embed(
+        layer.num_embeddings,
+        layer.features,
+        **options.of(layer),
+        **_metadata(embedding=layer.embedding),
+    )
+    if options.keep_function:
+        new.embedding.set_value(layer.embedding[...])
+        return new, f"attend is divided by {layer.features} features"
+    return new
+
+
+def _norm(layer: Any, options: Options) -> Any:
+    last = all(getattr(layer, name, -1) == -1 for name in ("axis", "feature_axes"))
+    usual = None if isinstance(layer, nnx.GroupNorm) else -1
+    if not last or getattr(layer, "reduction_axes", usual) != usual:
+        return "its axes are not the usual ones"
+    if layer.axis_name is not None:
+        return "it has an axis_name"
+    given: dict[str, Any] = {"epsilon": layer.epsilon, "use_scale": layer.scale is not None}
+    given |= options.of(layer)
+    given |= _metadata(scale=layer.scale)
+    if not isinstance(layer, nnx.RMSNorm):
+        given |= {"use_bias": layer.bias is not None, **_metadata(bias=layer.bias)}
+    if isinstance(layer, nnx.GroupNorm):
+        new = _GroupNorm(layer.num_groups * layer.group_size, layer.num_groups, **given)
+    elif isinstance(layer, nnx.BatchNorm):
+        given |= {"momentum": layer.momentum}
+        running = bool(layer.use_running_average)
+        new = _BatchNorm(layer.num_features, use_running_average=running, **given)
+        if options.keep_function:
+            new.mean.set_value(layer.mean[...])
+            new.var.set_value(layer.var[...])
+    else:
+        kind = _RMSNorm if isinstance(layer, nnx.RMSNorm) else _LayerNorm
+        new = kind(layer.num_features, **given)
+    if options.keep_function:
+        _copy_affine(new, layer)
+    return new
+
+
+def _dropout(layer: nnx.Dropout, options: Options) -> Any:
+    if options.keep_function and layer.rate:
+        return "in evaluation it would multiply by (1 - rate)^1/2"
+    return _Dropout(
+        layer.rate,
+        broadcast_dims=layer.broadcast_dims,
+        deterministic=bool(layer.deterministic),
+        rng_collection=layer.rng_collection,
+        rngs=layer.rngs,
+    )
+
+
+def _attention(layer: nnx.MultiHeadAttention, options: Options) -> Any:
+    if layer.normalize_qk or layer.decode or layer.attention_fn is not dot_product_attention:
+        return "it normalizes queries, decodes, or has its own attention_fn"
+    if any(v is not None for k, v in vars(layer).items() if "_dot_general" in k):
+        return "it has its own dot_general"
+    if options.keep_function and options.max_length is None:
+        return "give max_length=, which the factor of attention depends on"
+    # Logits here are those of flax over the root of the head size, unless this takes it back.
+    mult = layer.head_dim**0.5 if options.keep_function else 1.0
+    new = _MultiHeadAttention(
+        layer.num_heads,
+        layer.in_features,
+        layer.qkv_features,
+        layer.out_features,
+        layer.num_kv_heads,
+        layer.in_kv_features,
+        use_bias=layer.use_bias,
+        max_length=options.max_length,
+        mult=mult,
+        dropout_rate=layer.dropout_rate,
+        deterministic=bool(layer.deterministic),
+        **options.of(layer),
+    )
+    if options.keep_function:
+        length = options.max_length
+        assert length is not None, "asked for above"
+        factor = rules.dot_product_attention(
+            layer.head_dim, length, is_causal=False, mult=mult, dropout_rate=layer.dropout_rate
+        ).fwd
+        for name, before in (("query", 1.0), ("key", 1.0), ("value", 1.0), ("out", factor)):
+            own: Any = getattr(new, name)
+            forward = rules.dense(own.in_features, own.out_features, 1).fwd
+            _copy(own, getattr(layer, name), forward * before)
+    sharded = any(_metadata(kernel=layer.query.kernel)["kernel_metadata"])
+    return (new, "the sharding of its kernels is not kept") if sharded else new
+
+
+# What makes the twin of a layer: it, or it and what changed, or why there is none.
+KINDS: dict[type, Callable[[Any, Options], Any]] = {
+    nnx.Linear: linear,
+    nnx.Conv: _conv,
+    nnx.Einsum: _einsum,
+    nnx.Embed: _embed,
+    nnx.LayerNorm: _norm,
+    nnx.RMSNorm: _norm,
+    nnx.GroupNorm: _norm,
+    nnx.BatchNorm: _norm,
+    nnx.Dropout: _dropout,
+    nnx.MultiHeadAttention: _attention,
+}
+OTHERS = (nnx.LinearGeneral, nnx.ConvTranspose, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase)
