@@ -3,20 +3,35 @@
 The defaults are those of `transformers`, which leaves out of the file what is a default.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from ..config import Count, Flag, Fraction, GPTModelConfig, Positive, Section
+from ..config import Count, Flag, Fraction, Positive, Section
 from ..errors import RecipeError
+from ._decoders import DECODERS
 from ._folder import CONFIG, read_config
+from ._schema import validated
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
 
 ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
     "GPT2Model": ("gpt2", "lm"),
     "GPT2LMHeadModel": ("gpt2", "lm"),
+    "LlamaModel": ("llama", "lm"),
+    "LlamaForCausalLM": ("llama", "lm"),
+    "MistralModel": ("mistral", "lm"),
+    "MistralForCausalLM": ("mistral", "lm"),
+    "Qwen2Model": ("qwen2", "lm"),
+    "Qwen2ForCausalLM": ("qwen2", "lm"),
+    "Qwen3Model": ("qwen3", "lm"),
+    "Qwen3ForCausalLM": ("qwen3", "lm"),
+    "Gemma2Model": ("gemma2", "lm"),
+    "Gemma2ForCausalLM": ("gemma2", "lm"),
+    "Gemma3TextModel": ("gemma3_text", "lm"),
+    "Gemma3ForCausalLM": ("gemma3_text", "lm"),
     "BertModel": ("bert", None),
     "BertForPreTraining": ("bert", "masked_lm"),
     "BertForMaskedLM": ("bert", "masked_lm"),
@@ -26,7 +41,7 @@ ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
 """Model type and task of each architecture; a bare encoder has no task."""
 TASKS: dict[str, dict[Task, str]] = {
     kind: {task: name for name, (own, task) in ARCHITECTURES.items() if own == kind and task}
-    for kind in ("gpt2", "bert")
+    for kind in dict.fromkeys(kind for kind, _ in ARCHITECTURES.values())
 }
 """The tasks of each model type, and the architecture that stands for each: the last one."""
 
@@ -72,28 +87,12 @@ class BertConfig(Section):
         return self
 
 
-class _Gpt2File(BaseModel):
-    model_type: Literal["gpt2"]
-    vocab_size: Count = 50257
-    n_positions: Count = 1024
-    n_embd: Count = 768
-    n_layer: Count = 12
-    n_head: Count = 12
-    n_inner: Count | None = None
-    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
-    layer_norm_epsilon: Positive = 1e-5
-    scale_attn_weights: Literal[True] = True
-    scale_attn_by_inverse_layer_idx: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-    tie_word_embeddings: Flag = True
-
-
 def model_type(config: dict[str, Any], path: Path) -> str:
     """The model type of a config.json."""
     kind = config.get("model_type")
     if kind not in TASKS:
         raise RecipeError(
-            f"{path / CONFIG}: expected model_type {' or '.join(TASKS)}; got {kind!r}; no other "
+            f"{path / CONFIG}: expected model_type {', '.join(TASKS)}; got {kind!r}; no other "
             "architecture is supported"
         )
     return kind
@@ -126,29 +125,15 @@ def task_of(config: dict[str, Any], wanted: Task | None, path: Path) -> Task:
     return task
 
 
-def gpt2_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
-    """The GPT that a GPT-2's config.json describes."""
-    file = _validated(_Gpt2File, config, path)
-    shape = {
-        "library": "plain",
-        "vocab": file.vocab_size,
-        "width": file.n_embd,
-        "layers": file.n_layer,
-        "heads": file.n_head,
-        "mlp_ratio": (file.n_inner or 4 * file.n_embd) / file.n_embd,
-        "norm": "layer",
-        "norm_eps": file.layer_norm_epsilon,
-        "bias": True,
-        "positions": "learned",
-        "context": file.n_positions,
-        "tied_readout": file.tie_word_embeddings,
-    }
-    return _validated(GPTModelConfig, shape, path)
-
-
 def with_shape(folder: str, given: Any) -> Any:
-    """The `model` section of a config whose parameters come from a folder of GPT-2."""
-    shape = gpt2_shape(read_config(Path(folder)), Path(folder)).model_dump()
+    """The `model` section of a config whose parameters come from a folder of a decoder."""
+    path, file = Path(folder), read_config(Path(folder))
+    if (kind := model_type(file, path)) not in DECODERS:
+        raise RecipeError(
+            f"{path / CONFIG}: expected model_type {', '.join(DECODERS)}; got {kind!r}; give "
+            "another folder as init"
+        )
+    shape = DECODERS[kind](file, path).model_dump(mode="json")
     given = {} if given is None else given
     if not isinstance(given, dict):
         return given  # for the config to complain about
@@ -163,7 +148,7 @@ def with_shape(folder: str, given: Any) -> Any:
 
 def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
     """The BERT that a config.json describes."""
-    return _validated(BertConfig, config, path)
+    return validated(BertConfig, config, path)
 
 
 def shape_of_bert(folder: str) -> BertConfig:
@@ -171,14 +156,5 @@ def shape_of_bert(folder: str) -> BertConfig:
     return bert_shape(read_config(Path(folder)), Path(folder))
 
 
-def _validated(schema: type, values: dict[str, Any], path: Path) -> Any:
-    try:
-        return schema(**values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"])) or "the shape"
-        expected = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        got = "" if problem["type"] == "value_error" else f"; got {problem['input']!r}"
-        raise RecipeError(
-            f"{path / CONFIG}: {key}: expected {expected}{got}; no other variant is supported"
-        ) from error
+SHAPES: dict[str, Callable[[dict[str, Any], Path], Any]] = {**DECODERS, "bert": bert_shape}
+"""What reads the shape of a model, by model type."""

@@ -25,6 +25,8 @@ _TEXTS = (
     "vocab.json",
     "merges.txt",
     "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 

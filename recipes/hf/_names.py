@@ -1,7 +1,7 @@
 """Which parameter each tensor of a Hugging Face file holds.
 
-GPT-2's projections are (in, out), as ours; BERT's are (out, in). GPT-2 keeps query, key and value
-in one tensor.
+GPT-2's projections are (in, out), as ours; those of others are (out, in). GPT-2 keeps query, key
+and value in one tensor.
 """
 
 import re
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..config import GPTModelConfig
 from ._config import BertConfig, Task
+from ._decoders import FAMILY
 
 
 class Tensor(NamedTuple):
@@ -55,16 +56,55 @@ def gpt2_table(shape: GPTModelConfig) -> Table:
         theirs, ours = f"transformer.h.{index}", f"layers.{index}"
         table |= _norm(f"{theirs}.ln_1", f"{ours}.attention_norm")
         table |= _norm(f"{theirs}.ln_2", f"{ours}.mlp_norm")
-        attention = tuple(f"{ours}.attention.{name}" for name in ("query", "key", "value"))
+        attention = tuple(f"{ours}.attention.{name}" for name in _QKV)
         table |= _linear(f"{theirs}.attn.c_attn", *attention, transposed=False)
         table |= _linear(f"{theirs}.attn.c_proj", f"{ours}.attention.out", transposed=False)
         table |= _linear(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", transposed=False)
         table |= _linear(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", transposed=False)
+    return table | _readout(shape)
+
+
+def family_table(shape: GPTModelConfig) -> Table:
+    """The tensors of LlamaForCausalLM and of its family, by name."""
+    own, biases = shape.variant, shape.biases
+    table = {
+        "model.embed_tokens.weight": Tensor(("embed.embedding",)),
+        "model.norm.weight": Tensor(("norm.scale",)),
+    }
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    if own.post_norms:
+        norms |= {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "mlp_norm",
+            "post_feedforward_layernorm": "post_mlp_norm",
+        }
+    if own.query_key_norms:
+        norms |= {
+            "self_attn.q_norm": "attention.query_norm",
+            "self_attn.k_norm": "attention.key_norm",
+        }
+    products = [
+        *((f"self_attn.{name[0]}_proj", f"attention.{name}", "qkv") for name in _QKV),
+        ("self_attn.o_proj", "attention.out", "out"),
+        *((f"mlp.{name}_proj", f"mlp.{name}", "mlp") for name in ("gate", "up", "down")),
+    ]
+    for index in range(shape.layers):
+        top, ours = f"model.layers.{index}", f"layers.{index}"
+        for theirs, name in norms.items():
+            table[f"{top}.{theirs}.weight"] = Tensor((f"{ours}.{name}.scale",))
+        for theirs, name, bias in products:
+            linear = _linear(f"{top}.{theirs}", f"{ours}.{name}")
+            table |= {key: x for key, x in linear.items() if bias in biases or "bias" not in key}
+    return table | _readout(shape)
+
+
+_QKV = ("query", "key", "value")
+
+
+def _readout(shape: GPTModelConfig) -> Table:
     if shape.tied_readout:
-        table["lm_head.weight"] = Tensor(("embed.embedding",), tied=True)
-    else:
-        table["lm_head.weight"] = Tensor(("readout.kernel",), transposed=True, head=True)
-    return table
+        return {"lm_head.weight": Tensor(("embed.embedding",), tied=True)}
+    return {"lm_head.weight": Tensor(("readout.kernel",), transposed=True, head=True)}
 
 
 def bert_table(shape: BertConfig, task: Task) -> Table:
@@ -76,7 +116,7 @@ def bert_table(shape: BertConfig, task: Task) -> Table:
     table |= _norm("bert.embeddings.LayerNorm", "encoder.norm")
     for index in range(shape.layers):
         theirs, ours = f"bert.encoder.layer.{index}", f"encoder.layers.{index}"
-        for name in ("query", "key", "value"):
+        for name in _QKV:
             table |= _linear(f"{theirs}.attention.self.{name}", f"{ours}.attention.{name}")
         table |= _linear(f"{theirs}.attention.output.dense", f"{ours}.attention.out")
         table |= _norm(f"{theirs}.attention.output.LayerNorm", f"{ours}.attention_norm")
@@ -123,18 +163,30 @@ def _norm(theirs: str, ours: str) -> Table:
 
 # Tensors that are no parameters: masks and position numbers that old versions saved.
 _BUFFERS = {
+    **dict.fromkeys(FAMILY, re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")),
     "gpt2": re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
     "bert": re.compile(r"bert\.embeddings\.(position|token_type)_ids"),
 }
 # What stands at the top of each model; a bare encoder's names start below the first.
-_TOPS = {"gpt2": ("transformer", "lm_head"), "bert": ("bert", "cls", "qa_outputs", "classifier")}
+_TOPS = {
+    **dict.fromkeys(FAMILY, ("model", "lm_head")),
+    "gpt2": ("transformer", "lm_head"),
+    "bert": ("bert", "cls", "qa_outputs", "classifier"),
+}
 # Parameters of the heads of other tasks.
 _HEADS = {
-    "gpt2": re.compile(r"(?!)"),
+    **dict.fromkeys((*FAMILY, "gpt2"), re.compile(r"(?!)")),
     "bert": re.compile(
         r"(cls\.(predictions|seq_relationship)|qa_outputs|classifier|bert\.pooler\.dense)\..*"
     ),
 }
+
+
+def table_of(kind: str, shape: GPTModelConfig | BertConfig, task: Task) -> Table:
+    """The tensors of a model with the head of a task, by name."""
+    if isinstance(shape, BertConfig):
+        return bert_table(shape, task)
+    return gpt2_table(shape) if kind == "gpt2" else family_table(shape)
 
 
 def full_name(name: str, kind: str) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 import safetensors.flax
 import safetensors.numpy
 
-from tests.recipes.make_pretrained_fixtures import HERE as FIXTURES
+from tests.recipes.make_pretrained_fixtures import DECODERS, HERE as FIXTURES
 
-FOLDERS = ("gpt2", "bert-mlm", "bert-qa", "bert-classes")
+FOLDERS = ("gpt2", "bert-mlm", "bert-qa", "bert-classes", *DECODERS)
+SHARDS = {"bert-qa": 2, "llama2": 3}
 WEIGHTS = "model.safetensors"
 
 

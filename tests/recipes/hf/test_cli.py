@@ -81,7 +81,10 @@ def test_the_shape_is_that_of_the_folder() -> None:
 # more arguments of train or generate, and what standard error has to say
 WRONG = [
     (["train", "init=/nowhere"], "error: /nowhere: expected a folder of a Hugging Face model"),
-    (["train", f"init={FIXTURES / 'bert-mlm'}"], "model_type: expected 'gpt2'; got 'bert'"),
+    (
+        ["train", f"init={FIXTURES / 'bert-mlm'}"],
+        "_text; got 'bert'; give another folder as",
+    ),
     (["train", "model.width=32"], "model.width: expected 16, that of init"),
     (["train", "model.widht=32"], "model.widht is not a key of the config; did you mean"),
     (["train", "model=3"], "model (the shape of the model): expected a mapping"),

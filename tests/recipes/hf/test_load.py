@@ -1,4 +1,4 @@
-"""GPT-2 and BERT from Hugging Face folders: the logits of `transformers`, and the same bytes back.
+"""Models from Hugging Face folders: the logits of `transformers`, and the same bytes back.
 
 The folders in `pretrained_fixtures` are those of `make_pretrained_fixtures.py`.
 """
@@ -18,6 +18,7 @@ from tests.recipes import make_pretrained_fixtures as fixtures
 from tests.recipes.pretrained import (
     FIXTURES,
     FOLDERS,
+    SHARDS,
     WEIGHTS,
     change_config,
     change_tensors,
@@ -72,9 +73,8 @@ def test_the_same_files_are_written(
     save(loaded[name], tmp_path / "new")
     written = same_files(FIXTURES / name, tmp_path / "new")
     assert written >= {"config.json", "tokenizer.json"}
-    assert len([file for file in written if file.endswith(".safetensors")]) == 1 + (
-        name == "bert-qa"
-    )
+    files = [file for file in written if file.endswith(".safetensors")]
+    assert len(files) == SHARDS.get(name, 1)
     save(loaded[name], tmp_path / "new", split(loaded[name].params))
     assert same_files(FIXTURES / name, tmp_path / "new") == written
 
@@ -92,6 +92,13 @@ def test_types_of_the_file_are_kept(dtype: str, tmp_path: Path) -> None:
         assert same_files(folder, tmp_path / "new") >= {WEIGHTS}
     save(half, folder)  # over itself
     assert same_files(folder, tmp_path / "new")
+
+
+def bare_with_frequencies(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The names of a model without a head, and the buffers of the first Llamas."""
+    new = {name.removeprefix("model."): array for name, array in old.items()}
+    new["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    return new
 
 
 def bare_with_buffers(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,6 +128,7 @@ def old_names(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ("name", "change", "unused"),
     [
         ("gpt2", bare_with_buffers, ()),
+        ("llama3", bare_with_frequencies, ()),
         ("bert-mlm", old_names, ("cls.seq_relationship.weight",)),
     ],
 )
@@ -218,8 +226,13 @@ def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
     """Another random shape."""
     draw = np.random.default_rng()
     sizes = [int(n) for n in draw.integers(1, 5, 3)]
+    decoders = dict(fixtures.DECODERS.values())
     if architecture.startswith("GPT2"):
         shape = {"n_layer": sizes[0], "n_head": sizes[1], "n_embd": 8 * sizes[1] * sizes[2]}
+    elif architecture in decoders:
+        heads = {"num_attention_heads": 2 * sizes[1], "num_key_value_heads": sizes[1]}
+        shape = fixtures.FAMILY | decoders[architecture] | heads
+        shape |= {"hidden_size": 4 * sizes[1] * sizes[2], "head_dim": 2 * sizes[0]}
     else:
         shape = {
             "num_hidden_layers": sizes[0],
