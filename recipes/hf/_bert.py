@@ -1,4 +1,4 @@
-"""BERT in plain `flax.nnx`, as published: post-norm, exact gelu, and a head for each task."""
+"""BERT and RoBERTa in plain `flax.nnx`, as published: post-norm, and a head for each task."""
 
 from collections.abc import Callable
 
@@ -54,6 +54,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, parts: Parts):
         config = parts.config
+        self.padding = config.padding
         self.embed = parts.embed(config.vocab)
         self.positions, self.segments = parts.embed(config.context), parts.embed(config.segments)
         self.norm, self.dropout = parts.norm(), parts.dropout()
@@ -62,11 +63,18 @@ class Encoder(nnx.Module):
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
         segments = jnp.zeros_like(ids) if segments is None else segments
         visible = None if mask is None else (jnp.asarray(mask) != 0)[:, None, None, :]
-        x = self.embed(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))
+        x = self.embed(ids) + self.segments(segments) + self.positions(self._places(ids))
         x = self.dropout(self.norm(x), deterministic=deterministic)
         for layer in self.layers:
             x = layer(x, visible, deterministic=deterministic)
         return x
+
+    def _places(self, ids):
+        """Positions from 0; RoBERTa's from the padding's id on, which padding has itself."""
+        if self.padding is None:
+            return jnp.arange(ids.shape[1])
+        real = (ids != self.padding).astype(jnp.int32)
+        return jnp.cumsum(real, axis=1) * real + self.padding
 
 
 class Bert(nnx.Module):
@@ -100,7 +108,7 @@ class MaskedLM(Bert):
 
     def _add_head(self, parts: Parts) -> None:
         config = parts.config
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = _ACTIVATIONS["gelu" if config.padding is not None else config.activation]
         self.transform, self.norm = parts.linear(config.width, config.width), parts.norm()
         self.readout = (
             None if config.tied_readout else parts.linear(config.width, config.vocab, bias=False)

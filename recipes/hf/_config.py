@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ..config import Count, Flag, Fraction, Positive, Section
+from ..config import Count, Flag, Fraction, Positive, Section, Whole
 from ..errors import RecipeError
 from ._decoders import DECODERS
 from ._folder import CONFIG, read_config
@@ -37,6 +37,10 @@ ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
     "BertForMaskedLM": ("bert", "masked_lm"),
     "BertForQuestionAnswering": ("bert", "question_answering"),
     "BertForSequenceClassification": ("bert", "classification"),
+    "RobertaModel": ("roberta", None),
+    "RobertaForMaskedLM": ("roberta", "masked_lm"),
+    "RobertaForQuestionAnswering": ("roberta", "question_answering"),
+    "RobertaForSequenceClassification": ("roberta", "classification"),
 }
 """Model type and task of each architecture; a bare encoder has no task."""
 TASKS: dict[str, dict[Task, str]] = {
@@ -47,11 +51,11 @@ TASKS: dict[str, dict[Task, str]] = {
 
 
 class BertConfig(Section):
-    """The shape of a BERT, read from the keys of its config.json; what else is there is left."""
+    """The shape of a BERT or RoBERTa, read from its config.json; what else is there is left."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
-    model_type: Literal["bert"] = "bert"
+    model_type: Literal["bert", "roberta"] = "bert"
     vocab: Count = Field(30522, alias="vocab_size")
     width: Count = Field(768, alias="hidden_size")
     layers: Count = Field(12, alias="num_hidden_layers")
@@ -64,6 +68,7 @@ class BertConfig(Section):
     dropout: Fraction = Field(0.1, alias="hidden_dropout_prob")
     tied_readout: Flag = Field(True, alias="tie_word_embeddings")
     classes: Count = 2
+    pad: Whole | None = Field(None, alias="pad_token_id")
     # Variants that the model does not have.
     position_embedding_type: Literal["absolute"] = "absolute"
     is_decoder: Literal[False] = False
@@ -71,14 +76,32 @@ class BertConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _count_classes(cls, file: dict[str, Any]) -> dict[str, Any]:
-        """A file names its labels, or says how many there are."""
+    def _fill_in(cls, file: dict[str, Any]) -> dict[str, Any]:
+        """RoBERTa's own defaults; and classes, of which a file has the names or the number."""
         labels = file.get("id2label")
         count = len(labels) if isinstance(labels, dict) else file.get("num_labels")
-        return {"classes": count, **file} if count else file
+        own = (
+            {"vocab_size": 50265, "pad_token_id": 1} if file.get("model_type") == "roberta" else {}
+        )
+        return {**own, **({"classes": count} if count else {}), **file}
+
+    @property
+    def padding(self) -> int | None:
+        """The id after which RoBERTa counts positions; None for BERT, which counts from 0."""
+        return self.pad if self.model_type == "roberta" else None
+
+    @property
+    def longest(self) -> int:
+        """Positions that tokens can have."""
+        return self.context if self.padding is None else self.context - self.padding - 1
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _shape_fits(self) -> Self:
+        if self.model_type == "roberta" and (self.pad is None or self.longest < 1):
+            raise ValueError(
+                "a pad_token_id below max_position_embeddings - 1, as positions count from it; got "
+                f"{self.pad} and {self.context}; correct the file"
+            )
         if self.width % self.heads:
             raise ValueError(
                 "num_attention_heads that divide hidden_size; got "
@@ -147,7 +170,7 @@ def with_shape(folder: str, given: Any) -> Any:
 
 
 def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
-    """The BERT that a config.json describes."""
+    """The BERT or RoBERTa that a config.json describes."""
     return validated(BertConfig, config, path)
 
 
@@ -156,5 +179,9 @@ def shape_of_bert(folder: str) -> BertConfig:
     return bert_shape(read_config(Path(folder)), Path(folder))
 
 
-SHAPES: dict[str, Callable[[dict[str, Any], Path], Any]] = {**DECODERS, "bert": bert_shape}
+SHAPES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+    **DECODERS,
+    "bert": bert_shape,
+    "roberta": bert_shape,
+}
 """What reads the shape of a model, by model type."""

@@ -60,7 +60,7 @@ def load(
     scalify: ScalifyConfig | None = None,
     seed: int = 0,
 ) -> Pretrained:
-    """Reads a model of GPT-2, BERT or the Llama family from a local folder.
+    """Reads a decoder (GPT-2, the Llama family) or an encoder (BERT, RoBERTa) from a local folder.
 
     Args:
       folder: Has config.json and model.safetensors (or shards with their index).

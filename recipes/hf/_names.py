@@ -108,14 +108,15 @@ def _readout(shape: GPTModelConfig) -> Table:
 
 
 def bert_table(shape: BertConfig, task: Task) -> Table:
-    """The tensors of BERT with the head of a task, by name."""
+    """The tensors of BERT or RoBERTa with the head of a task, by name."""
     table: Table = {}
+    top = shape.model_type
     for theirs, ours in (("word", "embed"), ("position", "positions"), ("token_type", "segments")):
-        name = f"bert.embeddings.{theirs}_embeddings.weight"
+        name = f"{top}.embeddings.{theirs}_embeddings.weight"
         table[name] = Tensor((f"encoder.{ours}.embedding",))
-    table |= _norm("bert.embeddings.LayerNorm", "encoder.norm")
+    table |= _norm(f"{top}.embeddings.LayerNorm", "encoder.norm")
     for index in range(shape.layers):
-        theirs, ours = f"bert.encoder.layer.{index}", f"encoder.layers.{index}"
+        theirs, ours = f"{top}.encoder.layer.{index}", f"encoder.layers.{index}"
         for name in _QKV:
             table |= _linear(f"{theirs}.attention.self.{name}", f"{ours}.attention.{name}")
         table |= _linear(f"{theirs}.attention.output.dense", f"{ours}.attention.out")
@@ -123,9 +124,8 @@ def bert_table(shape: BertConfig, task: Task) -> Table:
         table |= _linear(f"{theirs}.intermediate.dense", f"{ours}.up")
         table |= _linear(f"{theirs}.output.dense", f"{ours}.down")
         table |= _norm(f"{theirs}.output.LayerNorm", f"{ours}.mlp_norm")
-    return table | {
-        name: tensor._replace(head=True) for name, tensor in _bert_head(shape, task).items()
-    }
+    head = _bert_head(shape, task) if top == "bert" else _roberta_head(shape, task)
+    return table | {name: tensor._replace(head=True) for name, tensor in head.items()}
 
 
 def _bert_head(shape: BertConfig, task: Task) -> Table:
@@ -133,18 +133,35 @@ def _bert_head(shape: BertConfig, task: Task) -> Table:
         return _linear("qa_outputs", "ends")
     if task == "classification":
         return _linear("bert.pooler.dense", "pooler") | _linear("classifier", "classes")
-    embedding = (
-        Tensor(("encoder.embed.embedding",), tied=True)
-        if shape.tied_readout
-        else Tensor(("readout.kernel",), transposed=True)
-    )
     return {
         "cls.predictions.bias": Tensor(("bias",)),
         **_linear("cls.predictions.transform.dense", "transform"),
         **_norm("cls.predictions.transform.LayerNorm", "norm"),
-        "cls.predictions.decoder.weight": embedding,
-        "cls.predictions.decoder.bias": Tensor(("bias",), tied=True),
+        **_tokens(shape, "cls.predictions.decoder"),
     }
+
+
+def _roberta_head(shape: BertConfig, task: Task) -> Table:
+    if task == "question_answering":
+        return _linear("qa_outputs", "ends")
+    if task == "classification":
+        return _linear("classifier.dense", "pooler") | _linear("classifier.out_proj", "classes")
+    return {
+        "lm_head.bias": Tensor(("bias",)),
+        **_linear("lm_head.dense", "transform"),
+        **_norm("lm_head.layer_norm", "norm"),
+        **_tokens(shape, "lm_head.decoder"),
+    }
+
+
+def _tokens(shape: BertConfig, theirs: str) -> Table:
+    """The product that gives logits of tokens; its bias has a name of its own as well."""
+    weight = (
+        Tensor(("encoder.embed.embedding",), tied=True)
+        if shape.tied_readout
+        else Tensor(("readout.kernel",), transposed=True)
+    )
+    return {f"{theirs}.weight": weight, f"{theirs}.bias": Tensor(("bias",), tied=True)}
 
 
 def _linear(theirs: str, *ours: str, transposed: bool = True) -> Table:
@@ -166,12 +183,14 @@ _BUFFERS = {
     **dict.fromkeys(FAMILY, re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")),
     "gpt2": re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
     "bert": re.compile(r"bert\.embeddings\.(position|token_type)_ids"),
+    "roberta": re.compile(r"roberta\.embeddings\.(position|token_type)_ids"),
 }
 # What stands at the top of each model; a bare encoder's names start below the first.
 _TOPS = {
     **dict.fromkeys(FAMILY, ("model", "lm_head")),
     "gpt2": ("transformer", "lm_head"),
     "bert": ("bert", "cls", "qa_outputs", "classifier"),
+    "roberta": ("roberta", "lm_head", "qa_outputs", "classifier"),
 }
 # Parameters of the heads of other tasks.
 _HEADS = {
@@ -179,6 +198,7 @@ _HEADS = {
     "bert": re.compile(
         r"(cls\.(predictions|seq_relationship)|qa_outputs|classifier|bert\.pooler\.dense)\..*"
     ),
+    "roberta": re.compile(r"(lm_head|qa_outputs|classifier|roberta\.pooler\.dense)\..*"),
 }
 
 

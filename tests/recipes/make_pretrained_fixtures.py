@@ -33,6 +33,9 @@ CLASSES = {
     "BertForMaskedLM": "BertConfig",
     "BertForQuestionAnswering": "BertConfig",
     "BertForSequenceClassification": "BertConfig",
+    "RobertaForMaskedLM": "RobertaConfig",
+    "RobertaForQuestionAnswering": "RobertaConfig",
+    "RobertaForSequenceClassification": "RobertaConfig",
 }
 
 
@@ -58,10 +61,14 @@ def reference(model: Any, *, seed: int, time: int = TIME) -> dict[str, np.ndarra
 
     draw = np.random.default_rng(seed)
     inputs = {"input_ids": draw.integers(0, model.config.vocab_size, (BATCH, time))}
-    if model.config.model_type == "bert":
+    if "bert" in model.config.model_type:
         lengths = np.asarray([time, time - 4, 2])[:, None]
         inputs["attention_mask"] = (np.arange(time) < lengths).astype(np.int64)
-        inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
+        if model.config.model_type == "bert":
+            inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
+        else:  # an id of its own, which positions are counted without
+            padding = inputs["attention_mask"] == 0
+            inputs["input_ids"] = np.where(padding, model.config.pad_token_id, inputs["input_ids"])
     with torch.no_grad():
         out = model(**{name: torch.from_numpy(value) for name, value in inputs.items()})
     if "logits" in out:
@@ -109,6 +116,7 @@ BERT = {
 }
 
 
+ROBERTA = {**BERT, "type_vocab_size": 1, "hidden_act": "gelu_new", "pad_token_id": 3}
 # Heads of another size than width / heads, two of them to each key head.
 FAMILY = {
     "hidden_size": 16,
@@ -188,9 +196,16 @@ def make_tiny(root: Path) -> None:
             (name, architecture, FAMILY | own, "20KB" if name == "llama2" else "1GB")
             for name, (architecture, own) in DECODERS.items()
         ),
+        ("roberta-mlm", "RobertaForMaskedLM", ROBERTA, "1GB"),
+        (
+            "roberta-classes",
+            "RobertaForSequenceClassification",
+            {**ROBERTA, "num_labels": 3},
+            "1GB",
+        ),
     ]
     for seed, (name, architecture, shape, shards) in enumerate(table):
-        kind = "bert" if name.startswith("bert") else "gpt2"
+        kind = "bert" if "bert" in name else "gpt2"
         model = make_model(architecture, seed=seed, vocab_size=sizes[kind], **shape)
         write(root / name, model, seed=seed, shards=shards)
         tokenizers[kind].save(str(root / name / "tokenizer.json"))

@@ -80,8 +80,8 @@ MISTAKES = [
     ("gpt2", lambda folder: (folder / "config.json").unlink(), r"json cannot be read: No such"),
     ("gpt2", text("config.json", "{"), r"config\.json: expected JSON; got Expecting"),
     ("gpt2", text("config.json", "[1]"), r"config\.json: expected a JSON object; got list"),
-    ("gpt2", config(model_type="t5"), r"expected model_type gpt2, llama, .*bert; got 't5'"),
-    ("gpt2", config(model_type=None), r"expected model_type gpt2, llama, .*bert; got None"),
+    ("gpt2", config(model_type="t5"), r"expected model_type gpt2, llama, .*bert.*; got 't5'"),
+    ("gpt2", config(model_type=None), r"expected model_type gpt2, llama, .*bert.*; got None"),
     (
         "llama3",
         config(architectures=["LlamaForSequenceClassification"]),
@@ -111,6 +111,7 @@ MISTAKES = [
     ("gemma2", config(use_bidirectional_attention=True), r"bidirectional_attention: .* got True"),
     ("gemma3", config(attn_logit_softcapping=5.0), r"attn_logit_softcapping: expected None; got 5"),
     ("mistral", config(hidden_act="relu"), r"hidden_act: expected .*'silu'.*; got 'relu'"),
+    ("roberta-mlm", config(pad_token_id=31), r"pad_token_id below .*; got 31 and 32; correct"),
     # keys that may change what is computed
     ("llama3", config(sliding_window=8), r"config\.json: sliding_window: expected no key .*got 8,"),
     (
@@ -160,6 +161,7 @@ MISTAKES = [
     ),
     ("gpt2", without(LINEAR), r"every tensor of the model; transformer\.h\.0\.mlp\.c_fc.* missing"),
     ("bert-mlm", without("cls.predictions.bias"), r"cls\.predictions\.bias missing"),
+    ("roberta-mlm", without("lm_head.bias"), r"lm_head\.bias missing"),
     ("bert-classes", without("classifier.bias"), r"classifier\.bias missing"),
     ("gpt2", config(n_layer=1), r"transformer\.h\.1\.\S+, .* and 8 more extra; give the config"),
     ("gpt2", config(n_layer=3), r"transformer\.h\.2\.\S+, .* and 8 more missing"),

@@ -185,6 +185,19 @@ def test_a_new_head(tmp_path: Path) -> None:
         load(tmp_path, classes=4)
 
 
+def test_a_new_head_of_roberta(tmp_path: Path) -> None:
+    pretrained = load(FIXTURES / "roberta-mlm", "classification", new_head=True, classes=5)
+    assert pretrained.drawn[0] == "classifier.dense.weight"
+    assert all(name.startswith("lm_head.") for name in pretrained.unused)
+    save(pretrained, tmp_path)
+    again = load(tmp_path)
+    assert again.task == "classification"
+    inputs, _ = reference(FIXTURES / "roberta-mlm")
+    expected = logits(pretrained.model, *inputs)
+    np.testing.assert_array_equal(logits(again.model, *inputs), expected)
+    assert (again.config.longest, again.config.context) == (28, 32)
+
+
 def test_a_new_classifier_on_a_pooler_that_is_there(tmp_path: Path) -> None:
     folder = copied("bert-classes", tmp_path)
     change_tensors(
