@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 ModelPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a Hugging Face folder of GPT-2")
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a Hugging Face folder")
 ]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
@@ -124,7 +124,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k likeliest")] = None,
     seed: Annotated[int, typer.Option(min=0, help="decides the draws")] = 0,
 ) -> None:
-    """Continue a prompt with a trained model, or with the GPT-2 of a Hugging Face folder."""
+    """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
     if not Path(config).is_dir():
         settings = load_config(config, overrides or ())
         from .generate import open_run

@@ -88,12 +88,16 @@ class Writer(NamedTuple):
       context: The longest sequence that the model has seen.
       whole: Whether the cache always has room for the whole context, so that few shapes are
         compiled; otherwise for no more than is asked for.
+      start: Ids before every prompt, unless it starts with them itself.
+      ends: Ids that end the text where one is drawn.
     """
 
     model: nnx.Module
     tokenizer: Tokenizer
     context: int
     whole: bool = True
+    start: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     def __call__(
         self,
@@ -110,7 +114,7 @@ class Writer(NamedTuple):
 
         Args:
           prompt: Text to continue; its last `context - 1` tokens are used.
-          tokens: How many to add.
+          tokens: How many to add, fewer where one of `ends` is drawn.
           seed: Decides the draws.
           temperature: As for `generate`.
           top_k: As for `generate`.
@@ -119,6 +123,9 @@ class Writer(NamedTuple):
         """
         tokenizer, context = self.tokenizer, self.context
         ids = tokenizer.encode(prompt).astype(np.int32)
+        start = np.asarray(self.start, np.int32)
+        if not np.array_equal(ids[: start.size], start):
+            ids = np.concatenate([start, ids])
         if prompt and not ids.size and tokenizer.eos is not None:
             ids = np.array([tokenizer.eos], np.int32)  # white space to WordPiece: start a document
         if not ids.size:
@@ -142,6 +149,9 @@ class Writer(NamedTuple):
                 temperature=temperature,
                 top_k=top_k,
             )
-            ids = np.concatenate([ids, np.asarray(out)[0, visible.size :]])
+            new = np.asarray(out)[0, visible.size :]
+            ids = np.concatenate([ids, new])
+            if (ended := np.isin(new, self.ends)).any():
+                wanted = min(wanted, ids.size - new.size + int(ended.argmax()))
             window = max(1, context // 2)
         return tokenizer.decode(ids[:wanted])

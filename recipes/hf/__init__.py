@@ -1,4 +1,6 @@
-"""GPT-2 and BERT from local Hugging Face folders, as plain models, and back to the same files.
+"""Models from local Hugging Face folders, as plain Flax ones, and back to the same files.
+
+Decoders: GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: BERT and RoBERTa.
 
 `load` reads a folder, `split` makes ScaledArrays of its parameters without the loss of a bit, and
 `save` writes the files again.

@@ -250,3 +250,13 @@ def test_new_files_are_those_of_the_library(tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
     safetensors.numpy.save_file(tensors, str(again), {"format": "pt"})
     assert again.read_bytes() == written.read_bytes()
+
+
+def test_ids_that_end_a_text(tmp_path: Path) -> None:
+    folder = copied("llama3", tmp_path)
+    assert load(folder).source.ends == (0,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', "utf-8")
+    assert load(folder).source.ends == (7, 9)
+    (folder / "generation_config.json").unlink()
+    change_config(folder, eos_token_id=None)
+    assert load(folder).source.ends == ()
