@@ -1,19 +1,13 @@
-"""From a config.json to the shape of one of our models, or a message about what is not supported.
+"""Which models and tasks are read, and the shape and task of the one in a folder."""
 
-The defaults are those of `transformers`, which leaves out of the file what is a default.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
-
-from ..config import Count, Flag, Fraction, Positive, Section, Whole
 from ..errors import RecipeError
 from ._decoders import DECODERS
+from ._encoders import ENCODERS, BertConfig, ModernBertConfig
 from ._folder import CONFIG, read_config
-from ._schema import validated
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
 
@@ -41,6 +35,10 @@ ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
     "RobertaForMaskedLM": ("roberta", "masked_lm"),
     "RobertaForQuestionAnswering": ("roberta", "question_answering"),
     "RobertaForSequenceClassification": ("roberta", "classification"),
+    "ModernBertModel": ("modernbert", None),
+    "ModernBertForMaskedLM": ("modernbert", "masked_lm"),
+    "ModernBertForQuestionAnswering": ("modernbert", "question_answering"),
+    "ModernBertForSequenceClassification": ("modernbert", "classification"),
 }
 """Model type and task of each architecture; a bare encoder has no task."""
 TASKS: dict[str, dict[Task, str]] = {
@@ -48,66 +46,6 @@ TASKS: dict[str, dict[Task, str]] = {
     for kind in dict.fromkeys(kind for kind, _ in ARCHITECTURES.values())
 }
 """The tasks of each model type, and the architecture that stands for each: the last one."""
-
-
-class BertConfig(Section):
-    """The shape of a BERT or RoBERTa, read from its config.json; what else is there is left."""
-
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
-
-    model_type: Literal["bert", "roberta"] = "bert"
-    vocab: Count = Field(30522, alias="vocab_size")
-    width: Count = Field(768, alias="hidden_size")
-    layers: Count = Field(12, alias="num_hidden_layers")
-    heads: Count = Field(12, alias="num_attention_heads")
-    hidden: Count = Field(3072, alias="intermediate_size")
-    context: Count = Field(512, alias="max_position_embeddings")
-    segments: Count = Field(2, alias="type_vocab_size")
-    norm_eps: Positive = Field(1e-12, alias="layer_norm_eps")
-    activation: Literal["gelu", "gelu_new", "relu"] = Field("gelu", alias="hidden_act")
-    dropout: Fraction = Field(0.1, alias="hidden_dropout_prob")
-    tied_readout: Flag = Field(True, alias="tie_word_embeddings")
-    classes: Count = 2
-    pad: Whole | None = Field(None, alias="pad_token_id")
-    # Variants that the model does not have.
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, file: dict[str, Any]) -> dict[str, Any]:
-        """RoBERTa's own defaults; and classes, of which a file has the names or the number."""
-        labels = file.get("id2label")
-        count = len(labels) if isinstance(labels, dict) else file.get("num_labels")
-        own = (
-            {"vocab_size": 50265, "pad_token_id": 1} if file.get("model_type") == "roberta" else {}
-        )
-        return {**own, **({"classes": count} if count else {}), **file}
-
-    @property
-    def padding(self) -> int | None:
-        """The id after which RoBERTa counts positions; None for BERT, which counts from 0."""
-        return self.pad if self.model_type == "roberta" else None
-
-    @property
-    def longest(self) -> int:
-        """Positions that tokens can have."""
-        return self.context if self.padding is None else self.context - self.padding - 1
-
-    @model_validator(mode="after")
-    def _shape_fits(self) -> Self:
-        if self.model_type == "roberta" and (self.pad is None or self.longest < 1):
-            raise ValueError(
-                "a pad_token_id below max_position_embeddings - 1, as positions count from it; got "
-                f"{self.pad} and {self.context}; correct the file"
-            )
-        if self.width % self.heads:
-            raise ValueError(
-                "num_attention_heads that divide hidden_size; got "
-                f"{self.heads} and {self.width}; correct the file"
-            )
-        return self
 
 
 def model_type(config: dict[str, Any], path: Path) -> str:
@@ -151,12 +89,7 @@ def task_of(config: dict[str, Any], wanted: Task | None, path: Path) -> Task:
 def with_shape(folder: str, given: Any) -> Any:
     """The `model` section of a config whose parameters come from a folder of a decoder."""
     path, file = Path(folder), read_config(Path(folder))
-    if (kind := model_type(file, path)) not in DECODERS:
-        raise RecipeError(
-            f"{path / CONFIG}: expected model_type {', '.join(DECODERS)}; got {kind!r}; give "
-            "another folder as init"
-        )
-    shape = DECODERS[kind](file, path).model_dump(mode="json")
+    shape = DECODERS[_one_of(DECODERS, file, path)](file, path).model_dump(mode="json")
     given = {} if given is None else given
     if not isinstance(given, dict):
         return given  # for the config to complain about
@@ -169,19 +102,21 @@ def with_shape(folder: str, given: Any) -> Any:
     return shape | given
 
 
-def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
-    """The BERT or RoBERTa that a config.json describes."""
-    return validated(BertConfig, config, path)
+def shape_of_bert(folder: str) -> BertConfig | ModernBertConfig:
+    """The shape of the encoder in a folder, from its config.json alone."""
+    path, file = Path(folder), read_config(Path(folder))
+    return ENCODERS[_one_of(ENCODERS, file, path)](file, path)
 
 
-def shape_of_bert(folder: str) -> BertConfig:
-    """The shape of the BERT in a folder, from its config.json alone."""
-    return bert_shape(read_config(Path(folder)), Path(folder))
+def _one_of(kinds: Iterable[str], file: dict[str, Any], path: Path) -> str:
+    """The model type of a config.json, which is to be one of these."""
+    if (kind := model_type(file, path)) not in kinds:
+        raise RecipeError(
+            f"{path / CONFIG}: expected model_type {', '.join(kinds)}; got {kind!r}; give another "
+            "folder as init"
+        )
+    return kind
 
 
-SHAPES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    **DECODERS,
-    "bert": bert_shape,
-    "roberta": bert_shape,
-}
+SHAPES: dict[str, Callable[[dict[str, Any], Path], Any]] = {**DECODERS, **ENCODERS}
 """What reads the shape of a model, by model type."""

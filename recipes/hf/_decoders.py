@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ..config import Count, DecoderConfig, Flag, GPTModelConfig, Positive, RopeConfig
 from ..errors import RecipeError, clipped
 from ._folder import CONFIG
-from ._schema import validated
+from ._schema import known_only, validated
 
 Activation = Annotated[
     Literal["silu", "gelu", "gelu_tanh"],
@@ -20,15 +20,6 @@ Activation = Annotated[
 ]
 _TANH = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 LayerType = Literal["full_attention", "sliding_attention"]
-# Keys that change nothing here: what files are called, ids, drawing, training, and how it is run.
-_INERT = {
-    *("_name_or_path", "architectures", "model_type", "transformers_version", "tokenizer_class"),
-    *("torch_dtype", "dtype", "use_cache", "cache_implementation", "pretraining_tp"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
-    *("initializer_range", "attention_dropout", "id2label", "label2id", "task_specific_params"),
-    *("max_length", "do_sample", "temperature", "top_k", "top_p", "_attn_implementation"),
-    *("return_dict", "_sliding_window_pattern"),
-}
 
 
 class _Gpt2File(BaseModel):
@@ -109,6 +100,22 @@ def _rope(values: Mapping[str, Any], base: float, context: int, path: Path, key:
     return validated(RopeConfig, shape, path, key)
 
 
+def rope_of(
+    given: Mapping[str, Any] | None, bases: Mapping[str, float], context: int, path: Path
+) -> dict[str, RopeConfig]:
+    """Rotary positions of each kind of layer, from `rope_parameters` that has a part for each."""
+    given = given or {}
+    if extra := given.keys() - bases.keys():
+        raise RecipeError(
+            f"{path / CONFIG}: rope_parameters: expected {' and '.join(bases)}; got "
+            f"{min(extra)}; copy the file again"
+        )
+    return {
+        kind: _rope(given.get(kind) or {}, base, context, path, f"rope_parameters.{kind}")
+        for kind, base in bases.items()
+    }
+
+
 class _Decoder(BaseModel):
     """What every file of the family has, with Llama's defaults."""
 
@@ -128,7 +135,7 @@ class _Decoder(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
 
-    def variant(self) -> dict[str, Any]:
+    def variant(self, path: Path) -> dict[str, Any]:
         """What `DecoderConfig` is told, beside the size of heads and rotary positions."""
         raise NotImplementedError("each family tells its own")
 
@@ -140,7 +147,18 @@ class _Decoder(BaseModel):
         return {"rope": _rope(values, base, context, path, key)}
 
 
-def _attention_biases(attention_bias: bool) -> tuple[str, ...]:
+def local_layers(types: list[LayerType] | None, usual: list[bool], path: Path) -> tuple[int, ...]:
+    """Layers that attend to a window, by `layer_types` or, where there is none, as is usual."""
+    if types is not None and len(types) != len(usual):
+        raise RecipeError(
+            f"{path / CONFIG}: expected layer_types of {len(usual)} layers; got {len(types)}; "
+            "correct the file"
+        )
+    local = usual if types is None else [kind == "sliding_attention" for kind in types]
+    return tuple(index for index, is_local in enumerate(local) if is_local)
+
+
+def attention_biases(attention_bias: bool) -> tuple[str, ...]:
     return ("qkv", "out") if attention_bias else ()
 
 
@@ -149,11 +167,11 @@ class _Llama(_Decoder):
     attention_bias: Flag = False
     mlp_bias: Flag = False
 
-    def variant(self) -> dict[str, Any]:
+    def variant(self, path: Path) -> dict[str, Any]:
         mlp = ("mlp",) if self.mlp_bias else ()
         return {
             "activation": self.hidden_act,
-            "biases": _attention_biases(self.attention_bias) + mlp,
+            "biases": attention_biases(self.attention_bias) + mlp,
         }
 
 
@@ -164,7 +182,7 @@ class _Mistral(_Decoder):
     hidden_act: Activation = "silu"
     sliding_window: Count | None = 4096
 
-    def variant(self) -> dict[str, Any]:
+    def variant(self, path: Path) -> dict[str, Any]:
         local = range(self.num_hidden_layers) if self.sliding_window else ()
         return {
             "activation": self.hidden_act,
@@ -183,12 +201,9 @@ class _Layered(_Decoder):
         """Whether a layer is local where `layer_types` does not say."""
         raise NotImplementedError("each family has its own pattern")
 
-    def windows(self) -> dict[str, Any]:
-        count, types = self.num_hidden_layers, self.layer_types
-        if types is not None and len(types) != count:
-            raise ValueError(f"layer_types of {count} layers; got {len(types)}; correct the file")
-        local = [self.local(i) if types is None else "sliding" in types[i] for i in range(count)]
-        layers = tuple(index for index, is_local in enumerate(local) if is_local)
+    def windows(self, path: Path) -> dict[str, Any]:
+        usual = [self.local(index) for index in range(self.num_hidden_layers)]
+        layers = local_layers(self.layer_types, usual, path)
         return {"window": self.sliding_window if layers else None, "local_layers": layers}
 
 
@@ -205,17 +220,17 @@ class _Qwen2(_Layered):
         windowed = self.use_sliding_window and self.sliding_window is not None
         return windowed and index >= self.max_window_layers
 
-    def variant(self) -> dict[str, Any]:
-        return {"activation": self.hidden_act, "biases": ("qkv",), **self.windows()}
+    def variant(self, path: Path) -> dict[str, Any]:
+        return {"activation": self.hidden_act, "biases": ("qkv",), **self.windows(path)}
 
 
 class _Qwen3(_Qwen2):
     head_dim: Count | None = 128
     attention_bias: Flag = False
 
-    def variant(self) -> dict[str, Any]:
-        biases = _attention_biases(self.attention_bias)
-        return {**super().variant(), "biases": biases, "query_key_norms": True}
+    def variant(self, path: Path) -> dict[str, Any]:
+        biases = attention_biases(self.attention_bias)
+        return {**super().variant(path), "biases": biases, "query_key_norms": True}
 
 
 class _Gemma2(_Layered):
@@ -239,17 +254,17 @@ class _Gemma2(_Layered):
     def local(self, index: int) -> bool:
         return index % 2 == 0
 
-    def variant(self) -> dict[str, Any]:
+    def variant(self, path: Path) -> dict[str, Any]:
         return {
             "activation": self.hidden_activation,
-            "biases": _attention_biases(self.attention_bias),
+            "biases": attention_biases(self.attention_bias),
             "post_norms": True,
             "norm_offset": True,
             "embedding_scale": True,
             "attention_scale": self.query_pre_attn_scalar**-0.5,
             "attention_cap": self.attn_logit_softcapping,
             "logit_cap": self.final_logit_softcapping,
-            **self.windows(),
+            **self.windows(path),
         }
 
 
@@ -264,24 +279,21 @@ class _Gemma3(_Gemma2):
     def local(self, index: int) -> bool:
         return (index + 1) % self.sliding_window_pattern != 0
 
-    def variant(self) -> dict[str, Any]:
-        return {**super().variant(), "query_key_norms": True}
+    def variant(self, path: Path) -> dict[str, Any]:
+        return {**super().variant(path), "query_key_norms": True}
 
     def rotary(self, path: Path) -> dict[str, Any]:
         """Positions of each kind of layer; what scales them is for those of the whole sequence."""
-        given, context = self.rope_parameters or {}, self.max_position_embeddings
-        if extra := given.keys() - {"full_attention", "sliding_attention"}:
-            raise RecipeError(
-                f"{path / CONFIG}: rope_parameters: expected full_attention and "
-                f"sliding_attention; got {sorted(extra)[0]}; copy the file again"
-            )
-        whole = (given.get("full_attention") or {}) | (self.rope_scaling or {})
-        local = given.get("sliding_attention") or {}
-        bases = self.rope_theta or 1e6, self.rope_local_base_freq or 1e4
-        return {
-            "rope": _rope(whole, bases[0], context, path, "rope_parameters"),
-            "local_rope": _rope(local, bases[1], context, path, "rope_parameters"),
+        bases = {
+            "full_attention": self.rope_theta or 1e6,
+            "sliding_attention": self.rope_local_base_freq or 1e4,
         }
+        given = self.rope_parameters or {}
+        if self.rope_scaling:
+            whole = (given.get("full_attention") or {}) | self.rope_scaling
+            given = given | {"full_attention": whole}
+        ropes = rope_of(given, bases, self.max_position_embeddings, path)
+        return {"rope": ropes["full_attention"], "local_rope": ropes["sliding_attention"]}
 
 
 FAMILY: dict[str, type[_Decoder]] = {
@@ -298,19 +310,9 @@ FAMILY: dict[str, type[_Decoder]] = {
 def family_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
     """The GPT that the config.json of a decoder of the Llama family describes."""
     schema = FAMILY[config["model_type"]]
-    for key, value in config.items():
-        # Null and false switch nothing on.
-        if key not in _INERT | schema.model_fields.keys() and value not in (None, False):
-            raise RecipeError(
-                f"{path / CONFIG}: {key}: expected no key that is not known here; got "
-                f"{clipped(value)}, which may change what the model computes; if it does not, "
-                "remove it"
-            )
+    known_only(config, schema, path)
     file = validated(schema, config, path)
-    try:
-        variant = file.variant()
-    except ValueError as error:
-        raise RecipeError(f"{path / CONFIG}: expected {error}") from error
+    variant = file.variant(path)
     size = file.head_dim or file.hidden_size // file.num_attention_heads
     decoder = variant | file.rotary(path) | {"head_dim": size}
     shape = {

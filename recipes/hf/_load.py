@@ -12,13 +12,16 @@ from flax import nnx
 from ..config import GPTModelConfig, ScalifyConfig
 from ..errors import RecipeError
 from ._bert import BERTS, Bert
-from ._config import SHAPES, TASKS, BertConfig, Task, model_type, task_of
+from ._config import SHAPES, TASKS, BertConfig, ModernBertConfig, Task, model_type, task_of
 from ._folder import CONFIG, SINGLE, Folder, read_folder, write_folder
+from ._modernbert import MODERN
 from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
 from ._split import join
 from ._tensors import make_header
 from .plain import GPT
 
+# The model for each task, by model type; the others are GPTs.
+MODELS: dict[str, dict[Task, type[Bert]]] = {"bert": BERTS, "roberta": BERTS, "modernbert": MODERN}
 _FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
 
@@ -36,7 +39,7 @@ class Pretrained:
     """
 
     model: GPT | Bert
-    config: GPTModelConfig | BertConfig
+    config: GPTModelConfig | BertConfig | ModernBertConfig
     task: Task
     drawn: tuple[str, ...]
     unused: tuple[str, ...]
@@ -60,7 +63,7 @@ def load(
     scalify: ScalifyConfig | None = None,
     seed: int = 0,
 ) -> Pretrained:
-    """Reads a decoder (GPT-2, the Llama family) or an encoder (BERT, RoBERTa) from a local folder.
+    """Reads a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
 
     Args:
       folder: Has config.json and model.safetensors (or shards with their index).
@@ -86,7 +89,7 @@ def load(
     own = {"dropout": dropout, "classes": classes if new_head else None}
     read = SHAPES[kind](source.config, source.path)
     config = read.model_copy(update={key: x for key, x in own.items() if x is not None})
-    build: Any = BERTS[task] if isinstance(config, BertConfig) else GPT
+    build: Any = MODELS.get(kind, {}).get(task, GPT)
     kept = jnp.float32 if param_dtype is None else param_dtype
     rngs = nnx.Rngs(params=seed, dropout=seed)
     model = build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
@@ -226,8 +229,9 @@ def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
     drawn = values_by_path(pretrained.params)
     tensors |= {name: np.asarray(table[name].pack(drawn), dtype) for name in pretrained.drawn}
     config = source.config | {"architectures": [TASKS[kind][pretrained.task]]}
-    if isinstance(pretrained.config, BertConfig) and pretrained.task == "classification":
-        labels = [f"LABEL_{index}" for index in range(pretrained.config.classes)]
+    if pretrained.task == "classification":
+        classes = cast("BertConfig | ModernBertConfig", pretrained.config).classes
+        labels = [f"LABEL_{index}" for index in range(classes)]
         config |= {
             "id2label": {str(index): label for index, label in enumerate(labels)},
             "label2id": {label: index for index, label in enumerate(labels)},

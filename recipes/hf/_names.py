@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import GPTModelConfig
-from ._config import BertConfig, Task
+from ._config import BertConfig, ModernBertConfig, Task
 from ._decoders import FAMILY
 
 
@@ -94,7 +94,7 @@ def family_table(shape: GPTModelConfig) -> Table:
             table[f"{top}.{theirs}.weight"] = Tensor((f"{ours}.{name}.scale",))
         for theirs, name, bias in products:
             linear = _linear(f"{top}.{theirs}", f"{ours}.{name}")
-            table |= {key: x for key, x in linear.items() if bias in biases or "bias" not in key}
+            table |= _without(linear, () if bias in biases else (".bias",))
     return table | _readout(shape)
 
 
@@ -128,6 +128,43 @@ def bert_table(shape: BertConfig, task: Task) -> Table:
     return table | {name: tensor._replace(head=True) for name, tensor in head.items()}
 
 
+def modern_table(shape: ModernBertConfig, task: Task) -> Table:
+    """The tensors of ModernBERT with the head of a task, by name."""
+    table: Table = {"model.embeddings.tok_embeddings.weight": Tensor(("encoder.embed.embedding",))}
+    table |= _norm("model.embeddings.norm", "encoder.norm")
+    table |= _norm("model.final_norm", "encoder.last_norm")
+    for index in range(shape.layers):
+        theirs, ours = f"model.layers.{index}", f"encoder.layers.{index}"
+        if index:
+            table |= _norm(f"{theirs}.attn_norm", f"{ours}.attention_norm")
+        table |= _norm(f"{theirs}.mlp_norm", f"{ours}.mlp_norm")
+        products = [
+            ("attn.Wqkv", [f"attention.{name}" for name in _QKV], "qkv"),
+            ("attn.Wo", ["attention.out"], "out"),
+            ("mlp.Wi", ["mlp.gate", "mlp.up"], "mlp"),
+            ("mlp.Wo", ["mlp.down"], "mlp"),
+        ]
+        for name, paths, bias in products:
+            linear = _linear(f"{theirs}.{name}", *(f"{ours}.{path}" for path in paths))
+            table |= _without(linear, () if bias in shape.biases else (".bias",))
+    top = "" if task == "masked_lm" else "head."
+    head = _linear("head.dense", f"{top}transform") | _norm("head.norm", f"{top}norm")
+    if not shape.head_bias:
+        head = _without(head, ("dense.bias",))
+    if task == "masked_lm":
+        head |= {"decoder.weight": _weight(shape), "decoder.bias": Tensor(("bias",))}
+        head = head if shape.readout_bias else _without(head, ("decoder.bias",))
+    else:
+        head |= _linear("classifier", "ends" if task == "question_answering" else "classes")
+    table |= {name: tensor._replace(head=True) for name, tensor in head.items()}
+    return table if shape.norm_bias else _without(table, ("norm.bias",))
+
+
+def _without(table: Table, ends: tuple[str, ...]) -> Table:
+    """What does not end in one of these."""
+    return {name: tensor for name, tensor in table.items() if not name.endswith(ends)}
+
+
 def _bert_head(shape: BertConfig, task: Task) -> Table:
     if task == "question_answering":
         return _linear("qa_outputs", "ends")
@@ -156,12 +193,13 @@ def _roberta_head(shape: BertConfig, task: Task) -> Table:
 
 def _tokens(shape: BertConfig, theirs: str) -> Table:
     """The product that gives logits of tokens; its bias has a name of its own as well."""
-    weight = (
-        Tensor(("encoder.embed.embedding",), tied=True)
-        if shape.tied_readout
-        else Tensor(("readout.kernel",), transposed=True)
-    )
-    return {f"{theirs}.weight": weight, f"{theirs}.bias": Tensor(("bias",), tied=True)}
+    return {f"{theirs}.weight": _weight(shape), f"{theirs}.bias": Tensor(("bias",), tied=True)}
+
+
+def _weight(shape: BertConfig | ModernBertConfig) -> Tensor:
+    if shape.tied_readout:
+        return Tensor(("encoder.embed.embedding",), tied=True)
+    return Tensor(("readout.kernel",), transposed=True)
 
 
 def _linear(theirs: str, *ours: str, transposed: bool = True) -> Table:
@@ -180,6 +218,7 @@ def _norm(theirs: str, ours: str) -> Table:
 
 # Tensors that are no parameters: masks and position numbers that old versions saved.
 _BUFFERS = {
+    "modernbert": re.compile(r"(?!)"),
     **dict.fromkeys(FAMILY, re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")),
     "gpt2": re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
     "bert": re.compile(r"bert\.embeddings\.(position|token_type)_ids"),
@@ -191,6 +230,7 @@ _TOPS = {
     "gpt2": ("transformer", "lm_head"),
     "bert": ("bert", "cls", "qa_outputs", "classifier"),
     "roberta": ("roberta", "lm_head", "qa_outputs", "classifier"),
+    "modernbert": ("model", "head", "decoder", "classifier"),
 }
 # Parameters of the heads of other tasks.
 _HEADS = {
@@ -198,12 +238,15 @@ _HEADS = {
     "bert": re.compile(
         r"(cls\.(predictions|seq_relationship)|qa_outputs|classifier|bert\.pooler\.dense)\..*"
     ),
+    "modernbert": re.compile(r"(head|decoder|classifier)\..*"),
     "roberta": re.compile(r"(lm_head|qa_outputs|classifier|roberta\.pooler\.dense)\..*"),
 }
 
 
-def table_of(kind: str, shape: GPTModelConfig | BertConfig, task: Task) -> Table:
+def table_of(kind: str, shape: GPTModelConfig | BertConfig | ModernBertConfig, task: Task) -> Table:
     """The tensors of a model with the head of a task, by name."""
+    if isinstance(shape, ModernBertConfig):
+        return modern_table(shape, task)
     if isinstance(shape, BertConfig):
         return bert_table(shape, task)
     return gpt2_table(shape) if kind == "gpt2" else family_table(shape)

@@ -85,6 +85,7 @@ class Parts:
       rngs: Streams `params` and `dropout`.
       bias: Whether linear layers have one.
       norm: "rms", "layer", or "offset" for an RMSNorm that multiplies by 1 + scale.
+      norm_bias: Whether a LayerNorm adds a bias.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class Parts:
         *,
         bias: bool = True,
         norm: str = "layer",
+        norm_bias: bool = True,
     ):
-        self.config, self.bias, self.kind = config, bias, norm
+        self.config, self.bias, self.kind, self.norm_bias = config, bias, norm, norm_bias
         self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.product = make_product(scalify)
 
@@ -123,7 +125,7 @@ class Parts:
         if self.kind == "rms":
             return nnx.RMSNorm(width, **options)
         # The mean of squares less the square of the mean loses its digits where the mean is large.
-        return nnx.LayerNorm(width, use_fast_variance=False, **options)
+        return nnx.LayerNorm(width, use_bias=self.norm_bias, use_fast_variance=False, **options)
 
     def embed(self, rows: int) -> nnx.Embed:
         init = nnx.initializers.normal(0.02)

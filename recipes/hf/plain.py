@@ -36,7 +36,7 @@ def _last(config: GPTModelConfig) -> float:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped queries."""
+    """Self-attention with grouped queries, causal without a mask."""
 
     def __init__(self, parts: Parts, index: int):
         config, own = parts.config, parts.config.variant
@@ -60,8 +60,12 @@ class Attention(nnx.Module):
             bias="out" in config.biases,
         )
 
-    def __call__(self, x, positions, past=None):
-        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values)."""
+    def __call__(self, x, positions, past=None, mask=None):
+        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values).
+
+        `mask`, which broadcasts to (batch, heads, time, keys), says what is attended to in place of
+        all that came before.
+        """
         batch, time, _ = x.shape
         q = self.query(x).reshape(batch, time, self.heads, self.head_dim)
         k = self.key(x).reshape(batch, time, self.kv_heads, self.head_dim)
@@ -75,7 +79,9 @@ class Attention(nnx.Module):
             put = jax.lax.dynamic_update_slice_in_dim
             k, v = past = put(past[0], k, positions[0], 1), put(past[1], v, positions[0], 1)
         options: dict[str, Any] = {"scale": self.scale, "cap": self.cap}
-        if past is None and self.window is None and self.cap is None:
+        if mask is not None:
+            options["mask"] = mask
+        elif past is None and self.window is None and self.cap is None:
             options["is_causal"] = True
         else:
             behind = positions[:, None] - jnp.arange(k.shape[1])
@@ -122,8 +128,8 @@ class Layer(nnx.Module):
         )
         self.dropout = parts.dropout()
 
-    def __call__(self, x, positions, past=None, *, deterministic=True):
-        branch, past = self.attention(self.attention_norm(x), positions, past)
+    def __call__(self, x, positions, past=None, mask=None, *, deterministic=True):
+        branch, past = self.attention(self.attention_norm(x), positions, past, mask)
         if self.post_attention_norm is not None:
             branch = self.post_attention_norm(branch)
         x = x + self.dropout(branch, deterministic=deterministic)

@@ -36,6 +36,9 @@ CLASSES = {
     "RobertaForMaskedLM": "RobertaConfig",
     "RobertaForQuestionAnswering": "RobertaConfig",
     "RobertaForSequenceClassification": "RobertaConfig",
+    "ModernBertForMaskedLM": "ModernBertConfig",
+    "ModernBertForQuestionAnswering": "ModernBertConfig",
+    "ModernBertForSequenceClassification": "ModernBertConfig",
 }
 
 
@@ -62,7 +65,9 @@ def reference(model: Any, *, seed: int, time: int = TIME) -> dict[str, np.ndarra
     draw = np.random.default_rng(seed)
     inputs = {"input_ids": draw.integers(0, model.config.vocab_size, (BATCH, time))}
     if "bert" in model.config.model_type:
-        lengths = np.asarray([time, time - 4, 2])[:, None]
+        # A ModernBERT's padding is near a token, as softmax of nothing is no number to compare.
+        modern = model.config.model_type == "modernbert"
+        lengths = np.asarray([time, time - 1, time - 2] if modern else [time, time - 4, 2])[:, None]
         inputs["attention_mask"] = (np.arange(time) < lengths).astype(np.int64)
         if model.config.model_type == "bert":
             inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
@@ -117,6 +122,22 @@ BERT = {
 
 
 ROBERTA = {**BERT, "type_vocab_size": 1, "hidden_act": "gelu_new", "pad_token_id": 3}
+MODERN = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "local_attention": 4,
+    "pad_token_id": 3,
+    "classifier_bias": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
+POOLED = MODERN | {"classifier_pooling": "mean", "norm_bias": True, "attention_bias": True}
+THREE = {"num_labels": 3}
 # Heads of another size than width / heads, two of them to each key head.
 FAMILY = {
     "hidden_size": 16,
@@ -197,12 +218,9 @@ def make_tiny(root: Path) -> None:
             for name, (architecture, own) in DECODERS.items()
         ),
         ("roberta-mlm", "RobertaForMaskedLM", ROBERTA, "1GB"),
-        (
-            "roberta-classes",
-            "RobertaForSequenceClassification",
-            {**ROBERTA, "num_labels": 3},
-            "1GB",
-        ),
+        ("roberta-classes", "RobertaForSequenceClassification", ROBERTA | THREE, "1GB"),
+        ("modernbert-mlm", "ModernBertForMaskedLM", MODERN, "1GB"),
+        ("modernbert-classes", "ModernBertForSequenceClassification", POOLED | THREE, "1GB"),
     ]
     for seed, (name, architecture, shape, shards) in enumerate(table):
         kind = "bert" if "bert" in name else "gpt2"

@@ -13,15 +13,9 @@ import safetensors.numpy
 
 from tests.recipes.make_pretrained_fixtures import DECODERS, HERE as FIXTURES
 
-FOLDERS = (
-    "gpt2",
-    "bert-mlm",
-    "bert-qa",
-    "bert-classes",
-    *DECODERS,
-    "roberta-mlm",
-    "roberta-classes",
-)
+BERTS = ("bert-mlm", "bert-qa", "bert-classes")
+OTHERS = ("roberta-mlm", "roberta-classes", "modernbert-mlm", "modernbert-classes")
+FOLDERS = ("gpt2", *BERTS, *OTHERS, *DECODERS)
 SHARDS = {"bert-qa": 2, "llama2": 3}
 WEIGHTS = "model.safetensors"
 

@@ -112,6 +112,8 @@ MISTAKES = [
     ("gemma3", config(attn_logit_softcapping=5.0), r"attn_logit_softcapping: expected None; got 5"),
     ("mistral", config(hidden_act="relu"), r"hidden_act: expected .*'silu'.*; got 'relu'"),
     ("roberta-mlm", config(pad_token_id=31), r"pad_token_id below .*; got 31 and 32; correct"),
+    ("modernbert-mlm", config(local_attention=0), r"local_attention: expected greater than 0"),
+    ("modernbert-mlm", config(layer_types=["full_attention"]), r"layer_types of 3 layers; got 1"),
     # keys that may change what is computed
     ("llama3", config(sliding_window=8), r"config\.json: sliding_window: expected no key .*got 8,"),
     (
@@ -124,6 +126,8 @@ MISTAKES = [
     ("llama3", rope(rope_type="llama3", factor=2.0), r"llama3 with low_freq_factor, high_freq_fa"),
     ("llama3", rope(partial_rotary_factor=0.5), r"partial_rotary_factor: expected no such key"),
     ("gemma3", rope(rope_theta=5.0), r"expected full_attention and sliding_attention; got rope_th"),
+    ("modernbert-mlm", rope(whole={}), r"expected full_attention and sliding_attention; got whole"),
+    ("modernbert-mlm", config(sliding_window=8), r"sliding_window: expected no key"),
     # which files
     (
         "gpt2",

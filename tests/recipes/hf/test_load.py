@@ -198,6 +198,17 @@ def test_a_new_head_of_roberta(tmp_path: Path) -> None:
     assert (again.config.longest, again.config.context) == (28, 32)
 
 
+def test_a_new_head_of_modernbert(tmp_path: Path) -> None:
+    """The layer before it is that of the masked language model."""
+    pretrained = load(FIXTURES / "modernbert-mlm", "classification", new_head=True, classes=5)
+    assert pretrained.drawn == ("classifier.weight", "classifier.bias")
+    assert pretrained.unused == ("decoder.bias",)
+    save(pretrained, tmp_path)
+    inputs, _ = reference(FIXTURES / "modernbert-mlm")
+    expected = logits(pretrained.model, *inputs)
+    np.testing.assert_array_equal(logits(load(tmp_path).model, *inputs), expected)
+
+
 def test_a_new_classifier_on_a_pooler_that_is_there(tmp_path: Path) -> None:
     folder = copied("bert-classes", tmp_path)
     change_tensors(
@@ -242,6 +253,9 @@ def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
     decoders = dict(fixtures.DECODERS.values())
     if architecture.startswith("GPT2"):
         shape = {"n_layer": sizes[0], "n_head": sizes[1], "n_embd": 8 * sizes[1] * sizes[2]}
+    elif architecture.startswith("ModernBert"):
+        shape = fixtures.MODERN | {"num_hidden_layers": sizes[0] + 1}
+        shape |= {"num_attention_heads": sizes[1], "hidden_size": 8 * sizes[1]}
     elif architecture in decoders:
         heads = {"num_attention_heads": 2 * sizes[1], "num_key_value_heads": sizes[1]}
         shape = fixtures.FAMILY | decoders[architecture] | heads
