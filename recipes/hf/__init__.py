@@ -7,6 +7,7 @@ Decoders: GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: B
 """
 
 from ._bert import Bert as Bert
+from ._chat import chat_prompt as chat_prompt
 from ._config import (
     BertConfig as BertConfig,
     Task as Task,

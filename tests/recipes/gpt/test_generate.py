@@ -144,6 +144,18 @@ def test_a_text_has_a_start_and_an_end() -> None:
     assert ended("c", **settings) == tokenizer.decode(np.concatenate([prompt, drawn[:first]]))
 
 
+def test_streamed_text_comes_in_pieces() -> None:
+    """Also past the context; characters of several bytes are whole."""
+    model, tokenizer = make("plain", vocab=256), ByteTokenizer()
+    writer, settings = Writer(model, tokenizer, 12), {"tokens": 30, "seed": 0}
+    pieces = list(writer.stream("naïve", **settings))
+    assert "".join(pieces) == writer("naïve", **settings)
+    assert pieces[0] == "naïve"
+    assert len(pieces) > 5
+    rest = "".join(writer.stream("naïve", echo=False, **settings))
+    assert rest == writer("naïve", echo=False, **settings)
+
+
 def test_text_needs_a_context_of_two() -> None:
     with pytest.raises(RecipeError, match="needs a context of at least 2; got 1"):
         Writer(make("plain"), ByteTokenizer(), 1)("x", tokens=1, seed=0)

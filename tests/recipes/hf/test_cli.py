@@ -72,6 +72,16 @@ def test_generation_from_a_folder(capsys: Captured) -> None:
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_streamed_text_is_the_same(name: str, capsys: Captured) -> None:
+    """Pieces of it, at any length, and past the end of the context."""
+    command = ["generate", str(FIXTURES / name), "--prompt", "The scale", "--tokens", "9"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--stream"]) == 0
+    assert capsys.readouterr().out == text
+
+
 def test_the_shape_is_that_of_the_folder() -> None:
     config = load_config(SHIPPED, [f"init={FOLDER}", "data.sequence_length=32"])
     assert config.model == load(FOLDER, dropout=0.1).config
