@@ -16,7 +16,7 @@ _INERT = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
     *("initializer_range", "attention_dropout", "id2label", "label2id", "task_specific_params"),
     *("max_length", "do_sample", "temperature", "top_k", "top_p", "_attn_implementation"),
-    *("return_dict", "_sliding_window_pattern"),
+    *("return_dict", "_sliding_window_pattern", "_attn_implementation_autoset"),
 }
 
 

@@ -63,6 +63,57 @@ def test_older_spellings(folder: str, keys: dict[str, Any]) -> None:
     assert shape_of(folder, **keys) == shape_of(folder)
 
 
+def test_a_published_file() -> None:
+    """Keys of a Gemma 3 of a billion parameters, as its folder has them."""
+    keys = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "initializer_range": 0.02,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "use_cache": True,
+        "vocab_size": 262144,
+    }
+    shape = family_shape(keys, Path("gemma"))
+    own = shape.variant
+    assert (shape.hidden, shape.head_dim, shape.kv_heads, shape.tied_readout) == (
+        6912,
+        256,
+        1,
+        True,
+    )
+    assert sorted(set(range(26)) - set(own.local_layers)) == [5, 11, 17, 23]
+    assert (own.window, own.attention_scale, own.attention_cap) == (512, 1 / 16, None)
+    assert (own.rope.base, own.local_rope and own.local_rope.base) == (1e6, 1e4)
+    assert own.norm_offset
+    assert own.post_norms
+    assert own.query_key_norms
+    assert own.embedding_scale
+
+
 LOCAL = {"rope_type": "default", "rope_theta": 20.0}
 # folder, keys that change what is computed but no tensor
 COUNT = [
