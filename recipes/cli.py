@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 ModelPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a Hugging Face folder of GPT-2")
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a Hugging Face folder")
 ]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
@@ -123,8 +123,12 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k likeliest")] = None,
     seed: Annotated[int, typer.Option(min=0, help="decides the draws")] = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="print each token as it comes")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="answer the prompt, by the chat template of a folder")
+    ] = False,
 ) -> None:
-    """Continue a prompt with a trained model, or with the GPT-2 of a Hugging Face folder."""
+    """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
     if not Path(config).is_dir():
         settings = load_config(config, overrides or ())
         from .generate import open_run
@@ -138,8 +142,16 @@ def generate(
         from .generate import open_folder
 
         writer = open_folder(config)
+    if chat:
+        from .hf import chat_prompt
+
+        prompt = chat_prompt(config, prompt)
     draws = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    typer.echo(writer(prompt, **draws))
+    pieces = writer.stream if stream else lambda *words, **options: [writer(*words, **options)]
+    for piece in pieces(prompt, echo=not chat, **draws):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    typer.echo()
 
 
 @app.command()

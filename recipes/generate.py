@@ -31,10 +31,13 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
 
 
 def open_folder(folder: str) -> Writer:
-    """The GPT-2 of a Hugging Face folder with its tokenizer."""
+    """The decoder of a Hugging Face folder with its tokenizer; its text ends as the folder says."""
     pretrained = load(folder, "lm")
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key=folder)
     require_vocab(tokenizer, pretrained.config.vocab, folder)
     longest = pretrained.config.context
-    assert longest is not None, "a GPT-2 has learned positions"
-    return Writer(pretrained.model, tokenizer, longest, whole=False)
+    assert longest is not None, "a folder states the longest sequence"
+    ends = pretrained.source.ends
+    return Writer(
+        pretrained.model, tokenizer, longest, whole=False, start=tokenizer.start, ends=ends
+    )

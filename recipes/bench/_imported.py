@@ -15,7 +15,7 @@ from ._table import Table, asked
 REFERENCE = "reference.npz"
 FIXTURES = CONFIGS.parent / "tests" / "recipes" / "pretrained_fixtures"
 MOST_DIFFERENCE = 1e-4
-_INPUTS = "input_ids", "token_type_ids", "attention_mask"
+_INPUTS = {"input_ids": "ids", "token_type_ids": "segments", "attention_mask": "mask"}
 
 
 def folders(given: Iterable[Path]) -> list[Path]:
@@ -35,11 +35,15 @@ def logits_table(compared: Iterable[Path]) -> Table:
     rows: list[dict[str, Any]] = []
     for folder in compared:
         with np.load(folder / REFERENCE) as stored:
-            inputs = [stored[name].astype(np.int32) for name in _INPUTS if name in stored]
+            inputs = {
+                argument: stored[name].astype(np.int32)
+                for name, argument in _INPUTS.items()
+                if name in stored
+            }
             expected = stored["logits"]
         pretrained = load(folder)
         model: Any = pretrained.model
-        difference = float(np.abs(np.asarray(model(*inputs)) - expected).max())
+        difference = float(np.abs(np.asarray(model(**inputs)) - expected).max())
         rows.append(
             {
                 "folder": folder.name,

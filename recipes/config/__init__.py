@@ -7,6 +7,7 @@ from .data import (
     SequenceConfig as SequenceConfig,
     TokenizerConfig as TokenizerConfig,
 )
+from .decoder import DecoderConfig as DecoderConfig, RopeConfig as RopeConfig
 from .keys import (
     describe_problem as describe_problem,
     unknown_key as unknown_key,

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from .data import BYTES
+from .decoder import DecoderConfig
 from .schema import Count, Flag, Fraction, Positive, Section
 
 
@@ -52,7 +53,9 @@ class TransformerConfig(Section):
     heads: Count = Field(default=4, description="number of attention heads")
     mlp_ratio: Positive = Field(default=4.0, description="hidden size of the MLP over the width")
     context: Count | None = Field(
-        default=None, description="number of learned positions; null for data.sequence_length"
+        default=None,
+        description="the longest sequence, which learned positions are for; null for "
+        "data.sequence_length",
     )
     tied_readout: Flag = Field(default=False, description="use the embedding table as the readout")
     dropout: Fraction = Field(
@@ -132,10 +135,25 @@ class GPTModelConfig(TransformerConfig):
     norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
     bias: Flag = Field(default=False, description="whether linear layers add a bias")
     positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
+    decoder: DecoderConfig | None = Field(
+        default=None,
+        description="what a plain model of the Llama family has beyond this, filled in from init; "
+        "null for none",
+    )
+
+    @property
+    def variant(self) -> DecoderConfig:
+        """`decoder`, or one that adds nothing."""
+        return self.decoder or DecoderConfig()
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.variant.head_dim or self.width // self.heads
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Which linear layers of a plain model add a bias."""
+        return ("qkv", "out", "mlp") if self.bias else self.variant.biases
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

@@ -114,7 +114,7 @@ class FinetuneConfig(RunConfig):
 
     recipe: Literal["finetune"] = Field(description="which recipe this config is of")
     init: str = Field(
-        description="the folder to start from: a run of recipe bert, or a BERT from Hugging Face"
+        description="the folder to start from: a run of recipe bert, or a Hugging Face encoder"
     )
     task: Task = Field(description="extractive question answering, or sentence classification")
     data: DataConfig = Field(description="the files and their batches")

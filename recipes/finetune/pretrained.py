@@ -42,7 +42,7 @@ def limits_of(config: FinetuneConfig) -> tuple[int, int]:
     """How many ids and positions the pretrained model has."""
     if config.plain:
         shape = shape_of_bert(config.init)
-        return shape.vocab, shape.context
+        return shape.vocab, shape.longest
     pretraining = pretraining_of(config.init)
     return pretraining.model.vocab, pretraining.context
 

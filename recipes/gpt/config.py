@@ -16,7 +16,8 @@ class GPTConfig(LanguageConfig):
         default_factory=GPTModelConfig, description="the shape of the model"
     )
     init: str | None = Field(
-        default=None, description="a Hugging Face folder of GPT-2 to start from; null for none"
+        default=None,
+        description="a folder of GPT-2 or the Llama family to start from; null for none",
     )
 
     @classmethod
@@ -71,6 +72,10 @@ class GPTConfig(LanguageConfig):
                 )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
+        if self.model.library != "plain" and self.model.decoder is not None:
+            raise ValueError(
+                "model.decoder needs model.library plain; got unitscale; set model.decoder null"
+            )
         if self.model.library == "plain" and self.optimizer.umup:
             raise ValueError(
                 "optimizer.umup needs model.library unitscale; got model.library plain; "

@@ -1,12 +1,17 @@
-"""GPT-2 and BERT from local Hugging Face folders, as plain models, and back to the same files.
+"""Models from local Hugging Face folders, as plain Flax ones, and back to the same files.
+
+Decoders: GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: BERT, RoBERTa
+and ModernBERT.
 
 `load` reads a folder, `split` makes ScaledArrays of its parameters without the loss of a bit, and
 `save` writes the files again.
 """
 
 from ._bert import Bert as Bert
+from ._chat import chat_prompt as chat_prompt
 from ._config import (
     BertConfig as BertConfig,
+    ModernBertConfig as ModernBertConfig,
     Task as Task,
     shape_of_bert as shape_of_bert,
     with_shape as with_shape,

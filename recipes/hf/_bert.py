@@ -1,6 +1,7 @@
-"""BERT in plain `flax.nnx`, as published: post-norm, exact gelu, and a head for each task."""
+"""BERT and RoBERTa in plain `flax.nnx`, as published: post-norm, and a head for each task."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,10 @@ import optax
 from flax import nnx
 
 from ..config import ScalifyConfig
-from ._config import BertConfig, Task
+from ._config import BertConfig, ModernBertConfig, Task
 from .layers import Parts, attend
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_new": jax.nn.gelu,
     "relu": jax.nn.relu,
@@ -36,7 +37,7 @@ class Layer(nnx.Module):
 
     def __init__(self, parts: Parts):
         config = parts.config
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.attention, self.attention_norm = Attention(parts), parts.norm()
         self.up = parts.linear(config.width, config.hidden)
         self.down = parts.linear(config.hidden, config.width)
@@ -54,6 +55,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, parts: Parts):
         config = parts.config
+        self.padding = config.padding
         self.embed = parts.embed(config.vocab)
         self.positions, self.segments = parts.embed(config.context), parts.embed(config.segments)
         self.norm, self.dropout = parts.norm(), parts.dropout()
@@ -62,11 +64,18 @@ class Encoder(nnx.Module):
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
         segments = jnp.zeros_like(ids) if segments is None else segments
         visible = None if mask is None else (jnp.asarray(mask) != 0)[:, None, None, :]
-        x = self.embed(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))
+        x = self.embed(ids) + self.segments(segments) + self.positions(self._places(ids))
         x = self.dropout(self.norm(x), deterministic=deterministic)
         for layer in self.layers:
             x = layer(x, visible, deterministic=deterministic)
         return x
+
+    def _places(self, ids):
+        """Positions from 0; RoBERTa's from the padding's id on, which padding has itself."""
+        if self.padding is None:
+            return jnp.arange(ids.shape[1])
+        real = (ids != self.padding).astype(jnp.int32)
+        return jnp.cumsum(real, axis=1) * real + self.padding
 
 
 class Bert(nnx.Module):
@@ -76,18 +85,20 @@ class Bert(nnx.Module):
     shape (0 by default) and `mask` (0 or False where there is padding).
     """
 
+    encoder_class: Callable[[Parts], Any] = Encoder
+
     def __init__(
         self,
-        config: BertConfig,
+        config: BertConfig | ModernBertConfig,
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         scalify: ScalifyConfig | None = None,
         rngs: nnx.Rngs,
     ):
-        parts = Parts(config, dtype, param_dtype, scalify, rngs)
+        parts = Parts(config, dtype, param_dtype, scalify, rngs, norm_bias=config.norm_bias)
         self.config = config
-        self.encoder = Encoder(parts)
+        self.encoder = self.encoder_class(parts)
         parts.product = jax.lax.dot_general
         self._add_head(parts)
 
@@ -100,18 +111,23 @@ class MaskedLM(Bert):
 
     def _add_head(self, parts: Parts) -> None:
         config = parts.config
-        self.activation = _ACTIVATIONS[config.activation]
-        self.transform, self.norm = parts.linear(config.width, config.width), parts.norm()
+        self.activation = ACTIVATIONS[config.head_activation]
+        self.transform = parts.linear(config.width, config.width, bias=config.head_bias)
+        self.norm = parts.norm()
         self.readout = (
             None if config.tied_readout else parts.linear(config.width, config.vocab, bias=False)
         )
-        self.bias = nnx.Param(jnp.zeros(config.vocab, parts.options["param_dtype"]))
+        self.bias = (
+            nnx.Param(jnp.zeros(config.vocab, parts.options["param_dtype"]))
+            if config.readout_bias
+            else None
+        )
 
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
         x = self.encoder(ids, segments, mask, deterministic=deterministic)
         x = self.norm(self.activation(self.transform(x)))
         logits = self.encoder.embed.attend(x) if self.readout is None else self.readout(x)
-        return logits + self.bias[...]
+        return logits if self.bias is None else logits + self.bias[...]
 
     def loss(self, ids, labels, segments=None, mask=None, *, deterministic=True) -> jax.Array:
         """Mean cross entropy where labels (batch, time) are not negative, in nats per token."""

@@ -1,15 +1,12 @@
-"""From a config.json to the shape of one of our models, or a message about what is not supported.
+"""Which models and tasks are read, and the shape and task of the one in a folder."""
 
-The defaults are those of `transformers`, which leaves out of the file what is a default.
-"""
-
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from ..config import Count, Flag, Fraction, GPTModelConfig, Positive, Section
 from ..errors import RecipeError
+from ._decoders import DECODERS
+from ._encoders import ENCODERS, BertConfig, ModernBertConfig
 from ._folder import CONFIG, read_config
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
@@ -17,75 +14,38 @@ Task = Literal["lm", "masked_lm", "question_answering", "classification"]
 ARCHITECTURES: dict[str, tuple[str, Task | None]] = {
     "GPT2Model": ("gpt2", "lm"),
     "GPT2LMHeadModel": ("gpt2", "lm"),
+    "LlamaModel": ("llama", "lm"),
+    "LlamaForCausalLM": ("llama", "lm"),
+    "MistralModel": ("mistral", "lm"),
+    "MistralForCausalLM": ("mistral", "lm"),
+    "Qwen2Model": ("qwen2", "lm"),
+    "Qwen2ForCausalLM": ("qwen2", "lm"),
+    "Qwen3Model": ("qwen3", "lm"),
+    "Qwen3ForCausalLM": ("qwen3", "lm"),
+    "Gemma2Model": ("gemma2", "lm"),
+    "Gemma2ForCausalLM": ("gemma2", "lm"),
+    "Gemma3TextModel": ("gemma3_text", "lm"),
+    "Gemma3ForCausalLM": ("gemma3_text", "lm"),
     "BertModel": ("bert", None),
     "BertForPreTraining": ("bert", "masked_lm"),
     "BertForMaskedLM": ("bert", "masked_lm"),
     "BertForQuestionAnswering": ("bert", "question_answering"),
     "BertForSequenceClassification": ("bert", "classification"),
+    "RobertaModel": ("roberta", None),
+    "RobertaForMaskedLM": ("roberta", "masked_lm"),
+    "RobertaForQuestionAnswering": ("roberta", "question_answering"),
+    "RobertaForSequenceClassification": ("roberta", "classification"),
+    "ModernBertModel": ("modernbert", None),
+    "ModernBertForMaskedLM": ("modernbert", "masked_lm"),
+    "ModernBertForQuestionAnswering": ("modernbert", "question_answering"),
+    "ModernBertForSequenceClassification": ("modernbert", "classification"),
 }
 """Model type and task of each architecture; a bare encoder has no task."""
 TASKS: dict[str, dict[Task, str]] = {
     kind: {task: name for name, (own, task) in ARCHITECTURES.items() if own == kind and task}
-    for kind in ("gpt2", "bert")
+    for kind in dict.fromkeys(kind for kind, _ in ARCHITECTURES.values())
 }
 """The tasks of each model type, and the architecture that stands for each: the last one."""
-
-
-class BertConfig(Section):
-    """The shape of a BERT, read from the keys of its config.json; what else is there is left."""
-
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
-
-    model_type: Literal["bert"] = "bert"
-    vocab: Count = Field(30522, alias="vocab_size")
-    width: Count = Field(768, alias="hidden_size")
-    layers: Count = Field(12, alias="num_hidden_layers")
-    heads: Count = Field(12, alias="num_attention_heads")
-    hidden: Count = Field(3072, alias="intermediate_size")
-    context: Count = Field(512, alias="max_position_embeddings")
-    segments: Count = Field(2, alias="type_vocab_size")
-    norm_eps: Positive = Field(1e-12, alias="layer_norm_eps")
-    activation: Literal["gelu", "gelu_new", "relu"] = Field("gelu", alias="hidden_act")
-    dropout: Fraction = Field(0.1, alias="hidden_dropout_prob")
-    tied_readout: Flag = Field(True, alias="tie_word_embeddings")
-    classes: Count = 2
-    # Variants that the model does not have.
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count_classes(cls, file: dict[str, Any]) -> dict[str, Any]:
-        """A file names its labels, or says how many there are."""
-        labels = file.get("id2label")
-        count = len(labels) if isinstance(labels, dict) else file.get("num_labels")
-        return {"classes": count, **file} if count else file
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(
-                "num_attention_heads that divide hidden_size; got "
-                f"{self.heads} and {self.width}; correct the file"
-            )
-        return self
-
-
-class _Gpt2File(BaseModel):
-    model_type: Literal["gpt2"]
-    vocab_size: Count = 50257
-    n_positions: Count = 1024
-    n_embd: Count = 768
-    n_layer: Count = 12
-    n_head: Count = 12
-    n_inner: Count | None = None
-    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
-    layer_norm_epsilon: Positive = 1e-5
-    scale_attn_weights: Literal[True] = True
-    scale_attn_by_inverse_layer_idx: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-    tie_word_embeddings: Flag = True
 
 
 def model_type(config: dict[str, Any], path: Path) -> str:
@@ -93,7 +53,7 @@ def model_type(config: dict[str, Any], path: Path) -> str:
     kind = config.get("model_type")
     if kind not in TASKS:
         raise RecipeError(
-            f"{path / CONFIG}: expected model_type {' or '.join(TASKS)}; got {kind!r}; no other "
+            f"{path / CONFIG}: expected model_type {', '.join(TASKS)}; got {kind!r}; no other "
             "architecture is supported"
         )
     return kind
@@ -126,29 +86,10 @@ def task_of(config: dict[str, Any], wanted: Task | None, path: Path) -> Task:
     return task
 
 
-def gpt2_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
-    """The GPT that a GPT-2's config.json describes."""
-    file = _validated(_Gpt2File, config, path)
-    shape = {
-        "library": "plain",
-        "vocab": file.vocab_size,
-        "width": file.n_embd,
-        "layers": file.n_layer,
-        "heads": file.n_head,
-        "mlp_ratio": (file.n_inner or 4 * file.n_embd) / file.n_embd,
-        "norm": "layer",
-        "norm_eps": file.layer_norm_epsilon,
-        "bias": True,
-        "positions": "learned",
-        "context": file.n_positions,
-        "tied_readout": file.tie_word_embeddings,
-    }
-    return _validated(GPTModelConfig, shape, path)
-
-
 def with_shape(folder: str, given: Any) -> Any:
-    """The `model` section of a config whose parameters come from a folder of GPT-2."""
-    shape = gpt2_shape(read_config(Path(folder)), Path(folder)).model_dump()
+    """The `model` section of a config whose parameters come from a folder of a decoder."""
+    path, file = Path(folder), read_config(Path(folder))
+    shape = DECODERS[_one_of(DECODERS, file, path)](file, path).model_dump(mode="json")
     given = {} if given is None else given
     if not isinstance(given, dict):
         return given  # for the config to complain about
@@ -161,24 +102,21 @@ def with_shape(folder: str, given: Any) -> Any:
     return shape | given
 
 
-def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
-    """The BERT that a config.json describes."""
-    return _validated(BertConfig, config, path)
+def shape_of_bert(folder: str) -> BertConfig | ModernBertConfig:
+    """The shape of the encoder in a folder, from its config.json alone."""
+    path, file = Path(folder), read_config(Path(folder))
+    return ENCODERS[_one_of(ENCODERS, file, path)](file, path)
 
 
-def shape_of_bert(folder: str) -> BertConfig:
-    """The shape of the BERT in a folder, from its config.json alone."""
-    return bert_shape(read_config(Path(folder)), Path(folder))
-
-
-def _validated(schema: type, values: dict[str, Any], path: Path) -> Any:
-    try:
-        return schema(**values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"])) or "the shape"
-        expected = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        got = "" if problem["type"] == "value_error" else f"; got {problem['input']!r}"
+def _one_of(kinds: Iterable[str], file: dict[str, Any], path: Path) -> str:
+    """The model type of a config.json, which is to be one of these."""
+    if (kind := model_type(file, path)) not in kinds:
         raise RecipeError(
-            f"{path / CONFIG}: {key}: expected {expected}{got}; no other variant is supported"
-        ) from error
+            f"{path / CONFIG}: expected model_type {', '.join(kinds)}; got {kind!r}; give another "
+            "folder as init"
+        )
+    return kind
+
+
+SHAPES: dict[str, Callable[[dict[str, Any], Path], Any]] = {**DECODERS, **ENCODERS}
+"""What reads the shape of a model, by model type."""

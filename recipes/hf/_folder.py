@@ -11,20 +11,22 @@ import numpy as np
 from ..errors import RecipeError, read_text, refused
 from ._tensors import read_tensors, write_tensors
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Small files that belong to a model and are written back as they came.
 _TEXTS = (
     CONFIG,
     "tokenizer.json",
     INDEX,
-    "generation_config.json",
+    GENERATION,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -46,6 +48,16 @@ class Folder:
     texts: dict[str, bytes]
     headers: dict[str, bytes]
     tensors: dict[str, np.ndarray]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a text: of generation_config.json, or else of config.json."""
+        stated = self.config
+        if GENERATION in self.texts:
+            stated = stated | _parsed(self.texts[GENERATION].decode(), self.path / GENERATION)
+        ids = stated.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        return tuple(index for index in ids if isinstance(index, int))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -127,8 +139,12 @@ def _shards(path: Path) -> dict[str, set[str] | None]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    return _parsed(read_text(file, "folder", "copy the whole folder"), file)
+
+
+def _parsed(text: str, file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_text(file, "folder", "copy the whole folder"))
+        content = json.loads(text)
     except ValueError as error:
         raise RecipeError(f"{file}: expected JSON; got {error}; copy the file again") from error
     if not isinstance(content, dict):

@@ -12,13 +12,16 @@ from flax import nnx
 from ..config import GPTModelConfig, ScalifyConfig
 from ..errors import RecipeError
 from ._bert import BERTS, Bert
-from ._config import TASKS, BertConfig, Task, bert_shape, gpt2_shape, model_type, task_of
+from ._config import SHAPES, TASKS, BertConfig, ModernBertConfig, Task, model_type, task_of
 from ._folder import CONFIG, SINGLE, Folder, read_folder, write_folder
-from ._names import Table, bert_table, full_name, gpt2_table, head_part, is_buffer, is_other_head
+from ._modernbert import MODERN
+from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
 from ._split import join
 from ._tensors import make_header
 from .plain import GPT
 
+# The model for each task, by model type; the others are GPTs.
+MODELS: dict[str, dict[Task, type[Bert]]] = {"bert": BERTS, "roberta": BERTS, "modernbert": MODERN}
 _FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
 
@@ -36,7 +39,7 @@ class Pretrained:
     """
 
     model: GPT | Bert
-    config: GPTModelConfig | BertConfig
+    config: GPTModelConfig | BertConfig | ModernBertConfig
     task: Task
     drawn: tuple[str, ...]
     unused: tuple[str, ...]
@@ -60,17 +63,17 @@ def load(
     scalify: ScalifyConfig | None = None,
     seed: int = 0,
 ) -> Pretrained:
-    """Reads GPT-2 or BERT from a local folder.
+    """Reads a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
 
     Args:
       folder: Has config.json and model.safetensors (or shards with their index).
-      task: "lm" for GPT-2; "masked_lm", "question_answering" or "classification" for BERT. None
+      task: "lm" for a decoder; "masked_lm", "question_answering" or "classification" for BERT. None
         takes that of the architecture that config.json names.
       new_head: Draws the head of the task from `seed` where the folder has none of it; a pooler
         that the folder has is kept.
       classes: Labels of a new classification head; None for those of config.json.
       dropout: Share of activations dropped in training; None for that of config.json (BERT) or
-        none (GPT-2). Attention has no dropout of its own.
+        none (decoders). Attention has no dropout of its own.
       dtype: What activations are computed in.
       param_dtype: What parameters are stored in; None keeps the types of the files.
       scalify: Formats of the products of linear layers, where the model runs under
@@ -84,13 +87,13 @@ def load(
     source = read_folder(folder)
     kind, task = model_type(source.config, source.path), task_of(source.config, task, source.path)
     own = {"dropout": dropout, "classes": classes if new_head else None}
-    read = {"gpt2": gpt2_shape, "bert": bert_shape}[kind](source.config, source.path)
+    read = SHAPES[kind](source.config, source.path)
     config = read.model_copy(update={key: x for key, x in own.items() if x is not None})
-    build: Any = GPT if kind == "gpt2" else BERTS[task]
+    build: Any = MODELS.get(kind, {}).get(task, GPT)
     kept = jnp.float32 if param_dtype is None else param_dtype
     rngs = nnx.Rngs(params=seed, dropout=seed)
     model = build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
-    table = _table(config, task)
+    table = table_of(kind, config, task)
     drawn, unused = _matched(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
@@ -116,7 +119,7 @@ def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None
       RecipeError: A weight is not finite in the type of its file, or a file cannot be written.
     """
     source, kind = pretrained.source, model_type(pretrained.source.config, pretrained.source.path)
-    table = _table(pretrained.config, pretrained.task)
+    table = table_of(kind, pretrained.config, pretrained.task)
     values = values_by_path(pretrained.params if params is None else params)
     if pretrained.drawn:
         source = _with_new_head(pretrained, table, kind)
@@ -133,10 +136,6 @@ def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None
                 "save an earlier state, or train in a wider type"
             )
     write_folder(Path(folder), source, tensors)
-
-
-def _table(config: GPTModelConfig | BertConfig, task: Task) -> Table:
-    return gpt2_table(config) if isinstance(config, GPTModelConfig) else bert_table(config, task)
 
 
 def _matched(
@@ -230,8 +229,9 @@ def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
     drawn = values_by_path(pretrained.params)
     tensors |= {name: np.asarray(table[name].pack(drawn), dtype) for name in pretrained.drawn}
     config = source.config | {"architectures": [TASKS[kind][pretrained.task]]}
-    if isinstance(pretrained.config, BertConfig) and pretrained.task == "classification":
-        labels = [f"LABEL_{index}" for index in range(pretrained.config.classes)]
+    if pretrained.task == "classification":
+        classes = cast("BertConfig | ModernBertConfig", pretrained.config).classes
+        labels = [f"LABEL_{index}" for index in range(classes)]
         config |= {
             "id2label": {str(index): label for index, label in enumerate(labels)},
             "label2id": {label: index for index, label in enumerate(labels)},

@@ -12,12 +12,30 @@ from unitscale import transforms
 from ..config import ScalifyConfig
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, **mask) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float32 where XLA's CPU backend has no float16 one."""
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, cap: float | None = None, **options
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float32 where XLA's CPU backend has no float16 one.
+
+    With a `cap`, scores s become cap tanh(s / cap) (Gemma 2); `options` are then mask and scale.
+    """
     if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, **mask).astype(jnp.float16)
-    return jax.nn.dot_product_attention(q, k, v, **mask)
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        return attend(*wide, cap=cap, **options).astype(jnp.float16)
+    if cap is None:
+        return jax.nn.dot_product_attention(q, k, v, **options)
+    return _attend_capped(q, k, v, cap, **options)
+
+
+def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None = None):
+    """q (batch, time, heads, size), k and v with heads that divide them; mask (..., time, keys)."""
+    batch, time, heads, size = q.shape
+    grouped = q.reshape(batch, time, k.shape[2], heads // k.shape[2], size)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = cap * jnp.tanh(scores * ((size**-0.5 if scale is None else scale) / cap))
+    scores = jnp.where(mask[:, :, None], scores, 0.5 * jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(q.shape)
 
 
 def make_product(
@@ -43,6 +61,19 @@ def make_product(
     return narrowed
 
 
+class OffsetNorm(nnx.Module):
+    """x / RMS(x) * (1 + scale), computed in float32 (Gemma)."""
+
+    def __init__(self, width: int, *, epsilon: float = 1e-6, dtype, param_dtype, rngs: nnx.Rngs):
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(jnp.zeros(width, param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(square + self.epsilon) * (1 + scale)).astype(self.dtype)
+
+
 class Parts:
     """Makes the pieces that every layer shares, all in one dtype.
 
@@ -53,7 +84,8 @@ class Parts:
       scalify: Formats of products; set `product` to `jax.lax.dot_general` before a readout is made.
       rngs: Streams `params` and `dropout`.
       bias: Whether linear layers have one.
-      norm: RMSNorm or LayerNorm.
+      norm: "rms", "layer", or "offset" for an RMSNorm that multiplies by 1 + scale.
+      norm_bias: Whether a LayerNorm adds a bias.
     """
 
     def __init__(
@@ -66,8 +98,9 @@ class Parts:
         *,
         bias: bool = True,
         norm: str = "layer",
+        norm_bias: bool = True,
     ):
-        self.config, self.bias, self.kind = config, bias, norm
+        self.config, self.bias, self.kind, self.norm_bias = config, bias, norm, norm_bias
         self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.product = make_product(scalify)
 
@@ -83,13 +116,16 @@ class Parts:
             **self.options,
         )
 
-    def norm(self) -> nnx.RMSNorm | nnx.LayerNorm:
-        width, eps = self.config.width, self.config.norm_eps
+    def norm(self, width: int | None = None) -> nnx.RMSNorm | nnx.LayerNorm | OffsetNorm:
+        """The norm of vectors, of the model's width unless another is given."""
+        width, eps = int(width or self.config.width), self.config.norm_eps
         options = self.options if eps is None else {**self.options, "epsilon": eps}
+        if self.kind == "offset":
+            return OffsetNorm(width, **options)
         if self.kind == "rms":
             return nnx.RMSNorm(width, **options)
         # The mean of squares less the square of the mean loses its digits where the mean is large.
-        return nnx.LayerNorm(width, use_fast_variance=False, **options)
+        return nnx.LayerNorm(width, use_bias=self.norm_bias, use_fast_variance=False, **options)
 
     def embed(self, rows: int) -> nnx.Embed:
         init = nnx.initializers.normal(0.02)

@@ -1,10 +1,12 @@
 """The GPT in plain `flax.nnx`: the baseline that the unitscale model is measured against.
 
 The same pre-norm decoder as `recipes.gpt.model` (positions, MLPs, grouped-query attention, key and
-value cache), with GPT-2's initialisation and neither scales nor loss scaling.
+value cache), with GPT-2's initialisation and neither scales nor loss scaling. With `config.decoder`
+it is also any decoder of the Llama family.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 
 from ..config import GPTModelConfig, ScalifyConfig
 from .layers import Parts, attend
+from .rope import frequencies, rotate
 
 
 class KVCache(NamedTuple):
@@ -27,81 +30,112 @@ class KVCache(NamedTuple):
     position: jax.Array
 
 
-def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array:
-    """Rotary position embedding of x (batch, time, heads, head_dim) at positions (time,)."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
 def _last(config: GPTModelConfig) -> float:
     """A branch's last projection is smaller by the root of the number of branches (GPT-2)."""
     return 0.02 / (2 * config.layers) ** 0.5
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped queries."""
+    """Self-attention with grouped queries, causal without a mask."""
 
-    def __init__(self, parts: Parts):
-        config = parts.config
+    def __init__(self, parts: Parts, index: int):
+        config, own = parts.config, parts.config.variant
+        local = index in own.local_layers
         self.heads, self.head_dim = config.heads, config.head_dim
         self.kv_heads = config.kv_heads or config.heads
-        self.rope = config.positions == "rope"
-        self.query = parts.linear(config.width, self.heads * self.head_dim)
-        self.key = parts.linear(config.width, self.kv_heads * self.head_dim)
-        self.value = parts.linear(config.width, self.kv_heads * self.head_dim)
-        self.out = parts.linear(self.heads * self.head_dim, config.width, stddev=_last(config))
+        self.window, self.cap = own.window if local else None, own.attention_cap
+        self.scale = own.attention_scale
+        self.rope = (local and own.local_rope) or own.rope if config.positions == "rope" else None
+        bias = "qkv" in config.biases
+        self.query = parts.linear(config.width, self.heads * self.head_dim, bias=bias)
+        self.key = parts.linear(config.width, self.kv_heads * self.head_dim, bias=bias)
+        self.value = parts.linear(config.width, self.kv_heads * self.head_dim, bias=bias)
+        self.query_norm, self.key_norm = (
+            parts.norm(self.head_dim) if own.query_key_norms else None for _ in range(2)
+        )
+        self.out = parts.linear(
+            self.heads * self.head_dim,
+            config.width,
+            stddev=_last(config),
+            bias="out" in config.biases,
+        )
 
-    def __call__(self, x, positions, past=None):
-        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values)."""
+    def __call__(self, x, positions, past=None, mask=None):
+        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values).
+
+        `mask`, which broadcasts to (batch, heads, time, keys), says what is attended to in place of
+        all that came before.
+        """
         batch, time, _ = x.shape
         q = self.query(x).reshape(batch, time, self.heads, self.head_dim)
         k = self.key(x).reshape(batch, time, self.kv_heads, self.head_dim)
         v = self.value(x).reshape(batch, time, self.kv_heads, self.head_dim)
-        if self.rope:
-            q, k = rotate(q, positions), rotate(k, positions)
-        if past is None:
-            mixed = attend(q, k, v, is_causal=True)
-        else:
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rope is not None:
+            turns = frequencies(self.head_dim, self.rope)
+            q, k = rotate(q, positions, turns), rotate(k, positions, turns)
+        if past is not None:
             put = jax.lax.dynamic_update_slice_in_dim
-            keys, values = put(past[0], k, positions[0], 1), put(past[1], v, positions[0], 1)
-            visible = jnp.arange(keys.shape[1]) <= positions[:, None]
-            past = keys, values
-            mixed = attend(q, keys, values, mask=visible[None, None])
-        return self.out(mixed.reshape(batch, time, -1)), past
+            k, v = past = put(past[0], k, positions[0], 1), put(past[1], v, positions[0], 1)
+        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap}
+        if mask is not None:
+            options["mask"] = mask
+        elif past is None and self.window is None and self.cap is None:
+            options["is_causal"] = True
+        else:
+            behind = positions[:, None] - jnp.arange(k.shape[1])
+            seen = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+            options["mask"] = seen[None, None]
+        return self.out(attend(q, k, v, **options).reshape(batch, time, -1)), past
+
+
+_GATES = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
 
 
 class MLP(nnx.Module):
-    """gelu(x W) V, or (silu(x G) * x W) V when gated."""
+    """gelu(x W) V, or (silu(x G) * x W) V when gated, with another activation if asked for."""
 
     def __init__(self, parts: Parts):
         config = parts.config
-        self.up = parts.linear(config.width, config.hidden)
-        self.gate = parts.linear(config.width, config.hidden) if config.mlp == "gated" else None
-        self.down = parts.linear(config.hidden, config.width, stddev=_last(config))
+        bias = "mlp" in config.biases
+        self.activation = config.variant.activation
+        self.up = parts.linear(config.width, config.hidden, bias=bias)
+        self.gate = (
+            parts.linear(config.width, config.hidden, bias=bias) if config.mlp == "gated" else None
+        )
+        self.down = parts.linear(config.hidden, config.width, stddev=_last(config), bias=bias)
 
     def __call__(self, x):
         hidden = self.up(x)
-        hidden = jax.nn.gelu(hidden) if self.gate is None else jax.nn.silu(self.gate(x)) * hidden
-        return self.down(hidden)
+        if self.gate is None:
+            return self.down(jax.nn.gelu(hidden))
+        return self.down(_GATES[self.activation](self.gate(x)) * hidden)
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the stream."""
+    """Pre-norm attention and MLP, each added to the stream, normed once more if asked for."""
 
-    def __init__(self, parts: Parts):
-        self.attention_norm, self.attention = parts.norm(), Attention(parts)
+    def __init__(self, parts: Parts, index: int):
+        self.attention_norm, self.attention = parts.norm(), Attention(parts, index)
         self.mlp_norm, self.mlp = parts.norm(), MLP(parts)
+        self.post_attention_norm, self.post_mlp_norm = (
+            parts.norm() if parts.config.variant.post_norms else None for _ in range(2)
+        )
         self.dropout = parts.dropout()
 
-    def __call__(self, x, positions, past=None, *, deterministic=True):
-        branch, past = self.attention(self.attention_norm(x), positions, past)
+    def __call__(self, x, positions, past=None, mask=None, *, deterministic=True):
+        branch, past = self.attention(self.attention_norm(x), positions, past, mask)
+        if self.post_attention_norm is not None:
+            branch = self.post_attention_norm(branch)
         x = x + self.dropout(branch, deterministic=deterministic)
         branch = self.mlp(self.mlp_norm(x))
+        if self.post_mlp_norm is not None:
+            branch = self.post_mlp_norm(branch)
         return x + self.dropout(branch, deterministic=deterministic), past
 
 
@@ -117,8 +151,8 @@ class GPT(nnx.Module):
         scalify: ScalifyConfig | None = None,
         rngs: nnx.Rngs,
     ):
-        options = {"bias": config.bias, "norm": config.norm}
-        parts = Parts(config, dtype, param_dtype, scalify, rngs, **options)
+        norm = "offset" if config.variant.norm_offset else config.norm
+        parts = Parts(config, dtype, param_dtype, scalify, rngs, norm=norm)
         self.config, self.dtype = config, dtype
         self.embed = parts.embed(config.vocab)
         if config.positions == "learned" and config.context is None:
@@ -128,7 +162,7 @@ class GPT(nnx.Module):
             )
         self.positions = parts.embed(config.context or 0) if config.positions == "learned" else None
         self.dropout = parts.dropout()
-        self.layers = nnx.List([Layer(parts) for _ in range(config.layers)])
+        self.layers = nnx.List([Layer(parts, index) for index in range(config.layers)])
         self.norm = parts.norm()
         parts.product = jax.lax.dot_general
         self.readout = (
@@ -143,6 +177,8 @@ class GPT(nnx.Module):
         start = 0 if cache is None else cache.position
         positions = start + jnp.arange(ids.shape[1])
         x = self.embed(ids)
+        if self.config.variant.embedding_scale:
+            x = x * jnp.asarray(self.config.width**0.5, x.dtype)
         if self.positions is not None:
             x = x + self.positions(positions)
         x = self.dropout(x, deterministic=deterministic)
@@ -155,6 +191,8 @@ class GPT(nnx.Module):
                 values.append(past[1])
         x = self.norm(x)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
+        if (cap := self.config.variant.logit_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
         if cache is None:
             return logits
         return logits, KVCache(tuple(keys), tuple(values), cache.position + ids.shape[1])

@@ -77,6 +77,14 @@ class SubwordTokenizer:
         found = (inner.token_to_id(token) for token in _ENDS)
         self.eos = next((index for index in found if index is not None), None)
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer puts before a text, such as Llama's first one."""
+        encoded = self.inner.encode("a")
+        marks = encoded.special_tokens_mask
+        count = next((place for place, mark in enumerate(marks) if not mark), 0)
+        return tuple(encoded.ids[:count])
+
     @classmethod
     def read(cls, path: str | Path, key: str = "data.tokenizer.path") -> Self:
         """Reads a tokenizer.json; `key` names it in messages."""

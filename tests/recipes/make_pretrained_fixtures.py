@@ -24,9 +24,21 @@ a scale goes with them. What is the scale of a sum? It is the root of the square
 BATCH, TIME = 3, 11
 CLASSES = {
     "GPT2LMHeadModel": "GPT2Config",
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
     "BertForMaskedLM": "BertConfig",
     "BertForQuestionAnswering": "BertConfig",
     "BertForSequenceClassification": "BertConfig",
+    "RobertaForMaskedLM": "RobertaConfig",
+    "RobertaForQuestionAnswering": "RobertaConfig",
+    "RobertaForSequenceClassification": "RobertaConfig",
+    "ModernBertForMaskedLM": "ModernBertConfig",
+    "ModernBertForQuestionAnswering": "ModernBertConfig",
+    "ModernBertForSequenceClassification": "ModernBertConfig",
 }
 
 
@@ -40,8 +52,9 @@ def make_model(architecture: str, *, seed: int, spread: float = 0.15, **config: 
     model = getattr(transformers, architecture)(config_class(**config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            norm = any(word in name for word in ("ln_", "LayerNorm")) and name.endswith("weight")
-            parameter.copy_(spread * torch.randn(parameter.shape) + (1.0 if norm else 0.0))
+            norm = any(word in name for word in ("ln_", "norm", "LayerNorm"))
+            ones = norm and name.endswith("weight") and not architecture.startswith("Gemma")
+            parameter.copy_(spread * torch.randn(parameter.shape) + (1.0 if ones else 0.0))
     return model
 
 
@@ -51,10 +64,16 @@ def reference(model: Any, *, seed: int, time: int = TIME) -> dict[str, np.ndarra
 
     draw = np.random.default_rng(seed)
     inputs = {"input_ids": draw.integers(0, model.config.vocab_size, (BATCH, time))}
-    if model.config.model_type == "bert":
-        lengths = np.asarray([time, time - 4, 2])[:, None]
+    if "bert" in model.config.model_type:
+        # A ModernBERT's padding is near a token, as softmax of nothing is no number to compare.
+        modern = model.config.model_type == "modernbert"
+        lengths = np.asarray([time, time - 1, time - 2] if modern else [time, time - 4, 2])[:, None]
         inputs["attention_mask"] = (np.arange(time) < lengths).astype(np.int64)
-        inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
+        if model.config.model_type == "bert":
+            inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
+        else:  # an id of its own, which positions are counted without
+            padding = inputs["attention_mask"] == 0
+            inputs["input_ids"] = np.where(padding, model.config.pad_token_id, inputs["input_ids"])
     with torch.no_grad():
         out = model(**{name: torch.from_numpy(value) for name, value in inputs.items()})
     if "logits" in out:
@@ -102,6 +121,83 @@ BERT = {
 }
 
 
+ROBERTA = {**BERT, "type_vocab_size": 1, "hidden_act": "gelu_new", "pad_token_id": 3}
+MODERN = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "local_attention": 4,
+    "pad_token_id": 3,
+    "classifier_bias": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
+POOLED = MODERN | {"classifier_pooling": "mean", "norm_bias": True, "attention_bias": True}
+THREE = {"num_labels": 3}
+# Heads of another size than width / heads, two of them to each key head.
+FAMILY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+# Windows and caps small enough that they count in a sequence of 11 tokens.
+DECODERS = {
+    "llama2": ("LlamaForCausalLM", {"head_dim": None, "rope_parameters": LINEAR}),
+    "llama3": (
+        "LlamaForCausalLM",
+        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 4}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    ),
+}
+"""Architecture of each decoder of the Llama family and what it has beside `FAMILY`, by folder."""
+
+
 def write(folder: Path, model: Any, *, seed: int, shards: str = "1GB", **options: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size=shards)
@@ -117,9 +213,17 @@ def make_tiny(root: Path) -> None:
         ("bert-mlm", "BertForMaskedLM", BERT, "1GB"),
         ("bert-qa", "BertForQuestionAnswering", BERT, "20KB"),
         ("bert-classes", "BertForSequenceClassification", {**BERT, "num_labels": 3}, "1GB"),
+        *(
+            (name, architecture, FAMILY | own, "20KB" if name == "llama2" else "1GB")
+            for name, (architecture, own) in DECODERS.items()
+        ),
+        ("roberta-mlm", "RobertaForMaskedLM", ROBERTA, "1GB"),
+        ("roberta-classes", "RobertaForSequenceClassification", ROBERTA | THREE, "1GB"),
+        ("modernbert-mlm", "ModernBertForMaskedLM", MODERN, "1GB"),
+        ("modernbert-classes", "ModernBertForSequenceClassification", POOLED | THREE, "1GB"),
     ]
     for seed, (name, architecture, shape, shards) in enumerate(table):
-        kind = name.split("-")[0]
+        kind = "bert" if "bert" in name else "gpt2"
         model = make_model(architecture, seed=seed, vocab_size=sizes[kind], **shape)
         write(root / name, model, seed=seed, shards=shards)
         tokenizers[kind].save(str(root / name / "tokenizer.json"))

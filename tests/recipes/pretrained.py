@@ -11,9 +11,12 @@ import numpy as np
 import safetensors.flax
 import safetensors.numpy
 
-from tests.recipes.make_pretrained_fixtures import HERE as FIXTURES
+from tests.recipes.make_pretrained_fixtures import DECODERS, HERE as FIXTURES
 
-FOLDERS = ("gpt2", "bert-mlm", "bert-qa", "bert-classes")
+BERTS = ("bert-mlm", "bert-qa", "bert-classes")
+OTHERS = ("roberta-mlm", "roberta-classes", "modernbert-mlm", "modernbert-classes")
+FOLDERS = ("gpt2", *BERTS, *OTHERS, *DECODERS)
+SHARDS = {"bert-qa": 2, "llama2": 3}
 WEIGHTS = "model.safetensors"
 
 
@@ -25,9 +28,11 @@ def copied(name: str, to: Path) -> Path:
 def reference(folder: Path) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Inputs of a model and the logits that `transformers` gives for them."""
     stored = dict(np.load(folder / "reference.npz"))
+    given = {name: stored[name].astype(np.int32) for name in stored if name != "logits"}
+    if "attention_mask" in given:  # padding comes after segments, which RoBERTa has none of
+        given.setdefault("token_type_ids", np.zeros_like(given["input_ids"]))
     names = ("input_ids", "token_type_ids", "attention_mask")
-    inputs = tuple(stored[name].astype(np.int32) for name in names if name in stored)
-    return inputs, stored["logits"]
+    return tuple(given[name] for name in names if name in given), stored["logits"]
 
 
 def change_config(folder: Path, **changes: Any) -> None:

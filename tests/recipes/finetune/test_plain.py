@@ -83,5 +83,5 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="learned 32 positions; got 64"):
         load_data(tuned(folder, "squad", STANDARD, "data.sequence_length=64"))
     gpt = copied("gpt2", tmp_path)
-    with pytest.raises(RecipeError, match="model_type: expected 'bert'; got 'gpt2'"):
+    with pytest.raises(RecipeError, match="bert, roberta, modernbert; got 'gpt2'"):
         load_data(tuned(folder, "squad", STANDARD, f"init={gpt}"))

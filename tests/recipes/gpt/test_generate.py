@@ -126,6 +126,36 @@ def test_text_goes_on_past_the_context() -> None:
     assert one == "a prompt longer than it" + tokenizer.decode(np.asarray(first)[0, -1:])
 
 
+def test_a_text_has_a_start_and_an_end() -> None:
+    """Ids that come first, once, and ids that end it where they are drawn."""
+    model, tokenizer = make("plain", vocab=256), ByteTokenizer()
+    settings = {"tokens": 12, "seed": 3, "temperature": 1.0}
+    start, prompt = tuple(b"ab"), np.frombuffer(b"abc", np.uint8).astype(np.int32)
+    started = Writer(model, tokenizer, 40, whole=False, start=start)
+    whole = started("c", **settings)
+    assert whole == Writer(model, tokenizer, 40, whole=False)("abc", **settings)
+    assert started("abc", **settings) == whole
+    draws = jax.random.split(jax.random.key(3))[1]
+    drawn = np.asarray(generate(model, jnp.asarray(prompt)[None], tokens=12, key=draws))[0, 3:]
+    assert whole == tokenizer.decode(np.concatenate([prompt, drawn]))
+    end = int(drawn[5])
+    first = int(np.flatnonzero(drawn == end)[0])
+    ended = Writer(model, tokenizer, 40, whole=False, start=start, ends=(end, 999))
+    assert ended("c", **settings) == tokenizer.decode(np.concatenate([prompt, drawn[:first]]))
+
+
+def test_streamed_text_comes_in_pieces() -> None:
+    """Also past the context; characters of several bytes are whole."""
+    model, tokenizer = make("plain", vocab=256), ByteTokenizer()
+    writer, settings = Writer(model, tokenizer, 12), {"tokens": 30, "seed": 0}
+    pieces = list(writer.stream("naïve", **settings))
+    assert "".join(pieces) == writer("naïve", **settings)
+    assert pieces[0] == "naïve"
+    assert len(pieces) > 5
+    rest = "".join(writer.stream("naïve", echo=False, **settings))
+    assert rest == writer("naïve", echo=False, **settings)
+
+
 def test_text_needs_a_context_of_two() -> None:
     with pytest.raises(RecipeError, match="needs a context of at least 2; got 1"):
         Writer(make("plain"), ByteTokenizer(), 1)("x", tokens=1, seed=0)

@@ -72,6 +72,16 @@ def test_generation_from_a_folder(capsys: Captured) -> None:
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_streamed_text_is_the_same(name: str, capsys: Captured) -> None:
+    """Pieces of it, at any length, and past the end of the context."""
+    command = ["generate", str(FIXTURES / name), "--prompt", "The scale", "--tokens", "9"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--stream"]) == 0
+    assert capsys.readouterr().out == text
+
+
 def test_the_shape_is_that_of_the_folder() -> None:
     config = load_config(SHIPPED, [f"init={FOLDER}", "data.sequence_length=32"])
     assert config.model == load(FOLDER, dropout=0.1).config
@@ -81,7 +91,10 @@ def test_the_shape_is_that_of_the_folder() -> None:
 # more arguments of train or generate, and what standard error has to say
 WRONG = [
     (["train", "init=/nowhere"], "error: /nowhere: expected a folder of a Hugging Face model"),
-    (["train", f"init={FIXTURES / 'bert-mlm'}"], "model_type: expected 'gpt2'; got 'bert'"),
+    (
+        ["train", f"init={FIXTURES / 'bert-mlm'}"],
+        "_text; got 'bert'; give another folder as",
+    ),
     (["train", "model.width=32"], "model.width: expected 16, that of init"),
     (["train", "model.widht=32"], "model.widht is not a key of the config; did you mean"),
     (["train", "model=3"], "model (the shape of the model): expected a mapping"),

@@ -38,6 +38,10 @@ def config(**changes) -> Callable[[Path], None]:
     return lambda folder: change_config(folder, **changes)
 
 
+def rope(**values) -> Callable[[Path], None]:
+    return config(rope_parameters=values)
+
+
 def text(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content, "utf-8")
 
@@ -67,6 +71,8 @@ def in_float8(folder: Path) -> None:
 
 LINEAR = "transformer.h.0.mlp.c_fc.weight"
 NORM = "bert.encoder.layer.1.output.LayerNorm.bias"
+QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
+THIRDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 DENSE = "bert.encoder.layer.0.attention.self.key.weight"
 # folder, what is wrong with it, the message
 MISTAKES = [
@@ -74,8 +80,13 @@ MISTAKES = [
     ("gpt2", lambda folder: (folder / "config.json").unlink(), r"json cannot be read: No such"),
     ("gpt2", text("config.json", "{"), r"config\.json: expected JSON; got Expecting"),
     ("gpt2", text("config.json", "[1]"), r"config\.json: expected a JSON object; got list"),
-    ("gpt2", config(model_type="llama"), r"expected model_type gpt2 or bert; got 'llama'"),
-    ("gpt2", config(model_type=None), r"expected model_type gpt2 or bert; got None"),
+    ("gpt2", config(model_type="t5"), r"expected model_type gpt2, llama, .*bert.*; got 't5'"),
+    ("gpt2", config(model_type=None), r"expected model_type gpt2, llama, .*bert.*; got None"),
+    (
+        "llama3",
+        config(architectures=["LlamaForSequenceClassification"]),
+        r"CausalLM; got 'Ll",
+    ),
     (
         "gpt2",
         config(architectures=["GPT2ForSequenceClassification"]),
@@ -94,6 +105,29 @@ MISTAKES = [
     ("bert-mlm", config(hidden_size="16"), r"hidden_size: expected a valid integer; got '16'"),
     ("gpt2", config(n_head=3), r"config\.json: .*heads must divide width; got heads 3"),
     ("bert-mlm", config(num_attention_heads=3), r"attention_heads that divide hidden_size; got 3"),
+    ("llama3", config(num_key_value_heads=3), r"kv_heads must divide heads; got kv_heads 3"),
+    ("qwen3", config(head_dim=5), r"rope needs an even head size .* a head size of 5"),
+    ("gemma2", config(layer_types=["full_attention"]), r"layer_types of 2 layers; got 1; correct"),
+    ("gemma2", config(use_bidirectional_attention=True), r"bidirectional_attention: .* got True"),
+    ("gemma3", config(attn_logit_softcapping=5.0), r"attn_logit_softcapping: expected None; got 5"),
+    ("mistral", config(hidden_act="relu"), r"hidden_act: expected .*'silu'.*; got 'relu'"),
+    ("roberta-mlm", config(pad_token_id=31), r"pad_token_id below .*; got 31 and 32; correct"),
+    ("modernbert-mlm", config(local_attention=0), r"local_attention: expected greater than 0"),
+    ("modernbert-mlm", config(layer_types=["full_attention"]), r"layer_types of 3 layers; got 1"),
+    # keys that may change what is computed
+    ("llama3", config(sliding_window=8), r"config\.json: sliding_window: expected no key .*got 8,"),
+    (
+        "qwen2",
+        config(quantization_config={"bits": 4}),
+        r"quantization_config: .*; if it does",
+    ),
+    ("mistral", config(layer_types=["full_attention"] * 2), r"layer_types: expected no key"),
+    ("llama3", rope(rope_type="yarn", factor=2.0), r"rope_parameters\.rope_type: .*; got 'yarn'"),
+    ("llama3", rope(rope_type="llama3", factor=2.0), r"llama3 with low_freq_factor, high_freq_fa"),
+    ("llama3", rope(partial_rotary_factor=0.5), r"partial_rotary_factor: expected no such key"),
+    ("gemma3", rope(rope_theta=5.0), r"expected full_attention and sliding_attention; got rope_th"),
+    ("modernbert-mlm", rope(whole={}), r"expected full_attention and sliding_attention; got whole"),
+    ("modernbert-mlm", config(sliding_window=8), r"sliding_window: expected no key"),
     # which files
     (
         "gpt2",
@@ -115,9 +149,23 @@ MISTAKES = [
         index(**{"qa_outputs.bias": SHARDS[0]}),
         r"got qa_outputs\.bias in model\.safetensors\.index\.json, but not model-00001-of-00002",
     ),
+    ("llama2", lambda folder: (folder / THIRDS[2]).unlink(), r"beside it; got 'model-00003-of"),
     # tensors
+    ("qwen3", without(QUERY_NORM), r"layers\.1\.self_attn\.q_norm\.weight missing"),
+    (
+        "qwen2",
+        config(model_type="llama", architectures=None),
+        r"layer_types: .*; got \['full",
+    ),
+    ("llama3", config(attention_bias=False), r"q_proj\.bias, .* more extra"),
+    (
+        "mistral",
+        config(tie_word_embeddings=True),
+        r"lm_head\.weight and model\.embed_tokens\S+ ",
+    ),
     ("gpt2", without(LINEAR), r"every tensor of the model; transformer\.h\.0\.mlp\.c_fc.* missing"),
     ("bert-mlm", without("cls.predictions.bias"), r"cls\.predictions\.bias missing"),
+    ("roberta-mlm", without("lm_head.bias"), r"lm_head\.bias missing"),
     ("bert-classes", without("classifier.bias"), r"classifier\.bias missing"),
     ("gpt2", config(n_layer=1), r"transformer\.h\.1\.\S+, .* and 8 more extra; give the config"),
     ("gpt2", config(n_layer=3), r"transformer\.h\.2\.\S+, .* and 8 more missing"),
@@ -206,3 +254,13 @@ def test_new_files_are_those_of_the_library(tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
     safetensors.numpy.save_file(tensors, str(again), {"format": "pt"})
     assert again.read_bytes() == written.read_bytes()
+
+
+def test_ids_that_end_a_text(tmp_path: Path) -> None:
+    folder = copied("llama3", tmp_path)
+    assert load(folder).source.ends == (0,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', "utf-8")
+    assert load(folder).source.ends == (7, 9)
+    (folder / "generation_config.json").unlink()
+    change_config(folder, eos_token_id=None)
+    assert load(folder).source.ends == ()

@@ -1,4 +1,4 @@
-"""GPT-2 and BERT from Hugging Face folders: the logits of `transformers`, and the same bytes back.
+"""Models from Hugging Face folders: the logits of `transformers`, and the same bytes back.
 
 The folders in `pretrained_fixtures` are those of `make_pretrained_fixtures.py`.
 """
@@ -18,6 +18,7 @@ from tests.recipes import make_pretrained_fixtures as fixtures
 from tests.recipes.pretrained import (
     FIXTURES,
     FOLDERS,
+    SHARDS,
     WEIGHTS,
     change_config,
     change_tensors,
@@ -72,9 +73,8 @@ def test_the_same_files_are_written(
     save(loaded[name], tmp_path / "new")
     written = same_files(FIXTURES / name, tmp_path / "new")
     assert written >= {"config.json", "tokenizer.json"}
-    assert len([file for file in written if file.endswith(".safetensors")]) == 1 + (
-        name == "bert-qa"
-    )
+    files = [file for file in written if file.endswith(".safetensors")]
+    assert len(files) == SHARDS.get(name, 1)
     save(loaded[name], tmp_path / "new", split(loaded[name].params))
     assert same_files(FIXTURES / name, tmp_path / "new") == written
 
@@ -92,6 +92,13 @@ def test_types_of_the_file_are_kept(dtype: str, tmp_path: Path) -> None:
         assert same_files(folder, tmp_path / "new") >= {WEIGHTS}
     save(half, folder)  # over itself
     assert same_files(folder, tmp_path / "new")
+
+
+def bare_with_frequencies(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The names of a model without a head, and the buffers of the first Llamas."""
+    new = {name.removeprefix("model."): array for name, array in old.items()}
+    new["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    return new
 
 
 def bare_with_buffers(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,6 +128,7 @@ def old_names(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ("name", "change", "unused"),
     [
         ("gpt2", bare_with_buffers, ()),
+        ("llama3", bare_with_frequencies, ()),
         ("bert-mlm", old_names, ("cls.seq_relationship.weight",)),
     ],
 )
@@ -177,6 +185,30 @@ def test_a_new_head(tmp_path: Path) -> None:
         load(tmp_path, classes=4)
 
 
+def test_a_new_head_of_roberta(tmp_path: Path) -> None:
+    pretrained = load(FIXTURES / "roberta-mlm", "classification", new_head=True, classes=5)
+    assert pretrained.drawn[0] == "classifier.dense.weight"
+    assert all(name.startswith("lm_head.") for name in pretrained.unused)
+    save(pretrained, tmp_path)
+    again = load(tmp_path)
+    assert again.task == "classification"
+    inputs, _ = reference(FIXTURES / "roberta-mlm")
+    expected = logits(pretrained.model, *inputs)
+    np.testing.assert_array_equal(logits(again.model, *inputs), expected)
+    assert (again.config.longest, again.config.context) == (28, 32)
+
+
+def test_a_new_head_of_modernbert(tmp_path: Path) -> None:
+    """The layer before it is that of the masked language model."""
+    pretrained = load(FIXTURES / "modernbert-mlm", "classification", new_head=True, classes=5)
+    assert pretrained.drawn == ("classifier.weight", "classifier.bias")
+    assert pretrained.unused == ("decoder.bias",)
+    save(pretrained, tmp_path)
+    inputs, _ = reference(FIXTURES / "modernbert-mlm")
+    expected = logits(pretrained.model, *inputs)
+    np.testing.assert_array_equal(logits(load(tmp_path).model, *inputs), expected)
+
+
 def test_a_new_classifier_on_a_pooler_that_is_there(tmp_path: Path) -> None:
     folder = copied("bert-classes", tmp_path)
     change_tensors(
@@ -218,8 +250,16 @@ def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
     """Another random shape."""
     draw = np.random.default_rng()
     sizes = [int(n) for n in draw.integers(1, 5, 3)]
+    decoders = dict(fixtures.DECODERS.values())
     if architecture.startswith("GPT2"):
         shape = {"n_layer": sizes[0], "n_head": sizes[1], "n_embd": 8 * sizes[1] * sizes[2]}
+    elif architecture.startswith("ModernBert"):
+        shape = fixtures.MODERN | {"num_hidden_layers": sizes[0] + 1}
+        shape |= {"num_attention_heads": sizes[1], "hidden_size": 8 * sizes[1]}
+    elif architecture in decoders:
+        heads = {"num_attention_heads": 2 * sizes[1], "num_key_value_heads": sizes[1]}
+        shape = fixtures.FAMILY | decoders[architecture] | heads
+        shape |= {"hidden_size": 4 * sizes[1] * sizes[2], "head_dim": 2 * sizes[0]}
     else:
         shape = {
             "num_hidden_layers": sizes[0],

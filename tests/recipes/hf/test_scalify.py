@@ -34,7 +34,7 @@ def error(name: str, config: ScalifyConfig) -> tuple[float, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "bert-classes"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3", "bert-classes", "modernbert-mlm"])
 def test_logits_in_16_and_8_bits(name: str) -> None:
     """Each operation rounds to 2^-11 in float16, and rounding errors add in squares.
 

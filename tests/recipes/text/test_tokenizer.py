@@ -134,3 +134,13 @@ def test_files_that_are_no_tokenizer(tmp_path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with pytest.raises(RecipeError, match=r"data\.tokenizer\.path: .*\.json .*; (give|conv)"):
         SubwordTokenizer.read(path)
+
+
+def test_what_comes_before_a_text(bpe: SubwordTokenizer) -> None:
+    inner = tokenizers.Tokenizer.from_str(bpe.inner.to_str())
+    assert SubwordTokenizer(inner).start == ()
+    end = inner.token_to_id("<|endoftext|>")
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    assert SubwordTokenizer(inner).start == (end,)
