@@ -50,10 +50,9 @@ def main(
     wanted = entry.only("--formats", formats, prefix="scalify-")
     told, own = Told(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
     tables = [compare(wanted, told, own).table()] if runs else []
-    scaled, plain = (
-        configs_of(entry, told, name, own[name])[0] for name in ("scalify-float32", "plain-float32")
-    )
-    tables += [costs(scaled, plain, rounds, compilations), counted(), extremes(programs())]
+    three = "scalify-float32", "scalify-float16", "plain-float32"
+    configs = [configs_of(entry, told, name, own[name])[0] for name in three]
+    tables += [costs(*configs, rounds, compilations), counted(), extremes(programs())]
     notes = [
         f"learning rate {learning_rate}, no loss scale; loss over all validation text. float16: "
         "parameters, Adam's state and activations; fp8: as float16, operands of linear layers in "
@@ -65,21 +64,25 @@ def main(
     publish("scalify", tables, json, notes)
 
 
-def costs(scaled: Any, plain: Any, rounds: int, compilations: int) -> Table:
-    """Time of a step and time to trace and compile it, scalified over plain, both float32."""
-    pairs = [(_compile_time(scaled), _compile_time(plain)) for _ in range(compilations)]
-    ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
+def costs(scaled: Any, half: Any, plain: Any, rounds: int, compilations: int) -> Table:
+    """Time of a step in float32, and time to trace and compile it, scalified over plain."""
+    each = [[_compile_time(c) for c in (scaled, half, plain)] for _ in range(compilations)]
+    ours, narrow, theirs = (statistics.median(times) for times in zip(*each, strict=True))
     batch = random_batch(plain)
     times = interleaved(stepper(scaled, batch), stepper(plain, batch), rounds)
+
+    def compiling(seconds: float) -> dict[str, float]:
+        over = seconds / theirs
+        return {"scalify ms": 1e3 * seconds, "plain ms": 1e3 * theirs, "ratio": over}
+
     rows: list[dict[str, Any]] = [
         {"what": "step", **compared("scalify", "plain", times, MOST_TIME)},
         {
             "what": "trace and compile",
-            "scalify ms": 1e3 * ours,
-            "plain ms": 1e3 * theirs,
-            "ratio": ours / theirs,
+            **compiling(ours),
             **asked(ours / theirs, most=MOST_COMPILE),
         },
+        {"what": "... scalify in float16", **compiling(narrow)},
     ]
     return Table("Cost of scalify in float32", rows)
 

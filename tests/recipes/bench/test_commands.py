@@ -84,7 +84,8 @@ def test_scalify(bench: Any) -> None:
     words = ["model.dropout=0.0", "train.steps=2", "--rounds", "4", "--compilations", "1"]
     losses, costs, counts, extremes = bench("scalify", *words)
     assert len({row["validation loss"] for row in losses}) >= 3
-    assert [row["what"] for row in costs] == ["step", "trace and compile"]
+    what = ["step", "trace and compile", "... scalify in float16"]
+    assert [row["what"] for row in costs] == what
     assert [row["program"] for row in counts] == ["plain", "scalify float32", "scalify float16"]
     assert counts[1]["within"]
     assert all(row["within"] for row in extremes)
