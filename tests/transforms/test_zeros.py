@@ -54,7 +54,9 @@ def test_what_is_added_to_zeros_keeps_its_precision() -> None:
                 np.testing.assert_allclose(x, e, rtol=4 * float(jnp.finfo(jnp.float16).eps))
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-30, 2.0**30, [[2.0], [4.0]]])
+@pytest.mark.parametrize(
+    "scale", [1.0, 2.0**-30, 2.0**30, [[2.0], [4.0]], [[2.0**-30], [2.0**-40]]]
+)
 def test_zeros_leave_with_a_scale_at_which_they_can_learn(scale: Any) -> None:
     zeros = ScaledArray(jnp.zeros((2, 3), jnp.float16), jnp.asarray(scale, jnp.float32))
     for f in (lambda x: x, lambda x: x * x, lambda x: x - x, jnp.sin, lambda x: x.T @ x):

@@ -15,6 +15,7 @@ from jax import lax
 
 # How far below; a scale of 1 becomes the smallest that is chosen for float16 at run time.
 BELOW = 2.0**-100
+_SMALLEST = np.float32(2.0**-126)
 
 
 def matters(dtype: Any) -> bool:
@@ -24,7 +25,8 @@ def matters(dtype: Any) -> bool:
 
 def scale_inside(data: Any, scale: Any) -> Any:
     """Returns the scale of an argument while the program runs: smaller where all data is zero."""
-    return lax.select(_zero(data, scale), scale * np.float32(BELOW), scale)
+    below = lax.max(scale * np.float32(BELOW), lax.full_like(scale, _SMALLEST))
+    return lax.select(_zero(data, scale), below, scale)
 
 
 def scale_outside(data: Any, scale: Any) -> Any:
