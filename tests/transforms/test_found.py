@@ -52,6 +52,10 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
     "an angle near zero": (lambda x: jnp.arctan2(x, jnp.ones_like(x)), SMALL),
     "a remainder near zero": (lambda x: jax.lax.rem(x, jnp.cos(x)), SMALL),
     "the small part of a complex number": (lambda x: jax.lax.complex(x + 1, x).imag, SMALL),
+    "a part that is zero, at a large scale": (
+        lambda x: (lambda y: jnp.angle(jax.lax.complex(y * y + 1, y)))((1j * x).real),
+        scaled([1.0], 2.0**37),
+    ),
     "small zeros at a scale per row": (lambda x: x.T + 1, scaled([[0.0], [0.0]], TINY_ROWS)),
     "a convolution of 8 bits with a plain array": (lambda x: jnp.convolve(x, jnp.ones(2)), EIGHT),
     **{

@@ -17,8 +17,9 @@ from jax.extend.core import JaxprEqn
 from ._align import align_uniform, doubt_among
 from ._interpreter import Interpreter
 from ._registry import register
-from ._settle import MOST_DOUBT, ready
+from ._settle import MOST_DOUBT, measured, ready
 from ._values import Value, is_float, uniform
+from ._zeros import matters
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
@@ -37,7 +38,8 @@ def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; either part may be far smaller than the whole, so its size is in doubt."""
     (x,) = values
     const = 0.0 if x.const == 0.0 else None
-    return x.with_data(interpreter.bind(eqn, [x.data]), const=const, doubt=2 * MOST_DOUBT)
+    result = x.with_data(interpreter.bind(eqn, [x.data]), const=const, doubt=2 * MOST_DOUBT)
+    return measured(result) if x.dtype is not None and matters(x.dtype) else result
 
 
 _MOVES = (
