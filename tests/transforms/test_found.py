@@ -19,6 +19,7 @@ def scaled(data: Any, scale: Any = 1.0, dtype: Any = jnp.float16) -> ScaledArray
 ROWS = scaled([[1.0, 2.0], [1.0, 3.0]], [[0.5], [16.0]])
 NO_ROWS = scaled(jnp.zeros((0, 2)), jnp.zeros((0, 1)))
 SMALL = scaled([0.5, 1.25, 2.0], 2.0**-24)
+TINY_ROWS = [[2.0**-33], [2.0**-38]]
 EIGHT = scaled([1.0, -0.5, 1.5], 0.5, jnp.float8_e4m3fn)
 
 FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -51,6 +52,11 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
     "an angle near zero": (lambda x: jnp.arctan2(x, jnp.ones_like(x)), SMALL),
     "a remainder near zero": (lambda x: jax.lax.rem(x, jnp.cos(x)), SMALL),
     "the small part of a complex number": (lambda x: jax.lax.complex(x + 1, x).imag, SMALL),
+    "a part that is zero, at a large scale": (
+        lambda x: (lambda y: jnp.angle(jax.lax.complex(y * y + 1, y)))((1j * x).real),
+        scaled([1.0], 2.0**37),
+    ),
+    "small zeros at a scale per row": (lambda x: x.T + 1, scaled([[0.0], [0.0]], TINY_ROWS)),
     "a convolution of 8 bits with a plain array": (lambda x: jnp.convolve(x, jnp.ones(2)), EIGHT),
     **{
         f"{f.__name__} near zero": (f, SMALL)

@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn
 from ._align import align_uniform
 from ._interpreter import Interpreter
 from ._registry import register
-from ._settle import ready
-from ._values import UNKNOWN, Value, is_float, uniform
+from ._settle import measured, ready
+from ._values import UNKNOWN, Value, is_float, spans, uniform
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
@@ -37,7 +37,8 @@ def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; either part may be far smaller than the whole, so its size is in doubt."""
     (x,) = values
     const = 0.0 if x.const == 0.0 else None
-    return x.with_data(interpreter.bind(eqn, [x.data]), const=const, doubt=UNKNOWN)
+    result = x.with_data(interpreter.bind(eqn, [x.data]), const=const, doubt=UNKNOWN)
+    return result if x.dtype is None or spans(x.dtype) else measured(result)
 
 
 _MOVES = (
