@@ -233,6 +233,8 @@ def _store_again(old: Any, new: Any, key: jax.Array | None) -> Any:
     rounding = "nearest" if key is None else "stochastic"
 
     def convert(before: Any, after: Any) -> Any:
-        return store(after, moment_of(before), rounding, next(keys)) if is_stored(before) else after
+        if not is_stored(before):
+            return after
+        return store(after, moment_of(before), rounding, next(keys), before)
 
     return jax.tree.map(convert, old, new, is_leaf=is_stored)
