@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,10 @@ def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
     return is_scaled(x) or isinstance(x, SquareRoot)
 
 
+def _inner(stored: ScaledArray | SquareRoot) -> ScaledArray:
+    return stored.root if isinstance(stored, SquareRoot) else stored
+
+
 def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax.Array:
     """Exponents of the largest entries as they are stored, per array, item or block.
 
@@ -196,31 +200,60 @@ def _max_of_items(x: jax.Array, moment: Moment) -> jax.Array:
     return jnp.max(x, axis=_axes(x.ndim, moment) if items else None, initial=0, keepdims=items)
 
 
+class Seen(NamedTuple):
+    """What is known of a large array of state before its next values are.
+
+    Attributes:
+        largest: exponents of the largest entries stored; None where there is room without.
+        room: binades to keep free above the largest entry that is known.
+    """
+
+    largest: jax.Array | None
+    room: Any
+
+
+def look_at(stored: Any) -> tuple[Any, Seen | None]:
+    """What is stored, and what `store` is to know of it; None for what takes exact scales."""
+    if not is_stored(stored):
+        return stored, None
+    moment = moment_of(stored)
+    inner, fmt = _inner(stored), format_of(moment.dtype)
+    axes = _axes(inner.ndim, moment)
+    if fmt.exponent_bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
+        return stored, None
+    if fmt.exponent_bits == format_of(jnp.float16).exponent_bits:
+        return stored, Seen(None, _ROOM)
+    codes = lax.bitcast_convert_type(inner.data, jnp.uint8) & jnp.uint8(0x7F)
+    # All that is computed from its values waits for this. XLA would else find the maximum in the
+    # kernel of the new weights, and write the moment, whose scale it is for, in another pass.
+    code, scale = lax.optimization_barrier((_max_of_items(codes, moment), inner.scale))
+    largest = widen(lax.bitcast_convert_type(code, moment.dtype))
+    # The highest binade is reached only where something has outgrown the room.
+    grew = largest >= 2.0 ** _highest(fmt)
+    seen = Seen(
+        exponent_of(largest * to_float(scale)),
+        jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_OF_FEW_BITS),
+    )
+    inner = ScaledArray(inner.data, scale)
+    return SquareRoot(inner) if moment.root else inner, seen
+
+
 def _exponents(
-    x: jax.Array, moment: Moment, block: tuple[int, ...] | None, before: ScaledArray | None
+    x: jax.Array, moment: Moment, block: tuple[int, ...] | None, seen: Seen | None
 ) -> jax.Array:
     """Exponents that the largest entries are taken to have, for which scales are chosen.
 
     Known exactly only once all of x is: to store it then takes a second pass over everything that
-    it is computed from. In place of what was stored `before` a large array takes them from a
-    sample of x, with room for what is larger, and in a format with little room from all that was
-    stored before as well.
+    it is computed from. A large array takes them from a sample of x and from what was seen before.
     """
-    axes, fmt = _axes(x.ndim, moment), format_of(moment.dtype)
-    if before is None or block is not None or not is_sampled(x.shape, axes):
+    if seen is None:
         return _largest(x, moment, block)
-    sampled = [_largest(part(x, axes), moment, None) for part in (rows, columns)]
-    exponent, room = jnp.maximum(*sampled), _ROOM
-    if fmt.exponent_bits < format_of(jnp.float16).exponent_bits:
-        codes = lax.bitcast_convert_type(before.data, jnp.uint8) & jnp.uint8(0x7F)
-        largest = lax.bitcast_convert_type(_max_of_items(codes, moment), moment.dtype)
-        largest = widen(largest)
-        own = exponent_of(largest * to_float(before.scale))
-        # The highest binade is reached only where something has outgrown the room.
-        room = jnp.where(largest >= 2.0 ** _highest(fmt), _ROOM_AFTER_GROWTH, _ROOM_OF_FEW_BITS)
-        exponent = jnp.maximum(exponent, own)
+    axes = _axes(x.ndim, moment)
+    exponent = jnp.maximum(*(_largest(part(x, axes), moment, None) for part in (rows, columns)))
+    if seen.largest is not None:
+        exponent = jnp.maximum(exponent, seen.largest)
     exponent = jnp.where(exponent == _OF_ZERO, _OF_UNSEEN, exponent)
-    return jnp.where(exponent >= _OF_NAN, _OF_NAN, exponent + room)
+    return jnp.where(exponent >= _OF_NAN, _OF_NAN, exponent + seen.room)
 
 
 def _highest(fmt: Format) -> int:
@@ -233,7 +266,7 @@ def store(
     moment: Moment,
     rounding: CastRounding,
     key: jax.Array | None,
-    before: ScaledArray | SquareRoot | None = None,
+    seen: Seen | None = None,
 ) -> ScaledArray | SquareRoot:
     """Rounds an array of state into its format, once.
 
@@ -242,7 +275,7 @@ def store(
         moment: how it is stored.
         rounding: of its entries.
         key: for it.
-        before: what is stored in its place so far; None chooses a scale from all of x.
+        seen: by `look_at` of what is stored in its place so far; None takes scales from all of x.
 
     An entry that is not finite becomes NaN, as do all of the array (or item, or block) whose scale
     is chosen from it.
@@ -254,8 +287,7 @@ def store(
         stored = ScaledArray(cast(y, fmt, rounding, key, saturate=False))
         return SquareRoot(stored) if moment.root else stored
     block = None if moment.block is None or not x.ndim else (1,) * (x.ndim - 1) + (moment.block,)
-    own = before.root if isinstance(before, SquareRoot) else before
-    exponent = _exponents(x, moment, block, own)
+    exponent = _exponents(x, moment, block, seen)
     # The power of two above the largest magnitude goes to the largest one that the format holds.
     shift = jnp.where(exponent == _OF_ZERO, 0, exponent + 1 - _highest(fmt))
     shift = jnp.clip(shift, -126, 126)
@@ -276,7 +308,7 @@ def store(
 
 def moment_of(stored: ScaledArray | SquareRoot) -> Moment:
     """How an array of state is stored, read from itself."""
-    inner = stored.root if isinstance(stored, SquareRoot) else stored
+    inner = _inner(stored)
     block = None if inner.block_shape is None else inner.block_shape[-1]
     return Moment(inner.dtype, isinstance(stored, SquareRoot), block, stack_axes_of(inner))
 
@@ -299,7 +331,7 @@ def load(stored: Any) -> Any:
     """The float32 array that was stored; anything else is returned as it is."""
     if not is_stored(stored):
         return stored
-    inner = stored.root if isinstance(stored, SquareRoot) else stored
+    inner = _inner(stored)
     if not has_fast_path(inner.dtype):
         return widen(stored.value)
     x = decode(inner.data) * to_float(inner.full_scale)
