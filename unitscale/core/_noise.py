@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# An odd number: 2^32 over the golden ratio. Places side by side then differ in many bits.
+_SPREAD = 0x9E3779B9
+
 
 def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns 32 random bits for each entry: a hash of its place and of two words of the key.
@@ -38,7 +41,7 @@ def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     first, second = jax.random.bits(key, (2,), jnp.uint32)
     place = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
-        stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) * _SPREAD % 2**32)
         place += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
     x = place + first
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D) ^ second
