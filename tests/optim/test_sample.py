@@ -9,14 +9,13 @@ SHAPES = [(2**20,), (4096, 512), (50304, 96), (64, 12, 3072), (3, 2, 512, 768)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_of_a_large_array_about_2_to_the_16_entries(shape: tuple[int, ...]) -> None:
+def test_of_a_large_array_some_2_to_the_14_entries(shape: tuple[int, ...]) -> None:
     x = np.empty(shape, np.int8)
     axes = tuple(range(x.ndim))
     assert is_sampled(shape, axes)
     for part in (rows(x, axes), columns(x, axes)):
-        assert part.size <= 2**18
-        assert part.size >= 2**12
-    assert rows(x, axes).size >= 2**16
+        assert 2**12 <= part.size < 2**17
+    assert 2**14 <= rows(x, axes).size < 2**16
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (256, 256), (0, 3)], ids=str)

@@ -49,7 +49,7 @@ class Moment:
 
         The largest magnitude of a larger array is known only after a pass over all that it is
         computed from, which moves as many bytes as half of the step. Its scale is chosen from about
-        2^16 of the new entries, evenly spaced, with 2^10 of room in formats of 5 exponent bits
+        2^14 of the new entries, evenly spaced, with 2^10 of room in formats of 5 exponent bits
         (float16, e5m2). In those of fewer there is room for twice (e4m3fn: 3.5 times) the largest
         of these and of all that was stored before; an entry that outgrows that in one step
         saturates, and the next steps make room for it. Between two binades (e4m3fn) and 11
@@ -190,6 +190,12 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
 
 
+def _with_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x80000000)
+    return lax.bitcast_convert_type(bits | sign, jnp.float32)
+
+
 def _axes(ndim: int, moment: Moment) -> tuple[int, ...]:
     """Those that share a scale."""
     return tuple(range(moment.stack_axes, ndim))
@@ -283,7 +289,7 @@ def store(
     fmt, x = format_of(moment.dtype), x.astype(jnp.float32)
     y = jnp.sqrt(jnp.abs(x)) if moment.root else x
     if fmt.exponent_bits >= 8:
-        y = jnp.copysign(y, x) if moment.root else y
+        y = _with_sign(y, x) if moment.root else y
         stored = ScaledArray(cast(y, fmt, rounding, key, saturate=False))
         return SquareRoot(stored) if moment.root else stored
     block = None if moment.block is None or not x.ndim else (1,) * (x.ndim - 1) + (moment.block,)
@@ -297,7 +303,7 @@ def store(
         # Asked of the bits of x: XLA may share an array of float32 zeros with other kernels, which
         # then is one more to read.
         y = jnp.where(_magnitude(x) != 0, jnp.maximum(y, fmt.smallest_subnormal), y)
-        y = jnp.where(x < 0, -y, y)
+        y = _with_sign(y, x)
     if rounding == "nearest" and has_fast_path(moment.dtype):
         data = encode(y, moment.dtype)
     else:

@@ -5,20 +5,37 @@ from collections.abc import Sequence
 
 import jax
 
-# About so many entries at most are looked at, of an array and for one of many scales.
-_ENTRIES = 2**16
-_OF_ITEM = 2**10
+# All entries of an array that has at most so many are looked at.
+_ALL = 2**16
+# Of a larger one about so many, and so many for each of many scales.
+_IN_ROWS = 2**14
 _IN_COLUMNS = 2**13
+_OF_ITEM = 2**10
 
 
 def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
     """Whether an array has more entries than are looked at for the scales shared along axes."""
-    return math.prod(shape) > _entries(shape, axes)
+    return math.prod(shape) > max(_ALL, _least(shape, axes))
 
 
 def rows(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Evenly spaced rows of an array for each scale that is shared along axes; all if small."""
-    entries, size = _entries(x.shape, axes), x.size
+    if not is_sampled(x.shape, axes):
+        return x
+    return _thinned(x, axes, _IN_ROWS)
+
+
+def columns(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """A few evenly spaced columns of a large array, of almost all rows.
+
+    A GPU reads 32 bytes for each entry of a column.
+    """
+    stride = max(1, min(x.shape[-1], x.size // _IN_COLUMNS))
+    return _thinned(x[..., ::stride], axes, _ALL)
+
+
+def _thinned(x: jax.Array, axes: Sequence[int], entries: int) -> jax.Array:
+    entries, size = max(entries, _least(x.shape, axes)), x.size
     strides = [1] * x.ndim
     for axis in axes:  # those that come first are thinned out first
         strides[axis] = max(1, min(x.shape[axis], size // entries))
@@ -26,15 +43,5 @@ def rows(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     return x[tuple(slice(None, None, stride) for stride in strides)]
 
 
-def columns(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """A few evenly spaced columns in evenly spaced rows, more of these than `rows` has.
-
-    A GPU reads 32 bytes for each entry of a column.
-    """
-    stride = max(1, min(x.shape[-1], x.size // _IN_COLUMNS))
-    return rows(x[..., ::stride], axes)
-
-
-def _entries(shape: tuple[int, ...], axes: Sequence[int]) -> int:
-    scales = math.prod(n for axis, n in enumerate(shape) if axis not in axes)
-    return max(_ENTRIES, scales * _OF_ITEM)
+def _least(shape: tuple[int, ...], axes: Sequence[int]) -> int:
+    return _OF_ITEM * math.prod(n for axis, n in enumerate(shape) if axis not in axes)
