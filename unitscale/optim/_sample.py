@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-
-import jax
+from typing import Any
 
 # All entries of an array that has at most so many are looked at.
 _ALL = 2**16
@@ -18,14 +17,14 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
     return math.prod(shape) > max(_ALL, _least(shape, axes))
 
 
-def rows(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def rows(x: Any, axes: Sequence[int]) -> Any:
     """Evenly spaced rows of an array for each scale that is shared along axes; all if small."""
     if not is_sampled(x.shape, axes):
         return x
     return _thinned(x, axes, _IN_ROWS)
 
 
-def columns(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def columns(x: Any, axes: Sequence[int]) -> Any:
     """A few evenly spaced columns of a large array, of almost all rows.
 
     A GPU reads 32 bytes for each entry of a column.
@@ -34,7 +33,7 @@ def columns(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     return _thinned(x[..., ::stride], axes, _ALL)
 
 
-def _thinned(x: jax.Array, axes: Sequence[int], entries: int) -> jax.Array:
+def _thinned(x: Any, axes: Sequence[int], entries: int) -> Any:
     entries, size = max(entries, _least(x.shape, axes)), x.size
     strides = [1] * x.ndim
     for axis in axes:  # those that come first are thinned out first

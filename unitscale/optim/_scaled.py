@@ -111,8 +111,10 @@ def scaled(
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
         `unitscale.grad` returns them), parameters and state are float32 values, ``inner`` computes
         in float32, and each result is rounded once: moments as `Moment` says, weights as
-        `apply_updates` does. However a value is split into data and scale its gradient is the same,
-        so a parameter that is rescaled leaves the moments alone.
+        `apply_updates` does. Scales of large moments come from a sample and from what was stored
+        before, so that a step is one pass over all arrays; see `Moment` for what that leaves of a
+        format, and for what saturates. However a value is split into data and scale its gradient is
+        the same, so a parameter that is rescaled leaves the moments alone.
 
         Rounded to nearest, a mean that moves by a share of 1 - b per step stands still where that
         is less than half the distance of neighbours. On gradients from N(0, 1) the root of a second
