@@ -45,6 +45,7 @@ PLAIN = (
 # A vocabulary in the size that kernels like, which plain models have no key for.
 PADDED = ("model.vocab_multiple=128",)
 REFERENCE, PEER, BEST, READOUT = "plain-bfloat16", "qwix", "fp8-scaled", "fp8-readout"
+READOUT_SCALED = "fp8-readout-scaled"
 ROWS = {
     REFERENCE: PLAIN,
     PEER: (*PLAIN, "model.products=qwix"),
@@ -52,6 +53,7 @@ ROWS = {
     "fp8": ("policy=fp8", *PADDED, *FLOAT32_STATE),
     READOUT: ("policy=fp8", "fp8_readout=true", *PADDED, *FLOAT32_STATE),
     BEST: ("policy=fp8", *PADDED, *SCALED_STATE),
+    READOUT_SCALED: ("policy=fp8", "fp8_readout=true", *PADDED, *SCALED_STATE),
 }
 """Overrides of each row."""
 

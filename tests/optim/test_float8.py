@@ -6,6 +6,7 @@ from jax import lax
 
 from unitscale.core import cast, format_of
 from unitscale.optim._float8 import decode, encode, has_fast_path
+from unitscale.optim._rounding import round_finite
 
 FORMATS = ["float8_e4m3fn", "float8_e5m2"]
 
@@ -41,6 +42,26 @@ def test_rounds_as_cast_does(dtype: str) -> None:
     x = np.concatenate([x, -x]).astype(np.float32)
     found = bits(jax.jit(encode, static_argnums=1)(jnp.asarray(x), dtype))
     np.testing.assert_array_equal(found, bits(cast(jnp.asarray(x), dtype)))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_saturates_and_shows_what_is_not_finite(dtype: str) -> None:
+    x = jnp.float32([1e6, -1e6, 3e38, jnp.inf, -jnp.inf, jnp.nan])
+    data = jax.jit(encode, static_argnums=1)(x, dtype)
+    largest = format_of(dtype).max
+    expected = [largest, -largest, largest, *[np.nan] * 3]
+    np.testing.assert_array_equal(np.asarray(data).astype(np.float32), np.float32(expected))
+    np.testing.assert_array_equal(jax.jit(decode)(data), np.float32(expected))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_other_devices_round_alike(dtype: str) -> None:
+    """By their own instructions, which this one does too, in more time."""
+    x = np.random.default_rng(0).normal(0, 2, 4096).astype(np.float32)
+    x = np.concatenate([x * 2.0**e for e in range(-20, 16, 5)])
+    found = jax.jit(encode, static_argnums=1)(x, dtype)
+    np.testing.assert_array_equal(bits(found), bits(round_finite(jnp.asarray(x), dtype)))
+    np.testing.assert_array_equal(jax.jit(decode)(found), np.asarray(found).astype(np.float32))
 
 
 def test_formats_with_another_zero_take_the_slow_path() -> None:

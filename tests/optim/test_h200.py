@@ -35,8 +35,12 @@ def bytes_a_parameter(tx: Any, params: Any) -> float:
     return sum(k.bytes for k in kernels) / (2 * WIDTH * HIDDEN)
 
 
-def test_the_update_of_a_product_s_weights_turns_nothing_around() -> None:
-    """Where the product wrote their gradients transposed, 46 bytes a parameter were moved."""
-    tx = optim.scaled(optax.adamw(1e-3))
+def test_the_update_of_a_product_s_weights_is_one_pass_that_turns_nothing_around() -> None:
+    """14 bytes a parameter, 1 to see how large the FP8 moment is, and samples.
+
+    Where the product wrote their gradients transposed, 46 were moved.
+    """
+    tx = optim.skip_nonfinite(optim.scaled(optax.adamw(1e-3)))
     params = tx.scale_params({"up": jnp.zeros((WIDTH, HIDDEN)), "down": jnp.zeros((HIDDEN, WIDTH))})
-    assert bytes_a_parameter(tx, params) < 30
+    # Whether all is finite takes a pass over the gradients, 4 bytes.
+    assert bytes_a_parameter(tx, params) < 20

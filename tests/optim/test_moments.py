@@ -9,7 +9,7 @@ import pytest
 
 from unitscale.core import ScaledArray, format_of
 from unitscale.optim import Moment, SquareRoot
-from unitscale.optim._moments import is_stored, load, moment_of, store
+from unitscale.optim._moments import is_stored, load, look_at, moment_of, store
 
 NARROW = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float16"]
 WIDE = ["bfloat16", "float32"]
@@ -183,3 +183,104 @@ def test_items_of_a_stack_are_stored_each_as_if_alone(dtype: str, root: bool) ->
     stack, value, alone = run(x)
     assert moment_of(stack) == Moment(dtype, root, stack_axes=1)
     np.testing.assert_array_equal(value, alone)
+
+
+LARGE = (512, 1024)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def again(x, before, dtype, root=False):
+    """What is stored of a large array after something else was."""
+    before, seen = look_at(before)
+    assert is_stored(before)
+    assert seen is not None
+    out = store(x, Moment(dtype, root), "nearest", None, seen)
+    return out, load(out)
+
+
+def first(dtype: str, root: bool = False):
+    return stored(np.zeros(LARGE), dtype, root)
+
+
+def with_outlier(x: np.ndarray, size: float) -> np.ndarray:
+    """One entry in a row and in a column that no sample has."""
+    x = x.copy()
+    x[3, 5] = size
+    return x
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
+@pytest.mark.parametrize("size", [1.0, 3e-7, 2e9])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_large_array_is_as_exact_in_the_first_step_and_the_next(dtype, size, root) -> None:
+    x = np.float32(size) * np.abs(sample(0, 2.0, LARGE))
+    eps = format_of(dtype).eps / 2
+    within = (1 + eps) ** 2 - 1 + 1e-6 if root else eps
+    one, value = again(x, first(dtype, root), dtype, root)
+    np.testing.assert_allclose(value, x, rtol=within)
+    two, value = again(x[::-1] * 2, one, dtype, root)
+    np.testing.assert_allclose(value, x[::-1] * 2, rtol=within)
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_what_no_sample_has_saturates_at_most_for_some_steps(dtype: str, root: bool) -> None:
+    """2^12 times what is seen, 2^6 in the root; formats of five bits of exponent have room."""
+    x = with_outlier(np.full(LARGE, 1.0, np.float32), 2.0**12 if root else 2.0**9)
+    out, value = again(x, first(dtype, root), dtype, root)
+    assert np.isfinite(value).all()
+    steps = 0
+    while float(value[3, 5]) != x[3, 5]:
+        assert float(value[3, 5]) < x[3, 5]
+        out, value = again(x, out, dtype, root)
+        steps += 1
+        assert steps < 6
+    assert (steps == 0) == (format_of(dtype).exponent_bits == 5)
+    rest = np.asarray(value)[x == 1.0]
+    np.testing.assert_array_equal(rest, 1.0)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_small_block_among_zeros_that_no_sample_has_is_found(dtype: str) -> None:
+    for size in (1e-3, 1e-7):
+        x = with_outlier(np.zeros(LARGE, np.float32), size)
+        out, value = again(x, first(dtype), dtype)
+        for _ in range(4):
+            out, value = again(x, out, dtype)
+        np.testing.assert_allclose(value, x, rtol=format_of(dtype).eps / 2)
+    zeros, value = again(np.zeros(LARGE, np.float32), out, dtype)
+    np.testing.assert_array_equal(value, np.zeros(LARGE))
+    assert np.isfinite(zeros.scale)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_an_entry_of_a_large_array_that_is_not_finite_is_seen(dtype: str, bad: float) -> None:
+    _, value = again(with_outlier(np.ones(LARGE, np.float32), bad), first(dtype), dtype)
+    assert np.isnan(value[3, 5])
+    sampled = np.ones(LARGE, np.float32)
+    sampled[0, 0] = bad
+    out, value = again(sampled, first(dtype), dtype)
+    assert np.isnan(value).all()
+    assert np.isnan(again(np.ones(LARGE, np.float32), out, dtype)[1]).all() or dtype in (
+        "float16",
+        "float8_e5m2",
+    )
+
+
+def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
+    sizes = np.float32([1, 2.0**20, 2.0**-20])[:, None, None]
+    x = sizes * np.abs(sample(0, 2.0, (3, 128, 256)))
+    moment = Moment("float8_e4m3fn", stack_axes=1)
+    before = store(jnp.zeros_like(x), moment, "nearest", None)
+
+    @jax.jit
+    def run(x, before):
+        out = store(x, moment, "nearest", None, look_at(before)[1])
+        return out, load(out), load(store(x, moment, "nearest", None, look_at(out)[1]))
+
+    out, once, twice = run(x, before)
+    assert out.scale.shape == (3, 1, 1)
+    for value in (once, twice):
+        np.testing.assert_allclose(value, x, rtol=2**-4)

@@ -100,6 +100,24 @@ def _round_steps(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Arra
     return jnp.where(jnp.signbit(x), -rounded, rounded)
 
 
+def _round_at_random(x: jax.Array, fmt: Format, noise: jax.Array) -> jax.Array:
+    """As `_round_steps`, of float32, in less than half the operations.
+
+    Where numbers are normal in ``fmt`` the bits that are dropped carry into those that are kept.
+    """
+    sign, magnitude = _bits(x)
+    dropped = 23 - fmt.mantissa_bits
+    carried = ((magnitude + (noise >> (32 - dropped))) >> dropped) << dropped
+    steps = jnp.abs(x) * (1 / fmt.smallest_subnormal)
+    below = jnp.floor(steps)
+    up = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23 < steps - below
+    subnormal = (below + up) * fmt.smallest_subnormal
+    smallest = np.float32(2.0**fmt.min_exponent).view(np.uint32)
+    subnormal = lax.bitcast_convert_type(subnormal, jnp.uint32)
+    rounded = jnp.where(magnitude < smallest, subnormal, carried)
+    return lax.bitcast_convert_type(sign | rounded, jnp.float32)
+
+
 def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
     """Rounds to the grid of ``fmt``, subnormal numbers of ``fmt`` included, in the wide dtype.
 
@@ -109,8 +127,12 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
     x = x.astype(wide_dtype(x.dtype))
     if fmt.mantissa_bits >= jnp.finfo(x.dtype).nmant:
         return x
-    on_bits = x.dtype == jnp.float32 and fmt.min_exponent <= _SMALLEST_EXPONENT
-    rounded = (_round_bits if on_bits else _round_steps)(x, fmt, noise)
+    if x.dtype == jnp.float32 and fmt.min_exponent <= _SMALLEST_EXPONENT:
+        rounded = _round_bits(x, fmt, noise)
+    elif x.dtype == jnp.float32 and noise is not None and fmt.smallest_subnormal > 2.0**-100:
+        rounded = _round_at_random(x, fmt, noise)
+    else:
+        rounded = _round_steps(x, fmt, noise)
     return jnp.where(jnp.isfinite(x), rounded, x)
 
 

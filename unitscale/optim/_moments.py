@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from jax import lax
 
 from ..core import (
     CastRounding,
+    Format,
     ScaledArray,
     cast,
+    exponent_of,
     format_of,
     is_scaled,
     pow2,
@@ -19,9 +21,20 @@ from ..core import (
     widen,
 )
 from ._float8 import decode, encode, has_fast_path
+from ._rounding import round_finite
+from ._sample import columns, is_sampled, rows
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+
+# Exponents of what has none.
+_OF_ZERO, _OF_NAN = -150, 128
+# Binades between the largest entry that was seen and the highest of a format: one of 4 or fewer
+# bits of exponent, which sees also what it replaces, and one of 5.
+_ROOM_OF_FEW_BITS, _ROOM = 1, 10
+_ROOM_AFTER_GROWTH = 4
+# What is taken for the largest entry where all that was seen is zero.
+_OF_UNSEEN = -14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +43,17 @@ class Moment:
 
     Scaling:
         data = x / scale, or |x|^1/2 / scale with the sign of x if ``root``. The scale is a power of
-        two, fresh in every step, that brings the largest magnitude into the highest binades of the
-        format; nothing saturates. float32 and bfloat16, which have the range of float32, take
-        scale 1.
+        two, chosen in every step. An array of up to 2^16 entries, and any by block or in the first
+        state, has its largest magnitude in the highest binades of the format; nothing saturates.
+        float32 and bfloat16, which have the range of float32, take scale 1.
+
+        The largest magnitude of a larger array is known only after a pass over all that it is
+        computed from, which moves as many bytes as half of the step. Its scale is chosen from about
+        2^14 of the new entries, evenly spaced, with 2^10 of room in formats of 5 exponent bits
+        (float16, e5m2). In those of fewer there is room for twice (e4m3fn: 3.5 times) the largest
+        of these and of all that was stored before; an entry that outgrows that in one step
+        saturates, and the next steps make room for it. Between two binades (e4m3fn) and 11
+        (float16) at the upper end of the format are then not used.
 
         The root halves the exponents, so that the format covers twice as many binades: in
         float8_e4m3fn 2^34 between the largest and the smallest second moment. Its relative error
@@ -137,65 +158,163 @@ def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
     return is_scaled(x) or isinstance(x, SquareRoot)
 
 
-def _top_exponents(
-    x: jax.Array, bits: int, block: tuple[int, ...] | None, stack_axes: int
-) -> jax.Array:
-    """Biased exponents of the largest magnitudes, per array, item or block.
+def _inner(stored: ScaledArray | SquareRoot) -> ScaledArray:
+    return stored.root if isinstance(stored, SquareRoot) else stored
 
-    0 for zeros, 255 for NaN.
 
-    Those of magnitudes rounded to ``bits`` of mantissa, so that a value which rounds up to a power
-    of two has its exponent already, and storing again what was stored changes nothing. Found among
-    the exponents as bytes: a reduction that XLA does not fuse into its operand then writes and
-    reads a byte per entry in place of a float32.
+def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax.Array:
+    """Exponents of the largest entries as they are stored, per array, item or block.
+
+    Those of magnitudes rounded to the format, so that a value which rounds up to a power of two has
+    its exponent already, and storing again what was stored changes nothing. A square rounds up as
+    its root does where it is half as far from the power of two. Found among the exponents as bytes:
+    a reduction that XLA does not fuse into its operand then writes and reads a byte per entry in
+    place of a float32.
     """
-    magnitude = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
-    biased = (magnitude + jnp.uint32(1 << (22 - bits))) >> 23
+    bits = format_of(moment.dtype).mantissa_bits - moment.root
+    biased = (_magnitude(x) + jnp.uint32(1 << (22 - bits))) >> 23
     biased = jnp.minimum(biased, jnp.uint32(255)).astype(jnp.uint8)
     if block is not None:
         blocks = -(-x.shape[-1] // block[-1])
         padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * block[-1] - x.shape[-1])]
         biased = jnp.pad(biased, padding).reshape(*x.shape[:-1], blocks, block[-1])
-    if block is not None:
-        return jnp.max(biased, axis=-1, initial=0).astype(jnp.int32)
-    axes = tuple(range(stack_axes, x.ndim)) if stack_axes else None
-    return jnp.max(biased, axis=axes, initial=0, keepdims=stack_axes > 0).astype(jnp.int32)
+        top = jnp.max(biased, axis=-1, initial=0)
+    else:
+        top = _max_of_items(biased, moment)
+    top = top.astype(jnp.int32)
+    exponent = jnp.floor_divide(top - 127, 2) if moment.root else top - 127
+    return jnp.where(top == 0, _OF_ZERO, jnp.where(top == 255, _OF_NAN, exponent))
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+
+
+def _with_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x80000000)
+    return lax.bitcast_convert_type(bits | sign, jnp.float32)
+
+
+def _axes(ndim: int, moment: Moment) -> tuple[int, ...]:
+    """Those that share a scale."""
+    return tuple(range(moment.stack_axes, ndim))
+
+
+def _max_of_items(x: jax.Array, moment: Moment) -> jax.Array:
+    items = moment.stack_axes > 0
+    return jnp.max(x, axis=_axes(x.ndim, moment) if items else None, initial=0, keepdims=items)
+
+
+class Seen(NamedTuple):
+    """What is known of a large array of state before its next values are.
+
+    Attributes:
+        largest: exponents of the largest entries stored; None where there is room without.
+        room: binades to keep free above the largest entry that is known.
+    """
+
+    largest: jax.Array | None
+    room: Any
+
+
+def look_at(stored: Any) -> tuple[Any, Seen | None]:
+    """What is stored, and what `store` is to know of it; None for what takes exact scales."""
+    if not is_stored(stored):
+        return stored, None
+    moment = moment_of(stored)
+    inner, fmt = _inner(stored), format_of(moment.dtype)
+    axes = _axes(inner.ndim, moment)
+    if fmt.exponent_bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
+        return stored, None
+    if fmt.exponent_bits == format_of(jnp.float16).exponent_bits:
+        return stored, Seen(None, _ROOM)
+    codes = lax.bitcast_convert_type(inner.data, jnp.uint8) & jnp.uint8(0x7F)
+    # All that is computed from its values waits for this. XLA would else find the maximum in the
+    # kernel of the new weights, and write the moment, whose scale it is for, in another pass.
+    code, scale = lax.optimization_barrier((_max_of_items(codes, moment), inner.scale))
+    largest = widen(lax.bitcast_convert_type(code, moment.dtype))
+    # The highest binade is reached only where something has outgrown the room.
+    grew = largest >= 2.0 ** _highest(fmt)
+    seen = Seen(
+        exponent_of(largest * to_float(scale)),
+        jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_OF_FEW_BITS),
+    )
+    inner = ScaledArray(inner.data, scale)
+    return SquareRoot(inner) if moment.root else inner, seen
+
+
+def _exponents(
+    x: jax.Array, moment: Moment, block: tuple[int, ...] | None, seen: Seen | None
+) -> jax.Array:
+    """Exponents that the largest entries are taken to have, for which scales are chosen.
+
+    Known exactly only once all of x is: to store it then takes a second pass over everything that
+    it is computed from. A large array takes them from a sample of x and from what was seen before.
+    """
+    if seen is None:
+        return _largest(x, moment, block)
+    axes = _axes(x.ndim, moment)
+    exponent = jnp.maximum(*(_largest(part(x, axes), moment, None) for part in (rows, columns)))
+    if seen.largest is not None:
+        exponent = jnp.maximum(exponent, seen.largest)
+    exponent = jnp.where(exponent == _OF_ZERO, _OF_UNSEEN, exponent)
+    return jnp.where(exponent >= _OF_NAN, _OF_NAN, exponent + seen.room)
+
+
+def _highest(fmt: Format) -> int:
+    """The exponent of the highest binade of a format."""
+    return math.frexp(fmt.max)[1] - 1
 
 
 def store(
-    x: jax.Array, moment: Moment, rounding: CastRounding, key: jax.Array | None
+    x: jax.Array,
+    moment: Moment,
+    rounding: CastRounding,
+    key: jax.Array | None,
+    seen: Seen | None = None,
 ) -> ScaledArray | SquareRoot:
     """Rounds an array of state into its format, once.
 
-    An array (or item, or block) with an entry that is not finite becomes NaN, whole, as not every
-    format can say which entry it was.
+    Args:
+        x: the array.
+        moment: how it is stored.
+        rounding: of its entries.
+        key: for it.
+        seen: by `look_at` of what is stored in its place so far; None takes scales from all of x.
+
+    An entry that is not finite becomes NaN, as do all of the array (or item, or block) whose scale
+    is chosen from it.
     """
     fmt, x = format_of(moment.dtype), x.astype(jnp.float32)
-    y = jnp.copysign(jnp.sqrt(jnp.abs(x)), x) if moment.root else x
+    y = jnp.sqrt(jnp.abs(x)) if moment.root else x
     if fmt.exponent_bits >= 8:
+        y = _with_sign(y, x) if moment.root else y
         stored = ScaledArray(cast(y, fmt, rounding, key, saturate=False))
         return SquareRoot(stored) if moment.root else stored
     block = None if moment.block is None or not x.ndim else (1,) * (x.ndim - 1) + (moment.block,)
-    # A square rounds up as its root does where it is half as far from the power of two.
-    top = _top_exponents(x, fmt.mantissa_bits - moment.root, block, moment.stack_axes)
-    exponent = jnp.floor_divide(top - 127, 2) if moment.root else top - 127
+    exponent = _exponents(x, moment, block, seen)
     # The power of two above the largest magnitude goes to the largest one that the format holds.
-    shift = jnp.clip(exponent + 1 - (math.frexp(fmt.max)[1] - 1), -126, 126)
-    shift = jnp.where(top == 0, 0, shift)
-    scale = jnp.where(top == 255, jnp.nan, pow2(shift))
+    shift = jnp.where(exponent == _OF_ZERO, 0, exponent + 1 - _highest(fmt))
+    shift = jnp.clip(shift, -126, 126)
+    scale = jnp.where(exponent == _OF_NAN, jnp.nan, pow2(shift))
     y = y * to_float(ScaledArray(x, pow2(-shift), block_shape=block).full_scale)
     if moment.root:
-        smallest = jnp.copysign(jnp.float32(fmt.smallest_subnormal), y)
-        y = jnp.where((jnp.abs(y) < fmt.smallest_subnormal) & (x != 0), smallest, y)
-    fast = rounding == "nearest" and has_fast_path(moment.dtype)
-    data = encode(y, moment.dtype) if fast else cast(y, fmt, rounding, key)
+        # Asked of the bits of x: XLA may share an array of float32 zeros with other kernels, which
+        # then is one more to read.
+        y = jnp.where(_magnitude(x) != 0, jnp.maximum(y, fmt.smallest_subnormal), y)
+        y = _with_sign(y, x)
+    if rounding == "nearest" and has_fast_path(moment.dtype):
+        data = encode(y, moment.dtype)
+    else:
+        data = round_finite(y, fmt, rounding, key)
     stored = ScaledArray(data, scale, block_shape=block)
     return SquareRoot(stored) if moment.root else stored
 
 
 def moment_of(stored: ScaledArray | SquareRoot) -> Moment:
     """How an array of state is stored, read from itself."""
-    inner = stored.root if isinstance(stored, SquareRoot) else stored
+    inner = _inner(stored)
     block = None if inner.block_shape is None else inner.block_shape[-1]
     return Moment(inner.dtype, isinstance(stored, SquareRoot), block, stack_axes_of(inner))
 
@@ -218,7 +337,7 @@ def load(stored: Any) -> Any:
     """The float32 array that was stored; anything else is returned as it is."""
     if not is_stored(stored):
         return stored
-    inner = stored.root if isinstance(stored, SquareRoot) else stored
+    inner = _inner(stored)
     if not has_fast_path(inner.dtype):
         return widen(stored.value)
     x = decode(inner.data) * to_float(inner.full_scale)

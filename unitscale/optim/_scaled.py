@@ -1,6 +1,6 @@
 """Optimizer state and weights in 16 and 8 bits, around any optax transformation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import optax
 
 from ..core import CastRounding, format_of, is_scaled
 from ._gradients import wide_gradients
-from ._moments import is_stored, load, moment_of, storable, store
+from ._moments import is_stored, load, look_at, moment_of, storable, store
 from ._roles import Moments, formats_of, store_state
 from ._states import starts_tiny
 from ._values import values
@@ -118,8 +118,10 @@ def scaled(
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
         `unitscale.grad` returns them), parameters and state are float32 values, ``inner`` computes
         in float32, and each result is rounded once: moments as `Moment` says, weights as
-        `apply_updates` does. However a value is split into data and scale its gradient is the same,
-        so a parameter that is rescaled leaves the moments alone.
+        `apply_updates` does. Scales of large moments come from a sample and from what was stored
+        before, so that a step is one pass over all arrays; see `Moment` for what that leaves of a
+        format, and for what saturates. However a value is split into data and scale its gradient is
+        the same, so a parameter that is rescaled leaves the moments alone.
 
         Rounded to nearest, a mean that moves by a share of 1 - b per step stands still where that
         is less than half the distance of neighbours. On gradients from N(0, 1) the root of a second
@@ -214,13 +216,18 @@ def scaled(
         following = keys = for_weights = None
         if state.key is not None:
             following, keys, for_weights = jax.random.split(state.key, 3)
+        leaves, structure = jax.tree.flatten(state.inner, is_leaf=is_stored)
+        leaves, seen = zip(*map(look_at, leaves), strict=True) if leaves else ((), ())
         updates, new = inner.update(
             wide_gradients(grads, params),
-            jax.tree.map(load, state.inner, is_leaf=is_stored),
+            jax.tree.unflatten(structure, map(load, leaves)),
             values(params),
             **(extra_args if extra else {}),
         )
-        return updates, ScaledState(_store_again(state.inner, new, keys), following), for_weights
+        new = jax.tree.unflatten(
+            structure, _stored_again(leaves, structure.flatten_up_to(new), seen, keys)
+        )
+        return updates, ScaledState(new, following), for_weights
 
     def update(grads: Any, state: ScaledState, params: Any = None, **extra_args: Any) -> Any:
         updates, state, _ = advance(grads, state, params, extra_args)
@@ -233,13 +240,13 @@ def scaled(
     return ScaledTransformation(init, update, scale_params, step)
 
 
-def _store_again(old: Any, new: Any, key: jax.Array | None) -> Any:
-    """New state in the formats of the old, each moment rounded once."""
-    count = sum(map(is_stored, jax.tree.leaves(old, is_leaf=is_stored)))
+def _stored_again(old: Any, new: Any, seen: Any, key: jax.Array | None) -> Iterator[Any]:
+    """New arrays of state in the formats of the old, each moment rounded once."""
+    count = sum(map(is_stored, old))
     keys = iter([None] * count if key is None else jax.random.split(key, max(count, 1)))
     rounding = "nearest" if key is None else "stochastic"
-
-    def convert(before: Any, after: Any) -> Any:
-        return store(after, moment_of(before), rounding, next(keys)) if is_stored(before) else after
-
-    return jax.tree.map(convert, old, new, is_leaf=is_stored)
+    for before, after, known in zip(old, new, seen, strict=True):
+        if is_stored(before):
+            yield store(after, moment_of(before), rounding, next(keys), known)
+        else:
+            yield after

@@ -17,14 +17,12 @@ from ..core import (
     widen,
 )
 from ._gradients import is_leaf
+from ._rounding import round_finite
+from ._sample import rows
 
 # The scale of a parameter that is zero and so does not tell how large it will be: float16 then
 # takes a first update between 2^-22 and 2^7 with all its bits, float8_e4m3fn one from 2^-17 to 1.
 _SCALE_OF_ZEROS = 2.0**-8
-
-# A scale is chosen from at most about this many entries of an array, in evenly spaced rows.
-_SAMPLE = 2**16
-_SAMPLE_OF_ITEM = 2**10
 
 
 def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
@@ -43,16 +41,6 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
     return ScaledArray(cast(value / scale, dtype), scale)
 
 
-def _sample(data: jax.Array, axes: tuple[int, ...], entries: int) -> jax.Array:
-    """About so many entries of an array, evenly spaced along the axes."""
-    strides, size = [], data.size
-    for axis, length in enumerate(data.shape):
-        stride = max(1, min(length, size // entries)) if axis in axes else 1
-        strides.append(stride)
-        size //= stride
-    return data[tuple(slice(None, None, stride) for stride in strides)]
-
-
 def _fresh_scale(weight: ScaledArray) -> Any:
     """The scale that new data takes: another one where the RMS of data has left [1/2, 2]."""
     scale = to_float(weight.scale)
@@ -60,8 +48,7 @@ def _fresh_scale(weight: ScaledArray) -> Any:
         return scale
     shape = scale.shape or (1,) * weight.ndim
     axes = tuple(a for a, n in enumerate(shape) if n == 1)
-    entries = max(_SAMPLE, scale.size * _SAMPLE_OF_ITEM)
-    size = rms(_sample(weight.data, axes, entries), axes).reshape(scale.shape)
+    size = rms(rows(weight.data, axes), axes).reshape(scale.shape)
     return jnp.where((size < 0.5) | (size > 2), scale * safe_scale(round_to_pow2(size)), scale)
 
 
@@ -74,23 +61,19 @@ def apply_update(
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight):
         total = widen(weight) + update if _is_floating(weight) else weight + update
-        return _round(total, weight.dtype, rounding, key) if _is_floating(weight) else total
+        return round_finite(total, weight.dtype, rounding, key) if _is_floating(weight) else total
     total = widen(weight.value) + update
     if weight.scale is None:
-        return weight.map_data(lambda data: _round(total, data.dtype, rounding, key))
+        return weight.map_data(lambda data: round_finite(total, data.dtype, rounding, key))
     scale = _fresh_scale(weight)
     full = ScaledArray(weight.data, scale, block_shape=weight.block_shape).full_scale
-    data = _round(total / to_float(full), weight.dtype, rounding, key)
+    # One division for all entries; exact, as scales are powers of two.
+    data = round_finite(total * (1 / to_float(full)), weight.dtype, rounding, key)
     return ScaledArray(data, scale, block_shape=weight.block_shape)
 
 
 def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _round(x: jax.Array, dtype: Any, rounding: CastRounding, key: jax.Array | None) -> jax.Array:
-    # A cast saturates; an infinite weight is to be seen.
-    return cast(jnp.where(jnp.isinf(x), jnp.nan, x), dtype, rounding, key)
 
 
 def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:

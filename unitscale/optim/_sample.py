@@ -1,0 +1,46 @@
+"""Evenly spaced entries of large arrays, from which scales are chosen."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+# All entries of an array that has at most so many are looked at.
+_ALL = 2**16
+# Of a larger one about so many, and so many for each of many scales.
+_IN_ROWS = 2**14
+_IN_COLUMNS = 2**13
+_OF_ITEM = 2**10
+
+
+def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
+    """Whether an array has more entries than are looked at for the scales shared along axes."""
+    return math.prod(shape) > max(_ALL, _least(shape, axes))
+
+
+def rows(x: Any, axes: Sequence[int]) -> Any:
+    """Evenly spaced rows of an array for each scale that is shared along axes; all if small."""
+    if not is_sampled(x.shape, axes):
+        return x
+    return _thinned(x, axes, _IN_ROWS)
+
+
+def columns(x: Any, axes: Sequence[int]) -> Any:
+    """A few evenly spaced columns of a large array, of almost all rows.
+
+    A GPU reads 32 bytes for each entry of a column.
+    """
+    stride = max(1, min(x.shape[-1], x.size // _IN_COLUMNS))
+    return _thinned(x[..., ::stride], axes, _ALL)
+
+
+def _thinned(x: Any, axes: Sequence[int], entries: int) -> Any:
+    entries, size = max(entries, _least(x.shape, axes)), x.size
+    strides = [1] * x.ndim
+    for axis in axes:  # those that come first are thinned out first
+        strides[axis] = max(1, min(x.shape[axis], size // entries))
+        size //= strides[axis]
+    return x[tuple(slice(None, None, stride) for stride in strides)]
+
+
+def _least(shape: tuple[int, ...], axes: Sequence[int]) -> int:
+    return _OF_ITEM * math.prod(n for axis, n in enumerate(shape) if axis not in axes)
