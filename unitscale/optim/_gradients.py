@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..core import is_scaled, widen
+from ._layout import row_major
 
 
 def is_leaf(x: Any) -> bool:
@@ -57,4 +57,4 @@ def _wide(x: Any) -> Any:
     # As parameters lie. Left to itself XLA lets a GPU's product write the gradient of a matrix
     # transposed, and then transposes all that the optimizer reads and writes: 46 bytes a parameter
     # in place of 28.
-    return with_layout_constraint(widen(x), Layout(tuple(range(jnp.ndim(x)))))
+    return row_major(widen(x))
