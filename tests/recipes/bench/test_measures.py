@@ -17,7 +17,6 @@ from flax import nnx
 
 from recipes.bench import methods, optim, parallel, parity, quant, scales, scalify
 from recipes.bench._compare import comparison, configs_of
-from recipes.bench._operations import operations
 from recipes.bench._runs import Told
 from recipes.bench._timing import interleaved, ratio
 from recipes.bench._underflow import Underflow, counted, gradient
@@ -394,13 +393,3 @@ def test_every_policy_is_compiled(
     temporaries = {row["policy"]: row["temporaries MiB"] for row in memory["rows"]}
     assert list(temporaries) == ["bfloat16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
     assert min(temporaries.values()) > 0
-
-
-def test_operations_are_counted_through_calls_and_by_shape() -> None:
-    def program(x: jax.Array, n: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda c, y: (c + y * n, None), x[0], jax.jit(jnp.tanh)(x))[0]
-
-    # In the loop a product and a sum, of scalars; outside a tanh, and x[0], in two steps or more.
-    found = operations(program, jnp.ones(3), jnp.float32(2))
-    assert found.scalars == 2
-    assert found.arrays >= 3
