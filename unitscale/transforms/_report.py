@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,5 +69,8 @@ class Report(list[Default]):
         return f"Report({len(self)} default rules, {len(self.exponents)} exponents)"
 
     def __str__(self) -> str:
-        defaults = [f"default: {d}" for d in self]
-        return "\n".join([*defaults, *(f"exponent: {e}" for e in self.exponents)])
+        counts = Counter(self.exponents)
+        exponents = [
+            f"exponent: {e}" + (f", {n} times" if n > 1 else "") for e, n in counts.items()
+        ]
+        return "\n".join([*(f"default: {d}" for d in self), *exponents])
