@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import (
     Scale,
@@ -78,10 +79,16 @@ def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _multiply(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, accumulator: Any
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, accumulator: Any, sharding: Any
 ) -> jax.Array:
     def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=accumulator)
+        return lax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            preferred_element_type=accumulator,
+            out_sharding=sharding,
+        )
 
     if lhs.dtype == jnp.bfloat16 and accumulator == jnp.float32:
         # On the CPU, XLA has no kernel of bfloat16 into float32 for some layouts.
@@ -89,6 +96,32 @@ def _multiply(
             lhs, rhs, cpu=lambda lhs, rhs: multiply(widen(lhs), widen(rhs)), default=multiply
         )
     return multiply(lhs, rhs)
+
+
+def _sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out: list[str]) -> Any:
+    """The sharding of dimensions ``out``, where explicit axes leave JAX in doubt of it.
+
+    That is where what is summed over is sharded (its parts are added), or one mesh axis shards two
+    dimensions (the first one keeps it). None where there is nothing to say.
+    """
+    places: dict[str, Any] = {}
+    for x, labels in ((rhs, spec.rhs), (lhs, spec.lhs)):
+        places.update(zip(labels, jax.typeof(x).sharding.spec, strict=True))
+    used: set[str] = set()
+    kept = []
+    for place in (places[c] for c in out):
+        names = place if isinstance(place, tuple) else (place,) if place is not None else ()
+        kept.append(None if used & set(names) else place)
+        used |= set(names)
+    if kept == [places[c] for c in out] and all(places[c] is None for c in spec.summed):
+        return None
+    return NamedSharding(jax.typeof(lhs).sharding.mesh, PartitionSpec(*kept))
+
+
+def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns an array with the sharding of another, where its axes are explicit."""
+    sharding = jax.typeof(like).sharding
+    return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out_dtype: Any) -> jax.Array:
@@ -102,9 +135,10 @@ def _dot(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out_dtype: Any) -> j
     dimension_numbers = ((positions[0], positions[1]), (positions[2], positions[3]))
     lhs, rhs = _alike(lhs, rhs)
     accumulator = _accumulator(result_dtype(lhs, rhs), out_dtype)
-    y = _multiply(lhs, rhs, dimension_numbers, accumulator)
     known = (*batch, *spec.summed)
     free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in known]
+    sharding = _sharding_of_sum(lhs, rhs, spec, batch + free)
+    y = _multiply(lhs, rhs, dimension_numbers, accumulator, sharding)
     order = [(batch + free).index(c) for c in spec.out]
     return y if order == sorted(order) else lax.transpose(y, order)
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import custom_vjp, format_of, result_dtype, to_float, widen
+from ..core import ScaledArray, custom_vjp, format_of, result_dtype, to_float, widen
 from ._amax import needs_scale, tensor_scale
 from ._config import MatmulConfig
-from ._contraction import Contraction, in_result, product
+from ._contraction import Contraction, in_result, placed_as, product
 from ._quantize import quantize, quantize_at
 from ._state import QuantState, Seen, check_state, measure, state_gradient
 from ._strategies import Block, Dynamic, Static
@@ -127,7 +127,7 @@ def operand_gradients(
     Returns:
         The left gradient, the right one, and what a state is to see of the cotangent.
     """
-    saw = None
+    saw, places = None, [x.data if isinstance(x, ScaledArray) else x for x in (lhs, rhs)]
     if _per_slice(config):
         for_lhs, rhs = _without_scale(cotangent, spec.out, rhs, spec.rhs)
         for_rhs, lhs = _without_scale(cotangent, spec.out, lhs, spec.lhs)
@@ -143,7 +143,7 @@ def operand_gradients(
         rhs, for_left = turned, Contraction(spec.out, spec.rhs[::-1], spec.lhs)
     grad_lhs = product(for_lhs, rhs, for_left, factors[0], dtypes[0])
     grad_rhs = product(lhs, for_rhs, spec.grad_rhs, factors[1], dtypes[1])
-    return grad_lhs, grad_rhs, saw
+    return placed_as(grad_lhs, places[0]), placed_as(grad_rhs, places[1]), saw
 
 
 def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
