@@ -51,8 +51,8 @@ def main(
     told, own = Told(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
     tables = [compare(wanted, told, own).table()] if runs else []
     three = "scalify-float32", "scalify-float16", "plain-float32"
-    configs = [configs_of(entry, told, name, own[name])[0] for name in three]
-    tables += [costs(*configs, rounds, compilations), counted(), extremes(programs())]
+    scaled, half, plain = (configs_of(entry, told, name, own[name])[0] for name in three)
+    tables += [costs(scaled, half, plain, rounds, compilations), counted(), extremes(programs())]
     notes = [
         f"learning rate {learning_rate}, no loss scale; loss over all validation text. float16: "
         "parameters, Adam's state and activations; fp8: as float16, operands of linear layers in "
