@@ -23,7 +23,10 @@ from ._values import UNKNOWN, Value, is_float, spans, uniform
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
 
-@register("carrier", *_SAME_PLACE, "sharding_constraint", "layout_constraint")
+_PLACED = ("sharding_constraint", "layout_constraint", "unitscale_row_major")
+
+
+@register("carrier", *_SAME_PLACE, *_PLACED)
 def same_place(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; every element keeps its scale."""
     (x,) = values
