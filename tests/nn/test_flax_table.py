@@ -46,7 +46,8 @@ def test_every_module_has_a_twin_or_is_accounted_for() -> None:
     twins = {cls.__name__ for cls in TWINS} - {"Optimizer"}
     assert modules(nn) == twins | OWN | {"Linear"}
     flaxs = {cls.__name__ for cls in TWINS.values()} - {"Optimizer"}
-    assert modules(nnx) - flaxs - SHARED == MISSING.keys()
+    newer = {"RoPE"} - modules(nnx)  # of Flax 0.12.12, and the page is one for all
+    assert modules(nnx) - flaxs - SHARED == MISSING.keys() - newer
 
 
 @pytest.mark.parametrize("cls", TWINS, ids=lambda cls: cls.__name__)

@@ -51,6 +51,7 @@ MISSING: dict[str, str] = {
     "LSTMCell": "`OptimizedLSTMCell` is the same function",
     "LinearGeneral": "`Einsum`, or a reshape around `Dense`",
     "PReLU": "`ops.elementwise` takes any activation that has no parameter",
+    "RoPE": "`MultiHeadAttention(rotary_base=)`, `ops.rotary`",
     "SpectralNorm": "it changes the variance of a weight, which factors count on",
     "WeightNorm": "it changes the variance of a weight, which factors count on",
 }
