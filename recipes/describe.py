@@ -101,13 +101,17 @@ def program_flops(jaxpr: ClosedJaxpr) -> float:
 def _of_further_turns(jaxpr: Jaxpr) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if not _is_jaxpr(inner):
-                continue
+        for inner in inner_programs(eqn):
             total += _of_further_turns(getattr(inner, "jaxpr", inner))
             if eqn.primitive.name == "scan":
                 total += (eqn.params["length"] - 1) * program_flops(inner)
     return total
+
+
+def inner_programs(eqn: Any) -> list[Any]:
+    """The jaxprs, closed or open, among the parameters of an equation."""
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
+    return [leaf for leaf in leaves if _is_jaxpr(leaf)]
 
 
 def _is_jaxpr(x: Any) -> bool:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from unitscale import as_scaled, scalify
 
+from ..describe import inner_programs
 from ._table import Table
 
 LAYERS, WIDTH, ROWS = 8, 64, 32
@@ -37,10 +38,9 @@ def operations(program: Callable[..., Any], *args: Any) -> Operations:
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
-        leaves = jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, (Jaxpr, ClosedJaxpr)))
-        inner = [x for x in leaves if isinstance(x, (Jaxpr, ClosedJaxpr))]
+        inner = inner_programs(eqn)
         for program in inner:
-            yield from _equations(program.jaxpr if isinstance(program, ClosedJaxpr) else program)
+            yield from _equations(getattr(program, "jaxpr", program))
         if not inner:
             yield eqn
 

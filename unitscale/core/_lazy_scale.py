@@ -7,6 +7,7 @@ alignment. A `LazyScale` keeps the formula and becomes an array only where data 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +19,17 @@ from jax.extend.core import get_opaque_trace_state
 
 # The smallest normal float32: ratios stop there, so that an infinity times a ratio is no NaN.
 _SMALLEST = 2.0**-126
+
+
+def made_once(made: dict[Any, tuple[Any, Any]], key: Any, make: Callable[[], Any]) -> Any:
+    """Returns what was made for a key in this trace, or makes it.
+
+    An array made inside a loop's body must not be found outside of it.
+    """
+    level = get_opaque_trace_state(convention="flax")
+    if key not in made or made[key][0] != level:
+        made[key] = level, make()
+    return made[key][1]
 
 
 class Atom:
@@ -133,12 +145,8 @@ class LazyScale:
         """
         if not self.powers:
             return np.float32(2.0 ** min(max(self.log2, -126), 127))  # type: ignore[return-value]
-        # An array made inside a loop's body must not be found outside of it.
-        level = get_opaque_trace_state(convention="flax")
         made = min(self.powers, key=id).made
-        if self not in made or made[self][0] != level:
-            made[self] = level, _product(*self._factors(), self.log2)
-        return made[self][1]
+        return made_once(made, self, lambda: _product(*self._factors(), self.log2))
 
 
 def _product(above: list[jax.Array], below: list[jax.Array], log2: float) -> jax.Array:

@@ -61,16 +61,15 @@ def einsum(
             "unitscale.ops.einsum: subscripts must be a product of x and a kernel, such as "
             f"'...a,ab->...b'; got {subscripts!r}: {problem}"
         )
-    rank = unpack("einsum", "x", x)[0].ndim
     (data, x_scale), (w, w_scale) = (
         unpack_uniform("einsum", name, a, tuple(range(unpack("einsum", name, a)[0].ndim)))
         for name, a in (("x", x), ("kernel", kernel))
     )
-    spec = einsum_contraction(subscripts, rank)
+    spec = einsum_contraction(subscripts, data.ndim)
     size = dict(zip(spec.lhs, data.shape, strict=False)) | dict(
         zip(spec.rhs, w.shape, strict=False)
     )
-    fits = len(spec.lhs) == rank and len(spec.rhs) == w.ndim
+    fits = len(spec.lhs) == data.ndim and len(spec.rhs) == w.ndim
     if not fits or any(size[c] != n for c, n in zip(spec.lhs, data.shape, strict=True)):
         raise shape_error(
             "einsum",

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..core._lazy_scale import LazyScale
+from ._align import at_scale
 from ._settle import measured, settle
 from ._values import (
     DOUBT,
@@ -22,9 +23,7 @@ from ._values import (
     is_float,
     narrow,
     saturate,
-    scale_of,
     spans,
-    times,
     uniform,
     widen,
 )
@@ -87,11 +86,8 @@ def leave(value: Value, form: Form) -> list[Any]:
     """Returns the arrays that a value crosses as: data, and its scale if that is variable."""
     if form.scale is None:
         return [value.data]
-    if form.scale == ONE:
-        return [narrow(saturate(value.wide(), form.dtype), form.dtype)]
     if isinstance(form.scale, LazyScale):
-        own = scale_of(uniform(value))
-        data = times(widen(uniform(value).data), own / form.scale)
+        data = at_scale(uniform(value), form.scale, form.dtype)
         return [narrow(saturate(data, form.dtype), form.dtype)]
     value = Value(value.data, ONE, dtype=form.dtype) if value.scale is None else uniform(value)
     value = measured(value) if value.doubt > DOUBT else settle(value)

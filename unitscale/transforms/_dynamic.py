@@ -20,12 +20,12 @@ _SMALLEST_MEAN, _LARGEST_MEAN = np.float32(2.0**-90), np.float32(2.0**120)
 _MASK = np.float32(2.0**120)
 
 
-def unit_of(data: Any, statistic: Statistic = "rms", zero: float = 1.0) -> Any:
+def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
     """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
-    The RMS is that of elements below 2^120, if there are any but zeros. ``zero`` for data without
-    finite elements other than zero. Not differentiated. A program measures often, so this is
-    written in few operations, in two reductions that do not wait for each other.
+    The RMS is that of elements below 2^120, if there are any but zeros. 1 for data without finite
+    elements other than zero. Not differentiated. A program measures often, so this is written in
+    few operations, in two reductions that do not wait for each other.
 
     Example:
         >>> print(unit_of(jnp.array([3e5, jnp.inf])))
@@ -47,17 +47,17 @@ def unit_of(data: Any, statistic: Statistic = "rms", zero: float = 1.0) -> Any:
             size = lax.select(lax.eq(kept, mean), lax.sqrt(mean), largest)
         else:
             size = largest
-    return _nearest_pow2(lax.convert_element_type(size, np.float32), zero)
+    return _nearest_pow2(lax.convert_element_type(size, np.float32))
 
 
 def _as(number: Any, like: Any) -> Any:
     return np.asarray(number, like.dtype)
 
 
-def _nearest_pow2(size: Any, zero: float) -> Any:
-    """Rounds to a power of two, 1.5 upwards; ``zero`` for zero and subnormal numbers."""
+def _nearest_pow2(size: Any) -> Any:
+    """Rounds to a power of two, 1.5 upwards; 1 for zero and subnormal numbers."""
     # Times 4/3 the numbers from 1.5 on reach the next exponent, which the mask keeps.
     size = lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))
     bits = lax.bitcast_convert_type(size, np.int32)
     power = lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
-    return lax.select(lax.gt(power, np.float32(0)), power, lax.full_like(power, zero))
+    return lax.select(lax.gt(power, np.float32(0)), power, lax.full_like(power, 1))

@@ -6,7 +6,7 @@ and how far its data may have drifted from unit size. So nothing is rescaled for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
 
 from ..core import format_of, result_dtype, wide_dtype
 from ..core._arithmetic import reduce_scale
-from ..core._lazy_scale import Atom, LazyScale
+from ..core._lazy_scale import Atom, LazyScale, made_once
 from ._dynamic import unit_of
 
 ONE = LazyScale()
@@ -105,18 +104,11 @@ class Value:
         self.dtype = dtype if scale is None or dtype is not None else result_dtype(data)
         self.const = const
 
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        # An array made inside a loop's body must not be found outside of it.
-        level = get_opaque_trace_state(convention="flax")
-        if name not in self._made or self._made[name][0] != level:
-            self._made[name] = level, make()
-        return self._made[name][1]
-
     @property
     def data(self) -> Any:
         """The array."""
         data = self._data
-        return self._once("data", data.array) if isinstance(data, Multiple) else data
+        return made_once(self._made, "data", data.array) if isinstance(data, Multiple) else data
 
     @property
     def is_plain(self) -> bool:
@@ -144,7 +136,7 @@ class Value:
             unit = LazyScale.of(unit_of(wide))
             return times(wide, ONE / unit), unit
 
-        return self._once("split", make)
+        return made_once(self._made, "split", make)
 
     def wide(self) -> Any:
         """Returns ``data * scale``, wide; once, however many operations see it."""
@@ -152,8 +144,8 @@ class Value:
         if scale is None or scale == ONE:
             return widen(self.data)
         if isinstance(data, Multiple) and not scale.ndim and not scale.is_static:
-            return self._once("wide", lambda: data.times(scale).array())
-        return self._once("wide", lambda: times(widen(self.data), scale))
+            return made_once(self._made, "wide", lambda: data.times(scale).array())
+        return made_once(self._made, "wide", lambda: times(widen(self.data), scale))
 
     def at_one(self) -> Value:
         """Returns the value at scale 1, wide; nothing is known of the size of its data."""
