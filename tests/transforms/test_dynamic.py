@@ -42,3 +42,10 @@ def test_one_where_there_is_nothing_to_measure(x: Any) -> None:
 
 def test_not_differentiated() -> None:
     assert float(jax.grad(lambda x: unit_of(x) * 1.0)(jnp.float32(3.0))) == 0.0
+
+
+@pytest.mark.parametrize("exponent", [-70, -56, -20, 0, 28])
+def test_rms_of_small_and_large_numbers_is_not_their_largest(exponent: int) -> None:
+    data = np.float32(2.0**exponent) * np.append(np.ones(1023, np.float32), np.float32(16))
+    assert float(unit_of(data)) == 2.0**exponent
+    assert float(unit_of(data, "amax")) == 2.0 ** (exponent + 4)

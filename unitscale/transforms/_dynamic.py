@@ -16,6 +16,8 @@ Statistic = Literal["rms", "amax"]
 _EXPONENT_BITS = np.int32(0x7F800000)
 # Beyond these the mean of squares has lost what it was to measure.
 _SMALLEST_MEAN, _LARGEST_MEAN = np.float32(2.0**-90), np.float32(2.0**120)
+# Squares are taken of numbers times this: what programs measure is small more often than large.
+_UP = np.float32(2.0**30)
 # What is larger stands for infinity: beside it other numbers would be lost, at a scale of its size.
 _MASK = np.float32(2.0**120)
 
@@ -42,9 +44,11 @@ def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
         if statistic == "rms":
             number = np.asarray(1 / size.size, size.dtype)
             usual = lax.select(lax.lt(size, _as(_MASK, size)), size, lax.full_like(size, 0))
-            mean = lax.mul(lax.reduce_sum(lax.mul(usual, usual), axes), number)
+            raised = lax.mul(usual, _as(_UP, usual))
+            mean = lax.mul(lax.reduce_sum(lax.mul(raised, raised), axes), number)
             kept = lax.clamp(_as(_SMALLEST_MEAN, mean), mean, _as(_LARGEST_MEAN, mean))
-            size = lax.select(lax.eq(kept, mean), lax.sqrt(mean), largest)
+            root = lax.mul(lax.sqrt(mean), _as(1 / _UP, mean))
+            size = lax.select(lax.eq(kept, mean), root, largest)
         else:
             size = largest
     return _nearest_pow2(lax.convert_element_type(size, np.float32))
