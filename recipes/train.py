@@ -44,7 +44,7 @@ from .run.processes import (
     together,
 )
 from .run.progress import Reporter, Stopwatch
-from .run.recipe import recipe_of
+from .run.recipe import build_model, recipe_of
 from .run.scaling import plain
 from .run.signals import StopRequest
 from .run.state import TrainState, init_state, restore, with_kept_tokenizer
@@ -318,7 +318,7 @@ def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
 def plot_run(run: _Run) -> None:
     """Draws the losses, and the RMS of all layers before and after training."""
     batch = next(run.data.validation(1))
-    models: dict[str, Any] = {"at initialisation": recipe_of(run.config).build(run.config)}
+    models: dict[str, Any] = {"at initialisation": build_model(run.config)}
     models[f"after {int(run.state.step)} steps"] = run.model()
     plot_loss(run.folder, per=run.config.loss_unit)
     readings = {label: probe(model, *loss_inputs(batch)) for label, model in models.items()}

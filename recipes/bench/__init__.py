@@ -10,6 +10,7 @@ BENCHMARKS = {
     "overhead": "step time over plain flax.nnx, and the FLOPs that factors add",
     "scalify": "losses, cost and range of plain programs under unitscale.scalify",
     "quant": "loss, FP8 kernels, amax reductions, memory and speed by how scales are chosen",
+    "formats": "loss and gradient error by which products and operands are in FP8",
     "h200": "time, memory and FP8 kernels of training steps on an H200, projected without one",
     "gpu": "tests, times, memory and losses on this machine's GPU, beside what is projected",
     "optim": "bytes, step time and validation loss of 16- and 8-bit optimizer state",
@@ -19,5 +20,6 @@ BENCHMARKS = {
     "trace": "time and memory of a training step under analysis.trace_scales",
     "lms": "losses and scores of language models by format, imported logits, and pipeline speed",
     "mnist": "test accuracy of a classifier under scalify, in each number format",
+    "results": "the figures that were measured, as a page, from notebooks/results",
     "fuzz": "random programs on ScaledArrays that agree with float64, values and gradients",
 }

@@ -66,20 +66,33 @@ class Comparison(Section):
 
 
 class Compared(NamedTuple):
-    """Values of every seed by variant, and the config of the first seed's run."""
+    """Values of every run by variant, text by text and in each seed by seed, and their configs."""
 
     entry: Comparison
-    configs: dict[str, RunConfig]
+    configs: dict[str, list[RunConfig]]
     values: dict[str, list[float]]
+    texts: list[str]
 
     def table(self) -> Table:
-        """Every variant beside the reference."""
-        entry, (config, *_) = self.entry, self.configs.values()
+        """Every variant beside the reference, over all runs."""
+        return self._table(slice(None), self.texts)
+
+    def tables(self) -> list[Table]:
+        """The same on each text, and over all of them."""
+        seeds = len(self.values[self.entry.reference]) // len(self.texts)
+        parts = [slice(i * seeds, (i + 1) * seeds) for i in range(len(self.texts))]
+        each = [self._table(part, [text]) for part, text in zip(parts, self.texts, strict=True)]
+        return [*each, self.table()] if len(each) > 1 else each
+
+    def _table(self, part: slice, texts: list[str]) -> Table:
+        entry, (config, *_) = self.entry, self.configs[self.entry.reference]
+        values = {name: found[part] for name, found in self.values.items()}
         bounds: dict[str, Bound] = {name: one.bound for name, one in entry.variants.items()}
-        rows = judged(self.values, entry.reference, bounds, entry.metric)
-        seeds = len(self.values[entry.reference])
-        many = f"seed {config.seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
-        title = f"{entry.title}: {config.train.steps} steps, {many}"
+        rows = judged(values, entry.reference, bounds, entry.metric)
+        seeds = len(values[entry.reference]) // len(texts)
+        title = f"{entry.title}: {config.train.steps} steps, "
+        title += f"seed {config.seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
+        title += f", {' and '.join(texts)}" if any(texts) else ""
         return Table(title, [row | {"variant": entry.label(row["variant"])} for row in rows])
 
 
@@ -105,23 +118,25 @@ def compare(
             scores = (run or trained)(config, told.fresh)
             found.append(loss_of(config) if entry.metric == "loss" else scores[entry.metric])
         jax.clear_caches()
-    return Compared(entry, {name: found[0] for name, found in configs.items()}, values)
+    return Compared(entry, configs, values, [text.removeprefix("-") for text in told.texts])
 
 
 def configs_of(
     entry: Comparison, told: Told, name: str, words: Sequence[str] = ()
 ) -> list[RunConfig]:
-    """The runs of a variant, one for each seed; another than the first has it in its name."""
+    """The runs of a variant, on each text with each seed; another than the first is named."""
     path = told.config or CONFIGS / entry.config
     settings = entry.variants[name].settings.items()
     own = [*(f"{key}={json.dumps(value)}" for key, value in settings), *words]
-    kind = RECIPES[entry.recipe]
-    first = variant(path, told.words, name, *own, kind=kind)
-    more = range(first.seed + 1, first.seed + (told.seeds or entry.seeds))
-    return [first] + [
-        variant(path, told.words, f"{name}-seed{seed}", *own, f"seed={seed}", kind=kind)
-        for seed in more
-    ]
+    kind, found = RECIPES[entry.recipe], []
+    for text, data in told.texts.items():
+        first = variant(path, told.words, f"{name}{text}", *data, *own, kind=kind)
+        more = range(first.seed + 1, first.seed + (told.seeds or entry.seeds))
+        found += [first] + [
+            variant(path, told.words, f"{name}{text}-seed{n}", *data, *own, f"seed={n}", kind=kind)
+            for n in more
+        ]
+    return found
 
 
 def judged(

@@ -208,7 +208,7 @@ def losses(setting: Setting) -> Rows:
     words = [f"train.runs_dir={setting.folder}"]
     if setting.toy:
         words += ["train.steps=2", "model.width=16", "model.layers=1", "optimizer.warmup_steps=0"]
-    told = Told(None, words, 2 if setting.toy else 3, False, setting.data)
+    told = Told(None, words, 2 if setting.toy else 3, False, setting.data and [setting.data])
     return [dict(row) for row in compare(entry, told).table().rows]
 
 

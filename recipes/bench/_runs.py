@@ -1,6 +1,6 @@
 """Whole training runs that a benchmark compares: trained, resumed, or found finished."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -27,6 +27,10 @@ ConfigPath = Annotated[
     str | None, typer.Option("--config", help="the run to compare; by default that of the figures")
 ]
 DataPath = Annotated[str | None, typer.Option("--data", help="text; by default Python's library")]
+DataPaths = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="text, once or more; by default Python's library"),
+]
 PlainRate = Annotated[
     float | None,
     typer.Option(help="peak learning rate of plain models, which have no u-muP; 1e-3 if not given"),
@@ -40,18 +44,31 @@ Kind = TypeVar("Kind", bound=RunConfig)
 
 
 class Told(NamedTuple):
-    """What the command line says of the runs: config file, overrides, seeds, and text."""
+    """What the command line says of the runs: config file, overrides, seeds, and texts."""
 
     config: str | None = None
     overrides: list[str] | None = None
     seeds: int | None = None
     fresh: bool = False
-    data: str | None = None
+    data: Sequence[str] | None = None
 
     @property
     def words(self) -> list[str]:
         """Overrides for every run."""
-        return [*(self.overrides or ()), *([] if self.data is None else [f"data.path={self.data}"])]
+        return list(self.overrides or ())
+
+    @property
+    def texts(self) -> dict[str, list[str]]:
+        """Overrides for the runs on each text, by what ends their names; "" on the config's own."""
+        if not self.data:
+            return {"": []}
+        found = {f"-{Path(path).stem}": [f"data.path={path}"] for path in self.data}
+        if len(found) < len(self.data):
+            raise RecipeError(
+                f"--data: expected files of different names; got {', '.join(self.data)}; "
+                "the runs are named after them: rename one"
+            )
+        return found
 
 
 def variant(

@@ -1,10 +1,15 @@
 """What every benchmark prints: tables on the terminal, and the same numbers as JSON."""
 
+import datetime
 import json
 import math
+import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +21,7 @@ from rich.table import Table as RichTable
 from ..errors import refused
 
 WIDTH = 160  # of what is not printed to a terminal
+PACKAGES = "jax", "jaxlib", "flax", "optax"
 
 _NAMES = {
     "d": "width, count, of, outside",
@@ -23,7 +29,7 @@ _NAMES = {
     ",d": "parameters, scalars, arrays, entries, lost, not finite, numbers kept, sequences, "
     "tokens each, products, FP8 kernels, lost products, amax, casts, kernels",
     ".5f": "validation loss",
-    ".4f": "accuracy, loss, bytes per entry, over float32, over plain",
+    ".4f": "gradient error, accuracy, loss, bytes per entry, over float32, over plain",
     ".3f": "f1, ratio, ratio of medians, lower quartile, upper quartile, CPU time ratio, "
     "over bfloat16, arrays over plain, weights, state, together, least, greatest, "
     "time over plain-bfloat16, time over qwix, value, over projected",
@@ -79,7 +85,10 @@ class Table:
 def publish(
     name: str, tables: Sequence[Table], path: Path | None = None, notes: Sequence[str] = ()
 ) -> None:
-    """Prints tables and notes, and writes them to `path` if there is one."""
+    """Prints tables and notes, and writes them to `path` if there is one.
+
+    The file also says with which command, versions and machine they were measured, and when.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -96,9 +105,10 @@ def publish(
         return
     document = {
         "benchmark": name,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        "command": command_line(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version()} | {n: version(n) for n in PACKAGES},
+        "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
         "tables": [{"title": t.title, "rows": [plain(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
@@ -106,6 +116,21 @@ def publish(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     console.print(f"written to {path}", markup=False, highlight=False)
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command that was given, files by their names, without where it writes.
+
+    Example:
+      >>> command_line(["bench", "parity", "--data", "/texts/a.txt", "--json", "out.json"])
+      'python -m recipes bench parity --data a.txt'
+    """
+    kept = ["python", "-m", "recipes"]
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "--json" or word.startswith(("--json", "train.runs_dir=")):
+            continue
+        kept.append(Path(word).name if Path(word).is_absolute() else word)
+    return shlex.join(kept)
 
 
 def within(value: float, bounds: tuple[float | None, float | None]) -> bool:

@@ -74,7 +74,7 @@ def main(
         raise RecipeError(
             "--sst2, --squad and --tuning: expected beside --finetune; got them alone; add it"
         )
-    told = Told(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data and [data])
     tables, notes = [], []
     best = None if charlm is None else read_best(charlm)  # complains before hours of training
     imported = folders(logits or ())
@@ -90,7 +90,7 @@ def main(
     if imported:
         tables.append(logits_table(imported))
     if pipelines:
-        text = told._replace(overrides=None).words
+        (text,) = told.texts.values()
         rows = [time_pipeline(load_config(CONFIGS / name, text), rounds) for name in QUICKSTARTS]
         tables.append(Table("Tokens a second: input pipeline alone, and training", rows))
         notes.append(
@@ -104,8 +104,9 @@ def tuned(
 ) -> list[Table]:
     """Scores of the pretrained models, tuned on the tasks whose files are given."""
     reference = pretrained.entry.reference
-    first = pretrained.configs[reference]
-    base = first.name.removesuffix(f"-{reference}")
+    runs = {policy: first for policy, (first, *_) in pretrained.configs.items()}
+    first = runs[reference]
+    base = first.name.replace(f"-{reference}", "", 1)
     tasks: dict[str, Sequence[str]] = {}
     if sst2:
         tasks["sst2"] = sentence_words(*sst2)
@@ -118,7 +119,7 @@ def tuned(
             told,
             {
                 policy: [f"name={base}-{task}", *tuned_words(run), *words]
-                for policy, run in pretrained.configs.items()
+                for policy, run in runs.items()
             },
         ).table()
         for task, words in tasks.items()

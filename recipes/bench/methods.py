@@ -26,7 +26,7 @@ from ..gpt.config import GPTConfig
 from ..run.scaling import under
 from ..run.state import TrainState, init_state
 from ._compare import compare, comparison
-from ._runs import ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, publish
 from ._timing import random_batch
 from ._underflow import WHEN, Sample, gradient, lost_gradients
@@ -41,7 +41,7 @@ TO_CHOOSE = {
 def main(
     overrides: Overrides = None,
     config: ConfigPath = None,
-    data: DataPath = None,
+    data: DataPaths = None,
     plain_learning_rate: PlainRate = None,
     loss_scale: Annotated[float, typer.Option(min=1.0, help="the constant loss scale")] = 2.0**12,
     growth_interval: Annotated[
@@ -57,7 +57,7 @@ def main(
     own["loss-scale"].append(f"optimizer.loss_scale={loss_scale}")
     own["auto-loss-scale"].append(f"optimizer.loss_scale_interval={growth_interval}")
     found = compare(entry, Told(config, overrides, seeds, fresh, data), own)
-    configs: dict[str, Any] = found.configs
+    configs: dict[str, Any] = {name: runs[0] for name, runs in found.configs.items()}
     first = configs[entry.reference]
     sample = Sample.of(first)
     losses, rows, costs = found.table(), [], {}

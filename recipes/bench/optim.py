@@ -26,7 +26,7 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.state import init_state
 from ._compare import compare, comparison, configs_of
-from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
+from ._runs import CONFIGS, ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved
 
@@ -43,7 +43,7 @@ def main(
     large: Annotated[
         str, typer.Option(help="the model whose bytes and steps are measured")
     ] = GPT2_SMALL,
-    data: DataPath = None,
+    data: DataPaths = None,
     rounds: Annotated[int, typer.Option(min=4, help="timed steps of each optimizer")] = 20,
     loss: Annotated[bool, typer.Option(help="also train for the validation loss")] = True,
     seeds: Seeds = None,
@@ -66,7 +66,7 @@ def main(
     if loss:
         # The float32 run is that of `bench parity`.
         told = Told(config, overrides, seeds, fresh, data)
-        tables.append(compare(comparison("optim"), told).table())
+        tables += compare(comparison("optim"), told).tables()
     publish("optim", tables, json, notes)
 
 

@@ -30,7 +30,7 @@ from ..describe import program_flops
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.batch import make_loss
-from ..run.recipe import recipe_of
+from ..run.recipe import build_model, recipe_of
 from ..run.step import abstract_step
 from ._context import LONG, long_context
 from ._runs import CONFIGS
@@ -145,9 +145,8 @@ def count_factors(name: str, config: GPTConfig | BertConfig) -> dict[str, Any]:
 
 def flops(config: RunConfig) -> float:
     """Floating-point operations of loss and gradient, before XLA optimizes the program."""
-    recipe = recipe_of(config)
-    model = nnx.eval_shape(lambda: recipe.build(config))
-    return flops_of(model, recipe.abstract_batch(config))
+    model = nnx.eval_shape(lambda: build_model(config))
+    return flops_of(model, recipe_of(config).abstract_batch(config))
 
 
 def flops_of(model: nnx.Module, batch: Any) -> float:

@@ -29,7 +29,7 @@ from ..config import RunConfig
 from ..errors import RecipeError
 from ..run.folder import dump_config
 from ._compare import compare, comparison
-from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish, within
 
 DEVICES, TRAIN_DEVICES = 8, 4
@@ -45,7 +45,7 @@ def main(
     overrides: Overrides = None,
     train: Annotated[bool, typer.Option(help="also train, for the validation loss")] = False,
     config: ConfigPath = None,
-    data: DataPath = None,
+    data: DataPaths = None,
     seeds: Seeds = None,
     fresh: Fresh = False,
     json: JsonPath = None,
@@ -68,7 +68,7 @@ def main(
     ]
     if train:
         told = Told(config, overrides, seeds, fresh, data)
-        tables.append(compare(comparison("parallel"), told, run=_trained_apart).table())
+        tables += compare(comparison("parallel"), told, run=_trained_apart).tables()
         notes.append(
             "Training: the batch divided, rounded to nearest; loss over all validation text."
         )

@@ -30,7 +30,7 @@ from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..run.step import abstract_step
 from ._compare import compare, comparison, judged
-from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, PlainRate, Seeds, Told
+from ._runs import CONFIGS, ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper
 from .overhead import GPT2
@@ -53,7 +53,7 @@ GPU_COMMAND = "JAX_PLATFORMS=cuda python -m recipes bench quant --no-train --no-
 def main(
     overrides: Overrides = None,
     config: ConfigPath = None,
-    data: DataPath = None,
+    data: DataPaths = None,
     policies: Annotated[str, typer.Option(help="policies, separated by commas")] = POLICIES,
     plain_learning_rate: PlainRate = None,
     fresh: Fresh = False,
@@ -72,7 +72,7 @@ def main(
     told = Told(config, overrides, seeds, fresh, data)
     tables, notes = [], []
     if train:
-        tables.append(compare(entry, told).table())
+        tables += compare(entry, told).tables()
         notes.append("No loss scale; loss over all validation text.")
     if train and convert:
         tables += converted(told, plain_learning_rate)
@@ -107,7 +107,7 @@ def converted(told: Told, rate: float | None) -> list[Table]:
     if not has_qwix():
         entry = entry.only("--policies", "converted-fp8_dynamic,converted-fp8_delayed")
     found = compare(entry, told, entry.at_rate(rate))
-    tables = [found.table()]
+    tables = found.tables()
     if "qwix" in found.values:
         values = {k: v for k, v in found.values.items() if k != entry.reference}
         rows = judged(values, "qwix", dict.fromkeys(values, "no worse"))

@@ -22,7 +22,7 @@ from unitscale.transforms import scalify as transform
 
 from ._compare import compare, comparison, configs_of
 from ._operations import counted
-from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, compiled, interleaved, random_batch, stepper, train_step
 
@@ -33,7 +33,7 @@ MOST_TIME, MOST_COMPILE, MOST_ERROR = 1.03, 1.5, 0.02
 def main(
     overrides: Overrides = None,
     config: ConfigPath = None,
-    data: DataPath = None,
+    data: DataPaths = None,
     learning_rate: Annotated[
         float, typer.Option(help="peak learning rate of the plain model")
     ] = 1e-3,
@@ -49,7 +49,7 @@ def main(
     entry = comparison("scalify")
     wanted = entry.only("--formats", formats, prefix="scalify-")
     told, own = Told(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
-    tables = [compare(wanted, told, own).table()] if runs else []
+    tables = compare(wanted, told, own).tables() if runs else []
     three = "scalify-float32", "scalify-float16", "plain-float32"
     scaled, half, plain = (configs_of(entry, told, name, own[name])[0] for name in three)
     tables += [costs(scaled, half, plain, rounds, compilations), counted(), extremes(programs())]

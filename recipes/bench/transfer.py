@@ -20,7 +20,7 @@ from ..errors import RecipeError
 from ..gpt.config import GPTConfig
 from ..registry import load_kind
 from ..sweep import Curve, make_points, read_curves, sweep
-from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, Told
+from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides
 from ._table import JsonPath, Table, publish, within
 
 UMUP_NAME, PLAIN_NAME = "u-muP", "plain"
@@ -41,7 +41,8 @@ def main(
 ) -> None:
     """Prints the best learning rate at each width, and draws the loss over learning rates."""
     path = config or str(CONFIGS / "gpt" / "transfer.yaml")
-    settings = load_kind(GPTConfig, path, Told(overrides=overrides, data=data).words)
+    words = [*(overrides or ()), *([] if data is None else [f"data.path={data}"])]
+    settings = load_kind(GPTConfig, path, words)
     if set(settings.sweep.grid) != _AXES:
         raise RecipeError(
             f"sweep.grid: expected the keys {', '.join(sorted(_AXES))}; got "

@@ -86,6 +86,10 @@ class RunConfig(Section):
     policy: Policy = Field(
         default="float32", description="the number formats the model computes in"
     )
+    policies: dict[str, Policy] = Field(
+        default_factory=dict,
+        description="policies of single layers, by patterns of their paths: see nn.set_policies",
+    )
     fp8_readout: Flag = Field(
         default=False,
         description="whether the products of the readout are in the policy's 8 bits too",

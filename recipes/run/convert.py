@@ -19,11 +19,12 @@ from .scaling import plain, scaled
 _OPTIMIZER = ("weights", "moments", "rounding", "skip_nonfinite")
 
 # What was always so before there was a key for it.
-_NEWER = {"fp8_readout": False, "scan": False, "vocab_multiple": 1}
+_NEWER = {"policies": {}, "fp8_readout": False, "scan": False, "vocab_multiple": 1}
 _SHAPE = ("scan", "vocab_multiple")
 
 FORMAT_KEYS = (
     "policy",
+    "policies",
     "fp8_readout",
     "scalify",
     "mesh.gradients",
@@ -45,6 +46,7 @@ def formats(config: RunConfig) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
     return {
         "policy": tree["policy"],
+        "policies": tree["policies"],
         "scalify": tree["scalify"],
         "gradients": None if config.mesh is None else config.mesh.gradients,
         "fp8_readout": tree["fp8_readout"],

@@ -12,8 +12,11 @@ from typing import Any, Protocol
 
 from flax import nnx
 
+from unitscale.nn import set_policies
+
 from ..batches import Data
 from ..config import RunConfig
+from ..errors import RecipeError
 
 PACKAGE = __name__.removesuffix(".run.recipe")
 
@@ -58,6 +61,20 @@ def no_scores(config: Any, data: Any, model: Any, folder: Path) -> dict[str, flo
 def no_closing(config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
     """Nothing: loss and scores say it all."""
     return iter(())
+
+
+def build_model(config: RunConfig) -> nnx.Module:
+    """The model of a config, with the policies that single layers have.
+
+    Raises:
+      RecipeError: A pattern of `policies` fits no layer, or its policy not the layer.
+    """
+    model = recipe_of(config).build(config)
+    try:
+        set_policies(model, config.policies)
+    except ValueError as error:
+        raise RecipeError(f"policies: {error}") from error
+    return model
 
 
 def recipe_of(config: RunConfig) -> Recipe:

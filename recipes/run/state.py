@@ -21,7 +21,7 @@ from .folder import existing_run, run_folder, written_config
 from .loss_scale import LossScale
 from .optimizer import make_optimizer
 from .placement import place
-from .recipe import recipe_of
+from .recipe import build_model
 from .scaling import scaled
 
 Run = TypeVar("Run", bound=RunConfig)
@@ -50,7 +50,7 @@ def init_state(
     config: RunConfig,
 ) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
     """The model's structure, its optimizer, and the state before the first step."""
-    graphdef, params, rest = nnx.split(recipe_of(config).build(config), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(build_model(config), nnx.Param, ...)
     optimizer = make_optimizer(config, params)
     if isinstance(optimizer, ScaledTransformation):
         params = optimizer.scale_params(params)

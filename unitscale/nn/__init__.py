@@ -56,6 +56,7 @@ from ._recurrent import (
 from ._residual import Residual as Residual
 from ._rnn import RNN as RNN
 from ._serve import to_static as to_static
+from ._set_policies import set_policies as set_policies
 from ._transformer import TransformerLayer as TransformerLayer, TransformerStack as TransformerStack
 from ._unit_scale import (
     Rescaled as Rescaled,

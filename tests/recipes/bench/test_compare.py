@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from recipes.bench import _compare, _runs
-from recipes.bench._compare import compare, comparison, configs_of, judged, verdict
+from recipes.bench._compare import Compared, compare, comparison, configs_of, judged, verdict
 from recipes.bench._runs import CONFIGS, Told
 from recipes.cli import main
 from recipes.config import RunConfig
@@ -131,15 +131,46 @@ def test_options_choose_among_variants() -> None:
 
 
 def test_overrides_are_told_to_every_run_and_own_words_win(config_file: Path) -> None:
-    told = Told(str(config_file), ["train.steps=3", "seed=4"], data="elsewhere")
-    entry = comparison("parity")
+    told = Told(str(config_file), ["train.steps=3", "seed=4"], data=["texts/elsewhere.txt"])
+    entry = comparison("underflow")
     (config,) = configs_of(entry, told, "plain-float16", ["optimizer.learning_rate=0.5"])
     assert (config.seed, config.train.steps, config.policy) == (4, 3, "float16")
     assert config.optimizer.learning_rate == 0.5
-    assert config.data.model_dump()["path"] == "elsewhere"
-    assert config.name == "tiny-plain-float16"
+    assert config.data.model_dump()["path"] == "texts/elsewhere.txt"
+    assert config.name == "tiny-plain-float16-elsewhere"
     with pytest.raises(RecipeError, match="expected a config of recipe bert; got recipe gpt"):
         configs_of(comparison("lms"), told, "float32")
+
+
+def test_runs_on_several_texts_are_named_after_them() -> None:
+    told = Told(seeds=2, data=["a/plays.txt", "b/novels.txt"])
+    runs = configs_of(comparison("parity"), told, "fp8")
+    assert [(run.name, run.seed) for run in runs] == [
+        ("parity-fp8-plays", 0),
+        ("parity-fp8-plays-seed1", 1),
+        ("parity-fp8-novels", 0),
+        ("parity-fp8-novels-seed1", 1),
+    ]
+    assert [run.data.model_dump()["path"] for run in runs[1:3]] == ["a/plays.txt", "b/novels.txt"]
+    with pytest.raises(RecipeError, match=r"files of different names; got a/x\.txt, b/x\.txt"):
+        configs_of(comparison("parity"), told._replace(data=["a/x.txt", "b/x.txt"]), "fp8")
+
+
+def test_texts_are_judged_each_and_together() -> None:
+    entry = comparison("parity").only("--policies", "fp8")
+    told = Told(seeds=2, data=["plays.txt", "novels.txt"])
+    configs = {name: configs_of(entry, told, name) for name in entry.variants}
+    values = {"float32": [1.0, 2.0, 4.0, 5.0], "fp8": [1.1, 2.0, 4.0, 5.5]}
+    found = Compared(entry, configs, values, ["plays", "novels"]).tables()
+    titles = ["mean of 2 seeds, plays", "mean of 2 seeds, novels", "mean of 2 seeds, plays and nov"]
+    assert all(words in table.title for words, table in zip(titles, found, strict=True))
+    over = [table.rows[1]["over reference"] for table in found]
+    assert over == pytest.approx([0.05, 0.05, 0.05])
+    error = np.std([0.1, 0, 0, 0.1], ddof=1) / 2
+    assert found[2].rows[1]["standard error"] == pytest.approx(error)
+    alone = {name: found[:2] for name, found in values.items()}
+    (table,) = Compared(entry, configs, alone, [""]).tables()
+    assert table.title.endswith("mean of 2 seeds")
 
 
 @pytest.fixture

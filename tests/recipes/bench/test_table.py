@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench._table import FORMATS, Table, asked, publish, within
+from recipes.bench._table import FORMATS, Table, asked, command_line, publish, within
 from recipes.errors import RecipeError
 
 TABLE = Table(
@@ -42,6 +42,8 @@ def test_publish_writes_unrounded_json(tmp_path: Path) -> None:
     publish("demo", [TABLE], path)
     document = json.loads(path.read_text())
     assert document["benchmark"] == "demo"
+    assert document["date"] >= "2026"
+    assert set(document["versions"]) == {"python", "jax", "jaxlib", "flax", "optax"}
     rows = document["tables"][0]["rows"]
     assert rows[0] == {"what": "fast", "ratio": 1.2345, "within": True}
     assert rows[1]["ratio"] == "inf"
@@ -66,3 +68,8 @@ def test_within(value: float, bounds: tuple, expected: bool) -> None:
     assert within(value, bounds) is expected
     low, high = bounds
     assert asked(value, least=low, most=high)["within"] is expected
+
+
+def test_a_command_is_told_without_places() -> None:
+    words = ["bench", "optim", "--large", "/a/b/c.yaml", "--json=x.json", "train.runs_dir=/tmp"]
+    assert command_line(words) == "python -m recipes bench optim --large c.yaml"

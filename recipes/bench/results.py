@@ -1,0 +1,121 @@
+"""Figures that were measured, from the files of `notebooks/results`.
+
+    python -m recipes bench results > notebooks/docs/results.md
+    python -m recipes bench results --readme
+
+Every other benchmark writes such a file with `--json notebooks/results/NAME.json`; a file's stem
+may say more, as `quant-text.json`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from ..errors import RecipeError
+from ._table import Table
+
+RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
+MISSED = (("within", False), ("verdict", "outside"), ("verdict", "not resolved"))
+
+HEAD = """# Results
+
+Each table is what its command printed, read from a file in `notebooks/results`. Files that a
+command was given are named without their folder. Times are of the machine that is named.
+"""
+
+
+class Figure(NamedTuple):
+    """A line of README's table: which row of a file it is, and how it is shown."""
+
+    what: str
+    file: str
+    row: Mapping[str, str]
+    show: str
+    table: int = 0
+
+
+FIGURES: tuple[Figure, ...] = ()
+
+
+def main(
+    readme: Annotated[bool, typer.Option("--readme", help="the table of README.md alone")] = False,
+) -> None:
+    """Prints every result as a page, or the few that README.md shows."""
+    print("\n".join(figures() if readme else page()))
+
+
+def page() -> Iterator[str]:
+    """The lines of `notebooks/docs/results.md`: what was missed, then everything."""
+    documents = [read(path) for path in sorted(RESULTS.glob("*.json"))]
+    yield from HEAD.splitlines()
+    missed = [
+        (document["command"], table.title, "; ".join(_said(table, row)))
+        for document in documents
+        for table in tables(document)
+        for row in table.rows
+        if any(row.get(column) == value for column, value in MISSED)
+    ]
+    if missed:
+        yield from ("", "## Missed, or not resolved", "", "| table | row | command |")
+        yield "|---|---|---|"
+        yield from (f"| {title} | {row} | `{command}` |" for command, title, row in missed)
+    for document in documents:
+        versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
+        yield from ("", f"## `{document['command']}`", "")
+        yield f"{document['date']}, {document['machine']}, {versions}."
+        for table in tables(document):
+            yield from ("", f"### {table.title}", "")
+            yield from markdown(table)
+        for note in document["notes"]:
+            yield from ("", note)
+
+
+def figures() -> Iterator[str]:
+    """The lines of README's table."""
+    yield from ("| figure | asked | measured | command |", "|---|---|---|---|")
+    for figure in FIGURES:
+        document = read(RESULTS / figure.file)
+        found = [
+            row
+            for row in tables(document)[figure.table].rows
+            if all(str(row.get(column)) == value for column, value in figure.row.items())
+        ]
+        if len(found) != 1:
+            raise RecipeError(
+                f"{figure.file}: expected one row with {dict(figure.row)}; got {len(found)}; "
+                f"measure it again with {document['command']}"
+            )
+        (row,) = found
+        missed = any(row.get(column) == value for column, value in MISSED[:2])
+        said = figure.show.format_map(row)
+        asked = str(row.get("asked", ""))
+        command = f"`{document['command']}`"
+        yield f"| {figure.what} | {asked} | {'**missed**: ' if missed else ''}{said} | {command} |"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file that a benchmark wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def tables(document: Mapping[str, Any]) -> list[Table]:
+    """The tables of such a file; infinity and NaN, which JSON lacks, are text there."""
+    return [Table(table["title"], table["rows"]) for table in document["tables"]]
+
+
+def markdown(table: Table) -> Iterator[str]:
+    """A table's lines in Markdown."""
+    yield f"| {' | '.join(table.columns)} |"
+    yield "|" + "---|" * len(table.columns)
+    for row in table.rows:
+        yield f"| {' | '.join(table.text(row))} |"
+
+
+def _said(table: Table, row: Mapping[str, Any]) -> Iterator[str]:
+    """What a row says, column by column; a bar would end a cell."""
+    for column, text in zip(table.columns, table.text(row), strict=True):
+        if text and column not in ("within", "verdict"):
+            yield f"{column} {text}"
