@@ -28,6 +28,7 @@ from .run.checkpoint import Checkpoints
 from .run.convert import formats
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
 from .run.folder import flatten, open_run, run_folder
+from .run.loggers import check_logger
 from .run.metrics import Metrics, open_metrics
 from .run.monitor import watch_overflow
 from .run.optimizer import make_schedule
@@ -95,6 +96,7 @@ def train(
     folder = run_folder(config)
     with together():
         if is_first():
+            check_logger(config)
             open_run(config, fresh=fresh, convert=convert)
     with together():
         run = _Run(config, folder, data)
@@ -180,7 +182,7 @@ class _Run:
         step = on_mesh(self.train_step, self.state, self.mesh)
         shares = (place_batch(batch, self.mesh) for batch in self.batches)
         with (
-            contextlib.closing(open_metrics(self.folder, start)) as metrics,
+            contextlib.closing(open_metrics(self.config, self.folder, start)) as metrics,
             StopRequest() as stop,
             Reporter(settings.steps, start, data.step_size, console, data.step_unit) as report,
         ):

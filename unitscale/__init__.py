@@ -12,6 +12,8 @@ The parts, from the bottom up, each a package to import by name:
 - `unitscale.parallel`: gradients and weights exchanged in FP8 between devices.
 - `unitscale.analysis`: cut edges, checks of gradients, scales of every value, fitted factors.
 
+`python -m unitscale.doctor` says what a machine has for them, and what it lacks.
+
 Example:
     >>> import jax.numpy as jnp
     >>> from unitscale import as_scaled

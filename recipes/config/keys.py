@@ -54,9 +54,11 @@ def unknown_key(key: str, schema: type[RunConfig]) -> str:
     # A key in the wrong section is nearer to the same last name than to any full path.
     close = [tails[last]] if last in tails else difflib.get_close_matches(key, sections, 1, 0.8)
     close = [name for name in close if not key.startswith(f"{name}.")]
-    close = close or difflib.get_close_matches(key, keys, 1, 0.75)
-    if not close:
-        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, 1, 0.6)]
+    # What two keys have in common shall not be their section alone.
+    near = difflib.get_close_matches(last, tails, len(tails), 0.6)
+    whole = difflib.get_close_matches(key, keys, 3, 0.75)
+    close = close or [name for name in whole if name.rpartition(".")[2] in near]
+    close = close or [tails[tail] for tail in near]
     if close:
         hint = f"did you mean {close[0]}?"
     elif section in sections:

@@ -40,6 +40,9 @@ class TrainConfig(Section):
     checkpoint_every: Count = Field(default=200, description="steps between checkpoints")
     keep: Count = Field(default=2, description="checkpoints to keep, the newest ones")
     log_every: Count = Field(default=20, description="steps between metric lines")
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = Field(
+        default="tensorboard", description="where metrics go besides metrics.jsonl"
+    )
     sample_tokens: Whole = Field(default=200, description="tokens generated at the end; 0 for none")
     runs_dir: str = Field(
         default="runs", description="the folder in which the run's own folder is made"

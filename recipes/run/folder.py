@@ -14,11 +14,12 @@ from .convert import FORMAT_KEYS
 
 Config = TypeVar("Config", bound=RunConfig)
 
-# Runs and caches may be moved, and runs resumed on other devices: these say nothing about what
-# they hold.
+# Runs and caches may be moved, and runs resumed on other devices or shown elsewhere: these say
+# nothing about what they hold.
 _FREE = (
     "sweep.",
     "train.runs_dir",
+    "train.logger",
     "data.cache_dir",
     "mesh.data",
     "mesh.fsdp",

@@ -7,6 +7,11 @@ from pathlib import Path
 
 from ._hlo import CALLS, Instruction, Program
 
+FP8_SINCE = 8.9
+"""The compute capability from which on NVIDIA GPUs have FP8 kernels."""
+BLOCK_SCALES_SINCE = 10.0
+"""The same of kernels that multiply by block scales, such as MXFP8's."""
+
 _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
 _CUBLAS = re.compile(r"__cublas\$(gemm|lt\$\w*[mM]atmul)")
 _NOT_NVIDIA = {
@@ -243,7 +248,8 @@ def examine(program: Program, at: Instruction, capability: float) -> Matmul | No
         kernel = next((k for k in ("Triton", "cuDNN") if k.lower() in caller.attributes), "a loop")
         types = [program.computations[at.computation][n].dtype for n in at.operands[:2]]
         if at.opcode == "scaled-dot":
-            how = "" if capability >= 10 else "block scales: FP8 kernels exist from sm_100"
+            emulated = capability < BLOCK_SCALES_SINCE
+            how = "block scales: FP8 kernels exist from sm_100" if emulated else ""
             return _matmul(program, at, f"{kernel}, block scales", not how, how, at)
         how = "too small for a matrix kernel" if kernel == "a loop" else ""
         fp8 = not how and all(map(is_fp8, types))
