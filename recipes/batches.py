@@ -113,6 +113,11 @@ class Data(ABC):
     def summary(self) -> str:
         """How much there is to learn from, in words."""
 
+    @property
+    def token_size(self) -> float | None:
+        """Bytes of validation text that a token stands for; None where it is a byte, or no text."""
+        return None
+
     @abstractmethod
     def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
         """The source to train on, or to measure on, and what draws examples of its elements."""

@@ -19,7 +19,7 @@ def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
     data = recipe.load_data(with_run_tokenizer(config))
     evaluation = make_evaluation(graphdef, config.scalify)
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
-    yield f"step {int(state.step)}  validation loss {shown(config, loss)}"
+    yield f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}"
     model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
     folder = run_folder(config)
     if scores := save_scores(folder, recipe.scores(config, data, model, folder)):

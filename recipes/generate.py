@@ -27,7 +27,7 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
         )
     tokenizer = open_tokenizer(data)
     require_vocab(tokenizer, model.config.vocab)
-    return Writer(model, tokenizer, data.sequence_length)
+    return Writer.of_run(model, tokenizer, data.sequence_length)
 
 
 def open_folder(folder: str) -> Writer:

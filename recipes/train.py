@@ -306,7 +306,7 @@ def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
     if not is_first():
         return Outcome(run.folder, step, validation, {}, None)
     plot_run(run)
-    say(f"validation loss {shown(config, validation)}")
+    say(f"validation loss {shown(config, validation, run.data.token_size)}")
     model, recipe = run.model(), recipe_of(config)
     scores = save_scores(run.folder, recipe.scores(config, run.data, model, run.folder))
     if scores:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from .data import BYTES
 from .decoder import DecoderConfig
-from .schema import Count, Flag, Fraction, Positive, Section
+from .schema import Count, Flag, Fraction, Positive, Section, Whole
 
 
 class ResidualConfig(Section):
@@ -135,6 +135,11 @@ class GPTModelConfig(TransformerConfig):
     norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
     bias: Flag = Field(default=False, description="whether linear layers add a bias")
     positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
+    document_end: Whole | None = Field(
+        default=None,
+        description="the id that ends a document, past which attention does not look back; null "
+        "for one text without ends",
+    )
     decoder: DecoderConfig | None = Field(
         default=None,
         description="what a plain model of the Llama family has beyond this, filled in from init; "

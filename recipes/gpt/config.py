@@ -64,11 +64,12 @@ class GPTConfig(LanguageConfig):
             ("remat", "none"),
             ("vocab_multiple", 1),
             ("attention_implementation", "auto"),
+            ("document_end", None),
         ):
             if self.model.library == "plain" and getattr(self.model, name) != off:
                 raise ValueError(
                     f"model.{name} needs model.library unitscale; got model.library plain; "
-                    f"set model.{name} {str(off).lower()}"
+                    f"set model.{name} {'null' if off is None else str(off).lower()}"
                 )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,8 @@ class Writer(NamedTuple):
         compiled; otherwise for no more than is asked for.
       start: Ids before every prompt, unless it starts with them itself.
       ends: Ids that end the text where one is drawn.
+      document_end: The id past which the model does not look back; what a prompt has before the
+        last one is not read.
     """
 
     model: nnx.Module
@@ -134,6 +136,13 @@ class Writer(NamedTuple):
     whole: bool = True
     start: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    document_end: int | None = None
+
+    @classmethod
+    def of_run(cls, model: Any, tokenizer: Tokenizer, context: int) -> Self:
+        """For a model that was trained on windows of `context` tokens."""
+        end = getattr(model.config, "document_end", None)
+        return cls(model, tokenizer, context, ends=() if end is None else (end,), document_end=end)
 
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:
         """Continues a text, past the context that the model was trained on if need be.
@@ -178,6 +187,13 @@ class Writer(NamedTuple):
             raise RecipeError("--prompt: expected at least one character; got an empty prompt")
         return ids
 
+    def _last_document(self, ids: np.ndarray) -> np.ndarray:
+        """What the model looks back at; the end itself where nothing follows it."""
+        if self.document_end is None:
+            return ids
+        ends = np.flatnonzero(ids == self.document_end)
+        return ids[min(ends[-1] + 1, ids.size - 1) :] if ends.size else ids
+
     def _drawn(
         self,
         ids: np.ndarray,
@@ -197,7 +213,7 @@ class Writer(NamedTuple):
         key, window = jax.random.key(seed), context - 1
         while tokens:
             key, draws = jax.random.split(key)
-            visible = ids[-window:]
+            visible = self._last_document(ids)[-window:]
             pieces = draw(
                 self.model,
                 jnp.asarray(visible)[None],

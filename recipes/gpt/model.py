@@ -75,14 +75,19 @@ class GPT(nnx.Module):
         return logits if cache is None else (logits, cache)
 
     def _states(self, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None):
-        """What the readout reads, (batch, time, width), and the new cache."""
+        """What the readout reads, (batch, time, width), and the new cache.
+
+        A cache holds one document: `document_end` in `ids` separates none there.
+        """
         x = self.embed(ids)
         if self.positions is not None:
             start = 0 if cache is None else cache[0].length
             x = self.positions(x, start + jnp.arange(ids.shape[1]))
         x = self.dropout(x, deterministic=deterministic)
         if cache is None:
-            x = self.stack(x, deterministic=deterministic)
+            end = self.config.document_end
+            mask = None if end is None else same_document(ids, end)
+            x = self.stack(x, mask=mask, deterministic=deterministic)
         else:
             x, cache = self.stack.decode(x, cache)
         return self.norm(x), cache
@@ -95,3 +100,19 @@ class GPT(nnx.Module):
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
         x, _ = self._states(ids, deterministic=deterministic)
         return (self.readout or self.embed).cross_entropy(x, targets)
+
+
+def same_document(ids: jax.Array, end: int) -> jax.Array:
+    """Which tokens are of one document, booleans (batch, 1, time, time), for attention.
+
+    Args:
+      ids: int32 (batch, time), documents one after the other.
+      end: The id that is the last of each.
+
+    Example:
+      >>> same_document(jnp.array([[5, 0, 7]]), 0)[0, 0].astype(int).tolist()
+      [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    ends = (ids == end).astype(jnp.int32)
+    document = jnp.cumsum(ends, axis=1) - ends
+    return (document[:, :, None] == document[:, None, :])[:, None]

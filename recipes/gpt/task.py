@@ -89,6 +89,12 @@ def load_tokenizer(config: GPTConfig) -> Tokenizer:
     """The tokenizer of the config."""
     tokenizer = open_tokenizer(config.data)
     require_vocab(tokenizer, config.model.vocab)
+    end = config.model.document_end
+    if end is not None and end != tokenizer.eos:
+        raise RecipeError(
+            f"model.document_end: expected the id with which the tokenizer ends a document, "
+            f"{tokenizer.eos}; got {end}; set it to that id, or null where there is none"
+        )
     return tokenizer
 
 
@@ -100,7 +106,7 @@ def load_data(config: GPTConfig) -> Corpus:
 def closing(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:
     """A sample of the model's own text; with `config.init`, the tuned model in such a folder."""
     if config.train.sample_tokens:
-        writer = Writer(model, data.tokenizer, config.data.sequence_length)
+        writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
         yield f"sample:{writer(START, tokens=config.train.sample_tokens, seed=config.seed)}"
     if config.init is not None:
         save(load(config.init, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))

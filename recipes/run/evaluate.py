@@ -76,12 +76,23 @@ def shown_scores(scores: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
 
 
-def shown(config: RunConfig, loss: float) -> str:
+def shown(config: RunConfig, loss: float, size: float | None = None) -> str:
     """A loss of a run in words.
+
+    Args:
+      config: Of the run.
+      loss: In nats per `config.loss_unit`.
+      size: Bytes of text that a token stands for, or None: with them the losses of runs with
+        different tokenizers compare.
 
     Example:
       >>> shown(RunConfig(recipe="gpt", name="a"), 2.0)
       '2.0000 nats per example'
     """
-    bits = f", {loss / math.log(2):.4f} bits" if config.loss_unit in _IN_BITS else ""
-    return f"{loss:.4f} nats per {config.loss_unit}{bits}"
+    bits = loss / math.log(2)
+    if config.loss_unit not in _IN_BITS:
+        return f"{loss:.4f} nats per {config.loss_unit}"
+    unit = f", {bits:.4f} bits"
+    if size is not None:
+        unit += f", {bits / size:.4f} bits per byte"
+    return f"{loss:.4f} nats per {config.loss_unit}{unit}"

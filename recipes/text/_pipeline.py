@@ -21,6 +21,8 @@ from ._tokenizer import ByteTokenizer, Tokenizer
 from ._tokens import tokenize
 from ._vocabulary import open_tokenizer, save_tokenizer
 
+_MEASURED = 2**20  # tokens whose text is measured
+
 
 @dataclass(frozen=True)
 class _Windows:
@@ -59,6 +61,13 @@ class Corpus(Data):
     @property
     def summary(self) -> str:
         return f"{self.train_tokens.size:,} training tokens"
+
+    @functools.cached_property
+    def token_size(self) -> float | None:
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return None
+        tokens = self.validation_tokens[:_MEASURED]
+        return len(self.tokenizer.decode(tokens).encode("utf-8")) / tokens.size
 
     @functools.cached_property
     def digest(self) -> str:

@@ -12,6 +12,7 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import load_tokenizer
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from unitscale.nn import AmaxState
@@ -71,3 +72,9 @@ def test_products_are_of_plain_models(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         make_config(*words)
+
+
+def test_the_end_of_documents_is_that_of_the_tokenizer(make_config: MakeConfig) -> None:
+    config = make_config("model.library=unitscale", "model.document_end=3")
+    with pytest.raises(RecipeError, match=r"model\.document_end: expected .* None; got 3"):
+        load_tokenizer(config)

@@ -173,3 +173,16 @@ def test_padding_of_the_vocabulary_is_never_drawn(tied: bool) -> None:
     found = generate(model, prompt, tokens=8, key=key, temperature=1e6)
     assert found.max() < 11
     assert len(np.unique(found)) > 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "visible"), [("ab", "ab"), ("ab.cd", "cd"), ("a.b.", "."), (".", "."), (".x", "x")]
+)
+def test_a_prompt_is_read_from_its_last_document(prompt: str, visible: str) -> None:
+    model = make("unitscale", vocab=256, document_end=ord("."))
+    writer = Writer.of_run(model, ByteTokenizer(), 12)
+    assert writer.ends == (ord("."),)
+    seen = writer._last_document(np.frombuffer(prompt.encode(), np.uint8))
+    assert bytes(seen).decode() == visible
+    whole = Writer.of_run(make("unitscale", vocab=256), ByteTokenizer(), 12)
+    assert bytes(whole._last_document(np.frombuffer(b"ab.cd", np.uint8))) == b"ab.cd"

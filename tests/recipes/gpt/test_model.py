@@ -1,3 +1,4 @@
+import itertools
 from typing import Any
 
 import jax
@@ -71,3 +72,20 @@ def test_every_parameter_has_a_role() -> None:
     assert block["mlp"]["up"]["kernel"][0, 0] == pytest.approx((8 * 4) ** -0.5)
     assert updates["positions"]["embedding"][0, 0] == pytest.approx(8**-0.5)
     assert updates["norm"]["gain"][0] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"scan": True, "kv_heads": 2}])
+def test_documents_of_a_window_do_not_see_each_other(options: dict[str, Any]) -> None:
+    model = make({"document_end": 0, "context": 16} | options)
+    parts = [[3, 1, 4, 0], [5, 9, 2, 6, 5, 0], [8, 7]]
+    window = jnp.array([[*itertools.chain(*parts)]])
+    whole = jit(lambda ids: model(ids).value)(window)[0]
+    start = 0
+    for part in parts:
+        alone = jit(lambda ids: model(ids).value)(jnp.array([part]))[0]
+        np.testing.assert_allclose(whole[start : start + len(part)], alone, rtol=1e-5, atol=1e-5)
+        start += len(part)
+    joined = make({"context": 16} | options)
+    other = jit(lambda ids: joined(ids).value)(window)[0]
+    np.testing.assert_allclose(whole[:4], other[:4], rtol=1e-5, atol=1e-5)
+    assert np.abs(whole[4:] - other[4:]).max() > 1e-2

@@ -1,5 +1,6 @@
 """Batches: each window once per epoch, in an order that seed and position decide alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -119,3 +120,26 @@ def test_just_enough_text(tmp_path: Path) -> None:
     assert made.train_tokens.size == 585
     assert next(made.training(0)).shape == (9, 65)
     assert next(made.validation()).shape == (1, 65)
+
+
+class Words:
+    """A tokenizer whose token i is a word of i + 1 letters, two bytes each."""
+
+    vocab = 4
+    eos: int | None = None
+    identity = "words"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([len(word) - 1 for word in text.split()])
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return "".join("é" * (i + 1) for i in np.asarray(ids))
+
+
+def test_the_size_of_tokens_is_that_of_their_text() -> None:
+    tokens = np.array([0, 1, 2, 3, 0, 0])
+    assert Corpus(tokens, tokens, 2, 1, Words()).token_size == 2 * 12 / 6
+    assert corpus().token_size is None  # bytes
