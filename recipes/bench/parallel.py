@@ -52,8 +52,9 @@ def main(
 ) -> None:
     """Prints bytes per gradient entry, the error of the mean, and validation loss by format."""
     if len(jax.devices()) < DEVICES:
-        flags = {"--config": config, "--data": data, "--seeds": seeds, "--json": json}
-        given = [word for name, x in flags.items() if x is not None for word in (name, str(x))]
+        flags = [("--config", config), ("--seeds", seeds), ("--json", json)]
+        flags += [("--data", text) for text in data or ()]
+        given = [word for name, x in flags if x is not None for word in (name, str(x))]
         given += [flag for flag, x in (("--train", train), ("--fresh", fresh)) if x]
         _run_on(DEVICES, ["bench", "parallel", *(overrides or ()), *given])
         return

@@ -365,10 +365,10 @@ def test_the_exchange_starts_itself_again_on_too_few_devices(
     monkeypatch.setattr(parallel, "DEVICES", len(jax.devices()) + 1)
     monkeypatch.setattr(parallel.subprocess, "run", run)
     monkeypatch.setitem(os.environ, "XLA_FLAGS", "--xla_other")
-    assert main(["bench", "parallel", "--data", "text", "seed=1"]) == 3
+    assert main(["bench", "parallel", "--data", "a", "--data", "b", "seed=1"]) == 3
     ((words, flags, platform),) = calls
     assert words[:5] == ["-m", "recipes", "bench", "parallel", "seed=1"]
-    assert words[words.index("--data") + 1] == "text"
+    assert words[5:9] == ["--data", "a", "--data", "b"]
     assert flags == f"--xla_other --xla_force_host_platform_device_count={parallel.DEVICES}"
     assert platform == "cpu"
     monkeypatch.setitem(os.environ, "XLA_FLAGS", flags)
