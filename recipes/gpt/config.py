@@ -39,6 +39,14 @@ class GPTConfig(LanguageConfig):
         return tree | {"model": with_shape(init, tree.get("model")), "data": data}
 
     @property
+    def settled(self) -> Self:
+        if self.lora is not None:
+            from ..hf import updated_tensors  # noqa: PLC0415
+
+            updated_tensors(self.model, self.lora)  # which says what is wrong with lora.targets
+        return self
+
+    @property
     def resumed(self) -> Self:
         return self.model_copy(update={"init": None})
 

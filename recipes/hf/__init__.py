@@ -18,6 +18,6 @@ from ._config import (
     with_shape as with_shape,
 )
 from ._load import Pretrained as Pretrained, load as load, save as save
-from ._lora import Frozen as Frozen, adapt as adapt
+from ._lora import Frozen as Frozen, adapt as adapt, updated_tensors as updated_tensors
 from ._peft import save_adapter as save_adapter, start_from as start_from
 from ._split import join as join, split as split
