@@ -127,9 +127,17 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="answer the prompt, by the chat template of a folder")
     ] = False,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="a LoRA adapter to add to a folder's model")
+    ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
     if not Path(config).is_dir():
+        if adapter is not None:
+            raise RecipeError(
+                f"--adapter: expected a Hugging Face folder to add it to; got {config}; name the "
+                "folder, or leave out --adapter"
+            )
         settings = load_config(config, overrides or ())
         from .generate import open_run
 
@@ -141,7 +149,7 @@ def generate(
     else:
         from .generate import open_folder
 
-        writer = open_folder(config)
+        writer = open_folder(config, adapter)
     if chat:
         from .hf import chat_prompt
 
@@ -176,6 +184,19 @@ def export(
     from .export import export as export_run
 
     typer.echo(export_run(settings, path, _warn, fp8=fp8))
+
+
+@app.command()
+def merge(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="a Hugging Face decoder")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="a LoRA adapter's folder")],
+    path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="the folder to write")],
+) -> None:
+    """Add a LoRA adapter to the weights of a Hugging Face folder, and write such a folder."""
+    from .hf import load, save
+
+    save(load(folder, "lm", adapter=adapter), path)
+    typer.echo(f"{folder} with {adapter} is in {path}")
 
 
 bench = typer.Typer(help="Print the figures in README.md.", no_args_is_help=True)

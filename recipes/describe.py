@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import jax
+from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from unitscale import grad
@@ -16,6 +17,7 @@ from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
 
 from .config import RunConfig, TransformerConfig
+from .hf import Frozen
 from .run.batch import make_loss, over_amax
 from .run.recipe import recipe_of
 from .run.state import TrainState
@@ -26,11 +28,13 @@ class Description(NamedTuple):
     """Facts about one training step.
 
     Args:
-      parameters: How many, by the part of the model that has them.
+      parameters: How many, frozen ones too, by the part of the model that has them.
       size: Of a step, in `data.step_unit`.
       flops: Of a step, forward, backward and update, as XLA counts the lowered program, with every
         turn of its scans.
-      weights: Bytes of the parameters in the format they are kept in, scales included.
+      trained: How many of them are trained.
+      weights: Bytes of trained parameters in the format they are kept in, scales included.
+      frozen: Bytes of those that are not trained.
       gradients: Bytes of their gradients.
       optimizer: Bytes of the optimizer's state.
       activations: Bytes of one example that the backward pass is given, before XLA fuses any.
@@ -40,7 +44,9 @@ class Description(NamedTuple):
     parameters: dict[str, int]
     size: int
     flops: float
+    trained: int
     weights: int
+    frozen: int
     gradients: int
     optimizer: int
     activations: int
@@ -49,20 +55,26 @@ class Description(NamedTuple):
 
 def describe(config: RunConfig) -> Description:
     """Traces and lowers the training step of a config on shapes alone."""
+    config = config.resumed  # the shapes are the config's: the weights of a folder are not read
     graphdef, _, (state, batch, _) = abstract_step(config)
     loss = make_loss(graphdef, deterministic=False)
     with attention_paths() as taken:
         gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
     flops, activations = _cost(config)
     parameters: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_scaled):
-        part = str(getattr(path[0], "key", path[0]))
-        parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
+    frozen, _ = nnx.split_state(state.rest, Frozen, ...)
+    for tree in (state.params, frozen):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+            part = str(getattr(path[0], "key", path[0]))
+            parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
+    leaves = jax.tree.leaves(state.params, is_leaf=is_scaled)
     return Description(
         parameters,
         config.data.step_size,
         flops,
+        sum(math.prod(leaf.shape) for leaf in leaves),
         bytes_of(state.params),
+        bytes_of(frozen),
         bytes_of(gradients),
         bytes_of(state.opt_state),
         activations,
@@ -138,11 +150,15 @@ def report(config: RunConfig) -> Iterator[str]:
     yield f"parameters    {total:>22,}"
     for part, count in facts.parameters.items():
         yield f"  {part:<12}{count:>22,}"
+    if facts.frozen:
+        yield f"trained       {facts.trained:>22,}"
     yield f"step          {facts.size:>22,} {unit} in {size} examples"
     yield f"FLOPs a step  {facts.flops:>22.4g}"
     each = facts.flops / facts.size
     yield f"FLOPs each    {each:>22.4g} for one of the {unit}, {each / total:.2f} a parameter"
     kept = {"weights": facts.weights, "gradients": facts.gradients, "optimizer": facts.optimizer}
+    if facts.frozen:
+        kept = {"frozen": facts.frozen, **kept}
     for name, count in kept.items():
         yield f"{name:<14}{count:>22,} bytes, {count / total:.2f} a parameter"
     yield f"state         {sum(kept.values()):>22,} bytes"
@@ -150,6 +166,7 @@ def report(config: RunConfig) -> Iterator[str]:
         f"activations   {facts.activations:>22,} bytes an example are saved for the backward pass, "
         f"{size * facts.activations:,} a step, before XLA fuses any"
     )
+    yield f"in all        {sum(kept.values()) + size * facts.activations:>22,} bytes"
     for mode, other in _by_remat(config).items():
         known = facts.flops, facts.activations
         flops, activations = known if other == config else _cost(other)

@@ -30,9 +30,12 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
     return Writer.of_run(model, tokenizer, data.sequence_length)
 
 
-def open_folder(folder: str) -> Writer:
-    """The decoder of a Hugging Face folder with its tokenizer; its text ends as the folder says."""
-    pretrained = load(folder, "lm")
+def open_folder(folder: str, adapter: str | None = None) -> Writer:
+    """The decoder of a Hugging Face folder with its tokenizer; its text ends as the folder says.
+
+    `adapter` is the folder of a LoRA adapter that is added to its weights.
+    """
+    pretrained = load(folder, "lm", adapter=adapter)
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key=folder)
     require_vocab(tokenizer, pretrained.config.vocab, folder)
     longest = pretrained.config.context

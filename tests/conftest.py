@@ -34,7 +34,7 @@ _NEEDS = {
     "h200": "the packages jax-cuda13-plugin (of jax's version), nvidia-cuda-nvcc and nvidia-nvvm",
     "peers": 'the packages of pip install ".[peers]"',
 }
-_PACKAGES = {"h200": ("jax_cuda13_plugin",), "peers": ("qwix", "torch", "transformers")}
+_PACKAGES = {"h200": ("jax_cuda13_plugin",), "peers": ("qwix", "torch", "transformers", "peft")}
 
 
 def _can_run(mark: str) -> bool:

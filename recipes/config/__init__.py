@@ -14,6 +14,7 @@ from .keys import (
     valid_keys as valid_keys,
 )
 from .language import LanguageConfig as LanguageConfig
+from .lora import LoraConfig as LoraConfig
 from .optimizer import MultipliersConfig as MultipliersConfig, OptimizerConfig as OptimizerConfig
 from .run import (
     MeshConfig as MeshConfig,

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig
+from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig, LoraConfig
 
 
 class GPTConfig(LanguageConfig):
@@ -18,6 +18,10 @@ class GPTConfig(LanguageConfig):
     init: str | None = Field(
         default=None,
         description="a folder of GPT-2 or the Llama family to start from; null for none",
+    )
+    lora: LoraConfig | None = Field(
+        default=None,
+        description="low-rank updates to train in place of the weights of init; null for none",
     )
 
     @classmethod
@@ -33,6 +37,14 @@ class GPTConfig(LanguageConfig):
             own = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
             data = {"tokenizer": own, **data}
         return tree | {"model": with_shape(init, tree.get("model")), "data": data}
+
+    @property
+    def settled(self) -> Self:
+        if self.lora is not None:
+            from ..hf import updated_tensors  # noqa: PLC0415
+
+            updated_tensors(self.model, self.lora)  # which says what is wrong with lora.targets
+        return self
 
     @property
     def resumed(self) -> Self:
@@ -61,7 +73,6 @@ class GPTConfig(LanguageConfig):
             )
         for name, off in (
             ("scan", False),
-            ("remat", "none"),
             ("vocab_multiple", 1),
             ("attention_implementation", "auto"),
             ("document_end", None),
@@ -71,6 +82,18 @@ class GPTConfig(LanguageConfig):
                     f"model.{name} needs model.library unitscale; got model.library plain; "
                     f"set model.{name} {'null' if off is None else str(off).lower()}"
                 )
+        if self.model.library == "plain" and self.model.remat == "dots":
+            raise ValueError(
+                "model.remat dots needs model.library unitscale; got model.library plain; set "
+                "model.remat layer or none"
+            )
+        if self.lora and self.init is None:
+            raise ValueError("lora needs init, the folder whose model it updates; set init")
+        if self.lora and self.lora.base and self.scalify:
+            raise ValueError(
+                "scalify chooses the formats of all weights; got lora.base "
+                f"{self.lora.base}; set lora.base null, or scalify null"
+            )
         if self.model.library != "plain" and self.model.norm_eps is not None:
             raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
         if self.model.library != "plain" and self.model.decoder is not None:

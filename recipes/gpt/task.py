@@ -12,7 +12,7 @@ from flax import nnx
 from unitscale.nn import convert
 
 from ..errors import RecipeError
-from ..hf import load, plain, save
+from ..hf import adapt, load, plain, save, save_adapter, start_from
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
 from ..text import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
@@ -27,20 +27,30 @@ scores = no_scores
 
 def build(config: GPTConfig) -> GPT:
     """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
-    if config.init is None:
-        return _drawn(config)
+    gpt = _drawn(config) if config.init is None else _loaded(config, config.init)
+    if config.lora is not None:
+        updated = cast(plain.GPT, gpt)
+        adapt(updated, config.lora, seed=config.seed)
+        if config.init is not None and config.lora.init is not None:
+            start_from(updated, config.lora, config.lora.init)
+    return gpt
+
+
+def _loaded(config: GPTConfig, folder: str) -> GPT:
     pretrained = load(
-        config.init,
+        folder,
         "lm",
         dropout=config.model.dropout,
         dtype=jnp.dtype(config.policy),
-        param_dtype=jnp.float32,
+        param_dtype=jnp.float32 if config.lora is None else None,
         scalify=config.scalify,
+        remat=config.model.remat,
+        on_host=config.lora is not None,
         seed=config.seed,
     )
     if pretrained.config != config.model:
         raise RecipeError(
-            f"model: expected the shape of init {config.init}; got another; read the config with "
+            f"model: expected the shape of init {folder}; got another; read the config with "
             "recipes.registry, which fills it in"
         )
     return cast(GPT, pretrained.model)
@@ -104,10 +114,13 @@ def load_data(config: GPTConfig) -> Corpus:
 
 
 def closing(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:
-    """A sample of the model's own text; with `config.init`, the tuned model in such a folder."""
+    """A sample of the model's own text; with `config.init`, the tuned model or its adapter."""
     if config.train.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
         yield f"sample:{writer(START, tokens=config.train.sample_tokens, seed=config.seed)}"
-    if config.init is not None:
+    if config.init is not None and config.lora is not None:
+        save_adapter(cast(plain.GPT, model), config.lora, folder / "adapter", config.init)
+        yield f"the adapter, in files as PEFT has them, is in {folder / 'adapter'}"
+    elif config.init is not None:
         save(load(config.init, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"

@@ -4,7 +4,8 @@ Decoders: GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Enc
 and ModernBERT.
 
 `load` reads a folder, `split` makes ScaledArrays of its parameters without the loss of a bit, and
-`save` writes the files again.
+`save` writes the files again. `adapt` freezes a decoder but for low-rank updates (LoRA), which
+`save_adapter` writes.
 """
 
 from ._bert import Bert as Bert
@@ -17,4 +18,6 @@ from ._config import (
     with_shape as with_shape,
 )
 from ._load import Pretrained as Pretrained, load as load, save as save
+from ._lora import Frozen as Frozen, adapt as adapt, updated_tensors as updated_tensors
+from ._peft import save_adapter as save_adapter, start_from as start_from
 from ._split import join as join, split as split

@@ -67,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path}: expected a folder of a Hugging Face model; got "
             f"{'a file' if path.exists() else 'nothing'}; name the folder that has {CONFIG}"
         )
-    return _read_json(path / CONFIG)
+    return read_json(path / CONFIG)
 
 
 def read_folder(path: str | Path) -> Folder:
@@ -108,20 +108,24 @@ def _tensor_files(path: Path) -> dict[str, set[str] | None]:
         return {SINGLE: None}
     if (path / INDEX).is_file():
         return _shards(path)
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
-        raise RecipeError(
-            f"{path}: expected {SINGLE}; got the pickle file {pickles[0]}, which can run any code "
-            "and is not read; convert it where it is trusted, with "
-            "transformers' AutoModel.from_pretrained(...).save_pretrained(...)"
-        )
+    refuse_pickles(path, SINGLE, "transformers' AutoModel.from_pretrained(...)")
     raise RecipeError(
         f"{path}: expected {SINGLE}, or shards with {INDEX}; got neither; copy the whole folder"
     )
 
 
+def refuse_pickles(path: Path, wanted: str, opener: str) -> None:
+    """Raises where a folder has pickles in place of a safetensors file; they are never opened."""
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        raise RecipeError(
+            f"{path}: expected {wanted}; got the pickle file {pickles[0]}, which can run any code "
+            f"and is not read; convert it where it is trusted, with {opener}.save_pretrained(...)"
+        )
+
+
 def _shards(path: Path) -> dict[str, set[str] | None]:
-    by_name = _read_json(path / INDEX).get("weight_map")
+    by_name = read_json(path / INDEX).get("weight_map")
     if not isinstance(by_name, dict) or not by_name:
         raise RecipeError(
             f"{path / INDEX}: expected weight_map, from tensors to files; got {by_name!r}; copy "
@@ -138,7 +142,7 @@ def _shards(path: Path) -> dict[str, set[str] | None]:
     return shards
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     return _parsed(read_text(file, "folder", "copy the whole folder"), file)
 
 

@@ -1,10 +1,12 @@
 """From a Hugging Face folder to a model, and back to the same files."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,6 +18,7 @@ from ._config import SHAPES, TASKS, BertConfig, ModernBertConfig, Task, model_ty
 from ._folder import CONFIG, SINGLE, Folder, read_folder, write_folder
 from ._modernbert import MODERN
 from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
+from ._peft import merge_adapter
 from ._split import join
 from ._tensors import make_header
 from .plain import GPT
@@ -61,6 +64,9 @@ def load(
     dtype: Any = jnp.float32,
     param_dtype: Any = None,
     scalify: ScalifyConfig | None = None,
+    remat: str | None = None,
+    adapter: str | Path | None = None,
+    on_host: bool = False,
     seed: int = 0,
 ) -> Pretrained:
     """Reads a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
@@ -78,6 +84,11 @@ def load(
       param_dtype: What parameters are stored in; None keeps the types of the files.
       scalify: Formats of the products of linear layers, where the model runs under
         `unitscale.scalify`.
+      remat: `model.remat` of a decoder; None for "none".
+      adapter: The folder of a LoRA adapter, as PEFT writes it, that is added to a decoder's
+        weights; None for none.
+      on_host: Leaves parameters in the memory of the host, as NumPy arrays for `adapt`, and draws
+        no others.
       seed: Decides a new head and the draws of dropout.
 
     Raises:
@@ -86,13 +97,17 @@ def load(
     """
     source = read_folder(folder)
     kind, task = model_type(source.config, source.path), task_of(source.config, task, source.path)
-    own = {"dropout": dropout, "classes": classes if new_head else None}
+    own = {"dropout": dropout, "remat": remat, "classes": classes if new_head else None}
     read = SHAPES[kind](source.config, source.path)
     config = read.model_copy(update={key: x for key, x in own.items() if x is not None})
     build: Any = MODELS.get(kind, {}).get(task, GPT)
     kept = jnp.float32 if param_dtype is None else param_dtype
-    rngs = nnx.Rngs(params=seed, dropout=seed)
-    model = build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
+
+    def make() -> GPT | Bert:
+        rngs = nnx.Rngs(params=seed, dropout=seed)
+        return build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
+
+    model = _undrawn(make) if on_host else make()
     table = table_of(kind, config, task)
     drawn, unused = _matched(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
@@ -100,7 +115,14 @@ def load(
             f"{source.path}: expected classes to be None or that of the folder; got {classes}; "
             "remove it, or load a folder without a head and draw a new one"
         )
-    _fill(model, table, kind, source, param_dtype)
+    _fill(model, table, kind, source, param_dtype, np if on_host else jnp)
+    if adapter is not None:
+        if not isinstance(model, GPT):
+            raise RecipeError(
+                f"{source.path}: expected a decoder, which an adapter is for; got {kind}; load it "
+                "without an adapter"
+            )
+        merge_adapter(model, adapter)
     return Pretrained(model, config, task, drawn, unused, source)
 
 
@@ -180,8 +202,17 @@ def _list(names: list[str]) -> str:
     return f"{', '.join(names[:4])}{more}"
 
 
-def _fill(model: nnx.Module, table: Table, kind: str, source: Folder, param_dtype: Any) -> None:
-    """Sets the parameters of a model to what the tensors hold."""
+def _undrawn(make: Callable[[], Any]) -> Any:
+    """A model whose parameters are shapes alone; other state is as it is made."""
+    graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
+    return nnx.merge(graphdef, params, rest)
+
+
+def _fill(
+    model: nnx.Module, table: Table, kind: str, source: Folder, param_dtype: Any, library: Any
+) -> None:
+    """Sets the parameters of a model to what the tensors hold, as arrays of `library`."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
     filled: dict[str, str] = {}
@@ -208,7 +239,7 @@ def _fill(model: nnx.Module, table: Table, kind: str, source: Folder, param_dtyp
                 continue
             filled[path] = name
             value = np.ascontiguousarray(piece)
-            variables[path].set_value(jnp.asarray(value, param_dtype or value.dtype))
+            variables[path].set_value(library.asarray(value, param_dtype or value.dtype))
     if param_dtype is None:  # a new head takes the type of the rest
         kept = next(iter(filled.values()))
         for path in variables.keys() - filled.keys():

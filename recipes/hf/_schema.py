@@ -21,21 +21,31 @@ _INERT = {
 
 
 def known_only(
-    config: Mapping[str, Any], schema: type[BaseModel], path: Path, inert: Set[str] = frozenset()
+    config: Mapping[str, Any],
+    schema: type[BaseModel],
+    path: Path,
+    inert: Set[str] = frozenset(),
+    *,
+    file: str = CONFIG,
 ) -> None:
-    """Raises where a config.json has a key that is not known, and may change what is computed."""
+    """Raises where a config.json has a key that is not known, and may change what is computed.
+
+    `file` is the name of another such file.
+    """
     known = _INERT | inert | schema.model_fields.keys()
     for key, value in config.items():
         # Null and false switch nothing on.
         if key not in known and value not in (None, False):
             raise RecipeError(
-                f"{path / CONFIG}: {key}: expected no key that is not known here; got "
+                f"{path / file}: {key}: expected no key that is not known here; got "
                 f"{clipped(value)}, which may change what the model computes; if it does not, "
                 "remove it"
             )
 
 
-def validated(schema: type, values: dict[str, Any], path: Path, key: str = "") -> Any:
+def validated(
+    schema: type, values: dict[str, Any], path: Path, key: str = "", *, file: str = CONFIG
+) -> Any:
     """The schema's object; `key` names the section of config.json that the values are of."""
     try:
         return schema(**values)
@@ -47,5 +57,5 @@ def validated(schema: type, values: dict[str, Any], path: Path, key: str = "") -
             expected = "no such key"
         got = "" if problem["type"] == "value_error" else f"; got {clipped(problem['input'])}"
         raise RecipeError(
-            f"{path / CONFIG}: {where}: expected {expected}{got}; no other variant is supported"
+            f"{path / file}: {where}: expected {expected}{got}; no other variant is supported"
         ) from error

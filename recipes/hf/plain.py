@@ -153,7 +153,7 @@ class GPT(nnx.Module):
     ):
         norm = "offset" if config.variant.norm_offset else config.norm
         parts = Parts(config, dtype, param_dtype, scalify, rngs, norm=norm)
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.remat = config, dtype, config.remat
         self.embed = parts.embed(config.vocab)
         if config.positions == "learned" and config.context is None:
             raise ValueError(
@@ -183,9 +183,15 @@ class GPT(nnx.Module):
             x = x + self.positions(positions)
         x = self.dropout(x, deterministic=deterministic)
         keys, values = [], []
+
+        def apply(layer, x, positions, past):
+            return layer(x, positions, past, deterministic=deterministic)
+
+        if self.remat == "layer" and cache is None:
+            apply = nnx.remat(apply)
         for index, layer in enumerate(self.layers):
             past = None if cache is None else (cache.keys[index], cache.values[index])
-            x, past = layer(x, positions, past, deterministic=deterministic)
+            x, past = apply(layer, x, positions, past)
             if past is not None:
                 keys.append(past[0])
                 values.append(past[1])

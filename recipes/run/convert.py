@@ -102,9 +102,14 @@ def convert(
 
 
 def _carried(source: Any, target: Any) -> Any:
-    """The target, with every entry that the source has too taken from there."""
+    """The target, with the value of every entry that the source has too taken from there."""
     known = dict(jax.tree_util.tree_leaves_with_path(source))
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: known.get(path, leaf), target)
+
+    def entry(path: Any, leaf: Any) -> Any:
+        value = known.get(path, leaf)
+        return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(entry, target)
 
 
 def is_reshaped(written: RunConfig, config: RunConfig) -> bool:

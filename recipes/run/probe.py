@@ -74,9 +74,13 @@ def probe(model: Any, *inputs: Any) -> Reading:
 
 
 def _unrolled(model: Any) -> Any:
-    """The model without scans over layers, in which no layer has an output of its own."""
+    """The model without scans over layers and what is computed again: all outputs are in reach."""
     model = nnx.clone(model)
-    for _, module in nnx.iter_modules(model):
+    parts: list[Any] = [module for _, module in nnx.iter_modules(model)]
+    for module in parts:
+        if hasattr(module, "remat"):
+            module.remat = "none"
+    for module in parts:
         for name, child in list(vars(module).items()):
             if isinstance(child, nn.TransformerStack) and child.scan:
                 setattr(module, name, child.with_scan(False))

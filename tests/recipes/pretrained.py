@@ -56,7 +56,7 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Mapping[str, Any]])
 def one_layer(folder: Path) -> Path:
     """Takes the second layer out of a folder of two, for programs that compile in half the time."""
     change_config(folder, **{"n_layer" if folder.name == "gpt2" else "num_hidden_layers": 1})
-    second = (".layer.1.", ".h.1.")
+    second = (".layer.1.", ".layers.1.", ".h.1.")
     change_tensors(
         folder, lambda old: {k: v for k, v in old.items() if not any(s in k for s in second)}
     )

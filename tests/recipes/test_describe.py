@@ -1,20 +1,24 @@
 """What a config amounts to is counted from shapes, and agrees with what is allocated."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
 from recipes.describe import Description, describe, program_flops
 from recipes.gpt.config import GPTConfig
+from recipes.hf import Frozen
 from recipes.registry import load_config
 from recipes.run.state import init_state
 
 from .configs import CONFIGS
+from .pretrained import FIXTURES
 
 UNITSCALE = "model.library=unitscale"
 
@@ -58,6 +62,24 @@ def test_bytes_are_those_of_the_arrays(
     total = sum(facts.parameters.values())
     assert facts.parameters["embed"] == 256 * 16
     assert facts.weights == pytest.approx(total * (2 if len(overrides) > 1 else 4), rel=0.05)
+
+
+def test_frozen_weights_are_counted(tmp_path: Path) -> None:
+    """From a config.json alone: trained and frozen bytes, and what is saved without remat."""
+    words = ["data.sequence_length=16", "lora.rank=2", f"init={FIXTURES / 'llama3'}"]
+    lora = CONFIGS / "llama" / "lora.yaml"
+    _, _, state = init_state(load_config(lora, words))
+    shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
+    words[-1] = f"init={tmp_path}"
+    facts = describe(load_config(lora, words))
+    assert (facts.trained, facts.weights) == (272, 4 * 272)
+    frozen, _ = nnx.split_state(state.rest, Frozen, ...)
+    assert (facts.weights, facts.frozen) == (bytes_of(state.params), bytes_of(frozen))
+    kernels = 2 * (16 * 24 + 2 * 16 * 12 + 24 * 16 + 3 * 16 * 24)
+    assert facts.parameters["layers"] > kernels + facts.trained
+    other = describe(load_config(lora, [*words, "lora.base=null", "model.remat=none"]))
+    assert kernels / 2 < other.frozen - facts.frozen < kernels
+    assert other.activations > 2 * facts.activations
 
 
 def test_activations_grow_with_the_sequence_and_not_with_the_batch(

@@ -158,7 +158,8 @@ def test_shipped_configs_are_valid() -> None:
     shipped = {file: OmegaConf.load(file) for file in CONFIGS.rglob("*.yaml")}
     assert len(shipped) > 16
     for file, tree in shipped.items():
-        own = ["data.sequence_length=32", f"init={FIXTURES / 'gpt2'}"] if "init" in tree else []
+        init = FIXTURES / ("llama3" if tree.get("init") == "llama" else "gpt2")
+        own = ["data.sequence_length=32", f"init={init}"] if "init" in tree else []
         load_config(file, FILES.get(tree.get("recipe"), own))
 
 

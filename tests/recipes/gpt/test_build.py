@@ -13,6 +13,7 @@ from recipes.errors import RecipeError
 from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import load_tokenizer
+from recipes.run.probe import probe
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from unitscale.nn import AmaxState
@@ -64,6 +65,7 @@ def test_qwix_is_asked_for_where_it_is_missing(
     [
         (["model.library=unitscale", "model.products=qwix"], "needs model.library plain"),
         (["scalify={}", "model.products=fp8_dynamic"], "scalify null"),
+        (["lora={}"], "lora needs init, the folder whose model it updates; set init"),
         (["policy=fp8"], "with model.products for FP8 products"),
     ],
 )
@@ -78,3 +80,18 @@ def test_the_end_of_documents_is_that_of_the_tokenizer(make_config: MakeConfig) 
     config = make_config("model.library=unitscale", "model.document_end=3")
     with pytest.raises(RecipeError, match=r"model\.document_end: expected .* None; got 3"):
         load_tokenizer(config)
+
+
+def test_what_is_computed_again_changes_nothing(make_config: MakeConfig) -> None:
+    """The same loss, updates and draws of dropout of two steps, and the same probe of layers."""
+    taken = []
+    for remat in ("none", "layer"):
+        config = make_config(f"model.remat={remat}")
+        graphdef, optimizer, state = init_state(config)
+        reading = probe(nnx.merge(graphdef, state.params, state.rest), IDS, IDS)
+        ids = np.arange(68, dtype=np.int32).reshape(4, 17)
+        step = make_train_step(graphdef, optimizer)
+        state, _ = step(state, ids, np.int32(0))
+        state, values = step(state, ids, np.int32(1))
+        taken.append((dict(reading.activations), values, state.params))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-5, 1e-6), *taken)

@@ -1,9 +1,11 @@
-"""GPT-2 from a Hugging Face folder on the command line: generated from, and tuned in FP8."""
+"""Decoders from Hugging Face folders on the command line: generated from, and tuned in FP8."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
+from flax import nnx
 
 from recipes.cli import main
 from recipes.hf import load
@@ -99,6 +101,13 @@ WRONG = [
     (["train", "model.widht=32"], "model.widht is not a key of the config; did you mean"),
     (["train", "model=3"], "model (the shape of the model): expected a mapping"),
     (["train", "data.sequence_length=33"], "context must be at least data.sequence_length; got 32"),
+    (
+        ["train", "lora={targets: [querry]}"],
+        "expected 'query', 'key', 'value', 'out', 'gate', 'up'",
+    ),
+    (["train", "lora={base: float8_e4m3fn}"], "scalify chooses the formats of all weights; got"),
+    (["train", "lora={}"], "lora.targets: expected all of query, key, value or none, as"),
+    (["train", "model.remat=dots"], "model.remat dots needs model.library unitscale"),
     (["train", "optimizer.umup=true"], "optimizer.umup needs model.library unitscale"),
 ]
 
@@ -132,3 +141,35 @@ def test_wrong_folders(tmp_path: Path, capsys: Captured) -> None:
     )
     assert main(["generate", str(FOLDER), "--prompt", ""]) == 2
     assert "--prompt: expected at least one character" in capsys.readouterr().err
+
+
+LORA = SHIPPED.parents[1] / "llama" / "lora.yaml"
+
+
+def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
+    """Trained, read from the checkpoint, and added to the folder in memory and in files."""
+    init = one_layer(copied("llama3", tmp_path))
+    command = [str(LORA), *words(tmp_path, init)[1:], "lora.rank=2"]
+    assert main(["train", *command]) == 0
+    adapter = tmp_path / "runs" / "llama-lora" / "adapter"
+    printed = capsys.readouterr().out
+    assert f"the adapter, in files as PEFT has them, is in {adapter}" in printed
+    assert "llama-lora: 136 parameters" in printed  # 16 x 2 + 2 x 24, and 16 x 2 + 2 x 12
+    config = load_config(command[0], command[1:])
+    graphdef, state = load_trained(config, pytest.fail)
+    model = nnx.merge(graphdef, state.params, state.rest)
+    tensors = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
+    layer = model.layers[0].attention.value
+    name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
+    np.testing.assert_array_equal(tensors[name].T, layer.lora_b.get_value())
+    assert np.abs(tensors[name]).max() > 0
+    merged = tmp_path / "merged"
+    assert main(["merge", str(init), str(adapter), str(merged)]) == 0
+    assert capsys.readouterr().out == f"{init} with {adapter} is in {merged}\n"
+    question = ["--prompt", "line", "--tokens", "3", "--seed", "1"]
+    assert main(["generate", str(init), "--adapter", str(adapter), *question]) == 0
+    text = capsys.readouterr().out
+    assert main(["generate", str(merged), *question]) == 0
+    assert capsys.readouterr().out == text
+    assert main(["generate", *command, "--adapter", str(adapter)]) == 2
+    assert "--adapter: expected a Hugging Face folder to add" in capsys.readouterr().err
