@@ -199,7 +199,9 @@ def merge(
     typer.echo(f"{folder} with {adapter} is in {path}")
 
 
-bench = typer.Typer(help="Print the figures in README.md.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Print the figures of README.md and of the page of results.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
 

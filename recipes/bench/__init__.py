@@ -1,4 +1,6 @@
-"""Measurements behind the figures in README.md: `python -m recipes bench NAME`.
+"""Measurements behind the figures of README.md and the page of results.
+
+`python -m recipes bench NAME` prints one.
 
 Each is a module of this package with a `main` function that typer turns into a command.
 """

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from recipes.bench import overhead, parallel
+from recipes.bench import formats, overhead, parallel
 from recipes.bench._compare import comparison, configs_of
 from recipes.bench._runs import Told
 from recipes.cli import main
@@ -34,15 +34,25 @@ def bench(tmp_path: Path, config_file: Path) -> Any:
 
 def test_parity(bench: Any, tmp_path: Path) -> None:
     losses, gradients = bench("parity", *UNIT, "--seeds", "2")
-    assert [row["variant"] for row in losses[:3]] == ["float32", "float16", "fp8"]
+    assert [row["variant"] for row in losses] == ["float32", "float16", "fp8"]
     assert abs(losses[1]["over reference"]) < 0.01
     assert losses[1]["standard error"] > 0
     # The same parameters and batches: a policy that had no effect would give the same loss.
-    assert len({row["validation loss"] for row in losses}) == 4
+    assert len({row["validation loss"] for row in losses}) == 3
     assert [row["when"] for row in gradients[::2]] == ["at first", "at the end"]
     names = {folder.name for folder in (tmp_path / "runs").iterdir()}
-    first = {"tiny-float32", "tiny-float16", "tiny-fp8", "tiny-plain-float16"}
-    assert names == first | {f"{name}-seed1" for name in first}
+    first = {"tiny-float32", "tiny-float16", "tiny-fp8"}
+    assert names == first | {f"{name}-seed1" for name in first} | {"tiny-plain-float16"}
+
+
+def test_formats(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("none", "cotangents", "cotangents in E5M2", "query", "all")
+    monkeypatch.setattr(formats, "VARIANTS", {name: formats.VARIANTS[name] for name in some})
+    (rows,) = bench("formats", *UNIT, "--batches", "1")
+    assert [row["in FP8"] for row in rows] == list(some)
+    errors = {row["in FP8"]: row["gradient error"] for row in rows}
+    assert 0 < errors["none"] < errors["cotangents"] < errors["cotangents in E5M2"] < errors["all"]
+    assert errors["query"] < errors["all"]
 
 
 def test_methods(bench: Any) -> None:
