@@ -180,7 +180,9 @@ def llama() -> Any:
     return updated("llama3", LORA)
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("damage", "message"), DAMAGED, ids=[message[:40] for _, message in DAMAGED]
+)
 def test_damaged_adapters(damage: Any, message: str, llama: Any, adapter: Path) -> None:
     damage(adapter)
     with pytest.raises(RecipeError, match=message) as caught:
