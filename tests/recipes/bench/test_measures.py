@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.bench import methods, optim, parallel, parity, quant, scales, scalify
+from recipes.bench import methods, optim, parallel, quant, scales, scalify
 from recipes.bench._compare import comparison, configs_of
 from recipes.bench._runs import Told
 from recipes.bench._timing import interleaved, ratio
@@ -81,24 +81,6 @@ class Tiny(nnx.Module):
 
     def loss(self, ids, targets, *, deterministic):
         return (self.weight.get_value().astype(jnp.float16) * 1).astype(jnp.float32) * 2.0**-26
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "at_first", "at_the_end"),
-    [(1, 10, True, True), (1, 9, False, True), (10, 9, False, False), (0, 5, True, True)],
-)
-def test_gain_is_the_ratio_of_shares(
-    own: int, other: int, at_first: bool, at_the_end: bool
-) -> None:
-    ours, theirs = ([Underflow(100, lost, 0, 0, 0)] * 2 for lost in (own, other))
-    rows = parity.lost(ours, theirs).rows
-    assert [row["within"] for row in rows if "within" in row] == [at_first, at_the_end]
-    assert rows[0]["share lost"] == own / 100
-
-
-def test_nothing_lost_by_others_leaves_nothing_to_gain() -> None:
-    none = [Underflow(100, 0, 0, 0, 0)] * 2
-    assert parity.lost(none, none).rows[0]["within"] is False
 
 
 def method(name: str, config_file: Path) -> GPTConfig:
