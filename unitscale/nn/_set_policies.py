@@ -42,7 +42,7 @@ def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str
         (False, True)
 
     References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, section 4.3: FP8 but for two products.
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, FP8 training: some products stay in 16 bits.
     """
     policies = {pattern: as_policy(policy) for pattern, policy in rules.items()}
     layers = dict(_layers(model))

@@ -73,7 +73,7 @@ def test_a_figure_is_one_row_of_a_file(
     assert main(["bench", "results", "--readme"]) == 0
     _, _, fast, slow = capsys.readouterr().out.splitlines()
     assert fast == "| speed | <= 1 | 0.50 times | `python -m recipes bench demo` |"
-    assert "**missed**: 2.00 times" in slow
+    assert slow == "| speed | <= 1 | **missed**: 2.00 times | same |"
     absent = results.Figure("speed", "demo.json", {"what": "none"}, "{ratio}")
     monkeypatch.setattr(results, "FIGURES", [absent])
     with pytest.raises(RecipeError, match=r"demo\.json: expected one row with .*none.*; got 0"):
