@@ -34,6 +34,7 @@ from ._programs import (
     for_h200,
     installed,
 )
+from ._runs import CONFIGS
 from ._table import JsonPath, Table, asked, publish
 
 # What is asked of `fp8-scaled`, by shape.
@@ -150,7 +151,7 @@ def places(shape: str, found: Mapping[str, Program], top: int) -> Table:
             "projected ms": 1e3 * total.seconds,
             "MiB": total.bytes / 2**20,
             "kernels": total.kernels,
-            "kernels from": total.label,
+            "kernels from": total.label.replace(f"{CONFIGS.parent}/", ""),
         }
         for total in program.projection.by_place()[:top]
     ]
