@@ -74,7 +74,7 @@ FIGURES = (
         "{over reference:+.2%}, {standard error:.2%}",
     ),
     Figure(
-        "step of GPT-2 small on an H200, FP8 and scaled optimizer state over plain bfloat16, projected",
+        "projected H200 step of GPT-2 small, FP8 and scaled optimizer, over plain bfloat16",
         "h200.json",
         {"figure": "projected step over plain-bfloat16"},
         "{value:.2f}",
