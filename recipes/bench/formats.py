@@ -143,8 +143,7 @@ def structure(config: Any, name: str) -> nnx.GraphDef:
     """The model of a config with the products of a variant."""
     plain = config.model_copy(update={"policy": REFERENCE if name == REFERENCE else WIDE})
     model: Any = recipe_of(plain).build(plain)
-    if name != REFERENCE:
-        nn.set_policies(model, VARIANTS[name].rules)
+    nn.set_policies(model, {} if name == REFERENCE else VARIANTS[name].rules)
     return nnx.split(model, nnx.Param, ...)[0]
 
 

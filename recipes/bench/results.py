@@ -8,7 +8,7 @@ may say more, as `quant-text.json`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +18,8 @@ from ..errors import RecipeError
 from ._table import Table
 
 RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
-MISSED = (("within", False), ("verdict", "outside"), ("verdict", "not resolved"))
+MISSED = (("within", False), ("verdict", "outside"))
+OPEN = (*MISSED, ("verdict", "not resolved"))
 
 HEAD = """# Results
 
@@ -132,7 +133,7 @@ def page() -> Iterator[str]:
         for document in documents
         for table in tables(document)
         for row in table.rows
-        if any(row.get(column) == value for column, value in MISSED)
+        if _is_any(row, OPEN)
     ]
     if missed:
         yield from ("", "## Missed, or not resolved", "", "| table | row | command |")
@@ -156,13 +157,13 @@ def figures() -> Iterator[str]:
     for figure in FIGURES:
         document = read(RESULTS / figure.file)
         row = _row_of(figure, tables(document)[figure.table])
-        missed = any(row.get(column) == value for column, value in MISSED[:2])
-        said = figure.show.format_map(row)
-        asked = str(row.get("asked", ""))
+        missed = "**missed**: " if _is_any(row, MISSED) else ""
+        said = missed + figure.show.format_map(row)
+        asked = row.get("asked", "")
         command = f"`{document['command']}`"
         shown = "same" if command == before else command
         before = command
-        yield f"| {figure.what} | {asked} | {'**missed**: ' if missed else ''}{said} | {shown} |"
+        yield f"| {figure.what} | {asked} | {said} | {shown} |"
 
 
 def _row_of(figure: Figure, table: Table) -> Mapping[str, Any]:
@@ -194,6 +195,11 @@ def markdown(table: Table) -> Iterator[str]:
     yield "|" + "---|" * len(table.columns)
     for row in table.rows:
         yield f"| {' | '.join(table.text(row))} |"
+
+
+def _is_any(row: Mapping[str, Any], marks: Iterable[tuple[str, object]]) -> bool:
+    """Whether a row has one of some values, each of a column."""
+    return any(row.get(column) == value for column, value in marks)
 
 
 def _said(table: Table, row: Mapping[str, Any]) -> Iterator[str]:

@@ -141,7 +141,7 @@ class Writer(NamedTuple):
     @classmethod
     def of_run(cls, model: Any, tokenizer: Tokenizer, context: int) -> Self:
         """For a model that was trained on windows of `context` tokens."""
-        end = getattr(model.config, "document_end", None)
+        end = model.config.document_end
         return cls(model, tokenizer, context, ends=() if end is None else (end,), document_end=end)
 
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:

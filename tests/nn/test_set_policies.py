@@ -44,6 +44,14 @@ def test_the_first_pattern_counts_and_the_state_stays() -> None:
     )
 
 
+def test_a_shared_layer_is_one_layer() -> None:
+    layer = nn.Dense(16, 16, policy="fp8", rngs=nnx.Rngs(0))
+    model = nnx.Sequential(layer, layer)
+    assert nn.set_policies(model, {"layers.*": "bfloat16"}) == {"layers.0": "layers.*"}
+    with pytest.raises(ValueError, match=r"no layer matches 'layers\.1'"):
+        nn.set_policies(model, {"layers.0": "bfloat16", "layers.1": "fp8"})
+
+
 def test_scales_that_are_no_longer_read_go() -> None:
     model = mlp("fp8_delayed")
     nn.set_policies(model, {"down": "fp8"})

@@ -131,16 +131,22 @@ def hook_of(layer: Any) -> Hook | None:
     return found if isinstance(found, Hook) else None
 
 
-def layers_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Layers with a product, each once, with dotted paths, in the order of their names."""
+def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Layers of `flax.nnx` with a product, as `nodes_of`."""
+    for path, node in nodes_of(model):
+        if kind_of(node) is not None or isinstance(node, CONVOLUTIONS):
+            yield path, node
+
+
+def nodes_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """What a model consists of, each once, with dotted paths, in the order of their names."""
     seen = set() if seen is None else seen
     if id(node) in seen:
         return
     seen.add(id(node))
-    if kind_of(node) is not None or isinstance(node, CONVOLUTIONS):
-        yield path, node
+    yield path, node
     for name, child in children_of(node):
-        yield from layers_of(child, f"{path}.{name}" if path else str(name), seen)
+        yield from nodes_of(child, f"{path}.{name}" if path else str(name), seen)
 
 
 def children_of(node: Any) -> list[tuple[Any, Any]]:

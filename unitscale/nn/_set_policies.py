@@ -8,7 +8,7 @@ from flax import nnx
 from ..quant import is_stateful
 from ._conversion_rules import assign
 from ._embed import Embed
-from ._hooks import children_of
+from ._hooks import nodes_of
 from ._policy import PolicyLike, as_policy
 
 
@@ -45,7 +45,7 @@ def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str
         Blake et al., "u-muP", 2024, arXiv 2407.17465, FP8 training: some products stay in 16 bits.
     """
     policies = {pattern: as_policy(policy) for pattern, policy in rules.items()}
-    layers = dict(_layers(model))
+    layers = {path: node for path, node in nodes_of(model) if _has_formats(node)}
     assigned = assign(policies, layers, "set_policies")
     for path, (pattern, policy) in assigned.items():
         layer = layers[path]
@@ -65,15 +65,10 @@ def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str
     return {path: pattern for path, (pattern, _) in assigned.items()}
 
 
+def _has_formats(node: Any) -> bool:
+    """Whether it is a layer with a product and formats of its own."""
+    return hasattr(node, "amax") and hasattr(node, "policy")
+
+
 def _role(layer: Any) -> str:
     return "readout" if isinstance(layer, Embed) else getattr(layer, "role", "weight")
-
-
-def _layers(node: Any, path: str = "", seen: frozenset[int] = frozenset()):
-    """Layers with a product and formats of its own, with their dotted paths."""
-    if id(node) in seen:
-        return
-    if hasattr(node, "amax") and hasattr(node, "policy"):
-        yield path, node
-    for name, child in children_of(node):
-        yield from _layers(child, f"{path}.{name}" if path else str(name), seen | {id(node)})
