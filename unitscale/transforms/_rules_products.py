@@ -34,11 +34,15 @@ from ._values import (
     widen,
 )
 
+# A number within this power of two of 1 multiplies data of 32 bits as it is.
+_WHOLE = 16
+
 
 def pair_of(value: Value, dtype: Any) -> tuple[Any, LazyScale]:
     """Returns wide data and scale; a number is split into both, exactly.
 
-    One that is not known while tracing is split only for a result of a narrow type.
+    One that is not known while tracing is split only for a result of a narrow type, and one that
+    is no power of two stays whole in a type that has room for it.
     """
     if value.scale is not None:
         return widen(value.data), value.scale
@@ -48,6 +52,8 @@ def pair_of(value: Value, dtype: Any) -> tuple[Any, LazyScale]:
     if number is None or number == 0 or not math.isfinite(number):
         return widen(value.data), ONE
     mantissa, exponent = split(number)
+    if spans(dtype) and abs(mantissa) != 1 and abs(exponent) <= _WHOLE:
+        mantissa, exponent = number, 0
     data = np.asarray(mantissa, widen(jnp.zeros((), jnp.result_type(value.data))).dtype)
     return data, LazyScale(exponent)
 
@@ -59,15 +65,16 @@ def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def doubt_of(value: Value, data: Any) -> float:
-    """Returns how uncertain the estimate of an operand is: nothing is known of a plain array."""
+def size_of(value: Value, data: Any) -> tuple[float, float]:
+    """Returns drift and doubt of the wide data of an operand: nothing is known of a plain array."""
     if value.scale is not None:
-        return value.doubt
+        return value.drift, value.doubt
     if is_neutral(value):
-        return 0.0
+        return value.drift, 0.0
     if value.is_fill:
-        return abs(math.log2(abs(float(np.asarray(data)))))
-    return MOST_DOUBT if value.shape else DOUBT
+        mantissa, exponent = split(float(np.asarray(data)))
+        return value.drift + exponent, abs(math.log2(abs(mantissa)))
+    return value.drift, MOST_DOUBT if value.shape else DOUBT
 
 
 def _is_multiple(x: Value, number: Value, dtype: Any) -> bool:
@@ -100,16 +107,14 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
             moved = x.data if mantissa > 0 else lax.neg(x.data)
             moved = shaped(moved, x, y)
             return Value(moved, scale * other_scale, x.drift, dtype, doubt=x.doubt)
+    (drift, doubt), (other_drift, other_doubt) = size_of(x, data), size_of(y, other)
+    drift, doubt = drift + other_drift, doubt + other_doubt
     if _is_multiple(x, y, dtype):
         number = np.asarray(other, jnp.result_type(data))
-        drift, doubt = x.drift, x.doubt + doubt_of(y, other)
         return Value(
             Multiple(data, number), scale * other_scale, drift, dtype, doubt=min(doubt, UNKNOWN)
         )
-    product = lax.mul(*wide_operands(data, other))
-    doubt = doubt_of(x, other) + doubt_of(y, other)
-    drift = x.drift + y.drift
-    product = shaped(product, x, y)
+    product = shaped(lax.mul(*wide_operands(data, other)), x, y)
     wide = keeps_wide(product.shape, *values)
     return finish(product, scale * other_scale, drift, dtype, doubt=doubt, wide=wide)
 

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import doubt_of, pair_of, wide_operands
+from ._rules_products import pair_of, size_of, wide_operands
 from ._settle import finish, keeps_wide, shortened
 from ._values import ONE, UNKNOWN, Value, data_dtype, scale_of, shaped, widen
 
@@ -24,12 +24,11 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         moved = x.data if float(np.asarray(other)) > 0 else lax.neg(x.data)
         moved = shaped(moved, x, y)
         return Value(moved, scale / other_scale, x.drift, dtype, doubt=x.doubt)
-    quotient = lax.div(*wide_operands(data, other))
-    drift = x.drift - y.drift
-    doubt = doubt_of(x, data) + doubt_of(y, other)
-    data = shaped(quotient, x, y)
-    wide = keeps_wide(data.shape, *values)
-    return finish(data, scale / other_scale, drift, dtype, doubt=doubt, wide=wide)
+    (above, doubt), (below, more) = size_of(x, data), size_of(y, other)
+    quotient = shaped(lax.div(*wide_operands(data, other)), x, y)
+    wide = keeps_wide(quotient.shape, *values)
+    scale, drift = scale / other_scale, above - below
+    return finish(quotient, scale, drift, dtype, doubt=doubt + more, wide=wide)
 
 
 @register("ratio", "rem")
