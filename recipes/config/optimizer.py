@@ -34,7 +34,11 @@ class OptimizerConfig(Section):
     )
     b1: Fraction = Field(default=0.9, description="decay of the first moment; momentum of sgd")
     b2: Fraction = Field(default=0.95, description="decay of the second moment")
-    eps: NonNegative = Field(default=1e-8, description="added to the root of the second moment")
+    eps: NonNegative | None = Field(
+        default=None,
+        description="added to the root of the second moment by Adam; null: 2^-12 with umup, whose "
+        "gradients are of size 1, else 1e-8",
+    )
     weight_decay: NonNegative = Field(
         default=0.0,
         description="decoupled weight decay of adamw; with umup, the share each step removes",
@@ -75,6 +79,18 @@ class OptimizerConfig(Section):
     def scaled(self) -> bool:
         """Whether weights or moments are kept in formats of their own."""
         return self.weights is not None or self.moments is not None
+
+    @property
+    def adam_eps(self) -> float:
+        """What Adam adds to the root of the second moment.
+
+        Gradients of unit-scaled models begin at size 1, far above those of a mean loss. Beside them
+        1e-8 is nothing: parameters whose gradients only shrink, such as the readout's columns of
+        tokens that never occur, would take whole steps until 16 bits lose these.
+        """
+        if self.eps is not None:
+            return self.eps
+        return 2.0**-12 if self.umup else 1e-8
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:

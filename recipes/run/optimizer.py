@@ -51,13 +51,13 @@ def make_optimizer(
     if settings.name == "sgd":
         rule = optax.sgd(schedule, momentum=settings.b1 or None)
     elif settings.name == "adam" or settings.umup:
-        rule = optax.adam(schedule, b1=settings.b1, b2=settings.b2, eps=settings.eps)
+        rule = optax.adam(schedule, b1=settings.b1, b2=settings.b2, eps=settings.adam_eps)
     else:
         rule = optax.adamw(
             schedule,
             b1=settings.b1,
             b2=settings.b2,
-            eps=settings.eps,
+            eps=settings.adam_eps,
             weight_decay=settings.weight_decay,
             mask=decays,
         )

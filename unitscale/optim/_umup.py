@@ -50,6 +50,10 @@ def umup(
         with a constraint takes its width from the gradients of all that comes before it; with
         ``optimizer="sgd"`` and that constraint the factors give it back.
 
+        Beside unit-scaled gradients, which are far larger than those of a mean loss, Adam's usual
+        ``eps`` of 1e-8 is nothing: parameters whose gradients only shrink take whole steps until
+        these are lost. Give it one below unit size by less, such as 2^-12.
+
         ``multipliers`` are constants beside these. The global learning rate is the size of one
         update of a bias or a gain, but an update of a weight is spread over its fan-in: where
         gradients are noisy, gains and biases want less.

@@ -56,6 +56,24 @@ def test_sgd_and_clipping() -> None:
     assert float(optax.tree.norm(out)) == pytest.approx(0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "eps"), [({}, 2.0**-12), ({"umup": False}, 1e-8), ({"eps": 0.5}, 0.5)]
+)
+def test_eps_of_adam_fits_the_size_of_gradients(settings: dict[str, Any], eps: float) -> None:
+    config = make(name="adam", **settings)
+    _, _, state = init_state(config)
+    # The first step of Adam is g / (|g| + eps).
+    small, large = (
+        updates(
+            config, state.params, jax.tree.map(lambda p, g=g: jnp.full_like(p, g), state.params)
+        )
+        for g in (eps, 1e4 * max(eps, 1.0))
+    )
+    np.testing.assert_allclose(
+        small["readout"]["kernel"][...] / large["readout"]["kernel"][...], 0.5, rtol=1e-3
+    )
+
+
 def test_adamw_decays_matrices_only() -> None:
     out = updates(make(name="adamw", umup=False, weight_decay=0.1), PARAMS, GRADS)
     np.testing.assert_allclose(out["kernel"], -0.5 * (1 + 0.1 * 2.0), rtol=1e-5)
@@ -81,8 +99,8 @@ def test_decay_under_umup_depends_on_neither_learning_rate_nor_role() -> None:
 def test_umup_gives_each_role_its_rate() -> None:
     def rates(config) -> dict[str, float]:
         _, _, state = init_state(config)
-        ones = jax.tree.map(jnp.ones_like, state.params)
-        out = nnx.to_pure_dict(updates(config, state.params, ones))
+        large = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
+        out = nnx.to_pure_dict(updates(config, state.params, large))
         found = {"embedding": out["embed"]["embedding"], "readout": out["readout"]["kernel"]}
         return {role: float(np.abs(update).max()) for role, update in found.items()}
 
