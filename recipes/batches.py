@@ -6,7 +6,7 @@ saved. Validation is finite and always the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +43,7 @@ def training_batches(
     seed: int,
     size: int,
     *,
+    weights: Sequence[float] | None = None,
     draw: Draw | None = None,
     process: int = 0,
     processes: int = 1,
@@ -52,9 +53,11 @@ def training_batches(
     Batch k is the same set of elements for any number of processes, each of which gets its share.
 
     Args:
-      source: At most 2**32 elements.
+      source: At most 2**32 elements; with `weights`, several such sources.
       seed: Decides the order and the draws; of a longer one, 32 bits count.
       size: Elements of a batch, over all processes.
+      weights: How many elements each source gives beside those of the others. Each goes through its
+        own epochs.
       draw: Makes examples of elements; it draws anew every epoch.
       process: Which of the processes asks, from 0.
       processes: Number of processes that share each batch.
@@ -68,7 +71,11 @@ def training_batches(
             f"and {processes}; change data.batch_size"
         )
     seed %= 2**32
-    dataset = grain.MapDataset.source(source).shuffle(seed=seed).repeat()
+    endless = [
+        grain.MapDataset.source(one).shuffle(seed=seed).repeat()
+        for one in ([source] if weights is None else source)
+    ]
+    dataset = endless[0] if weights is None else grain.MapDataset.mix(endless, weights)
     if draw is not None:  # before sharing, so that draws go by the place in the order of all
         dataset = dataset.random_map(draw, seed=seed)
     # Without a remainder: grain rounds the number of endless batches of one up too far.
@@ -102,6 +109,8 @@ class Data(ABC):
 
     batch_size: int
     """Examples of a batch, over all processes."""
+    weights: Sequence[float] | None = None
+    """Of the sources to train on, where there are several."""
 
     @property
     @abstractmethod
@@ -120,7 +129,10 @@ class Data(ABC):
 
     @abstractmethod
     def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
-        """The source to train on, or to measure on, and what draws examples of its elements."""
+        """The source to train on, or to measure on, and what draws examples of its elements.
+
+        With `weights` there are as many sources to train on.
+        """
 
     def save(self, folder: Path) -> None:
         """Leaves in a run's folder what its model is used with, such as the tokenizer."""
@@ -130,7 +142,9 @@ class Data(ABC):
         """Shuffled batches for ever, the share of one of the processes."""
         source, draw = self.examples(training=True)
         share = {"process": process, "processes": processes}
-        return training_batches(source, seed, self.batch_size, draw=draw, **share)
+        return training_batches(
+            source, seed, self.batch_size, weights=self.weights, draw=draw, **share
+        )
 
     def validation(self, batches: int | None = None) -> Iterator[Any]:
         """Validation batches, the same ones each time; all of them for None."""

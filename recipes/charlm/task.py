@@ -6,7 +6,7 @@ from flax import nnx
 
 from ..run.monitor import monitored
 from ..run.recipe import no_closing, no_scores
-from ..text import Corpus, load_corpus
+from ..text import Corpus, Mixture, load_corpus
 from .config import CharlmConfig
 from .model import UnitModel
 from .plain import RegularModel
@@ -29,6 +29,6 @@ def abstract_batch(config: CharlmConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def load_data(config: CharlmConfig) -> Corpus:
+def load_data(config: CharlmConfig) -> Corpus | Mixture:
     """The text of the config, in windows."""
     return load_corpus(config.data)

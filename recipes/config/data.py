@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from .schema import Count, Flag, Section
+from .schema import Count, Flag, Positive, Section
 from .tokenizer import count_ids
 
 BYTES = 256
@@ -86,6 +86,11 @@ class DataConfig(SequenceConfig):
         description="a file, a folder, a glob pattern, or a Hugging Face dataset that "
         "save_to_disk wrote; null for the Python standard library",
     )
+    mixture: dict[str, Positive] | None = Field(
+        default=None,
+        description="several paths, each with its weight, in place of path: of every batch a text "
+        "has the share that its weight is of all",
+    )
     pattern: str = Field(
         default="**/*", description="which files of a folder to read, as a glob pattern"
     )
@@ -106,8 +111,25 @@ class DataConfig(SequenceConfig):
         default=None, description="where tokens are kept; null for the user's cache folder"
     )
     max_bytes: Count | None = Field(
-        default=None, description="read at most this many bytes of the text"
+        default=None, description="read at most this many bytes of each text"
     )
     validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
         default=0.1, description="the share of the text, at its end, that is kept for validation"
     )
+
+    @property
+    def texts(self) -> list[Self]:
+        """The config of each text: those of a mixture, or this one."""
+        if self.mixture is None:
+            return [self]
+        return [self.model_copy(update={"path": path, "mixture": None}) for path in self.mixture]
+
+    @model_validator(mode="after")
+    def _one_or_several_texts(self) -> Self:
+        if self.mixture is not None and (self.path is not None or not self.mixture):
+            raise ValueError(
+                "mixture names the paths of texts in place of path; got "
+                f"{len(self.mixture)} of them and path {self.path}; set path null and give some, "
+                "or mixture null"
+            )
+        return self

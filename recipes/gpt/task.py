@@ -15,7 +15,7 @@ from ..errors import RecipeError
 from ..hf import adapt, load, plain, save, save_adapter, start_from
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
-from ..text import Corpus, Tokenizer, load_corpus, open_tokenizer, require_vocab
+from ..text import Corpus, Mixture, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from . import model
 from .config import GPTConfig
 from .generate import Writer
@@ -108,12 +108,12 @@ def load_tokenizer(config: GPTConfig) -> Tokenizer:
     return tokenizer
 
 
-def load_data(config: GPTConfig) -> Corpus:
+def load_data(config: GPTConfig) -> Corpus | Mixture:
     """The text of the config, in windows."""
     return load_corpus(config.data, load_tokenizer(config))
 
 
-def closing(config: GPTConfig, data: Corpus, model: GPT, folder: Path) -> Iterator[str]:
+def closing(config: GPTConfig, data: Corpus | Mixture, model: GPT, folder: Path) -> Iterator[str]:
     """A sample of the model's own text; with `config.init`, the tuned model or its adapter."""
     if config.train.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)

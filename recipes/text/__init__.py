@@ -2,7 +2,7 @@
 
 from ._cache import cache_folder as cache_folder
 from ._documents import documents as documents
-from ._pipeline import Corpus as Corpus, load_corpus as load_corpus
+from ._pipeline import Corpus as Corpus, Mixture as Mixture, load_corpus as load_corpus
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,
     SubwordTokenizer as SubwordTokenizer,

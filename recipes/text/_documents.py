@@ -29,6 +29,7 @@ def documents(config: DataConfig) -> Iterator[Document]:
     says: the file, its stretches between blank lines, or its lines. Concatenated, the documents of
     text files are the files, byte for byte; empty documents are left out. A file longer than
     `PIECE` bytes is cut after a line into several documents.
+
     Yields:
       Each text; the last one is cut where `max_bytes` of UTF-8 are reached, at a character.
 
@@ -36,6 +37,10 @@ def documents(config: DataConfig) -> Iterator[Document]:
       RecipeError: Nothing is there, a file cannot be read, a file is not UTF-8 (the message has its
         name and the byte offset), a row is malformed (name and line), or there is no text at all.
     """
+    if config.mixture is not None:
+        for text in config.texts:
+            yield from documents(text)
+        return
     left, empty = config.max_bytes, True
     for source in find_sources(config):
         is_row = source.format != "text"

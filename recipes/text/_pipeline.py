@@ -6,11 +6,12 @@ decides. Validation reads the end of the text once, in windows that do not overl
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 
 from ..batches import Data, Draw
@@ -87,20 +88,82 @@ class Corpus(Data):
         return _Windows(tokens, self.sequence_length, stride), None
 
 
+@dataclass(frozen=True)
+class Mixture(Data):
+    """Several texts, of which a batch has windows in given shares.
+
+    Each text goes through its own epochs. Validation reads all their windows, whatever the shares.
+
+    Args:
+      corpora: The texts, in windows of one length and of one tokenizer.
+      weights: Of each, above 0.
+    """
+
+    corpora: Sequence[Corpus]
+    weights: Sequence[float]
+
+    @property
+    def batch_size(self) -> int:
+        return self.corpora[0].batch_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the ids."""
+        return self.corpora[0].tokenizer
+
+    @property
+    def summary(self) -> str:
+        sizes = [corpus.train_tokens.size for corpus in self.corpora]
+        return f"{sum(sizes):,} training tokens of {len(sizes)} texts"
+
+    @functools.cached_property
+    def token_size(self) -> float | None:
+        sizes = [corpus.token_size for corpus in self.corpora]
+        counts = [corpus.validation_tokens.size for corpus in self.corpora]
+        return None if None in sizes else float(np.average(np.array(sizes, float), weights=counts))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        parts = [
+            f"{corpus.digest} {weight}"
+            for corpus, weight in zip(self.corpora, self.weights, strict=True)
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        self.corpora[0].save(folder)
+
+    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+        """The windows of each text to train on; those to measure on one after the other."""
+        sources = [corpus.examples(training=training)[0] for corpus in self.corpora]
+        if training:
+            return sources, None
+        return grain.MapDataset.concatenate(list(map(grain.MapDataset.source, sources))), None
+
+
 def load_corpus(
     config: DataConfig,
     tokenizer: Tokenizer | None = None,
     say: Callable[[str], None] = print,
-) -> Corpus:
+) -> Corpus | Mixture:
     """Tokenizes the text of a config, or finds its tokens in the cache, and splits them.
+
     Returns:
-      The corpus. Validation is the last `validation_fraction` of the tokens.
+      The corpus, or the mixture of those of `config.mixture`. Validation is the last
+      `validation_fraction` of the tokens of each text.
 
     Raises:
       RecipeError: The text is missing, empty, not UTF-8, malformed, shorter than one sequence, or
         has fewer sequences than a batch; or the cache cannot be written.
     """
     tokenizer = open_tokenizer(config, say) if tokenizer is None else tokenizer
+    if config.mixture is None:
+        return _load_text(config, tokenizer, say)
+    corpora = [_load_text(text, tokenizer, say) for text in config.texts]
+    return Mixture(corpora, list(config.mixture.values()))
+
+
+def _load_text(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> Corpus:
     tokens = tokenize(config, tokenizer, say)
     split = tokens.size - round(tokens.size * config.validation_fraction)
     parts = tokens[:split], tokens[split:]

@@ -42,8 +42,10 @@ def find_sources(config: DataConfig) -> list[Source]:
     """The sources of a config, in the order in which they are read.
 
     Files of a folder come in the order of their relative paths, so the same folder gives the same
-    text on every machine; hidden files are left out.
+    text on every machine; hidden files are left out. Texts of a mixture come one after the other.
     """
+    if config.mixture is not None:
+        return [source for text in config.texts for source in find_sources(text)]
     if config.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
@@ -76,7 +78,7 @@ def find_sources(config: DataConfig) -> list[Source]:
 
 def describe_sources(config: DataConfig) -> str:
     """What the text is called in messages."""
-    return config.path or "the Python standard library"
+    return ", ".join(text.path or "the Python standard library" for text in config.texts)
 
 
 def _some(files: list[Path], message: str) -> list[Path]:
