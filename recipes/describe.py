@@ -94,9 +94,9 @@ def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
 
 def _cost(config: RunConfig) -> tuple[float, int]:
     """FLOPs of a step, and bytes of activations of an example."""
+    graphdef, step, shapes = abstract_step(config)
     with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
-        graphdef, step, shapes = abstract_step(config)
-        flops = program_flops(step.trace(*shapes).jaxpr)
+        flops = _flops(step.trace(*shapes))
     loss = make_loss(graphdef, deterministic=False)
     one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
     return flops, two - one
@@ -105,9 +105,13 @@ def _cost(config: RunConfig) -> tuple[float, int]:
 def program_flops(jaxpr: ClosedJaxpr) -> float:
     """FLOPs of a program as XLA counts it, which counts the body of a loop as if it ran once."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
-    cost = jax.jit(jaxpr_as_fun(jaxpr)).lower(*shapes).cost_analysis()
+    return _flops(jax.jit(jaxpr_as_fun(jaxpr)).trace(*shapes))
+
+
+def _flops(traced: Any) -> float:
+    cost = traced.lower().cost_analysis()
     assert cost is not None, "XLA counts the FLOPs of a lowered program on every platform"
-    return cost["flops"] + _of_further_turns(jaxpr.jaxpr)
+    return cost["flops"] + _of_further_turns(traced.jaxpr.jaxpr)
 
 
 def _of_further_turns(jaxpr: Jaxpr) -> float:

@@ -1,6 +1,7 @@
 """How one array of optimizer state is stored: a ScaledArray, or the root of one."""
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -286,6 +287,19 @@ def store(
     An entry that is not finite becomes NaN, as do all of the array (or item, or block) whose scale
     is chosen from it.
     """
+    return _stored(x, key, seen, moment=moment, rounding=rounding)
+
+
+# Traced once for all arrays of a shape: a model has many.
+@functools.partial(jax.jit, static_argnames=("moment", "rounding"), inline=True)
+def _stored(
+    x: jax.Array,
+    key: jax.Array | None,
+    seen: Seen | None,
+    *,
+    moment: Moment,
+    rounding: CastRounding,
+) -> ScaledArray | SquareRoot:
     fmt, x = format_of(moment.dtype), x.astype(jnp.float32)
     y = jnp.sqrt(jnp.abs(x)) if moment.root else x
     if fmt.exponent_bits >= 8:

@@ -1,5 +1,6 @@
 """Parameters as ScaledArrays: how they are made, and how an update is added to them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -62,6 +63,14 @@ def apply_update(
     if not is_scaled(weight):
         total = widen(weight) + update if _is_floating(weight) else weight + update
         return round_finite(total, weight.dtype, rounding, key) if _is_floating(weight) else total
+    return _added(weight, update, key, rounding=rounding)
+
+
+# Traced once for all parameters of a shape: a model has many.
+@functools.partial(jax.jit, static_argnames="rounding", inline=True)
+def _added(
+    weight: ScaledArray, update: jax.Array, key: jax.Array | None, *, rounding: CastRounding
+) -> ScaledArray:
     total = widen(weight.value) + update
     if weight.scale is None:
         return weight.map_data(lambda data: round_finite(total, data.dtype, rounding, key))
