@@ -11,6 +11,7 @@ small batch.
 """
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -27,6 +28,7 @@ from ..gpt.config import GPTConfig
 from ..run.batch import loss_inputs
 from ..run.probe import probe
 from ..run.recipe import recipe_of
+from ._figure import draw, readings
 from ._table import JsonPath, Table, publish, within
 
 BETWEEN_BLOCKS, DENSE = (0.5, 2.0), (0.8, 1.25)
@@ -62,6 +64,9 @@ def main(
     policy: Annotated[
         str, typer.Option(help="formats: float32, bfloat16, float16, fp8")
     ] = "float32",
+    figure: Annotated[
+        Path | None, typer.Option(help="also plot the text's, beside plain flax.nnx, to this file")
+    ] = None,
     json: JsonPath = None,
 ) -> None:
     """Prints the RMS of activations, weights and gradients at initialisation."""
@@ -81,7 +86,11 @@ def main(
     tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
     runs = [(config_of(*shape, VOCAB), "random", tokens) for shape in dict.fromkeys(shapes)]
     text = config_of(layers[0], usual, 256)
-    runs.append((text, "text", next(recipe_of(text).load_data(text).validation(1))))
+    windows = next(recipe_of(text).load_data(text).validation(1))
+    runs.append((text, "text", windows))
+    if figure is not None:
+        shape = f"{layers[0]} layers of {usual}, on {batch} x {length} bytes of text"
+        draw(figure, readings(text, windows), f"A GPT before its first step: {shape}")
     found: dict[str, Values] = {}
     for config, kind, ids in runs:
         label = f"{config.model.layers} x {config.model.width} {kind}"

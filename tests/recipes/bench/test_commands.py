@@ -130,8 +130,9 @@ def test_parallel(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scales(tmp_path: Path, text_file: Path) -> None:
-    out = tmp_path / "out.json"
+    out, figure = tmp_path / "out.json", tmp_path / "rms.svg"
     words = ["--depths", "1,2", "--widths", "32,64", "--batch", "1", "--length", "8"]
+    words += ["--figure", str(figure)]
     assert main(["bench", "scales", *words, "--data", str(text_file), "--json", str(out)]) == 0
     summary, by_shape, _ = (table["rows"] for table in json.loads(out.read_text())["tables"])
     shapes = [row["layers x width"] for row in by_shape]
@@ -139,6 +140,9 @@ def test_scales(tmp_path: Path, text_file: Path) -> None:
         "1 x 64 text"
     ]
     assert all(row["least"] <= row["greatest"] for row in summary)
+    drawing = figure.read_text(encoding="utf-8")
+    for label in ("plain flax.nnx", "unitscale", "range of E4M3", "outputs of layers"):
+        assert f"<!-- {label} -->" in drawing
 
 
 def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
