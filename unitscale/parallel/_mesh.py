@@ -145,9 +145,17 @@ ROW_LAYERS = frozenset(
 )
 """Names of layers that end a block, which `param_shardings` cuts along their inputs."""
 
+EXPERT_LAYERS = frozenset(("experts",))
+"""Names of what holds one matrix for each expert, which `param_shardings` divides among devices."""
+
 
 def param_shardings(
-    params: Any, mesh: Mesh, *, small: int = 1024, rows: Collection[str] = ROW_LAYERS
+    params: Any,
+    mesh: Mesh,
+    *,
+    small: int = 1024,
+    rows: Collection[str] = ROW_LAYERS,
+    experts: Collection[str] = EXPERT_LAYERS,
 ) -> Any:
     """A sharding for every parameter, from its shape and its name.
 
@@ -157,6 +165,10 @@ def param_shardings(
     own hidden units or heads, and a block costs one sum over devices forward and one backward. The
     names in `unitscale.nn` are ``down`` in an MLP and ``out`` in attention; others are those of
     common libraries.
+
+    Over ``expert`` the matrices of a mixture of experts, which have one of the names ``experts`` in
+    their path, are cut along the dimension before their last two: each device has its own experts,
+    as `ops.mixture` and `nn.MoE` compute them.
 
     Over ``fsdp`` the largest of the last two dimensions is cut that can be and is not; dimensions
     before them (stacked layers) never are. Vectors, small arrays, scales, and what the devices do
@@ -168,6 +180,7 @@ def param_shardings(
         mesh: of `make_mesh`.
         small: arrays of fewer entries stay whole.
         rows: names of the layers whose matrices are cut along their inputs.
+        experts: names of what holds the matrices of experts.
 
     Returns:
         The same tree of NamedSharding, for `jax.device_put` and `jax.jit`.
@@ -183,13 +196,17 @@ def param_shardings(
         (P('fsdp', 'tensor'), P('tensor', 'fsdp'))
 
     References:
-        Shoeybi et al., "Megatron-LM", 2019, arXiv 1909.08053, section 3.
+        Shoeybi et al., "Megatron-LM", 2019, arXiv 1909.08053, section 3;
+        Lepikhin et al., "GShard", 2020, arXiv 2006.16668, section 3 (experts).
     """
+    cut_experts = mesh.shape.get("expert", 1)
 
     def choose(path: Any, x: Any) -> NamedSharding:
         shape = jnp.shape(x)
         spec: list[str | None] = [None] * len(shape)
         if len(shape) >= 2 and math.prod(shape) >= small:
+            if len(shape) >= 3 and any(_name(key) in experts for key in path):
+                spec[-3] = "expert" if cut_experts > 1 and not shape[-3] % cut_experts else None
             free = [len(shape) - 2, len(shape) - 1]
             ends = any(_name(key) in rows for key in path)
             cut = free[0 if ends else 1]
