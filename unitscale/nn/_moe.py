@@ -94,13 +94,11 @@ def apply_experts(
     """
     kernel, bias, state = values
     config = policy.matmul_for("weight")
-    return ops.grouped_dense(
-        policy.activation(x), kernel, groups, bias, config=config, state=state
-    )
+    return ops.grouped_dense(policy.activation(x), kernel, groups, bias, config=config, state=state)
 
 
 class MoE(nnx.Module):
-    """A mixture of experts: an `MLP` of which each token sees the few experts that a router chooses.
+    """A mixture of experts: each token is seen by the few of many MLPs that a router chooses.
 
     Scaling:
         `ops.route`, `ops.mixture` and `ops.grouped_dense`: unit logits, unit experts, and a sum of

@@ -15,9 +15,7 @@ from ._add import combine
 from ._operands import ArrayLike, output_dtype, shape_error, times_scales, unpack_uniform
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["rows", "groups"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["rows", "groups"])
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """Which rows of a matrix belong together, such as the tokens of an expert.
@@ -101,9 +99,8 @@ def grouped_dense(
             x=data.shape,
             kernel=w.shape,
         )
-    factors = rules.grouped_dense(
-        *w.shape[1:], max(groups.rows, 1), groups.groups, constraint=constraint
-    )
+    rows, (_, inputs, outputs) = max(groups.rows, 1), w.shape
+    factors = rules.grouped_dense(inputs, outputs, rows, groups.groups, constraint=constraint)
     y = grouped(
         data,
         w,
@@ -117,10 +114,10 @@ def grouped_dense(
     if bias is None:
         return ScaledArray(y, scale)
     b, b_scale = unpack_uniform("grouped_dense", "bias", bias, (0, 1))
-    if b.shape != (own, w.shape[2]):
+    if b.shape != (own, outputs):
         raise shape_error(
             "grouped_dense",
-            f"bias must be ({own}, {w.shape[2]})",
+            f"bias must be ({own}, {outputs})",
             "Give one bias per group and output feature.",
             bias=b.shape,
         )
@@ -133,5 +130,3 @@ def grouped_dense(
         at=scale,
         out=y.dtype,
     )
-
-

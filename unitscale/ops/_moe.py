@@ -17,7 +17,7 @@ from ..core._vjp import varying
 from ..quant import QuantState
 from ._grouped import Groups
 from ._linear import affine
-from ._operands import ArrayLike, shape_error, unpack_uniform
+from ._operands import ArrayLike, shape_error, unpack, unpack_uniform
 
 Experts = Callable[[ScaledArray, Any, Groups], ArrayLike]
 """What a mixture's experts are to it: a function of sorted rows, parameters and groups."""
@@ -152,8 +152,9 @@ def route(
     rule = partial(
         rules.router, top_k=top_k, out_features=out_features, mult=mult, renormalize=renormalize
     )
-    wide = tuple(a.map_data(widen) if isinstance(a, ScaledArray) else widen(a) for a in (x, kernel))
-    product = affine("route", rule, *wide, None, "to_output_scale", None, None)
+    operands = unpack("route", "x", x), unpack("route", "kernel", kernel)
+    tokens, matrix = (ScaledArray(widen(data), scale) for data, scale in operands)
+    product = affine("route", rule, tokens, matrix, None, "to_output_scale", None, None)
     logits = widen(product.value).reshape(-1, product.shape[-1])
     values, experts = lax.top_k(logits * mult, top_k)
     if renormalize:
@@ -229,10 +230,11 @@ def mixture(
         unit; at the way in they are divided by it again, so those of ``x`` and of the gates are
         true. See `rules.mixture`.
 
-        No token is dropped, and no capacity reserved: rows are sorted by expert, and `grouped_dense`
-        multiplies each group by its kernel. Where the mesh of the context (`jax.set_mesh`, or that
-        of a `jax.shard_map` around) has the axis ``expert_axis``, each of its devices computes the
-        experts that it has for all tokens that it sees, and the results are summed over the axis.
+        No token is dropped, and no capacity reserved: rows are sorted by expert, and
+        `grouped_dense` multiplies each group by its kernel. Where the mesh of the context
+        (`jax.set_mesh`, or that of a `jax.shard_map` around) has the axis ``expert_axis``, each of
+        its devices computes the experts that it has for all tokens that it sees, and the results
+        are summed over the axis.
 
     Args:
         fn: function of rows (tokens * top_k, features), parameters, and the `Groups` of the rows,
@@ -255,8 +257,9 @@ def mixture(
         >>> routing = route(jnp.ones((3, 4)), jnp.eye(4), 1)
         >>> kernel = jnp.ones((4, 4, 2))
         >>> from unitscale.ops import grouped_dense
-        >>> y = mixture(lambda h, w, groups: grouped_dense(h, w, groups), jnp.ones((3, 4)), routing,
-        ...     kernel)
+        >>> y = mixture(
+        ...     lambda h, w, groups: grouped_dense(h, w, groups), jnp.ones((3, 4)), routing, kernel
+        ... )
         >>> print(y.data[0])
         [2. 2.]
 

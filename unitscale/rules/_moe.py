@@ -58,9 +58,7 @@ def grouped_dense(
     return Factors(one.fwd, (one.bwd[0], weight, weight))
 
 
-def mixture(
-    experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = True
-) -> Factors:
+def mixture(experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = True) -> Factors:
     """Return the factors of the sum of the chosen experts, weighted by their gates.
 
     Scaling:
