@@ -1,6 +1,6 @@
 """A feed-forward block of many experts, few of which see a token."""
 
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from flax import nnx
 
@@ -10,7 +10,9 @@ from ._amax_state import amax_state, read_state
 from ._dropout import Dropout
 from ._mlp import GATED, Activation
 from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, vector, weight, zeros
-from ._policy import Policy, PolicyLike, as_policy
+from ._policy import PolicyLike, as_policy
+
+Values: TypeAlias = tuple[Any, Any, Any]
 
 
 class ExpertDense(nnx.Module):
@@ -70,31 +72,27 @@ class ExpertDense(nnx.Module):
         self.bias = nnx.data(bias)
         self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
-    def values(self) -> tuple[Any, Any, Any]:
-        """Returns what `apply` takes: kernels, biases, and the state of the product's scales."""
+    def values(self) -> Values:
+        """Returns kernels, biases and the state of the product's scales."""
         kernel = self.policy.weight(read(self.kernel), "weight")
         return kernel, read(self.bias), read_state(self.amax)
 
-    def __call__(self, x: ops.ArrayLike, groups: ops.Groups) -> ScaledArray:
-        """Maps rows (rows, in_features), sorted by expert, to (rows, out_features)."""
-        return apply_experts(self.policy, x, groups, self.values())
+    def __call__(
+        self, x: ops.ArrayLike, groups: ops.Groups, values: Values | None = None
+    ) -> ScaledArray:
+        """Maps rows (rows, in_features), sorted by expert, to (rows, out_features).
 
-
-def apply_experts(
-    policy: Policy, x: ops.ArrayLike, groups: ops.Groups, values: tuple[Any, Any, Any]
-) -> ScaledArray:
-    """Applies the layer of some `ExpertDense.values`, which may be those of a part of the experts.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> groups = ops.Groups(jnp.array([1]), rows=1, groups=1)
-        >>> values = jnp.ones((1, 4, 2)), None, None
-        >>> print(apply_experts(as_policy("float32"), jnp.ones((1, 4)), groups, values).data)
-        [[2. 2.]]
-    """
-    kernel, bias, state = values
-    config = policy.matmul_for("weight")
-    return ops.grouped_dense(policy.activation(x), kernel, groups, bias, config=config, state=state)
+        ``values`` take the place of the layer's own, as those of a part of its experts do.
+        """
+        kernel, bias, state = self.values() if values is None else values
+        return ops.grouped_dense(
+            self.policy.activation(x),
+            kernel,
+            groups,
+            bias,
+            config=self.policy.matmul_for("weight"),
+            state=state,
+        )
 
 
 class MoE(nnx.Module):
@@ -231,7 +229,7 @@ class MoE(nnx.Module):
 
     def _apply(self, x: ScaledArray, values: dict[str, Any], groups: ops.Groups) -> ScaledArray:
         def dense(name: str, h: ops.ArrayLike) -> ScaledArray:
-            return apply_experts(self.policy, h, groups, values[name])
+            return self.experts[name](h, groups, values[name])
 
         f = getattr(ops, self.activation)
         if "gate" in values:
