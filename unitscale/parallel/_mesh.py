@@ -147,6 +147,8 @@ ROW_LAYERS = frozenset(
 
 EXPERT_LAYERS = frozenset(("experts",))
 """Names of what holds one matrix for each expert, which `param_shardings` divides among devices."""
+BIAS = "bias"
+"""The name of a vector for each expert."""
 
 
 def param_shardings(
@@ -167,8 +169,9 @@ def param_shardings(
     common libraries.
 
     Over ``expert`` the matrices of a mixture of experts, which have one of the names ``experts`` in
-    their path, are cut along the dimension before their last two: each device has its own experts,
-    as `ops.mixture` and `nn.MoE` compute them.
+    their path, are cut along the dimension before their last two, and those named ``bias`` along
+    the one before the last: each device has its own experts, as `ops.mixture` and `nn.MoE` compute
+    them.
 
     Over ``fsdp`` the largest of the last two dimensions is cut that can be and is not; dimensions
     before them (stacked layers) never are. Vectors, small arrays, scales, and what the devices do
@@ -199,17 +202,20 @@ def param_shardings(
         Shoeybi et al., "Megatron-LM", 2019, arXiv 1909.08053, section 3;
         Lepikhin et al., "GShard", 2020, arXiv 2006.16668, section 3 (experts).
     """
-    cut_experts = mesh.shape.get("expert", 1)
 
     def choose(path: Any, x: Any) -> NamedSharding:
         shape = jnp.shape(x)
         spec: list[str | None] = [None] * len(shape)
         if len(shape) >= 2 and math.prod(shape) >= small:
-            if len(shape) >= 3 and any(_name(key) in experts for key in path):
-                spec[-3] = "expert" if cut_experts > 1 and not shape[-3] % cut_experts else None
+            names = {_name(key) for key in path}
+            if not names.isdisjoint(experts):
+                each = len(shape) - (2 if BIAS in names else 3)
+                if each >= 0 and "expert" in mesh.shape and not shape[each] % mesh.shape["expert"]:
+                    spec[each] = "expert"
+                if BIAS in names:
+                    return NamedSharding(mesh, PartitionSpec(*spec))
             free = [len(shape) - 2, len(shape) - 1]
-            ends = any(_name(key) in rows for key in path)
-            cut = free[0 if ends else 1]
+            cut = free[1 if names.isdisjoint(rows) else 0]
             if "tensor" in mesh.shape and shape[cut] % mesh.shape["tensor"] == 0:
                 spec[cut] = "tensor"
                 free.remove(cut)
