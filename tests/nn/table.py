@@ -35,6 +35,7 @@ LAYERS: dict[str, Layer] = {
     "positions": Layer(lambda **k: nn.PositionalEmbed(6, WIDTH, **k), (5, WIDTH)),
     "mlp": Layer(lambda **k: nn.MLP(WIDTH, 12, **k), (WIDTH,)),
     "gated": Layer(lambda **k: nn.MLP(WIDTH, 12, activation="silu_glu", **k), (WIDTH,)),
+    "moe": Layer(lambda **k: nn.MoE(WIDTH, 12, experts=3, load_balancing=0.1, **k), (WIDTH,)),
     "attention": Layer(
         lambda **k: nn.MultiHeadAttention(4, WIDTH, num_kv_heads=2, is_causal=True, **k),
         (5, WIDTH),

@@ -24,7 +24,9 @@ PAGE = Path(__file__).parents[2] / "notebooks" / "docs" / "flax.md"
 OWN = {
     "DotGeneral",
     "EinsumOp",
+    "ExpertDense",
     "MLP",
+    "MoE",
     "PositionalEmbed",
     "RHNCell",
     "RNNCell",

@@ -109,6 +109,17 @@ LAYERS: dict[str, Callable[[], Any]] = {
         )
         for name in ("gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu")
     },
+    **{
+        f"moe_{name}": lambda options=options: nn.MoE(
+            WIDTH, 6, experts=4, activation="silu_glu", policy=FLOAT64, rngs=rngs(), **options
+        )
+        for name, options in {
+            "one": {"top_k": 1, "router_mult": 1.5},
+            "two": {"top_k": 2},
+            "probabilities": {"top_k": 3, "renormalize": False},
+            "all": {"top_k": 4},
+        }.items()
+    },
 }
 
 

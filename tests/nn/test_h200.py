@@ -13,6 +13,7 @@ from tests.h200 import FP8_GEMM, library_calls
 from unitscale import nn, ops
 from unitscale.analysis import compile_h200
 from unitscale.ops import Implementation
+from unitscale.quant import check_fp8
 
 pytestmark = pytest.mark.h200
 OPTIMIZED = True
@@ -105,3 +106,30 @@ def test_attention_of_a_train_step_is_one_kernel(
 
 def test_float32_has_no_kernel() -> None:
     assert not any("fmha" in name for name in library_calls(train_step("float32")))
+
+
+@pytest.mark.parametrize("policy", ["fp8", "fp8_delayed"])
+def test_every_product_of_experts_is_fp8(policy: str) -> None:
+    """Nine in a gated block, each the body of a loop over blocks of rows; the router is float32."""
+    model = nnx.eval_shape(
+        lambda: nn.MoE(WIDTH, 2 * WIDTH, activation="silu_glu", policy=policy, rngs=nnx.Rngs(0))
+    )
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def gradients(params, rest, x):
+        def loss(model, x):
+            return jnp.sum(jnp.sin(model(x).value.astype(jnp.float32)))
+
+        model = nnx.merge(graphdef, params, rest)
+        grads = nn.value_and_grad(loss, argnums=(0, 1))(model, x)[1]
+        return grads, nnx.state(model, nnx.Not(nnx.Param))
+
+    x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.bfloat16)
+    program = compile_h200(gradients, params, rest, x)
+    products = check_fp8(program).matmuls
+    assert sum(product.fp8 for product in products) == 9
+    assert all("while" in product.op_name for product in products if product.fp8)
+    assert {product.lhs.split("[")[0] for product in products if not product.fp8} == {"float32"}
+    # Matrices are turned once, before the loop, and not for each block.
+    bodies = [part for part in program.as_text().split("\n\n") if FP8_GEMM in part]
+    assert not any(re.search(r"= f8\w+\[[\d,]+\]\S* transpose\(", body) for body in bodies)

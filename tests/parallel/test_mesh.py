@@ -104,6 +104,27 @@ def test_the_second_matrix_of_a_block_is_cut_along_its_inputs() -> None:
     ]
 
 
+def test_experts_are_divided_among_devices() -> None:
+    layer = {"up": {"kernel": jnp.zeros((4, 64, 128)), "bias": jnp.zeros((4, 512))}}
+    params = {"experts": layer, "down": {"kernel": jnp.zeros((4, 64, 128))}}
+    found = param_shardings(params, mesh_of(expert=2, tensor=2, fsdp=2))
+    assert found["experts"]["up"]["kernel"].spec == P("expert", "fsdp", "tensor")
+    assert found["experts"]["up"]["bias"].spec == P("expert", None)
+    assert found["down"]["kernel"].spec == P(None, "tensor", "fsdp")
+    stacked = {"experts": jnp.zeros((3, 4, 64, 128))}  # of a scan over layers
+    assert param_shardings(stacked, mesh_of(expert=4))["experts"].spec == P(
+        None, "expert", None, None
+    )
+    biases = {"experts": {"down": {"bias": jnp.zeros((3, 4, 512))}}}
+    assert param_shardings(biases, mesh_of(expert=4))["experts"]["down"]["bias"].spec == P(
+        None, "expert", None
+    )
+    three = param_shardings({"experts": jnp.zeros((3, 64, 128))}, mesh_of(expert=2))
+    assert three["experts"].spec == P(None, None, None)
+    own = param_shardings({"moe": jnp.zeros((4, 64, 128))}, mesh_of(expert=4), experts={"moe"})
+    assert own["moe"].spec == P("expert", None, None)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_block_sums_once_over_the_devices(devices: int) -> None:
     """Neither the hidden units nor the matrices are gathered, forward or backward."""

@@ -32,6 +32,7 @@ from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack
 from ._linear import Dense as Dense, Linear as Linear, Readout as Readout
 from ._lora import LoRA as LoRA, LoRALinear as LoRALinear
 from ._mlp import MLP as MLP
+from ._moe import ExpertDense as ExpertDense, MoE as MoE
 from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
 from ._norm import (
     BatchNorm as BatchNorm,

@@ -63,6 +63,8 @@ class TransformerLayer(nnx.Module):
         attention_implementation: "auto", "plain", "chunked" or "cudnn": see
             `ops.dot_product_attention`.
         mlp_mult: multiplier of the activation's argument.
+        mlp: makes the second branch, called as `MLP` is: ``functools.partial(MoE, experts=8)`` for
+            a mixture of experts.
         use_bias: whether dense layers add biases.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
         policy: formats; a `Policy` or the name of a preset.
@@ -100,6 +102,7 @@ class TransformerLayer(nnx.Module):
         attention_mult: float = 1.0,
         attention_implementation: ops.Implementation = "auto",
         mlp_mult: float = 1.0,
+        mlp: Callable[..., Any] = MLP,
         use_bias: bool = True,
         dropout_rate: float = 0.0,
         policy: PolicyLike = "float32",
@@ -139,7 +142,7 @@ class TransformerLayer(nnx.Module):
             rngs=rngs,
         )
         self.mlp_norm = normalization()
-        self.mlp = MLP(
+        self.mlp = mlp(
             features,
             4 * features if hidden_features is None else hidden_features,
             activation=activation,

@@ -30,9 +30,16 @@ from ._elementwise import (
     tanh as tanh,
 )
 from ._embed import embed as embed
+from ._grouped import Groups as Groups, grouped_dense as grouped_dense
 from ._linear import dense as dense, matmul as matmul, readout as readout
 from ._lora import lora as lora
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
+from ._moe import (
+    Routing as Routing,
+    attach_loss as attach_loss,
+    mixture as mixture,
+    route as route,
+)
 from ._norm import (
     batch_norm as batch_norm,
     batch_statistics as batch_statistics,

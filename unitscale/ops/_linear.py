@@ -169,7 +169,7 @@ def dense(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
-    return _affine("dense", rules.dense, x, kernel, bias, constraint, config, state)
+    return affine("dense", rules.dense, x, kernel, bias, constraint, config, state)
 
 
 def readout(
@@ -213,10 +213,11 @@ def readout(
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights).
     """
-    return _affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
+    return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
 
-def _affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledArray:
+def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledArray:
+    """What `dense`, `readout` and `route` share: the product with a matrix, by their own rule."""
     (x, x_scale), (w, w_scale) = (
         unpack_uniform(op, "x", inputs, (-1,)),
         unpack_uniform(op, "kernel", kernel, (0,)),

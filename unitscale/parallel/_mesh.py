@@ -145,9 +145,19 @@ ROW_LAYERS = frozenset(
 )
 """Names of layers that end a block, which `param_shardings` cuts along their inputs."""
 
+EXPERT_LAYERS = frozenset(("experts",))
+"""Names of what holds one matrix for each expert, which `param_shardings` divides among devices."""
+BIAS = "bias"
+"""The name of a vector for each expert."""
+
 
 def param_shardings(
-    params: Any, mesh: Mesh, *, small: int = 1024, rows: Collection[str] = ROW_LAYERS
+    params: Any,
+    mesh: Mesh,
+    *,
+    small: int = 1024,
+    rows: Collection[str] = ROW_LAYERS,
+    experts: Collection[str] = EXPERT_LAYERS,
 ) -> Any:
     """A sharding for every parameter, from its shape and its name.
 
@@ -157,6 +167,11 @@ def param_shardings(
     own hidden units or heads, and a block costs one sum over devices forward and one backward. The
     names in `unitscale.nn` are ``down`` in an MLP and ``out`` in attention; others are those of
     common libraries.
+
+    Over ``expert`` the matrices of a mixture of experts, which have one of the names ``experts`` in
+    their path, are cut along the dimension before their last two, and those named ``bias`` along
+    the one before the last: each device has its own experts, as `ops.mixture` and `nn.MoE` compute
+    them.
 
     Over ``fsdp`` the largest of the last two dimensions is cut that can be and is not; dimensions
     before them (stacked layers) never are. Vectors, small arrays, scales, and what the devices do
@@ -168,6 +183,7 @@ def param_shardings(
         mesh: of `make_mesh`.
         small: arrays of fewer entries stay whole.
         rows: names of the layers whose matrices are cut along their inputs.
+        experts: names of what holds the matrices of experts.
 
     Returns:
         The same tree of NamedSharding, for `jax.device_put` and `jax.jit`.
@@ -183,16 +199,23 @@ def param_shardings(
         (P('fsdp', 'tensor'), P('tensor', 'fsdp'))
 
     References:
-        Shoeybi et al., "Megatron-LM", 2019, arXiv 1909.08053, section 3.
+        Shoeybi et al., "Megatron-LM", 2019, arXiv 1909.08053, section 3;
+        Lepikhin et al., "GShard", 2020, arXiv 2006.16668, section 3 (experts).
     """
 
     def choose(path: Any, x: Any) -> NamedSharding:
         shape = jnp.shape(x)
         spec: list[str | None] = [None] * len(shape)
         if len(shape) >= 2 and math.prod(shape) >= small:
+            names = {_name(key) for key in path}
+            if not names.isdisjoint(experts):
+                each = len(shape) - (2 if BIAS in names else 3)
+                if each >= 0 and "expert" in mesh.shape and not shape[each] % mesh.shape["expert"]:
+                    spec[each] = "expert"
+                if BIAS in names:
+                    return NamedSharding(mesh, PartitionSpec(*spec))
             free = [len(shape) - 2, len(shape) - 1]
-            ends = any(_name(key) in rows for key in path)
-            cut = free[0 if ends else 1]
+            cut = free[1 if names.isdisjoint(rows) else 0]
             if "tensor" in mesh.shape and shape[cut] % mesh.shape["tensor"] == 0:
                 spec[cut] = "tensor"
                 free.remove(cut)

@@ -14,6 +14,7 @@ from ._config import MatmulConfig as MatmulConfig
 from ._contraction import Contraction as Contraction, product as product
 from ._dot_general import dot_general as dot_general, einsum as einsum
 from ._fake import fake_quantize_operands as fake_quantize_operands
+from ._grouped import grouped as grouped
 from ._multiplier import Multiplier as Multiplier
 from ._product import contract as contract
 from ._quantize import (

@@ -67,7 +67,7 @@ def quantize_tensor(
     return quantize(x, dtype, strategy, axis=axes), None
 
 
-def _per_slice(config: MatmulConfig | None) -> bool:
+def is_per_slice(config: MatmulConfig | None) -> bool:
     """Whether scales differ along dimensions, so that each product needs its own cotangent."""
     strategy = None if config is None else config.strategy
     return isinstance(strategy, Block) or (
@@ -128,7 +128,7 @@ def operand_gradients(
         The left gradient, the right one, and what a state is to see of the cotangent.
     """
     saw, places = None, [x.data if isinstance(x, ScaledArray) else x for x in (lhs, rhs)]
-    if _per_slice(config):
+    if is_per_slice(config):
         for_lhs, rhs = _without_scale(cotangent, spec.out, rhs, spec.rhs)
         for_rhs, lhs = _without_scale(cotangent, spec.out, lhs, spec.lhs)
         axes = axes_of(spec.out, spec.grad_lhs.summed), axes_of(spec.out, spec.grad_rhs.summed)

@@ -30,6 +30,7 @@ from ._learning_rate import ROLES as ROLES, umup_learning_rate as umup_learning_
 from ._linear import conv as conv, dense as dense, matmul as matmul, readout as readout
 from ._lora import lora as lora
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
+from ._moe import grouped_dense as grouped_dense, mixture as mixture, router as router
 from ._norm import norm as norm
 from ._pool import avg_pool as avg_pool, max_pool as max_pool
 from ._recurrent import (

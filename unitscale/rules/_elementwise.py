@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ._checks import positive_number
+from ._compile_time import compile_time
 from ._constraints import Constraint, constrain
 from ._factors import Factors
 
@@ -130,7 +131,7 @@ def _statistics(f: Callable[..., Any], mult: float) -> _Statistics:
 def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
     nodes, weights = quadrature()
     # Inside a trace of jit the constants are still needed as Python floats, now.
-    with jax.ensure_compile_time_eval():
+    with compile_time():
         x = np.asarray(mult * nodes, np.float32)
         value, slope = jax.jvp(jax.vmap(f), (x,), (np.ones_like(x),))
         y, dy = np.asarray(value), np.asarray(slope)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._compile_time import compile_time
 from ._elementwise import quadrature
 
 _TERMS = 24
@@ -32,7 +33,7 @@ def correlation_kernel(f: Callable[..., Any], mult: float = 1.0) -> np.ndarray:
         exact at rho = 1.
     """
     nodes, weights = quadrature()
-    with jax.ensure_compile_time_eval():
+    with compile_time():
         y = np.asarray(jax.vmap(f)(np.asarray(mult * nodes, np.float32)), np.float64)
     coefficients = []
     before, term = np.zeros_like(nodes), np.ones_like(nodes)

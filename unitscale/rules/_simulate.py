@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._compile_time import compile_time
 from ._factors import Factors
 
 _NORMAL = 1.959964  # of a two-sided 95 percent interval
@@ -130,7 +131,7 @@ def simulate(
         return jnp.stack([jnp.mean(wide[0]), *(jnp.mean(jnp.square(x)) for x in wide)])
 
     # Inside of a trace of jit the factors are still needed as Python floats, now.
-    with jax.ensure_compile_time_eval():
+    with compile_time():
         keys = jax.random.split(jax.random.key(0), seeds)
         means, squares, *gradients = np.asarray(jax.jit(lambda k: jax.lax.map(draw, k))(keys)).T
     mean = means.mean(dtype=np.float64)

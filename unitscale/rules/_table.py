@@ -21,6 +21,7 @@ from ._learning_rate import umup_learning_rate
 from ._linear import conv, dense, matmul, readout
 from ._lora import lora
 from ._loss import mse_loss, softmax_cross_entropy
+from ._moe import grouped_dense, mixture, router
 from ._norm import norm
 from ._pool import avg_pool, max_pool
 from ._recurrent import gated_sum, gated_update, recurrent_kernel
@@ -49,6 +50,9 @@ _RULES: tuple[Callable[..., object], ...] = (
     gated_sum,
     recurrent_kernel,
     dot_product_attention,
+    router,
+    grouped_dense,
+    mixture,
     softmax_cross_entropy,
     mse_loss,
     umup_learning_rate,

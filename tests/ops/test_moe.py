@@ -1,0 +1,273 @@
+"""Mixture of experts against dense NumPy, in which every expert sees every token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.gradients import jit
+from tests.refusals import refuses
+from unitscale import ops, rules
+from unitscale.core import ScaledArray
+from unitscale.parallel import make_mesh
+
+from .conformance import assert_scales_are_constants, case, in_every_dtype, normal
+
+TOKENS, WIDTH, HIDDEN = 6, 4, 3
+# experts, top_k, mult, renormalize
+ROUTES = {
+    "two": (4, 2, 1.5, True),
+    "all": (3, 3, 1.0, True),
+    "one of the probabilities": (4, 1, 2.0, False),
+    "three of the probabilities": (5, 3, 1.0, False),
+}
+TANH = rules.elementwise(jnp.tanh).fwd
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def gates_of(x, kernel, top_k, mult, renormalize):
+    """(tokens, experts), zero for experts that were not chosen."""
+    z = mult * WIDTH**-0.5 * x.reshape(-1, WIDTH) @ kernel
+    mask = z >= -np.sort(-z, axis=-1)[:, top_k - 1 : top_k]
+    return softmax(np.where(mask, z, -np.inf) if renormalize else z) * mask
+
+
+def dense(x, kernel, up, down, route):
+    experts, top_k, mult, renormalize = route
+    gates = gates_of(x, kernel, *route[1:])
+    hidden = TANH * np.tanh(WIDTH**-0.5 * np.einsum("td,edh->teh", x.reshape(-1, WIDTH), up))
+    outputs = HIDDEN**-0.5 * np.einsum("teh,eho->teo", hidden, down)
+    c = rules.mixture(experts, top_k, mult=mult, renormalize=renormalize).fwd
+    return c * np.einsum("te,teo->to", gates, outputs).reshape(*x.shape[:-1], -1)
+
+
+def apply(rows, params, groups):
+    up, down = params
+    return ops.grouped_dense(ops.tanh(ops.grouped_dense(rows, up, groups)), down, groups)
+
+
+def mixture(x, kernel, up, down, route, **options):
+    _, top_k, mult, renormalize = route
+    out_features = down.shape[-1]
+    routing = ops.route(
+        x, kernel, top_k, mult=mult, renormalize=renormalize, out_features=out_features
+    )
+    return ops.mixture(apply, x, routing, (up, down), **options)
+
+
+def shapes(experts):
+    return (2, 3, WIDTH), (WIDTH, experts), (experts, WIDTH, HIDDEN), (experts, HIDDEN, 5)
+
+
+def router_factor(route):
+    """What the gradient of the router's kernel is times, over its derivative."""
+    experts, top_k, mult, renormalize = route
+    options = {"top_k": top_k, "mult": mult, "renormalize": renormalize, "out_features": 5}
+    factors = rules.router(WIDTH, experts, TOKENS, **options)
+    return factors.bwd[1] / factors.fwd
+
+
+def factors_of(route):
+    experts, top_k, *_ = route
+    # Each gradient inside is times top_k^1/2, and a kernel's over the root of its mean rows.
+    inside = top_k**0.5 * (experts / (TOKENS * top_k)) ** 0.5
+    kernels = inside * WIDTH**0.5, inside * HIDDEN**0.5
+    return 1.0, router_factor(route), *kernels
+
+
+CASES = {
+    name: case(
+        functools.partial(mixture, route=route),
+        functools.partial(dense, route=route),
+        normal(name, *shapes(route[0])),
+        fwd=1.0,
+        bwd=factors_of(route),
+        slack={"float32": 4, "float16": 8, "bfloat16": 8},
+    )
+    for name, route in ROUTES.items()
+}
+test_value_and_gradients = in_every_dtype(CASES)
+
+
+def test_under_scales() -> None:
+    CASES["two"](scales=(2.0**3, 0.25, 0.5, 8.0))
+
+
+def balancing(x, kernel, top_k, mult, renormalize):
+    gates = gates_of(x, kernel, top_k, mult, renormalize)
+    p = softmax(mult * WIDTH**-0.5 * x.reshape(-1, WIDTH) @ kernel)
+    return np.asarray(p.shape[1] * np.sum((gates > 0).mean(0) / top_k * p.mean(0)))
+
+
+def z_loss(x, kernel, top_k, mult, renormalize):
+    z = mult * WIDTH**-0.5 * x.reshape(-1, WIDTH) @ kernel
+    return np.mean(np.log(np.exp(z).sum(-1)) ** 2)
+
+
+def loss_case(name, reference):
+    route = ROUTES["two"]
+    _, top_k, mult, renormalize = route
+
+    def op(x, kernel):
+        routing = ops.route(x, kernel, top_k, mult=mult, renormalize=renormalize, out_features=5)
+        return getattr(routing, name)()
+
+    return case(
+        op,
+        functools.partial(reference, top_k=top_k, mult=mult, renormalize=renormalize),
+        normal(f"{name} of uneven choices", *shapes(route[0])[:2]),
+        fwd=1.0,
+        bwd=(TOKENS, TOKENS * router_factor(route)),
+        slack={"float32": 4, "float16": 8, "bfloat16": 8},
+    )
+
+
+test_losses = in_every_dtype(
+    {
+        "load_balancing_loss": loss_case("load_balancing_loss", balancing),
+        "z_loss": loss_case("z_loss", z_loss),
+    }
+)
+
+
+def test_routing() -> None:
+    x, kernel = (jnp.asarray(a, jnp.float16) for a in normal("routing", (2, 3, WIDTH), (WIDTH, 5)))
+    routing = ops.route(x, kernel, 2)
+    assert routing.top_k == 2
+    assert {routing.logits.dtype.name, routing.gates.dtype.name} == {"float32"}
+    expected = gates_of(*(np.asarray(a, np.float64) for a in (x, kernel)), 2, 1.0, True)
+    found = np.zeros((TOKENS, 5))
+    np.put_along_axis(found, np.asarray(routing.experts), np.asarray(routing.gates), axis=-1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(routing.gates.sum(-1), 1, rtol=1e-6)
+    assert (np.diff(routing.gates) <= 0).all()
+    np.testing.assert_allclose(routing.probabilities, softmax(np.asarray(routing.logits)), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_all_tokens_to_one_expert(dtype: str) -> None:
+    """None is dropped, and what sees no token has a gradient of exactly zero."""
+    experts, tokens = 4, 40
+    x, up, down = (
+        jnp.asarray(a, dtype)
+        for a in normal("one", (tokens, WIDTH), (experts, WIDTH, HIDDEN), (experts, HIDDEN, WIDTH))
+    )
+    x = jnp.abs(x)
+    kernel = jnp.zeros((WIDTH, experts), dtype).at[:, 2].set(8.0)
+
+    @jit
+    def run(x, up, down):
+        def loss(up, down):
+            y = mixture(x, kernel, up, down, (experts, 1, 1.0, False))
+            return jnp.sum(jnp.sin(y.value.astype(jnp.float32))), y.value
+
+        return jax.grad(loss, (0, 1), has_aux=True)(up, down)
+
+    grads, y = run(x, up, down)
+    wide = (np.asarray(a, np.float64) for a in (x, kernel, up, down))
+    expected = dense(*wide, (experts, 1, 1.0, False))
+    np.testing.assert_allclose(y, expected, rtol=2e-2, atol=1e-2)
+    assert (np.abs(expected) > 0.1).any(-1).all()
+    for grad in map(np.asarray, grads):
+        assert np.isfinite(grad).all()
+        assert not grad[[0, 1, 3]].any()
+        assert grad[2].any()
+
+
+def test_scales_are_constants() -> None:
+    arrays = (jnp.asarray(a, jnp.float32) for a in normal("scales", *shapes(4)))
+    operands = [ScaledArray(a, s) for a, s in zip(arrays, (2.0, 0.5, 4.0, 1.0), strict=True)]
+    assert_scales_are_constants(functools.partial(mixture, route=ROUTES["two"]), *operands)
+
+
+def test_attached_losses() -> None:
+    """The gradient is that of the sum, the value that of the first."""
+    x, kernel = (jnp.asarray(a, jnp.float32) for a in normal("attach", (6, WIDTH), (WIDTH, 3)))
+
+    def value(kernel, weight):
+        routing = ops.route(x, kernel, 2)
+        y = ops.mixture(lambda rows, params, groups: rows, x, routing, ())
+        return y, weight * routing.z_loss()
+
+    def attached(kernel):
+        y, loss = value(kernel, 1.0)
+        return jnp.sum(jnp.sin(ops.attach_loss(y, loss, 0.5).value))
+
+    def added(kernel):
+        y, loss = value(kernel, 0.5)
+        return jnp.sum(jnp.sin(y.value)) + loss
+
+    def alone(kernel):
+        return jnp.sum(jnp.sin(value(kernel, 0.0)[0].value))
+
+    assert attached(kernel) == alone(kernel)
+    np.testing.assert_allclose(jax.grad(attached)(kernel), jax.grad(added)(kernel), rtol=1e-6)
+    assert (jax.grad(attached)(kernel) != jax.grad(alone)(kernel)).any()
+
+
+def gradients(x, kernel, up, down):
+    def loss(*args):
+        return jnp.sum(jnp.sin(mixture(*args, ROUTES["two"]).value))
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3))(x, kernel, up, down)
+
+
+def test_inside_of_shard_map_each_device_has_its_experts() -> None:
+    """With the batch divided too: the mean over its parts of the gradients, as in one place."""
+    mesh = make_mesh({"data": 2, "expert": 2}, devices=jax.devices()[:4])
+    args = [jnp.asarray(a, jnp.float32) for a in normal("manual", *shapes(4))]
+
+    def local(x, kernel, up, down):
+        def loss(*args):
+            return jax.lax.psum(jnp.sum(jnp.sin(mixture(*args, ROUTES["two"]).value)), "data")
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, kernel, up, down)
+
+    specs = P("data"), P(), P("expert"), P("expert")
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), specs)))
+    for found, expected in zip(
+        *map(jax.tree.leaves, (run(*args), jit(gradients)(*args))), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def in_shard_map(spec, **options):
+    mesh = make_mesh({"expert": 2}, devices=jax.devices()[:2])
+    args = [jnp.asarray(a, jnp.float32) for a in normal("refused", *shapes(4))]
+    specs = spec, P(), P("expert"), P("expert")
+    f = functools.partial(mixture, route=ROUTES["two"])
+    run = jax.shard_map(
+        lambda *args: f(*args).value, mesh=mesh, in_specs=specs, out_specs=spec, **options
+    )
+    return jax.eval_shape(run, *args)
+
+
+def on_a_mesh(experts):
+    with jax.set_mesh(make_mesh({"expert": 2}, devices=jax.devices()[:2])):
+        args = [jnp.asarray(a, jnp.float32) for a in normal("refused", *shapes(experts))]
+        return mixture(*args, (experts, 2, 1.0, True))
+
+
+x, kernel = jnp.ones((2, 3, WIDTH)), jnp.ones((WIDTH, 4))
+routing = ops.route(x, kernel, 2)
+ERRORS = [
+    (ValueError, lambda: ops.route(x, kernel, 5), "router: top_k must be at most"),
+    (ValueError, lambda: ops.route(x, kernel[:2], 2), r"route: kernel must be \(in, out\)"),
+    (TypeError, lambda: ops.route(x > 0, kernel, 2), "route: x must be a floating array"),
+    (
+        ValueError,
+        lambda: ops.mixture(apply, x[:1], routing, ()),
+        "mixture: x must be .* with the 6 tokens of the routing",
+    ),
+    (ValueError, lambda: on_a_mesh(3), "the 2 devices of the axis 'expert' must divide the 3"),
+    (ValueError, lambda: in_shard_map(P("expert")), "must see the same tokens; got tokens that"),
+    (ValueError, lambda: in_shard_map(P(), check_vma=False), "need check_vma=True; got False"),
+]
+test_errors = refuses(ERRORS)

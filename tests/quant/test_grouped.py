@@ -1,0 +1,168 @@
+"""Products of groups of rows, against float64 products of operands cast by ml_dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.gradients import jit
+from unitscale.quant import (
+    Block,
+    Delayed,
+    Dynamic,
+    MatmulConfig,
+    QuantState,
+    Static,
+    grouped,
+    quantize,
+)
+from unitscale.quant._grouped import group_of
+
+K, N = 8, 5
+FACTORS = (0.25, 0.125, 0.5)
+# Groups of several blocks of 16 rows, of one row, without rows; rows that belong to none.
+SIZES = {
+    "even": ([4, 4, 4], 12),
+    "many blocks": ([33, 0, 1, 16], 50),
+    "all in one": ([0, 20, 0], 20),
+    "rows of none": ([3, 0, 2], 9),
+    "nothing": ([0, 0], 4),
+}
+
+
+def cast(x: np.ndarray, dtype) -> np.ndarray:
+    top = float(jnp.finfo(dtype).max)
+    return np.clip(x, -top, top).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def draw(seed: int, *shapes) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(s).astype(np.float32) for s in shapes]
+
+
+def expected(lhs, rhs, dy, sizes) -> list[np.ndarray]:
+    """The result and both gradients, row by row, without factors."""
+    y, dlhs, drhs = np.zeros((len(lhs), N)), np.zeros(lhs.shape), np.zeros(rhs.shape)
+    start = 0
+    for group, size in enumerate(sizes):
+        own = slice(start, start + size)
+        y[own] = lhs[own] @ rhs[group]
+        dlhs[own] = dy[own] @ rhs[group].T
+        drhs[group] = lhs[own].T @ dy[own]
+        start += size
+    return [y, dlhs, drhs]
+
+
+def run(lhs, rhs, dy, sizes, **options) -> list[np.ndarray]:
+    @jit
+    def program(lhs, rhs, dy, sizes):
+        y, vjp = jax.vjp(lambda a, b: grouped(a, b, sizes, factors=FACTORS, **options), lhs, rhs)
+        return y, *vjp(dy.astype(y.dtype))
+
+    return [np.asarray(a).astype(np.float64) for a in program(lhs, rhs, dy, jnp.asarray(sizes))]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_groups_of_any_size(name: str) -> None:
+    sizes, rows = SIZES[name]
+    lhs, rhs, dy = draw(0, (rows, K), (len(sizes), K, N), (rows, N))
+    found = run(lhs, rhs, dy, sizes)
+    for got, wanted, factor in zip(found, expected(lhs, rhs, dy, sizes), FACTORS, strict=True):
+        np.testing.assert_allclose(got, factor * wanted, rtol=1e-5, atol=1e-5)
+    # What belongs to nothing is exactly zero, whatever was next to it.
+    assert not found[0][sum(sizes) :].any()
+    assert not found[1][sum(sizes) :].any()
+    assert not found[2][np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("cotangent", ["float8_e4m3fn", "float8_e5m2"])
+def test_three_quantized_products(cotangent: str) -> None:
+    sizes, rows = SIZES["many blocks"]
+    lhs, rhs, dy = draw(1, (rows, K), (len(sizes), K, N), (rows, N))
+    lhs[0, 0], dy[0, 0] = 500.0, 1e6  # they saturate, and are not NaN
+    found = run(lhs, rhs, dy, sizes, config=MatmulConfig(cotangent=cotangent))
+    narrow = cast(lhs, "float8_e4m3fn"), cast(rhs, "float8_e4m3fn"), cast(dy, cotangent)
+    for got, wanted, factor in zip(found, expected(*narrow, sizes), FACTORS, strict=True):
+        np.testing.assert_allclose(got, factor * wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", [Dynamic(), Dynamic("channel"), Block(4), Static((2, 4, 8))])
+def test_strategies(strategy) -> None:
+    """Each product is that of the values that the strategy's formats hold."""
+    sizes, rows = SIZES["even"]
+    lhs, rhs, dy = draw(2, (rows, K), (len(sizes), K, N), (rows, N))
+    found = run(lhs, rhs, dy, sizes, config=MatmulConfig(strategy=strategy))
+
+    def values(x, which, axis):
+        if isinstance(strategy, Static):
+            return cast(x / strategy.scales[which], "float8_e4m3fn") * strategy.scales[which]
+        return np.asarray(quantize(jnp.asarray(x), "e4m3fn", strategy, axis=(axis,)).value)
+
+    left, right = values(lhs, 0, 1), values(rhs, 1, 1)
+    wanted = expected(left, right, values(dy, 2, 1), sizes)[:2]
+    wanted.append(expected(left, right, values(dy, 2, 0), sizes)[2])
+    for got, want, factor in zip(found, wanted, FACTORS, strict=True):
+        np.testing.assert_allclose(got, factor * want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_sees_all_three_tensors() -> None:
+    sizes, rows = SIZES["even"]
+    lhs, rhs, dy = draw(3, (rows, K), (len(sizes), K, N), (rows, N))
+    config, state = MatmulConfig(strategy=Delayed()), QuantState.create(Delayed())
+
+    @jit
+    def gradient(state):
+        def loss(state):
+            y = grouped(1000 * lhs, rhs, jnp.asarray(sizes), config=config, state=state)
+            return jnp.sum(y * 1e-3 * dy)
+
+        return jax.grad(loss)(state)
+
+    scale = np.asarray(state.advance(gradient(state)).scale)
+    tensors = 1000 * np.abs(lhs).max(), np.abs(rhs).max(), 1e-3 * np.abs(dy).max()
+    for found, largest in zip(scale, tensors, strict=True):
+        assert 224 < largest / found <= 448
+    with pytest.raises(ValueError, match=r"grouped: Delayed.* keeps its scales in a state"):
+        grouped(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes), config=config)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_operands_accumulate_in_float32(dtype: str) -> None:
+    """A gradient that sums 3,000 ones is 3,000, where a 16-bit sum would stop at 2,048 or 256."""
+    rows = 3000
+    lhs, rhs = jnp.ones((rows, 2), dtype), jnp.ones((1, 2, 3), dtype)
+    y, vjp = jax.vjp(lambda a, b: grouped(a, b, jnp.array([rows])), lhs, rhs)
+    dlhs, drhs = vjp(jnp.ones_like(y))
+    assert (y.dtype, dlhs.dtype, drhs.dtype) == (dtype,) * 3
+    np.testing.assert_allclose(np.asarray(drhs, np.float32), rows, rtol=4e-3)
+
+
+def test_vmap_and_scan() -> None:
+    """Groups of other sizes in each example."""
+    sizes = jnp.array([[3, 0, 17], [10, 10, 0]])
+    lhs, rhs = draw(4, (2, 20, K), (2, 3, K, N))
+
+    def f(lhs, rhs, sizes):
+        return jnp.sum(jnp.sin(grouped(lhs, rhs, sizes)))
+
+    @jit
+    def run(lhs, rhs):
+        grad = jax.grad(f, (0, 1))
+        scanned = jax.lax.scan(lambda c, xs: (c, grad(*xs)), 0, (lhs, rhs, sizes))[1]
+        return (
+            jax.vmap(grad)(lhs, rhs, sizes),
+            scanned,
+            [grad(lhs[i], rhs[i], sizes[i]) for i in range(2)],
+        )
+
+    mapped, scanned, single = run(lhs, rhs)
+    for i in range(2):
+        for a, b, c in zip(mapped, scanned, single[i], strict=True):
+            np.testing.assert_allclose(a[i], c, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(b[i], c, rtol=1e-6, atol=1e-6)
+
+
+def test_group_of() -> None:
+    sizes = [2, 0, 3]
+    found = group_of(jnp.array(sizes), jnp.arange(6))
+    np.testing.assert_array_equal(found, [*np.repeat(np.arange(3), sizes), 3])
