@@ -100,3 +100,12 @@ def test_a_pickled_model_and_state_are_what_they_were() -> None:
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, expected)))
     assert nnx.graphdef(again) == nnx.graphdef(model)
+
+
+def test_views_are_as_those_of_flax() -> None:
+    model = nnx.Sequential(nn.Dropout(0.5, rngs=nnx.Rngs(0)), nn.BatchNorm(4, rngs=nnx.Rngs(0)))
+    quiet = nnx.view(model, deterministic=True, use_running_average=True)
+    assert (quiet.layers[0].deterministic, quiet.layers[1].use_running_average) == (True, True)
+    assert (model.layers[0].deterministic, model.layers[1].use_running_average) == (False, False)
+    with pytest.raises(ValueError, match="Unused keys"):
+        nnx.view(model, determinstic=True)

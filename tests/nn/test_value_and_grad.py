@@ -72,6 +72,22 @@ def test_grad_and_aux() -> None:
     np.testing.assert_allclose(value, 3 * loss(model, X), rtol=1e-6)
 
 
+def test_decorators_take_options_as_those_of_flax() -> None:
+    model, x = nn.Dense(3, 2, rngs=nnx.Rngs(0)), jnp.arange(3.0)
+
+    @nn.value_and_grad(argnums=(0, 1))
+    def both(model, x):
+        return model(x).value.sum()
+
+    @nn.grad(argnums=1)
+    def second(model, x):
+        return model(x).value.sum()
+
+    value, (_, by_input) = both(model, x)
+    np.testing.assert_array_equal(value, model(x).value.sum())
+    np.testing.assert_array_equal(second(model, x), by_input)
+
+
 def test_the_model_of_the_caller_is_not_touched_while_the_loss_runs() -> None:
     model = stored()
     before = model.first.kernel.get_value()

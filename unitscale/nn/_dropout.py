@@ -68,6 +68,11 @@ class Dropout(nnx.Module):
             broadcast_dims=self.broadcast_dims,
         )
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Takes what `nnx.view` asks of a layer, as that of `nnx` does."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def _stream(self, rngs: nnx.Rngs | nnx.RngStream | None) -> nnx.RngStream | None:
         return rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
 

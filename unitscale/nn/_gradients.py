@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ Path = tuple[Any, ...]
 
 
 def value_and_grad(
-    f: Callable[..., Any],
+    f: Callable[..., Any] | None = None,
     *,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
@@ -29,7 +30,8 @@ def value_and_grad(
         follow amax (`AmaxState`) are updated in place.
 
     Args:
-        f: function of models and other arguments that returns a scalar loss.
+        f: function of models and other arguments that returns a scalar loss; without it the result
+            is a decorator.
         argnums: which arguments to differentiate by; of a model its `nnx.Param` variables, or those
             of a `nnx.DiffState`.
         has_aux: whether ``f`` returns ``(loss, aux)``.
@@ -58,6 +60,8 @@ def value_and_grad(
         Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
         2024, arXiv 2407.17353, section 3.
     """
+    if f is None:
+        return partial(value_and_grad, argnums=argnums, has_aux=has_aux, advance=advance)
     single = isinstance(argnums, int | nnx.DiffState)
     wanted = [
         n if isinstance(n, nnx.DiffState) else nnx.DiffState(n, nnx.Param)
@@ -125,7 +129,7 @@ def value_and_grad(
 
 
 def grad(
-    f: Callable[..., Any],
+    f: Callable[..., Any] | None = None,
     *,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
@@ -145,6 +149,8 @@ def grad(
         >>> print(grad(lambda model: model(jnp.ones((3, 2))).sum())(model)["bias"].get_value())
         [3.]
     """
+    if f is None:
+        return partial(grad, argnums=argnums, has_aux=has_aux, advance=advance)
     differentiate = value_and_grad(f, argnums=argnums, has_aux=has_aux, advance=advance)
     return without_value(differentiate, has_aux)
 

@@ -320,6 +320,11 @@ class BatchNorm(_Norm):
         self.mean = nnx.BatchStat(jnp.zeros(num_features, jnp.float32))
         self.var = nnx.BatchStat(jnp.ones(num_features, jnp.float32))
 
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Takes what `nnx.view` asks of a layer, as that of `nnx` does."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
     def __call__(self, x: ops.ArrayLike, use_running_average: bool | None = None) -> ScaledArray:
         """Normalizes (..., num_features); the argument left out is the layer's own."""
         x = self.policy.activation(x)
