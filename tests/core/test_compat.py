@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from unitscale.core import ScaledArray, _compat
-from unitscale.core._compat import cudnn_of, refuse_as_array, scan_counts
+from unitscale.core._compat import cudnn_of, scan_counts, take_as_array
 
 
 @pytest.mark.parametrize("carried", [0, 1, 3])
@@ -64,10 +64,22 @@ def test_what_takes_arrays_of_any_type_still_does() -> None:
         np.testing.assert_array_equal(f(x), f(x.value))
 
 
+@pytest.mark.parametrize(
+    "f", [jax.nn.relu, jax.nn.relu6, jax.nn.sigmoid, jax.nn.gelu, jax.nn.silu, jax.lax.exp]
+)
+def test_without_a_scale_the_functions_of_jax_and_their_derivatives_take_the_data(f) -> None:
+    x = jnp.linspace(-2, 3, 8)
+    both = [
+        jax.jit(jax.value_and_grad(lambda x, wrap=wrap: jnp.sum(jnp.sin(f(wrap(2 * x))))))(x)
+        for wrap in (lambda x: ScaledArray(x, None), lambda x: x)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+
+
 def test_a_jax_without_a_place_for_it_keeps_its_own_message(monkeypatch) -> None:
     monkeypatch.delattr(_compat.jax_core, "pytype_aval_mappings")
     monkeypatch.delattr(_compat.jax_dtypes, "register_canonicalize_value_handler")
-    refuse_as_array(type("Other", (), {}), "{}")
+    take_as_array(type("Other", (), {}), lambda x: x)
 
 
 def test_cudnn_is_answered_for_within_the_block_alone() -> None:

@@ -1,7 +1,7 @@
 """What differs between the versions of JAX that the library runs on, and what they keep private."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,22 +9,19 @@ from jax._src import core as jax_core, dtypes as jax_dtypes
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
 
-def refuse_as_array(cls: type, message: str) -> None:
-    """Lets JAX say ``message`` where one of its primitives is given an object of a class.
+def take_as_array(cls: type, convert: Callable[[Any], Any]) -> None:
+    """Lets JAX's primitives take an object of a class for the array that ``convert`` makes of it.
 
-    Its own message names neither the class nor what to do. There is no public place for another;
-    where a version of JAX has none of these, its own stands.
+    Where it raises ValueError (JAX hides a TypeError), that is what the user sees; JAX's own
+    message names neither the class nor what to do. There is no public place for either; where a
+    version of JAX has none of these, its own message stands.
     """
-
-    def refuse(x: Any) -> Any:
-        raise ValueError(message.format(x))  # as JAX does; it hides a TypeError
-
     types = getattr(jax_core, "pytype_aval_mappings", None)
     if isinstance(types, dict):
-        types[cls] = refuse
+        types[cls] = lambda x: jax_core.typeof(convert(x))
     register = getattr(jax_dtypes, "register_canonicalize_value_handler", None)
     if register is not None:
-        register(cls, refuse)
+        register(cls, convert)
 
 
 def asking_operator() -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._cast import cast, narrow, widen
-from ._compat import refuse_as_array
+from ._compat import take_as_array
 from ._pow2 import round_to_pow2
 from ._scale import as_scale, broadcasts, safe_scale, to_float
 from ._scaled_array import ScaledArray
@@ -160,9 +160,15 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
     return jax.tree.map(convert, tree, is_leaf=is_scaled)
 
 
-# jax.numpy and most layers call __jax_array__; jax.lax does not.
-refuse_as_array(
-    ScaledArray,
-    "unitscale: a plain array is needed here; got {!r}. Give its .value, or call the function of "
-    "jax.numpy, unitscale.ops or unitscale.scalify in place of that of jax.lax.",
-)
+def _plain(x: ScaledArray) -> jax.Array:
+    if x.scale is None:
+        return x.data
+    raise ValueError(
+        f"unitscale: a plain array is needed here; got {x!r}. Give its .value, or call the "
+        "function of jax.numpy, unitscale.ops or unitscale.scalify in place of that of jax.lax."
+    )
+
+
+# jax.numpy and most layers call __jax_array__; jax.lax does not, nor do the derivatives of jax.nn,
+# which are given a tree of tangents: data alone is all of it only where there is no scale.
+take_as_array(ScaledArray, _plain)
