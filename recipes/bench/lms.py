@@ -5,22 +5,25 @@
 Trains `configs/bert/books.yaml` once for each policy, all with the same seed and data and none with
 a loss scale, and compares their loss over all validation text, of which the same tokens are always
 hidden. With `--finetune`, each of these models is tuned on the tasks whose files are given, with
-several seeds, and scored. A run that is complete in `train.runs_dir` is used as it is, and one that
-was stopped is resumed. With `--charlm`, counts what a finished sweep found. Then compares logits of
-imported weights, and times each quick start's input pipeline against its training steps.
+several seeds, and scored beside baselines that need no pretraining. A run that is complete in
+`train.runs_dir` is used as it is, and one that was stopped is resumed. With `--charlm`, counts what
+a finished sweep found. Then compares logits of imported weights, and times each quick start's input
+pipeline against its training steps.
 """
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from ..config import RunConfig
 from ..errors import RecipeError
+from ..finetune.config import FinetuneConfig
 from ..registry import load_config
 from ..run.recipe import recipe_of
+from ._baselines import baselines
 from ._compare import Compared, compare, comparison
 from ._imported import folders, logits_table
 from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
@@ -102,7 +105,7 @@ def main(
 def tuned(
     pretrained: Compared, sst2: tuple[str, str] | None, squad: str | None, told: Told
 ) -> list[Table]:
-    """Scores of the pretrained models, tuned on the tasks whose files are given."""
+    """Scores of the pretrained models, tuned on the tasks whose files are given, and baselines."""
     reference = pretrained.entry.reference
     runs = {policy: first for policy, (first, *_) in pretrained.configs.items()}
     first = runs[reference]
@@ -113,17 +116,17 @@ def tuned(
     if squad:
         parts = split_articles(squad, Path(first.train.runs_dir) / f"{base}-squad-split")
         tasks["squad"] = question_words(*parts, first.longest or 0)
-    return [
-        compare(
-            comparison(task),
-            told,
-            {
-                policy: [f"name={base}-{task}", *tuned_words(run), *words]
-                for policy, run in runs.items()
-            },
-        ).table()
-        for task, words in tasks.items()
-    ]
+    tables = []
+    for task, words in tasks.items():
+        own = {
+            policy: [f"name={base}-{task}", *tuned_words(run), *words]
+            for policy, run in runs.items()
+        }
+        found = compare(comparison(task), told, own)
+        config = cast(FinetuneConfig, found.configs[reference][0])
+        table = found.table()
+        tables.append(Table(table.title, [*table.rows, *baselines(config)]))
+    return tables
 
 
 def time_pipeline(config: RunConfig, rounds: int, batches: int = 50) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from recipes.bench import _compare, lms
+from recipes.bench._baselines import likest_sentence
 from recipes.bench._imported import FIXTURES, REFERENCE, folders, logits_table
 from recipes.bench._tasks import question_words, sentence_words, split_articles
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
 from recipes.finetune.config import FinetuneConfig
+from recipes.finetune.squad_data import Question
 from tests.recipes.masked import bert_config, write_bert
 from tests.recipes.pretrained import FOLDERS, copied
 from tests.recipes.tasks import FILES, squad, write_tasks
@@ -50,6 +52,14 @@ def test_columns_go_by_the_first_line(tmp_path: Path) -> None:
     assert question_words(tmp_path, tmp_path, 16)[-1] == "squad.max_question_length=5"
     with pytest.raises(RecipeError, match=r"--sst2: nowhere cannot be read"):
         sentence_words("nowhere", "dev.tsv")
+
+
+def test_the_sentence_like_the_question() -> None:
+    context = "A dog ran. The fox did eat it! The fox slept. A fox did eat."
+    assert likest_sentence(Question("q", "What did the fox eat?", context, ())) == (
+        "The fox did eat it!"
+    )
+    assert likest_sentence(Question("q", "Why?", context, ())) == "A dog ran."
 
 
 def test_the_folders_of_the_tests_are_the_default(tmp_path: Path) -> None:
@@ -115,10 +125,14 @@ def test_command_prints_what_it_is_asked_for(
     tables = [table["rows"] for table in json.loads(Path(out).read_text())["tables"]]
     assert [row.get("verdict") for row in tables[0]] == [None, "within", "outside"]
     for metric, unit, table in (("accuracy", 1, tables[1]), ("f1", 100, tables[2])):
-        assert [row["variant"] for row in table] == list(score)
-        for row in table:
+        assert [row["variant"] for row in table[:3]] == list(score)
+        for row in table[:3]:
             assert row[metric] == pytest.approx(unit * (score[row["variant"]] + 0.02))
-        assert [row.get("verdict") for row in table] == [None, "within", "outside"]
+        assert [row.get("verdict") for row in table[:3]] == [None, "within", "outside"]
+    # ROWS and squad() of the tests: words tell every label, the only sentence holds every answer.
+    assert [row["accuracy"] for row in tables[1][3:]] == [0.5, 1.0, 1.0]
+    assert [row["variant"].split()[0] for row in tables[2][3:]] == ["random", "sentence"]
+    assert tables[2][4]["f1"] == pytest.approx(100 * 2 / 8)  # 1 of 7 words, "the" not among them
     assert all(row["within"] for row in tables[3])
     tuned = [config for config in seen if isinstance(config, FinetuneConfig)]
     assert len({config.name for config in seen}) == len(seen) == 3 + 18

@@ -1,0 +1,77 @@
+"""What a task's files give without pretraining: rows beside the scores of tuned models."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.naive_bayes import MultinomialNB
+from sklearn.pipeline import make_pipeline
+
+from ..finetune.config import FinetuneConfig
+from ..finetune.rows import load_classification
+from ..finetune.squad_data import Question, read_squad
+from ..finetune.squad_predict import Prediction
+from ..finetune.squad_score import normalize, score_predictions
+
+_SENTENCES = re.compile(r"(?<=[.!?])\s+")
+
+
+def baselines(config: FinetuneConfig) -> list[dict[str, Any]]:
+    """Rows of the baselines of a config's task, learned and scored on its files."""
+    return _of_words(config) if config.task == "classification" else _of_spans(config)
+
+
+def _of_words(config: FinetuneConfig) -> list[dict[str, Any]]:
+    """The most frequent label, and two models of how often each word occurs in a row."""
+    data = load_classification(config.data, config.classification)
+    parts = data.train, data.validation
+    texts = [[f"{row.text} {row.pair or ''}" for row in rows] for rows in parts]
+    train, wanted = (data.ids(rows) for rows in parts)
+    shares = {"most frequent label": float((wanted == np.bincount(train).argmax()).mean())}
+    for name, model in (
+        ("naive Bayes on word counts", MultinomialNB()),
+        ("logistic regression on word counts", LogisticRegression(max_iter=1000)),
+    ):
+        fitted = make_pipeline(CountVectorizer(token_pattern=r"\S+"), model).fit(texts[0], train)
+        shares[name] = float((fitted.predict(texts[1]) == wanted).mean())
+    return [{"variant": name, "accuracy": share} for name, share in shares.items()]
+
+
+def _of_spans(config: FinetuneConfig) -> list[dict[str, Any]]:
+    """A span at random, as long as some training answer, and the sentence like the question."""
+    rng = np.random.default_rng(config.seed)
+    train = read_squad(config.data.train)
+    sizes = np.array([len(a.text.split()) for question in train for a in question.answers])
+    questions = read_squad(config.data.validation, "data.validation")
+
+    def span(question: Question) -> str:
+        words = question.context.split()
+        size = min(int(rng.choice(sizes)), len(words))
+        start = int(rng.integers(len(words) - size + 1))
+        return " ".join(words[start : start + size])
+
+    rules: dict[str, Callable[[Question], str]] = {
+        "random span": span,
+        "sentence with most words of the question": likest_sentence,
+    }
+    return [{"variant": name, "f1": _f1(questions, rule, config)} for name, rule in rules.items()]
+
+
+def likest_sentence(question: Question) -> str:
+    """The first of the context's sentences that have most words in common with the question."""
+    asked = set(normalize(question.text).split())
+    sentences = _SENTENCES.split(question.context)
+    return max(sentences, key=lambda sentence: len(asked & set(normalize(sentence).split())))
+
+
+def _f1(
+    questions: list[Question], answer: Callable[[Question], str], config: FinetuneConfig
+) -> float:
+    predictions = {
+        question.id: Prediction(text=answer(question), null_odds=0.0, best=())
+        for question in questions
+    }
+    return score_predictions(questions, predictions, config.squad)["f1"]
