@@ -29,18 +29,22 @@ def cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
 
     Where a file is and when it was written are no part of it.
     """
-    files = []
-    for source in find_sources(config):
-        for path in source.files:
-            with (
-                refused(f"data.path: {path} cannot be read", "check its permissions"),
-                path.open("rb") as file,
-            ):
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files.append([source.format, digest])
+    if config.mixture is not None:
+        files: list[Any] = [cache_key(text, settings) for text in config.texts]
+    else:
+        sources = find_sources(config)
+        files = [[one.format, _digest(path)] for one in sources for path in one.files]
     keys = {"max_bytes", "text_key", "split", "documents"}
     everything = [_VERSION, files, config.model_dump(include=keys), settings]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _digest(path: Path) -> str:
+    with (
+        refused(f"data.path: {path} cannot be read", "check its permissions"),
+        path.open("rb") as file,
+    ):
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cache_folder(config: DataConfig) -> Path:

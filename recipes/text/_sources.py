@@ -39,13 +39,11 @@ class Source(NamedTuple):
 
 
 def find_sources(config: DataConfig) -> list[Source]:
-    """The sources of a config, in the order in which they are read.
+    """The sources of a config of one text, in the order in which they are read.
 
     Files of a folder come in the order of their relative paths, so the same folder gives the same
-    text on every machine; hidden files are left out. Texts of a mixture come one after the other.
+    text on every machine; hidden files are left out.
     """
-    if config.mixture is not None:
-        return [source for text in config.texts for source in find_sources(text)]
     if config.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         names = sorted(file.relative_to(root) for file in root.rglob("*.py"))

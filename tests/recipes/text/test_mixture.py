@@ -10,6 +10,7 @@ from recipes.bert.config import BertDataConfig
 from recipes.config import DataConfig
 from recipes.errors import RecipeError
 from recipes.text import ByteTokenizer, Mixture, documents, load_corpus, open_tokenizer
+from recipes.text._cache import cache_key
 
 TEXTS = {"a": 400, "b": 900, "c": 250}
 WEIGHTS = (5.0, 2.0, 1.0)
@@ -72,6 +73,10 @@ def test_a_tokenizer_reads_all_texts(tmp_path: Path) -> None:
     assert [text for text, _ in documents(config)] == [name * 100 for name in TEXTS]
     tokenizer = open_tokenizer(config)
     assert all(tokenizer.encode(name * 64).size < 40 for name in TEXTS)
+    # The first 100 bytes of each text are not those of all in one folder.
+    assert config.mixture is not None
+    folder = DataConfig(path=str(tmp_path), pattern="*.txt", max_bytes=100)
+    assert cache_key(folder, {}) != cache_key(config, {})
 
 
 def test_texts_and_weights_tell_mixtures_apart(tmp_path: Path) -> None:
