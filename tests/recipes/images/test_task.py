@@ -105,7 +105,7 @@ def test_the_first_step_is_within_rounding_of_numpy(make: MakeConfig, name: str)
 
 
 ADAM = "optimizer={name: adam, learning_rate: 0.01}"
-VIT = ("model.kind=vit", "optimizer={name: adam, umup: true, learning_rate: 0.2}")
+VIT = ("model.kind=vit", "optimizer={name: adam, umup: true, learning_rate: 0.1}")
 LEARNS = {
     **{f"mlp-{name}": (words,) for name, words in FORMATS.items()},
     **{f"cnn-{name}": ("model.kind=cnn", words) for name, words in FORMATS.items()},
