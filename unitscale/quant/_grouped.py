@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import ScaledArray, custom_vjp, narrow, result_dtype, vary_alike
+from ..core import ScaledArray, custom_vjp, narrow, result_dtype, vary_alike, wide_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
 from ._product import COTANGENT, LHS, RHS, is_per_slice, quantize_tensor
@@ -125,7 +125,7 @@ def _multiply_groups(
         more += lax.dynamic_index_in_dim(out, group, keepdims=False)
         return lax.dynamic_update_index_in_dim(out, more, group, axis=0)
 
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     empty = jnp.zeros((groups, lhs.shape[1], cotangent.shape[1]), wide)
     empty = vary_alike((empty, left.data, right.data, blocks))[0]
     return narrow(lax.fori_loop(0, blocks.count, step, empty), dtype)

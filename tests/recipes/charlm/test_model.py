@@ -72,7 +72,7 @@ def test_parameters_of_a_unit_model_learn_at_rates_of_their_role(tmp_path) -> No
     config = make(tmp_path, optimizer={"multipliers": {"readout": 3.0, "bias": 0.25}})
     _, rule, state = init_state(config)
     # Adam's first update is 1 wherever there is a gradient, but for 1 - b2, rounded to float32.
-    grads = jax.tree.map(jnp.ones_like, state.params)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
     updates, _ = rule.update(grads, state.opt_state, state.params)
 
     def largest(name: str) -> float:
