@@ -43,20 +43,14 @@ def sentence_words(train: str, validation: str) -> list[str]:
     return [*words, "classification={header: false, text: 0, label: 1}"]
 
 
-def question_words(train: Path, validation: Path, positions: int) -> list[str]:
-    """Overrides for a split SQuAD file; questions take at most a third of a window."""
-    return [
-        f"data.train={train}",
-        f"data.validation={validation}",
-        f"squad.max_question_length={positions // 3}",
-    ]
+def question_words(train: Path, validation: Path, positions: int | None) -> list[str]:
+    """Overrides for a split SQuAD file; of few positions a question takes at most a third."""
+    words = [f"data.train={train}", f"data.validation={validation}"]
+    return words if positions is None else [*words, f"squad.max_question_length={positions // 3}"]
 
 
 def tuned_words(pretrained: RunConfig) -> list[str]:
     """Overrides of a run that starts from a pretrained one, and lies beside it."""
     folder = run_folder(pretrained)
-    return [
-        f"init={folder}",
-        f"data.sequence_length={pretrained.longest}",
-        f"train.runs_dir={folder.parent}",
-    ]
+    words, longest = [f"init={folder}", f"train.runs_dir={folder.parent}"], pretrained.longest
+    return words if longest is None else [*words, f"data.sequence_length={longest}"]

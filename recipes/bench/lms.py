@@ -115,7 +115,7 @@ def tuned(
         tasks["sst2"] = sentence_words(*sst2)
     if squad:
         parts = split_articles(squad, Path(first.train.runs_dir) / f"{base}-squad-split")
-        tasks["squad"] = question_words(*parts, first.longest or 0)
+        tasks["squad"] = question_words(*parts, first.longest)
     tables = []
     for task, words in tasks.items():
         own = {

@@ -17,6 +17,7 @@ from ..config import (
 )
 
 Pairs = Literal["none", "next_sentence", "sentence_order"]
+Pooling = Literal["cls", "mean"]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 
 SPECIAL = 3

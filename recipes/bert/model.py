@@ -8,7 +8,8 @@ from flax import nnx
 
 from unitscale import ScaledArray, nn, ops
 
-from .config import BertModelConfig, Pairs
+from ..pooling import mean_of_tokens
+from .config import BertModelConfig, Pairs, Pooling
 from .heads import Head, mean_loss, mean_of, rows_of, shares
 
 SEGMENTS = 2
@@ -32,7 +33,11 @@ class Encoder(nnx.Module):
             policy=policy,
             rngs=rngs,
         )
-        self.positions = nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
+        self.positions = (
+            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
+            if config.positions == "learned"
+            else None
+        )
         self.segments = nn.Embed(SEGMENTS, width, policy=policy, rngs=rngs)
         # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
         self.norm = nn.LayerNorm(width, policy=policy)
@@ -65,8 +70,9 @@ class Encoder(nnx.Module):
           mask: bool (batch, time), False where a token is padding; None for none.
           deterministic: Leaves dropout out.
         """
-        x = self.positions(self.embed(ids))
-        # Two parts and one: the three tables weigh the same.
+        x = self.embed(ids)
+        x = x if self.positions is None else self.positions(x)
+        # Two parts and one, so that three tables weigh the same.
         x = ops.weighted_add(x, self.segments(segments), weights=(math.sqrt(2), 1.0))
         x = self.norm(x) if self.post else x
         x = self.dropout(x, deterministic=deterministic)
@@ -76,13 +82,23 @@ class Encoder(nnx.Module):
 
 
 class Pooler(nnx.Module):
-    """A dense layer and tanh over the output of the first token, [CLS]."""
+    """A dense layer and tanh over the output of the first token, [CLS], or the mean of all."""
 
-    def __init__(self, width: int, *, policy: str | nn.Policy, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, pooling: Pooling = "cls", *, policy: str | nn.Policy, rngs: nnx.Rngs
+    ):
+        self.pooling = pooling
         self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
 
-    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Maps the encoder's outputs (batch, time, width) to (batch, width)."""
+    def __call__(self, x: ops.ArrayLike, mask: jax.Array | None = None) -> ScaledArray:
+        """Maps the encoder's outputs (batch, time, width) to (batch, width).
+
+        Args:
+          x: The outputs.
+          mask: bool (batch, time), False where a token is padding; None for none.
+        """
+        if self.pooling == "mean":
+            return ops.tanh(self.dense(mean_of_tokens(x, mask)))
         first = rows_of(x, jnp.zeros((x.shape[0], 1), jnp.int32))
         return ops.tanh(self.dense(first.reshape(x.shape[0], -1)))
 

@@ -24,7 +24,7 @@ class LanguageConfig(RunConfig):
 
     @property
     def longest(self) -> int | None:
-        return self.context
+        return self.context if self.model.positions == "learned" else None
 
     @field_validator("model", mode="before")
     @classmethod

@@ -37,6 +37,9 @@ class ResidualConfig(Section):
         return self
 
 
+Positions = Literal["rope", "learned"]
+
+
 class TransformerConfig(Section):
     """What the shapes of all Transformers have."""
 
@@ -56,6 +59,10 @@ class TransformerConfig(Section):
         default=None,
         description="the longest sequence, which learned positions are for; null for "
         "data.sequence_length",
+    )
+    positions: Positions = Field(
+        default="learned",
+        description="position encoding: rotations in attention (rope), or a table that is learned",
     )
     tied_readout: Flag = Field(default=False, description="use the embedding table as the readout")
     dropout: Fraction = Field(
@@ -82,6 +89,10 @@ class TransformerConfig(Section):
         return round(self.width * self.mlp_ratio)
 
     @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
     def stack_options(self) -> dict[str, Any]:
         """Options of `unitscale.nn.TransformerStack` that do not differ between recipes."""
         residual = self.residual
@@ -91,6 +102,7 @@ class TransformerConfig(Section):
             "residual_mult": residual.mult,
             "residual_attention_ratio": residual.attention_ratio,
             "max_length": self.context,
+            "rotary_base": 10000.0 if self.positions == "rope" else None,
             "dropout_rate": self.dropout,
             "remat": self.remat,
             "attention_implementation": self.attention_implementation,
@@ -98,7 +110,7 @@ class TransformerConfig(Section):
         }
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _heads_fit(self) -> Self:
         if self.width % self.heads:
             raise ValueError(
                 f"heads must divide width; got heads {self.heads} and width {self.width}; "
@@ -108,6 +120,12 @@ class TransformerConfig(Section):
             raise ValueError(
                 "mlp_ratio * width must be at least 1; "
                 f"got mlp_ratio {self.mlp_ratio} and width {self.width}; use a larger mlp_ratio"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                "rope needs an even head size (width / heads); "
+                f"got width {self.width} and heads {self.heads}, a head size of {self.head_dim}; "
+                "change heads, or use positions learned"
             )
         return self
 
@@ -134,7 +152,7 @@ class GPTModelConfig(TransformerConfig):
     norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm or LayerNorm")
     norm_eps: Positive | None = Field(default=None, description="of plain models; null: 1e-6")
     bias: Flag = Field(default=False, description="whether linear layers add a bias")
-    positions: Literal["rope", "learned"] = Field(default="rope", description="position encoding")
+    positions: Positions = Field(default="rope", description="position encoding")
     document_end: Whole | None = Field(
         default=None,
         description="the id that ends a document, past which attention does not look back; null "
@@ -161,13 +179,7 @@ class GPTModelConfig(TransformerConfig):
         return ("qkv", "out", "mlp") if self.bias else self.variant.biases
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(
-                "rope needs an even head size (width / heads); "
-                f"got width {self.width} and heads {self.heads}, a head size of {self.head_dim}; "
-                "change heads, or use positions learned"
-            )
+    def _kv_heads_divide(self) -> Self:
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads must divide heads; got kv_heads {self.kv_heads} and heads {self.heads}; "

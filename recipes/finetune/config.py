@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
+from ..bert.config import BertConfig, Pooling
 from ..config import (
     Count,
     Flag,
@@ -16,6 +17,7 @@ from ..config import (
     SequenceConfig,
 )
 from ..errors import RecipeError
+from ..run.folder import written_config
 
 Task = Literal["squad", "classification"]
 Format = Literal["squad", "tsv", "csv", "jsonl"]
@@ -80,6 +82,11 @@ class ClassificationConfig(Section):
         default=None, description="the column of a second text; null for one text"
     )
     label: Column = Field(default="label", description="the column of the label")
+    pooling: Pooling = Field(
+        default="cls",
+        description="what a text's label is read from (init of recipe bert): the first token, "
+        "which pretraining with data.pairs taught to speak for the text, or the mean of all",
+    )
     labels: Annotated[list[str], Field(min_length=2)] | None = Field(
         default=None,
         description="names of the labels in the order of their ids; null for those of data.train",
@@ -107,6 +114,21 @@ FORMATS: dict[str, ScalifyConfig | None] = {
     "fp8": ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2"),
 }
 """What a policy means for a plain model: it runs under scalify."""
+
+
+def pretraining_of(init: str) -> BertConfig:
+    """The config of the pretraining run in a folder."""
+    folder = Path(init)
+    if not (folder / "config.yaml").exists():
+        raise RecipeError(
+            f"init: expected the folder of a run, or a Hugging Face folder; got {folder}, which is "
+            "neither; train a model first, such as `python -m recipes train "
+            "configs/bert/quickstart.yaml`, and give its folder"
+        )
+    config = written_config(folder, BertConfig)
+    # The folder may have been moved since.
+    train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
+    return config.model_copy(update={"train": train, "name": folder.name})
 
 
 class FinetuneConfig(RunConfig):
@@ -151,15 +173,24 @@ class FinetuneConfig(RunConfig):
 
     @property
     def settled(self) -> Self:
-        """The config with `scalify` filled in where `init` is a Hugging Face folder."""
+        """The config with what follows from `init` filled in.
+
+        For a Hugging Face folder that is `scalify`. For a run it is `optimizer.multipliers`, those
+        of the run: learning rates that suited a role in pretraining suit it here.
+        """
         optimizer, folder = self.optimizer, f"the Hugging Face folder {self.init}"
         if not self.plain:
-            if self.scalify is not None and (Path(self.init) / "config.yaml").exists():
+            if not (Path(self.init) / "config.yaml").exists():
+                return self  # what reads the run says so
+            if self.scalify is not None:
                 raise RecipeError(
                     f"scalify is for plain models; the run in init {self.init} is of a unitscale "
                     "model; set scalify null"
                 )
-            return self
+            if "multipliers" in optimizer.model_fields_set or not optimizer.umup:
+                return self
+            changes = {"multipliers": pretraining_of(self.init).optimizer.multipliers}
+            return self.model_copy(update={"optimizer": optimizer.model_copy(update=changes)})
         if self.policy not in FORMATS:
             raise RecipeError(
                 f"policy: expected {', '.join(FORMATS)} for {folder}; got {self.policy}; use one "

@@ -59,7 +59,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
     """Reads and tokenizes the files of a task."""
     _, positions = limits_of(config)
     length = config.data.sequence_length
-    if length > positions:
+    if positions is not None and length > positions:
         raise RecipeError(
             f"data.sequence_length: the model in {config.init} learned {positions} positions; got "
             f"{length}; use at most {positions}"

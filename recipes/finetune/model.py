@@ -8,7 +8,7 @@ from flax import nnx
 
 from unitscale import nn, ops
 
-from ..bert.config import BertModelConfig
+from ..bert.config import BertModelConfig, Pooling
 from ..bert.heads import mean_loss
 from ..bert.model import Encoder, Pooler
 
@@ -20,13 +20,14 @@ class TaskModel(nnx.Module):
         self,
         config: BertModelConfig,
         classes: int | None,
+        pooling: Pooling = "cls",
         *,
         policy: str | nn.Policy,
         rngs: nnx.Rngs,
     ):
         self.encoder = Encoder(config, policy=policy, rngs=rngs)
         pooled = classes is not None
-        self.pooler = Pooler(config.width, policy=policy, rngs=rngs) if pooled else None
+        self.pooler = Pooler(config.width, pooling, policy=policy, rngs=rngs) if pooled else None
         self.dropout = nn.Dropout(config.dropout, rngs=rngs) if pooled else None
         self.readout = nn.Readout(
             config.width, classes or 2, use_bias=True, policy=policy, rngs=rngs
@@ -38,7 +39,7 @@ class TaskModel(nnx.Module):
         """Logits (batch, classes) or (batch, time, 2); as for the encoder, the mask 1 on tokens."""
         x = self.encoder(ids, segments, mask=mask > 0, deterministic=deterministic)
         if self.pooler is not None and self.dropout is not None:
-            x = self.dropout(self.pooler(x), deterministic=deterministic)
+            x = self.dropout(self.pooler(x, mask > 0), deterministic=deterministic)
         return self.readout(x)
 
     def loss(

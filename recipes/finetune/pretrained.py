@@ -10,41 +10,24 @@ from tokenizers import Tokenizer, processors
 
 from unitscale import to_array
 
-from ..bert.config import BertConfig
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
 from ..hf import Pretrained, load, shape_of_bert
-from ..run.folder import written_config
 from ..run.state import load_trained
 from ..text import SubwordTokenizer
-from .config import FinetuneConfig
+from .config import FinetuneConfig, pretraining_of
 
 TAKEN = "encoder", "pooler"
 """Parts of a pretrained model that a task's model has too."""
 
 
-def pretraining_of(init: str) -> BertConfig:
-    """The config of the pretraining run in a folder."""
-    folder = Path(init)
-    if not (folder / "config.yaml").exists():
-        raise RecipeError(
-            f"init: expected the folder of a run, or a Hugging Face folder; got {folder}, which is "
-            "neither; train a model first, such as `python -m recipes train "
-            "configs/bert/quickstart.yaml`, and give its folder"
-        )
-    config = written_config(folder, BertConfig)
-    # The folder may have been moved since.
-    train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
-    return config.model_copy(update={"train": train, "name": folder.name})
-
-
-def limits_of(config: FinetuneConfig) -> tuple[int, int]:
-    """How many ids and positions the pretrained model has."""
+def limits_of(config: FinetuneConfig) -> tuple[int, int | None]:
+    """How many ids the pretrained model has, and how many positions it learned; None for rope."""
     if config.plain:
         shape = shape_of_bert(config.init)
         return shape.vocab, shape.longest
     pretraining = pretraining_of(config.init)
-    return pretraining.model.vocab, pretraining.context
+    return pretraining.model.vocab, pretraining.longest
 
 
 def tokenizer_of(config: FinetuneConfig) -> Tokenizer:

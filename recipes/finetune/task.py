@@ -13,10 +13,10 @@ from ..hf import save
 from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
 from .classification import score_classification, write_labels
-from .config import FinetuneConfig
+from .config import FinetuneConfig, pretraining_of
 from .data import TaskData, load_data as load_data
 from .model import PlainModel, TaskModel
-from .pretrained import pretraining_of, read_plain, take_weights
+from .pretrained import read_plain, take_weights
 from .rows import load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
@@ -34,7 +34,8 @@ def build(config: FinetuneConfig) -> Model:
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
-    model = TaskModel(shape, classes, policy=monitored(config), rngs=nnx.Rngs(config.seed))
+    pooling, policy = config.classification.pooling, monitored(config)
+    model = TaskModel(shape, classes, pooling, policy=policy, rngs=nnx.Rngs(config.seed))
     take_weights(model, config.init)
     return model
 

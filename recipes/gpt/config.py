@@ -54,10 +54,6 @@ class GPTConfig(LanguageConfig):
     def loss_unit(self) -> str:
         return "token"
 
-    @property
-    def longest(self) -> int | None:
-        return self.context if self.model.positions == "learned" else None
-
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         if self.model.library == "plain" and "fp8" in self.policy:

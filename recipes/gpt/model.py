@@ -44,7 +44,6 @@ class GPT(nnx.Module):
             norm=config.norm,
             activation="gelu" if config.mlp == "plain" else "silu_glu",
             is_causal=True,
-            rotary_base=10000.0 if config.positions == "rope" else None,
             use_bias=config.bias,
             **config.stack_options,
             policy=policy,

@@ -5,9 +5,10 @@ import math
 import jax
 from flax import nnx
 
-from unitscale import ScaledArray, nn, ops, to_array
+from unitscale import ScaledArray, nn, ops
 
 from ..errors import RecipeError
+from ..pooling import mean_of_tokens
 from .config import ImageModelConfig
 
 
@@ -58,15 +59,3 @@ class ViT(nnx.Module):
     ) -> jax.Array:
         """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
         return ops.softmax_cross_entropy(self(images, deterministic=deterministic), labels)
-
-
-def mean_of_tokens(x: ops.ArrayLike) -> jax.Array:
-    """The mean over the second axis of (batch, time, width), unit scaled.
-
-    Scaling:
-        y = time^1/2 * mean(x), and every token is given the gradient of y: unit where tokens are
-        independent. All that comes before has its gradient through here, so the two factors may
-        differ.
-    """
-    time = x.shape[1]
-    return ops.scale(to_array(x).mean(1), time**0.5, time)

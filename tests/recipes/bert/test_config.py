@@ -30,6 +30,7 @@ test_what_cannot_be_is_refused = refuses_configs(
         ("data.tokenizer={kind: byte, vocab: null, lowercase: false}", "wordpiece or file"),
         ("data.sequence_length=4", "sequence_length must be at least 5"),
         ("model.heads=3", "heads must divide width; got heads 3 and width 16"),
+        ("model={positions: rope, heads: 16}", "rope needs an even head size"),
         ("model.vocab=100", "model.vocab must be at least the 120 ids of the wordpiece"),
         ("model.context=8", "model.context must be at least data.sequence_length; got 8 and 16"),
         ("model.mlp_ratio=0.01", "mlp_ratio"),

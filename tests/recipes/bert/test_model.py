@@ -51,11 +51,12 @@ GRADIENTS: list[tuple[Pairs, dict[str, Any]]] = [
     ("none", {}),
     ("sentence_order", {"dropout": 0.2}),
     ("next_sentence", {"norm_placement": "pre", "tied_readout": False}),
+    ("none", {"norm_placement": "pre", "positions": "rope"}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pairs", "options"), GRADIENTS, ids=[name for name, _ in GRADIENTS])
+@pytest.mark.parametrize(("pairs", "options"), GRADIENTS, ids=["none", "order", "next", "rope"])
 @pytest.mark.usefixtures("wide")
 def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, options: dict) -> None:
     config = shape(**options)
@@ -65,11 +66,14 @@ def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, opti
     def loss(model: Bert) -> jax.Array:
         return model.loss(*map(jnp.asarray, inputs), deterministic=config.dropout == 0)
 
-    # The bias of keys moves all logits of a query alike.
-    constants = check(*model_loss(model, loss), directions=1, zero=("attention.key.bias",))
-    per_layer = 6 + 5 + 4  # kernels, biases that matter, norms
+    # The bias of keys moves all logits of a query alike, unless it is turned with the position.
+    turned = config.positions == "rope"
+    zero = () if turned else ("attention.key.bias",)
+    constants = check(*model_loss(model, loss), directions=1, zero=zero)
+    per_layer = 6 + 5 + turned + 4  # kernels, biases that matter, norms
+    tables = 2 + (not turned)
     heads = 4 + (not config.tied_readout) + (3 if pairs != "none" else 0)
-    assert len(constants) == 3 + 2 + config.layers * per_layer + heads
+    assert len(constants) == tables + 2 + config.layers * per_layer + heads
 
 
 def test_logits_are_those_of_the_positions() -> None:
@@ -80,6 +84,16 @@ def test_logits_are_those_of_the_positions() -> None:
     everywhere = predict(jnp.tile(jnp.arange(TIME), (3, 1)))
     there = jnp.take_along_axis(everywhere, jnp.asarray(positions)[..., None], 1)
     np.testing.assert_allclose(predict(positions), there, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_the_order_of_tokens_is_seen(positions: str) -> None:
+    encoder = Encoder(shape(positions=positions), policy="float32", rngs=nnx.Rngs(0))
+    ids, segments = (jnp.asarray(part[:1]) for part in batch()[:2])
+    order = jnp.array([0, 2, 1, 3, 4, 5, 6, 7, 8])  # within one segment
+    outputs = jit(lambda ids: encoder(ids, segments).value)
+    assert ids[0, 1] != ids[0, 2]
+    assert np.abs(outputs(ids[:, order])[:, order] - outputs(ids)).max() > 1e-3
 
 
 @pytest.mark.parametrize("placement", ["post", "pre"])

@@ -13,8 +13,8 @@ from recipes.bert.config import BertConfig
 from recipes.cli import main
 from recipes.config import TOKENIZER_FILE
 from recipes.errors import RecipeError
-from recipes.finetune.config import FinetuneConfig
-from recipes.finetune.pretrained import pretraining_of, tokenizer_of
+from recipes.finetune.config import FinetuneConfig, pretraining_of
+from recipes.finetune.pretrained import tokenizer_of
 from recipes.finetune.task import abstract_batch, build, load_data
 from recipes.run.evaluate import SCORES
 from recipes.run.state import load_trained
@@ -99,13 +99,32 @@ def test_weights_of_the_encoder_are_those_of_the_run(folder: Path, task: str) ->
         np.testing.assert_array_equal(to_array(variable.get_value()), found)
 
 
-def test_padding_changes_no_score(folder: Path) -> None:
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_padding_changes_no_score(folder: Path, pooling: str) -> None:
+    words = "classification", f"classification={{pooling: {pooling}}}"
     short, long = (
-        tuned(folder, "classification", f"data.sequence_length={n}", f"name=n{n}") for n in (8, 16)
+        tuned(folder, *words, f"data.sequence_length={n}", f"name=n{n}") for n in (8, 16)
     )
     model = build(short)
     scores = [logits(model, load_data(config)) for config in (short, long)]
     np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+
+
+def test_learning_rates_by_role_are_those_of_the_run(folder: Path) -> None:
+    run = folder / "runs" / "tiny-bert"
+    written = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    written["optimizer"]["multipliers"]["embedding"] = 30.0
+    other = folder / "runs" / "fast-embedding"
+    other.mkdir()
+    (other / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+
+    def embedding(*words: str) -> float:
+        config = tuned(folder, "classification", f"init={other}", *words)
+        return config.optimizer.multipliers.embedding
+
+    assert embedding() == 30.0
+    assert embedding("optimizer.umup=false") == 1.0
+    assert embedding("optimizer.multipliers={norm: 2.0}") == 1.0
 
 
 @pytest.mark.parametrize("task", ["squad", "classification"])
