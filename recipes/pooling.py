@@ -26,4 +26,5 @@ def mean_of_tokens(x: ops.ArrayLike, mask: jax.Array | None = None) -> jax.Array
     if mask is None:
         return tokens.sum(1) / math.sqrt(time)
     count = jnp.maximum(mask.sum(1), 1)
-    return jnp.where(mask[..., None], tokens, 0).sum(1) / jnp.sqrt(count)[:, None].astype(tokens.dtype)
+    root = jnp.sqrt(count).astype(tokens.dtype)
+    return jnp.where(mask[..., None], tokens, 0).sum(1) / root[:, None]
