@@ -82,6 +82,7 @@ def main(
         f"{good} of {len(able)} pages with a cell that runs as it is run with unitscale.nn as far.",
         "other values: cells that end in an AssertionError, as where a page compares with numbers "
         "that unit scaling changes.",
+        f"in time: both runs came to the last cell within {limit:g} s; later cells do not count.",
         f"left out: {alike} pages that name none of nnx.{', nnx.'.join(REPLACED)}.",
     ]
     tables = [Table("Pages of Flax's documentation, by cells that run", rows)]
@@ -127,6 +128,7 @@ def compare(page: Path, name: str, limit: float) -> tuple[dict[str, Any], list[d
         "as they are": len(able),
         "with unitscale.nn": len(able) - len(failed),
         "other values": values,
+        "in time": len(plain) == len(ours) == len(cells(page)),
         "verdict": "other values" if failed and values == len(failed) else verdict,
     }
     return row, [{"page": name, "cell": n, **error} for n, error in failed.items()]

@@ -67,11 +67,11 @@ def test_the_table(in_this_process: None, clone: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     rows, failed = (table["rows"] for table in json.loads(out.read_text("utf-8"))["tables"])
     assert {row["page"]: tuple(row.values())[1:] for row in rows} == {
-        "guides/both.md": (2, 1, 1, 0, "runs"),
-        "guides/ours.md": (2, 2, 1, 0, "fails"),
-        "nothing.md": (1, 0, 0, 0, "nothing to run"),
-        "runs.md": (2, 2, 2, 0, "runs"),
-        "values.md": (2, 2, 1, 1, "other values"),
+        "guides/both.md": (2, 1, 1, 0, True, "runs"),
+        "guides/ours.md": (2, 2, 1, 0, True, "fails"),
+        "nothing.md": (1, 0, 0, 0, True, "nothing to run"),
+        "runs.md": (2, 2, 2, 0, True, "runs"),
+        "values.md": (2, 2, 1, 1, True, "other values"),
     }
     ours, values = failed
     assert (ours["page"], ours["cell"]) == ("guides/ours.md", 1)
