@@ -45,8 +45,8 @@ _DIRECTIVE = re.compile(
 _OPTIONS = re.compile(r"\s*(?:---\n(?:.*\n)*?---\n)?(?::[\w-]+:.*\n\s*)*")
 _SHELL = re.compile(r"^(\s*)[!%].*$", re.MULTILINE)  # of IPython
 
-Outcome = dict[str, str] | None
-"""How a cell failed: the kind of error, its message and the line; None if it ran."""
+Outcome = dict[str, Any] | None
+"""How a cell failed: the kind of error, its message and the cell's line; None if it ran."""
 
 
 def main(
@@ -118,7 +118,7 @@ def compare(page: Path, name: str, limit: float) -> tuple[dict[str, Any], list[d
     """The row of a page, and one for each cell that runs as it is alone."""
     plain, ours = (launched(page, which, limit) for which in ("plain", "ours"))
     able = [number for number, outcome in plain.items() if outcome is None]
-    missing = {"error": f"not reached within {limit:g} s, or its process died", "line": ""}
+    missing = {"error": f"not reached within {limit:g} s, or its process died", "line": None}
     failed = {n: error for n in able if (error := ours.get(n, missing)) is not None}
     values = sum(error["error"].startswith("AssertionError") for error in failed.values())
     verdict = "nothing to run" if not able else "runs" if not failed else "fails"
@@ -164,9 +164,9 @@ def outcomes(programs: Sequence[str], which: str) -> Iterator[Outcome]:
             exec(compile(tree, name, "single"), module.__dict__)
         except BaseException as error:  # whatever a page raises, its next cell goes on
             frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.line or "" for frame in frames if frame.filename == name]
+            lines = [frame.lineno for frame in frames if frame.filename == name]
             said = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0]
-            yield {"error": said[:160], "line": lines[-1] if lines else ""}
+            yield {"error": said[:160], "line": lines[-1] if lines else None}
         else:
             yield None
 

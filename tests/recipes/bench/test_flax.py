@@ -76,7 +76,7 @@ def test_the_table(in_this_process: None, clone: Path, capsys: pytest.CaptureFix
     ours, values = failed
     assert (ours["page"], ours["cell"]) == ("guides/ours.md", 1)
     assert ours["error"].startswith("AttributeError: 'ScaledArray' object has no attribute 'addr")
-    assert ours["line"] == "y.addressable_data(0)"
+    assert ours["line"] == 1
     assert values["error"] == "AssertionError:"
     assert "ScaledArray(float32[3,2], scale=None)" in printed  # the value of a cell
     assert "2 of 4 pages" in printed
@@ -116,7 +116,7 @@ def test_a_page_has_a_process_and_a_time_limit(tmp_path: Path) -> None:
     page.write_text("".join(f"```python\n{cell}\n```\n" for cell in cells))
     found = flax.launched(page, "plain", limit=100.0)
     assert (list(found), found[0]) == ([0, 1], None)
-    assert found[1] == {"error": "ZeroDivisionError: division by zero", "line": "1 / 0"}
+    assert found[1] == {"error": "ZeroDivisionError: division by zero", "line": 1}
     assert not Path("left").exists()
     page.write_text("```python\nimport time\ntime.sleep(1000)\n```\n")
     assert flax.launched(page, "plain", limit=10.0) == {}
