@@ -111,7 +111,7 @@ def cells(page: Path) -> list[str]:
     else:
         bodies = (textwrap.dedent(body) for _, body in _DIRECTIVE.findall(text))
         found = [side for body in bodies for side in re.split(r"^---$", body, flags=re.MULTILINE)]
-    return [cell[_OPTIONS.match(cell).end() :] for cell in found if "skip-execution" not in cell]
+    return [_OPTIONS.sub("", cell, count=1) for cell in found if "skip-execution" not in cell]
 
 
 def compare(page: Path, name: str, limit: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
