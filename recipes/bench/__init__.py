@@ -24,4 +24,5 @@ BENCHMARKS = {
     "mnist": "test accuracy of a classifier under scalify, in each number format",
     "results": "the figures that were measured, as a page, from notebooks/results",
     "fuzz": "random programs on ScaledArrays that agree with float64, values and gradients",
+    "flax": "pages of Flax's documentation that run with the layers of unitscale.nn",
 }

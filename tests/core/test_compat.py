@@ -58,6 +58,19 @@ def test_errors_for_want_of_a_value_name_the_library(name: str) -> None:
         PLAIN[name](x)
 
 
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_a_loss_that_is_a_scaled_array_is_refused_by_name(scale: float | None) -> None:
+    def loss(x: jax.Array) -> ScaledArray:
+        return ScaledArray(x, scale).sum()
+
+    message = (
+        r"unitscale: a plain array is needed as the loss; .* its \.value, .*nn\.value_and_grad"
+    )
+    for f in (jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
+        with pytest.raises(ValueError, match=message):
+            f(jnp.ones(2))
+
+
 def test_what_takes_arrays_of_any_type_still_does() -> None:
     x = ScaledArray(jnp.ones((2, 2)), 2.0)
     for f in (jnp.sin, jax.nn.softmax, jnp.linalg.norm, lambda x: jax.jit(jnp.sum)(x)):
@@ -79,7 +92,7 @@ def test_without_a_scale_the_functions_of_jax_and_their_derivatives_take_the_dat
 def test_a_jax_without_a_place_for_it_keeps_its_own_message(monkeypatch) -> None:
     monkeypatch.delattr(_compat.jax_core, "pytype_aval_mappings")
     monkeypatch.delattr(_compat.jax_dtypes, "register_canonicalize_value_handler")
-    take_as_array(type("Other", (), {}), lambda x: x)
+    take_as_array(type("Other", (), {}), lambda x: x, lambda x: x)
 
 
 def test_cudnn_is_answered_for_within_the_block_alone() -> None:

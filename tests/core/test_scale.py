@@ -1,5 +1,7 @@
 """Arithmetic of scales: canonical form, special scales, the scale of a sum."""
 
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -13,7 +15,7 @@ from unitscale.core import (
     safe_scale,
     to_float,
 )
-from unitscale.core._scale import divide_scales, multiply_scales
+from unitscale.core._scale import divide_scales, multiply_scales, scale_text
 
 KINDS = {"none": None, "one": jnp.float32(1), "array": jnp.float32(4)}
 E8M0 = jnp.asarray([2.0, 4.0]).astype(jnp.float8_e8m0fnu)
@@ -130,3 +132,18 @@ def test_to_float() -> None:
 def test_scales_are_constants_of_differentiation() -> None:
     grad = jax.grad(lambda s: to_float(s) * 3 + multiply_scales(s, jnp.float32(2)))
     assert float(grad(jnp.float32(5))) == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (None, "None"),
+        (np.float32(0.25), "0.25"),
+        (np.full((1, 1), 8, np.float32), "8"),
+        (np.ones((2, 1), np.float32), "float32[2, 1]"),
+        (jax.ShapeDtypeStruct((), np.float32), "float32[]"),
+        (object(), "?[]"),
+    ],
+)
+def test_text(scale: Any, text: str) -> None:
+    assert scale_text(scale) == text

@@ -79,6 +79,15 @@ def test_repr(kind: str, text: str) -> None:
     assert repr(make(kind, "float16")) == str(make(kind, "float16")) == text
 
 
+def test_sharding_is_that_of_the_data() -> None:
+    x = make("row", "float32")
+    assert x.sharding == x.data.sharding
+    # What is made like it may go to another device if it may.
+    placed = jax.device_put(x, jax.devices()[0])
+    assert [jnp.zeros_like(y).committed for y in (x, placed)] == [False, True]
+    assert not jax.jit(lambda x: hasattr(x, "sharding"))(x)
+
+
 def test_repr_while_tracing_and_of_placeholders() -> None:
     seen = []
     jax.jit(lambda x: seen.append(repr(x)) or x)(make("tensor", "float32"))

@@ -109,3 +109,6 @@ def test_views_are_as_those_of_flax() -> None:
     assert (model.layers[0].deterministic, model.layers[1].use_running_average) == (False, False)
     with pytest.raises(ValueError, match="Unused keys"):
         nnx.view(model, determinstic=True)
+    shown = nnx.view_info(model)
+    assert "nothing is dropped" in shown
+    assert "statistics of the batch" in shown

@@ -72,6 +72,27 @@ def test_grad_and_aux() -> None:
     np.testing.assert_allclose(value, 3 * loss(model, X), rtol=1e-6)
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_that_is_a_scaled_array_is_taken_by_its_value(has_aux: bool) -> None:
+    def by_operators(model, x):
+        value = (model(x) ** 2).mean()
+        assert isinstance(value, ScaledArray)
+        return (value, x) if has_aux else value
+
+    def by_value(model, x):
+        return jnp.mean(to_array(model(x)) ** 2)
+
+    value, grads = nn.value_and_grad(by_operators, has_aux=has_aux)(model := stored(4.0), X)
+    value = value[0] if has_aux else value
+    expected, wanted = nn.value_and_grad(by_value)(model, X)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert isinstance(value, jax.Array)
+    with pytest.raises(ValueError, match=r"models by unitscale\.nn\.value_and_grad"):
+        nnx.value_and_grad(by_operators, has_aux=has_aux)(model, X)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_decorators_take_options_as_those_of_flax() -> None:
     model, x = nn.Dense(3, 2, rngs=nnx.Rngs(0)), jnp.arange(3.0)
 

@@ -21,6 +21,7 @@ from ._formats import Format as Format, format_of as format_of, wide_dtype as wi
 from ._gradients import (
     grad as grad,
     map_values as map_values,
+    plain_loss as plain_loss,
     value_and_grad as value_and_grad,
     value_gradient as value_gradient,
     wide_data as wide_data,

@@ -9,19 +9,27 @@ from jax._src import core as jax_core, dtypes as jax_dtypes
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
 
-def take_as_array(cls: type, convert: Callable[[Any], Any]) -> None:
+def take_as_array(
+    cls: type, convert: Callable[[Any], Any], convert_loss: Callable[[Any], Any]
+) -> None:
     """Lets JAX's primitives take an object of a class for the array that ``convert`` makes of it.
 
     Where it raises ValueError (JAX hides a TypeError), that is what the user sees; JAX's own
-    message names neither the class nor what to do. There is no public place for either; where a
-    version of JAX has none of these, its own message stands.
+    message names neither the class nor what to do. ``convert_loss`` is asked in its place for what
+    `jax.grad` differentiates. There is no public place for either; where a version of JAX has none
+    of these, its own message stands.
     """
     types = getattr(jax_core, "pytype_aval_mappings", None)
     if isinstance(types, dict):
-        types[cls] = lambda x: jax_core.typeof(convert(x))
+        types[cls] = lambda x: jax_core.typeof((convert_loss if _is_loss() else convert)(x))
     register = getattr(jax_dtypes, "register_canonicalize_value_handler", None)
     if register is not None:
         register(cls, convert)
+
+
+def _is_loss() -> bool:
+    """Whether `jax.grad` asks `take_as_array`, through `typeof`, if the loss is a scalar."""
+    return sys._getframe(3).f_code.co_name == "_check_scalar"
 
 
 def asking_operator() -> str:

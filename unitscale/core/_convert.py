@@ -169,6 +169,14 @@ def _plain(x: ScaledArray) -> jax.Array:
     )
 
 
+def _plain_loss(x: ScaledArray) -> jax.Array:
+    # The cotangent that JAX starts from is one array, and fits no tree, even of one leaf.
+    raise ValueError(
+        f"unitscale: a plain array is needed as the loss; got {x!r}. Give its .value, or "
+        "differentiate by unitscale.value_and_grad, models by unitscale.nn.value_and_grad."
+    )
+
+
 # jax.numpy and most layers call __jax_array__; jax.lax does not, nor do the derivatives of jax.nn,
 # which are given a tree of tangents: data alone is all of it only where there is no scale.
-take_as_array(ScaledArray, _plain)
+take_as_array(ScaledArray, _plain, _plain_loss)

@@ -106,10 +106,7 @@ def value_and_grad(
             given = list(wide)
             for n in places:
                 given[n] = map_scaled(with_data, args[n], wide[n])
-            out = fun(*given, **kwargs)
-            value, *aux = out if has_aux else (out,)
-            value = _value(value)
-            return (value, *aux) if has_aux else value
+            return plain_loss(fun(*given, **kwargs), has_aux)
 
         differentiate = jax.value_and_grad(by_data, argnums, has_aux, allow_int=allow_int)
         value, cotangents = differentiate(*wide, **kwargs)
@@ -158,6 +155,19 @@ def without_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[
         return (gradients, value[1]) if has_aux else gradients
 
     return run
+
+
+def plain_loss(out: Any, has_aux: bool) -> Any:
+    """What a function returns for JAX to differentiate: a loss that is a ScaledArray by its value.
+
+    Example:
+        >>> print(plain_loss((ScaledArray(1.0, 4.0), "aux"), has_aux=True))
+        (Array(4., dtype=float32), 'aux')
+    """
+    if not has_aux:
+        return _value(out)
+    value, *aux = out  # of any other length is JAX's own error to tell of
+    return _value(value), *aux
 
 
 def map_values(f: Callable[..., Any], *trees: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._pow2 import round_to_pow2
 
@@ -62,6 +63,16 @@ def as_scale(scale: Any) -> Scale:
     if jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer):
         return scale.astype(jnp.float32)
     raise TypeError(f"unitscale.ScaledArray: scale must be a float array; got dtype {scale.dtype}")
+
+
+def scale_text(scale: Scale) -> str:
+    """A scale as representations show it: None, the number of one entry, or type and shape."""
+    if scale is None:
+        return "None"
+    concrete = isinstance(scale, (np.ndarray, np.generic, jax.Array))
+    if isinstance(scale, Tracer) or not concrete or scale.size != 1:
+        return f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
+    return f"{float(np.asarray(scale, np.float32).reshape(())):g}"
 
 
 def expand_blocks(scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:

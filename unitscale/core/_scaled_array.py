@@ -6,35 +6,14 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
 from ._at import At
 from ._cast import widen
 from ._compat import asking_operator
+from ._operators import comparison, of_value, operator
 from ._pow2 import exponent_of, pow2
-from ._scale import Scale, as_scale, check_shapes, expand_blocks, to_float
-
-
-def _operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
-    """An operator and its mirror image; ``aligned`` if it brings operands to one scale."""
-
-    def apply(self: "ScaledArray", other: Any, swap: bool = False) -> "ScaledArray":
-        own = self.pair
-        pair = arithmetic.operand(other, beside=own[1] if aligned else None)
-        if pair is None:
-            return NotImplemented
-        return ScaledArray(*(fn(pair, own) if swap else fn(own, pair)))
-
-    return apply, lambda self, other: apply(self, other, swap=True)
-
-
-def _comparison(fn: Callable[..., jax.Array]) -> Any:
-    def compare(self: "ScaledArray", other: Any) -> jax.Array:
-        pair = arithmetic.operand(other, beside=(own := self.pair)[1])
-        return NotImplemented if pair is None else arithmetic.compare(fn, own, pair)
-
-    return compare
+from ._scale import Scale, as_scale, check_shapes, expand_blocks, scale_text, to_float
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -208,6 +187,16 @@ class ScaledArray:
         return self.data.size * self.data.dtype.itemsize + scale
 
     @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """How the data is laid out over devices; to a tracer ask `jax.typeof` of its data."""
+        return self.data.sharding
+
+    @property
+    def _committed(self) -> bool:
+        """What `jnp.zeros_like` and its like ask, which take the sharding of what is committed."""
+        return getattr(self.data, "committed", False)
+
+    @property
     def full_scale(self) -> Scale:
         """The scale in a shape that broadcasts against data: blocks are repeated."""
         scale = self.scale
@@ -234,15 +223,8 @@ class ScaledArray:
         data = self.data
         kind = getattr(getattr(data, "dtype", None), "name", type(data).__name__)
         shape = ",".join(map(str, getattr(data, "shape", ())))
-        scale = self.scale
-        if scale is not None:
-            concrete = isinstance(scale, (np.ndarray, np.generic, jax.Array))
-            if isinstance(scale, Tracer) or not concrete or scale.size != 1:
-                scale = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
-            else:
-                scale = f"{float(np.asarray(scale, np.float32).reshape(())):g}"
         block = "" if self.block_shape is None else f", block_shape={self.block_shape}"
-        return f"ScaledArray({kind}[{shape}], scale={scale}{block})"
+        return f"ScaledArray({kind}[{shape}], scale={scale_text(self.scale)}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":
         """Returns ``fn(data)`` with the same scale; fn must keep the shape.
@@ -292,19 +274,19 @@ class ScaledArray:
     def __abs__(self) -> "ScaledArray":
         return self.map_data(lambda data: jnp.abs(widen(data)).astype(data.dtype))
 
-    __add__, __radd__ = _operator(arithmetic.add, aligned=True)
-    __sub__, __rsub__ = _operator(arithmetic.subtract, aligned=True)
-    __mul__, __rmul__ = _operator(arithmetic.multiply)
-    __truediv__, __rtruediv__ = _operator(arithmetic.divide)
-    __matmul__, __rmatmul__ = _operator(arithmetic.matmul)
-    _to_the, __rpow__ = _operator(arithmetic.general_power)
+    __add__, __radd__ = operator(arithmetic.add, aligned=True)
+    __sub__, __rsub__ = operator(arithmetic.subtract, aligned=True)
+    __mul__, __rmul__ = operator(arithmetic.multiply)
+    __truediv__, __rtruediv__ = operator(arithmetic.divide)
+    __matmul__, __rmatmul__ = operator(arithmetic.matmul)
+    _to_the, __rpow__ = operator(arithmetic.general_power)
 
-    __eq__ = _comparison(jnp.equal)
-    __ne__ = _comparison(jnp.not_equal)
-    __lt__ = _comparison(jnp.less)
-    __le__ = _comparison(jnp.less_equal)
-    __gt__ = _comparison(jnp.greater)
-    __ge__ = _comparison(jnp.greater_equal)
+    __eq__ = comparison(jnp.equal)
+    __ne__ = comparison(jnp.not_equal)
+    __lt__ = comparison(jnp.less)
+    __le__ = comparison(jnp.less_equal)
+    __gt__ = comparison(jnp.greater)
+    __ge__ = comparison(jnp.greater_equal)
 
     __hash__ = None  # type: ignore[assignment]  # unhashable, as jax.Array is
 
@@ -398,3 +380,18 @@ class ScaledArray:
     def min(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
         """Returns the minimum, exactly where the reduced elements share a scale."""
         return self._reduce(jnp.min, axis, keepdims)
+
+    # -- what has no scale to keep: methods of the value, with plain results ------------------
+
+    all = of_value("all")
+    any = of_value("any")
+    argmax = of_value("argmax")
+    argmin = of_value("argmin")
+    item = of_value("item")
+    std = of_value("std")
+    tolist = of_value("tolist")
+    var = of_value("var")
+
+    def block_until_ready(self) -> "ScaledArray":
+        """Waits until data and scale are computed, and returns this array."""
+        return jax.block_until_ready(self)

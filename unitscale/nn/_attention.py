@@ -99,6 +99,7 @@ class MultiHeadAttention(nnx.Module):
         bias_init: initializer of the biases.
         out_bias_init: that of the output's bias; ``bias_init`` by default.
         use_bias: whether the projections add biases.
+        decode: False, as modules of Flax say it; `init_cache` and `decode` generate tokens.
         context: what lies below the layer, for a factor that counts what tokens share by then; by
             default values at different positions are taken as independent.
         implementation: "auto", "plain", "chunked" or "cudnn": see `ops.dot_product_attention`.
@@ -112,8 +113,9 @@ class MultiHeadAttention(nnx.Module):
         out_bias_metadata: metadata of the output's bias.
 
     Raises:
-        ValueError: if heads do not divide features, kv heads do not divide heads, or the policy is
-            unknown; when a cache is asked for, if the layer is not causal or has no max_length.
+        ValueError: if heads do not divide features, kv heads do not divide heads, decode is True or
+            the policy is unknown; when a cache is asked for, if the layer is not causal or has no
+            max_length.
 
     Example:
         >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
@@ -147,6 +149,7 @@ class MultiHeadAttention(nnx.Module):
         bias_init: Initializer = zeros,
         out_bias_init: Initializer | None = None,
         use_bias: bool = True,
+        decode: bool = False,
         context: rules.AttentionContext | None = None,
         implementation: ops.Implementation = "auto",
         policy: PolicyLike = "float32",
@@ -156,6 +159,11 @@ class MultiHeadAttention(nnx.Module):
         bias_metadata: Metadata = NO_METADATA,
         out_bias_metadata: Metadata = NO_METADATA,
     ) -> None:
+        if decode:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: decode must be False, as the layer keeps no "
+                "cache; init_cache() makes one, and the method decode() takes and returns it"
+            )
         policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features

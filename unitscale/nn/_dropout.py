@@ -69,7 +69,11 @@ class Dropout(nnx.Module):
         )
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Takes what `nnx.view` asks of a layer, as that of `nnx` does."""
+        """Takes what `nnx.view` asks of a layer; `nnx.view_info` reads arguments two spaces in.
+
+        Args:
+          deterministic: whether nothing is dropped.
+        """
         if deterministic is not None:
             self.deterministic = deterministic
 

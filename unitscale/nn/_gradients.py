@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..core import is_scaled, value_gradient, wide_data, with_data, without_value
+from ..core import is_scaled, plain_loss, value_gradient, wide_data, with_data, without_value
 from ..quant import QuantState
 from ._amax_state import AmaxState, amax_states, map_states
 
@@ -30,8 +30,8 @@ def value_and_grad(
         follow amax (`AmaxState`) are updated in place.
 
     Args:
-        f: function of models and other arguments that returns a scalar loss; without it the result
-            is a decorator.
+        f: function of models and other arguments that returns a scalar loss, by its value if that
+            is a ScaledArray; without it the result is a decorator.
         argnums: which arguments to differentiate by; of a model its `nnx.Param` variables, or those
             of a `nnx.DiffState`.
         has_aux: whether ``f`` returns ``(loss, aux)``.
@@ -80,7 +80,7 @@ def value_and_grad(
         for variable, stored, wide in lent:
             variable.set_value(with_data(stored, wide))
         try:
-            return f(*args, **kwargs)
+            return plain_loss(f(*args, **kwargs), has_aux)
         finally:
             for variable, stored, _ in lent:
                 variable.set_value(stored)

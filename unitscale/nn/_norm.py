@@ -321,7 +321,11 @@ class BatchNorm(_Norm):
         self.var = nnx.BatchStat(jnp.ones(num_features, jnp.float32))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Takes what `nnx.view` asks of a layer, as that of `nnx` does."""
+        """Takes what `nnx.view` asks of a layer; `nnx.view_info` reads arguments two spaces in.
+
+        Args:
+          use_running_average: whether the averages stand for the statistics of the batch.
+        """
         if use_running_average is not None:
             self.use_running_average = use_running_average
 

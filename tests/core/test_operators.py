@@ -1,8 +1,10 @@
 """Operators against NumPy in float64, over data types and kinds of scale."""
 
+import ast
 import functools
 import itertools
 import operator
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -300,3 +302,33 @@ def test_a_whole_power_is_that_of_an_integer(exponent: float) -> None:
     found, expected = x**exponent, x ** int(exponent)
     assert found.dtype == expected.dtype == jnp.float16
     np.testing.assert_array_equal(found.value, expected.value)
+
+
+OF_VALUE: dict[str, list[dict[str, Any]]] = {
+    name: [{}, {"axis": 0}, {"axis": 1, "keepdims": True}]
+    for name in ("all", "any", "argmax", "argmin", "std", "var")
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_methods_without_a_scale_are_those_of_the_value(kind: str) -> None:
+    x = make(kind, "float32")
+    x = x.map_data(lambda data: data.at[1, 2].set(0.0))
+    table = {
+        (name, str(kwargs)): (functools.partial(_method, name, kwargs), x)
+        for name, rows in OF_VALUE.items()
+        for kwargs in rows
+    }
+    for (name, kwargs), got in compute(table).items():
+        with entry((name, kwargs)):
+            expected = getattr(exact(x), name)(**ast.literal_eval(kwargs))
+            assert isinstance(got, jax.Array)
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert x.tolist() == exact(x).tolist()
+    assert x[3, 1].item() == exact(x)[3, 1]
+    assert x.block_until_ready().value[0, 0] == x.value[0, 0]
+    assert "jax.Array.argmax" in (ScaledArray.argmax.__doc__ or "")
+
+
+def _method(name: str, kwargs: dict[str, Any], x: ScaledArray) -> Any:
+    return getattr(x, name)(**kwargs)
