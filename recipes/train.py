@@ -152,7 +152,7 @@ class _Run:
             mesh=self.mesh,
             exchange=config.mesh and config.mesh.gradients,
         )
-        self.evaluate = make_evaluation(self.graphdef, config.scalify)
+        self.evaluate = make_evaluation(self.graphdef, config.scalify, mesh=self.mesh)
 
     def resume(self, say) -> int:
         """Loads the newest whole checkpoint; returns the number of steps done."""

@@ -2,12 +2,14 @@
 
     python -m recipes bench parallel
     python -m recipes bench parallel --train --data TEXT
+    python -m recipes bench parallel --steps
 
 Devices are those of one process on a CPU; with too few, the command starts itself again with more.
 Bytes are read from the compiled program. Training is data-parallel, `configs/gpt/parity.yaml` with
 the batch divided over four devices, once for each format of the exchange (`mesh.gradients`), each
 run in a process of its own. One that is complete in `train.runs_dir` is used as it is, and one that
-was stopped is resumed.
+was stopped is resumed. With `--steps` the same model's step is compiled over meshes that divide the
+batch, parameters, sequences and matrices, and its collectives are counted.
 """
 
 import os
@@ -27,9 +29,12 @@ from unitscale.parallel import all_reduce, bytes_on_wire, make_mesh
 
 from ..config import RunConfig
 from ..errors import RecipeError
+from ..gpt.config import GPTConfig
+from ..registry import load_kind
 from ..run.folder import dump_config
 from ._compare import compare, comparison
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._mesh_steps import mesh_steps
+from ._runs import CONFIGS, ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish, within
 
 DEVICES, TRAIN_DEVICES = 8, 4
@@ -44,6 +49,9 @@ _FLAG = "--xla_force_host_platform_device_count"
 def main(
     overrides: Overrides = None,
     train: Annotated[bool, typer.Option(help="also train, for the validation loss")] = False,
+    steps: Annotated[
+        bool, typer.Option(help="also compile training steps over meshes, for what they send")
+    ] = False,
     config: ConfigPath = None,
     data: DataPaths = None,
     seeds: Seeds = None,
@@ -55,7 +63,9 @@ def main(
         flags = [("--config", config), ("--seeds", seeds), ("--json", json)]
         flags += [("--data", text) for text in data or ()]
         given = [word for name, x in flags if x is not None for word in (name, str(x))]
-        given += [flag for flag, x in (("--train", train), ("--fresh", fresh)) if x]
+        given += [
+            flag for flag, x in (("--train", train), ("--steps", steps), ("--fresh", fresh)) if x
+        ]
         _run_on(DEVICES, ["bench", "parallel", *(overrides or ()), *given])
         return
     tables = [exchange(SHAPE)]
@@ -67,8 +77,15 @@ def main(
         "Error: that of the mean in norm, over the mean in float64. Heavy-tailed: magnitudes "
         "spread evenly over the binades from 2^-20 to 2^10; rounding to nearest and at random.",
     ]
+    told = Told(config, overrides, seeds, fresh, data)
+    if steps:
+        own = ["policy=fp8", "model.attention_implementation=plain", *told.words]
+        tables.append(mesh_steps(load_kind(GPTConfig, config or CONFIGS / "gpt/parity.yaml", own)))
+        notes.append(
+            "Steps: compiled, not run. Collectives of the whole program, in float32 unless said; "
+            "what stands in a loop is counted once."
+        )
     if train:
-        told = Told(config, overrides, seeds, fresh, data)
         tables += compare(comparison("parallel"), told, run=_trained_apart).tables()
         notes.append(
             "Training: the batch divided, rounded to nearest; loss over all validation text."

@@ -26,6 +26,10 @@ class LanguageConfig(RunConfig):
     def longest(self) -> int | None:
         return self.context if self.model.positions == "learned" else None
 
+    @property
+    def sequence(self) -> int:
+        return self.data.sequence_length
+
     @field_validator("model", mode="before")
     @classmethod
     def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
@@ -53,5 +57,11 @@ class LanguageConfig(RunConfig):
             raise ValueError(
                 f"model.context must be at least data.sequence_length; got {context} and {length}; "
                 "set model.context null to use data.sequence_length"
+            )
+        if self.mesh and self.mesh.context > 1 and self.model.fused_attention:
+            raise ValueError(
+                "mesh.context needs model.attention_implementation plain or chunked: fused kernels "
+                f"take no divided sequence; got {self.model.attention_implementation}; set it to "
+                "plain, or mesh.context 1"
             )
         return self

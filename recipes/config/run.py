@@ -56,6 +56,7 @@ class MeshConfig(Section):
     fsdp: Count = Field(
         default=1, description="devices that divide the batch, parameters and optimizer state"
     )
+    context: Count = Field(default=1, description="devices that divide the tokens of a sequence")
     tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
     gradients: StateFormat | None = Field(
         default=None, description="format that devices exchange gradients in; null: as XLA does"
@@ -134,6 +135,11 @@ class RunConfig(Section):
         return None
 
     @property
+    def sequence(self) -> int | None:
+        """The tokens of a batch's sequences, which devices can divide; None where it has none."""
+        return None
+
+    @property
     def loss_unit(self) -> str:
         """What the loss is a mean over: it is in nats per this."""
         return "example"
@@ -165,5 +171,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
                 f"{self.data.batch_size}; change data.batch_size or the mesh"
+            )
+        ways = self.mesh.context if self.mesh else 1
+        if ways > 1 and (self.sequence is None or self.sequence % ways):
+            raise ValueError(
+                "mesh.context must divide the tokens of a sequence, data.sequence_length of "
+                f"recipes gpt and bert; got {ways} and {self.sequence}; set mesh.context 1, or "
+                "another length"
             )
         return self

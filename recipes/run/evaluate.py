@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from unitscale import to_array
 
 from ..atomic import write_json
 from ..config import RunConfig, ScalifyConfig
 from .batch import make_loss
+from .placement import divided
 from .scaling import fed, plain, scaled, under
 
 SCORES = "scores.json"
@@ -23,15 +25,19 @@ _IN_BITS = ("token", "character")  # whose losses the literature gives in bits t
 
 
 def make_evaluation(
-    graphdef: nnx.GraphDef, scalify: ScalifyConfig | None = None
+    graphdef: nnx.GraphDef, scalify: ScalifyConfig | None = None, *, mesh: Mesh | None = None
 ) -> Callable[..., jax.Array]:
-    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
+    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`.
+
+    The devices of a mesh share its work.
+    """
 
     loss = make_loss(graphdef)
 
     @jax.jit
     def evaluate(params, rest, batch):
-        return plain(scalify, under(scalify, loss)(params, rest, fed(scalify, batch)))
+        batch = fed(scalify, divided(batch, mesh))
+        return plain(scalify, under(scalify, loss)(params, rest, batch))
 
     return evaluate
 

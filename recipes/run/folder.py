@@ -23,6 +23,7 @@ _FREE = (
     "data.cache_dir",
     "mesh.data",
     "mesh.fsdp",
+    "mesh.context",
     "mesh.tensor",
     "model.attention_implementation",
 )

@@ -1,15 +1,17 @@
 """Where the arrays of a run lie: on one device, or spread over a mesh."""
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from unitscale.parallel import batch_share, make_mesh, param_shardings, shard_batch
+from unitscale.parallel import batch_axes, batch_share, make_mesh, param_shardings, shard_batch
 
 from ..config import RunConfig
 from ..errors import RecipeError
+from .batch import loss_inputs
 
 
 def open_mesh(config: RunConfig) -> Mesh | None:
@@ -22,11 +24,11 @@ def open_mesh(config: RunConfig) -> Mesh | None:
             )
         return None
     axes = config.mesh.model_dump(exclude={"gradients"})
-    if config.mesh.gradients and (axes["fsdp"] * axes["tensor"] > 1 or config.scalify):
+    if config.mesh.gradients and (math.prod(axes.values()) > axes["data"] or config.scalify):
         raise RecipeError(
-            "mesh.gradients: expected fsdp 1, tensor 1 and scalify null, so that parameters are "
-            f"whole on every device; got {config.mesh.gradients} and mesh {axes}; set "
-            "mesh.gradients null"
+            "mesh.gradients: expected fsdp, context and tensor 1 and scalify null, so that "
+            f"parameters and sequences are whole on every device; got {config.mesh.gradients} and "
+            f"mesh {axes}; set mesh.gradients null"
         )
     try:
         return make_mesh(axes)
@@ -71,8 +73,32 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
     return batch if mesh is None else shard_batch(batch, mesh)
 
 
+def divided(batch: Any, mesh: Mesh | None) -> Any:
+    """What the loss takes of a batch, divided over the mesh, inside a compiled function.
+
+    The first dimension lies over the axes of `batch_axes`; arrays of the shape of the first one,
+    (batch, time), have their second over the axis context too.
+    """
+    if mesh is None:
+        return batch
+    inputs = loss_inputs(batch)
+    rows = batch_axes(mesh)
+    tokens = PartitionSpec(rows, "context" if "context" in mesh.shape else None)
+
+    def divide(x: Any) -> Any:
+        spec = tokens if x.shape == inputs[0].shape and x.ndim == 2 else PartitionSpec(rows)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return tuple(map(divide, inputs))
+
+
 def on_mesh(step: Callable[..., Any], state: Any, mesh: Mesh | None) -> Callable[..., Any]:
-    """The step `(state, ...) -> (state, values)` with its state left where it lies."""
+    """The step `(state, batch, ...) -> (state, values)` with its state left where it lies."""
     if mesh is None:
         return step
-    return jax.jit(step, donate_argnums=0, out_shardings=(param_shardings(state, mesh), None))
+
+    def on_divided(state: Any, batch: Any, *rest: Any) -> Any:
+        return step(state, divided(batch, mesh), *rest)
+
+    shardings = (param_shardings(state, mesh), None)
+    return jax.jit(on_divided, donate_argnums=0, out_shardings=shardings)

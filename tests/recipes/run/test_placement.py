@@ -3,19 +3,24 @@
 from collections.abc import Callable
 
 import jax
+import numpy as np
 import pytest
 
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.placement import on_mesh, open_mesh, place, place_batch, share, whole
+from recipes.run.batch import make_loss
+from recipes.run.evaluate import make_evaluation
+from recipes.run.placement import divided, on_mesh, open_mesh, place, place_batch, share, whole
 from recipes.run.state import init_state
 from recipes.train import make_train_step
+from unitscale import value_and_grad
 
 from ..runs import loss_of
 
 MakeConfig = Callable[..., GPTConfig]
 MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
+UNIT = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 WIDE = "model.width=64"  # so that matrices are large enough to be cut
 
 
@@ -23,6 +28,52 @@ def test_a_run_on_a_mesh_is_that_of_one_device(make_config: MakeConfig) -> None:
     one = loss_of(make_config(WIDE, "name=one"))
     many = loss_of(make_config(WIDE, "name=many", MESH))
     assert many == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*UNIT, "model.attention_implementation=plain"),
+        (*UNIT, "model.attention_implementation=chunked"),
+        ("model.dropout=0.0",),
+    ],
+    ids=["plain attention", "chunked attention", "plain model"],
+)
+def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    """Loss and gradients are those of one device, up to the rounding of float32 sums."""
+    batch = np.random.default_rng(0).integers(0, 90, (4, 17)).astype(np.int32)
+
+    def differentiated(*mesh: str) -> list[np.ndarray]:
+        config = make_config(WIDE, *words, *mesh)
+        devices = open_mesh(config)
+        graphdef, _, state = init_state(config)
+        state, loss = place(state, devices), make_loss(graphdef)
+
+        @jax.jit
+        def run(params, rest, batch):
+            return value_and_grad(loss)(params, rest, divided(batch, devices))
+
+        return jax.tree.leaves(run(state.params, state.rest, place_batch(batch, devices)))
+
+    one, many = differentiated(), differentiated("mesh={fsdp: 2, context: 2, tensor: 2}")
+    for a, b in zip(one, many, strict=True):
+        assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(a)
+
+
+def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
+    """Neither its activations, in the step, nor in evaluation."""
+    config = make_config(*UNIT, "model.attention_implementation=plain", "mesh={context: 8}")
+    mesh = open_mesh(config)
+    graphdef, optimizer, state = init_state(config)
+    state = place(state, mesh)
+    batch = place_batch(jax.numpy.zeros((4, 17), "int32"), mesh)
+    step = on_mesh(make_train_step(graphdef, optimizer), state, mesh).lower(state, batch, 0)
+    evaluate = make_evaluation(graphdef, mesh=mesh).lower(state.params, state.rest, batch)
+    hidden = config.model.hidden or 4 * config.model.width
+    for program in (step.compile(), evaluate.compile()):
+        text = program.as_text()
+        assert f"[4,2,{hidden}]" in text  # of the MLP, the most there is
+        assert f"[4,16,{hidden}]" not in text
 
 
 def test_a_run_on_a_mesh_resumes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +114,15 @@ def test_refusals(make_config: MakeConfig) -> None:
         open_mesh(make_config("mesh={tensor: 3}"))
     with pytest.raises(RecipeError, match=r"mesh\.data \* mesh\.fsdp must divide data\.batch_size"):
         make_config("mesh={data: 8}")
+    with pytest.raises(RecipeError, match=r"mesh\.context must divide .*; got 3 and 16"):
+        make_config("mesh={context: 3}")
+    with pytest.raises(RecipeError, match=r"attention_implementation plain or chunked.*; got auto"):
+        make_config(*UNIT, "mesh={context: 2}")
     for words in (
         ["mesh={data: 2, fsdp: 2, tensor: 2, gradients: float8_e4m3fn}"],
         ["mesh={data: 4, gradients: float8_e4m3fn}", "scalify={storage: float16}"],
     ):
-        with pytest.raises(RecipeError, match=r"gradients: expected fsdp 1, tensor 1 and scal"):
+        with pytest.raises(RecipeError, match=r"gradients: expected fsdp, context and tensor 1"):
             open_mesh(make_config(*words))
     assert open_mesh(make_config()) is None
 
