@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from . import MODULE, PROGRAM
 from .bench import BENCHMARKS
 from .errors import RecipeError, complain
 from .registry import load_config
@@ -210,10 +211,10 @@ def _register(name: str, summary: str) -> None:
 
     @bench.command(name, help=summary, context_settings=context)
     def run(context: typer.Context) -> None:
-        module = importlib.import_module(f"recipes.bench.{name}")
+        module = importlib.import_module(f"{MODULE}.bench.{name}")
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         command.command(help=summary)(module.main)
-        command(context.args, prog_name=f"python -m recipes bench {name}")
+        command(context.args, prog_name=f"{PROGRAM} bench {name}")
 
 
 for _name, _summary in BENCHMARKS.items():
@@ -227,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = [word for word in words if word != _TRACEBACK]
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it writes
     try:
-        app(words, prog_name="python -m recipes")  # a wrong word is reported there, exit code 2
+        app(words, prog_name=PROGRAM)  # a wrong word is reported there, exit code 2
     except RecipeError as error:
         if wants_traceback:
             raise

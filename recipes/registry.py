@@ -36,11 +36,16 @@ RENAMED = {"mnist": "images"}
 Kind = TypeVar("Kind", bound=RunConfig)
 
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""The configs that come with the recipes."""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a config file of any recipe and applies dotted overrides.
 
     Args:
-      path: A YAML file; its key `recipe` chooses from `RECIPES`.
+      path: A YAML file, or the name of one of `CONFIGS`, such as gpt/quickstart.yaml; its key
+        `recipe` chooses from `RECIPES`.
       overrides: Strings such as `train.steps=100`; the value is read as YAML.
 
     Returns:
@@ -51,7 +56,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         recipe's config does not allow. The message names every such key. Or `init` is no folder of
         GPT-2.
     """
-    file = _read(Path(path))
+    file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
     words = [_override(word, schema) for word in overrides]
     tree: Any = OmegaConf.to_container(OmegaConf.merge(file, *words))
@@ -86,6 +91,12 @@ def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
     meant = RENAMED.get(str(name), *close)
     todo = f"did you mean {meant}?" if meant else "correct the value"
     raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}; {todo}")
+
+
+def _file(path: Path) -> Path:
+    """The file of that path; where there is none, that of `CONFIGS`."""
+    own = CONFIGS.joinpath(*path.parts[path.parts[:1] == ("configs",) :])
+    return own if not path.exists() and own.exists() else path
 
 
 def _read(path: Path) -> DictConfig:

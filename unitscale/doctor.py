@@ -234,7 +234,7 @@ def _extras() -> Iterator[Finding]:
     requirements = _requirements()
     if not requirements:
         text = "not known: unitscale is not installed, so its extras are not listed"
-        yield Finding("extras", text, todo='pip install -e ".[recipes]", in a clone')
+        yield Finding("extras", text, todo='pip install "unitscale[recipes]"')
     for extra, gives in EXTRAS.items():
         names = [name for name, _, of in requirements if of == extra]
         missing = [name for name in names if _version(name) is None]

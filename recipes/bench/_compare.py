@@ -18,8 +18,8 @@ from pydantic import Field
 
 from ..config import Count, Positive, RunConfig, Section
 from ..errors import RecipeError
-from ..registry import RECIPES
-from ._runs import CONFIGS, Told, loss_of, trained, variant
+from ..registry import CONFIGS, RECIPES
+from ._runs import Told, loss_of, trained, variant
 from ._table import Table
 
 Bound = Positive | Literal["spread", "no worse"] | None

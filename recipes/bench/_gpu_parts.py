@@ -29,10 +29,11 @@ from unitscale.optim import ScaledTransformation
 
 from ..errors import RecipeError
 from ..gpt import build
+from ..registry import CONFIGS
 from ..run.optimizer import make_optimizer
 from ._compare import compare, comparison
 from ._programs import BEST, ROWS, SHAPES, config_of, fused_attention, program_of
-from ._runs import CONFIGS, Told
+from ._runs import Told
 from ._timing import train_step
 
 ROUNDS = 5  # of which the median is taken

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import RecipeError
 from ..hf import load
-from ._runs import CONFIGS
+from ..registry import CONFIGS
 from ._table import Table, asked
 
 REFERENCE = "reference.npz"

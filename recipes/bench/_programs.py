@@ -22,9 +22,8 @@ from unitscale.quant import Fp8Report, check_fp8
 
 from ..errors import RecipeError
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
+from ..registry import CONFIGS, load_kind
 from ..run.step import OPTIMIZER, abstract_step
-from ._runs import CONFIGS
 from .quant import MISSING, has_qwix, is_dense, is_readout
 
 FLOAT32_STATE = ("optimizer.weights=null", "optimizer.moments=null", "optimizer.rounding=nearest")

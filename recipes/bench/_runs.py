@@ -16,8 +16,6 @@ from ..run.recipe import recipe_of
 from ..run.state import TrainState, load_trained
 from ..train import train
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 # What every benchmark of training runs can be told.
 Overrides = Annotated[
     list[str] | None,

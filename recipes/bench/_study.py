@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .. import PROGRAM
 from ..charlm.config import CharlmConfig
 from ..errors import RecipeError
 from ..registry import load_config
@@ -22,7 +23,7 @@ def read_best(path: Path) -> ByFormat:
     if not (folder / "config.yaml").exists():
         raise RecipeError(
             f"--charlm: expected the folder of a sweep, with config.yaml and rows.jsonl; got "
-            f"{path}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
+            f"{path}; run `{PROGRAM} sweep configs/charlm/small.yaml` and give its folder"
         )
     config = load_config(folder / "config.yaml")
     curves = read_curves(make_points(config), folder)

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from .. import PROGRAM
 from ..errors import refused
 
 WIDTH = 160  # of what is not printed to a terminal
@@ -125,7 +126,7 @@ def command_line(words: Sequence[str]) -> str:
       >>> command_line(["bench", "parity", "--data", "/texts/a.txt", "--json", "out.json"])
       'python -m recipes bench parity --data a.txt'
     """
-    kept = ["python", "-m", "recipes"]
+    kept = PROGRAM.split()
     for before, word in zip(["", *words], words, strict=False):
         if before == "--json" or word.startswith(("--json", "train.runs_dir=")):
             continue

@@ -30,6 +30,7 @@ from flax import nnx
 
 from unitscale import nn
 
+from .. import MODULE
 from ..errors import RecipeError, json_lines, read_text
 from ._table import JsonPath, Table, publish
 
@@ -139,7 +140,14 @@ def launched(page: Path, which: str, limit: float) -> dict[int, Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes"
         out.touch()
-        command = [sys.executable, "-m", "recipes.bench.flax", str(page.resolve()), which, str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            f"{MODULE}.bench.flax",
+            str(page.resolve()),
+            which,
+            str(out),
+        ]
         silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         environment = os.environ | {"MPLBACKEND": "Agg"}
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -23,11 +23,13 @@ import jax
 import typer
 from rich.console import Console
 
+from .. import MODULE
 from ..atomic import write_json
 from ..errors import RecipeError, refused
+from ..registry import CONFIGS
 from ._gpu_parts import PARTS, Setting, on_gpu
 from ._programs import SHAPES, chosen
-from ._runs import CONFIGS, DataPath
+from ._runs import DataPath
 from ._table import Table, plain, publish
 
 OUT = Path("gpu.json")
@@ -100,7 +102,7 @@ def launched(name: str, *, toy: bool, data: str | None, limit: float) -> Process
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "recipes", "bench", "gpu", "--part", name]
+        command = [sys.executable, "-m", MODULE, "bench", "gpu", "--part", name]
         command += ["--out", str(answer), *(["--toy"] if toy else [])]
         command += [] if data is None else ["--data", str(Path(data).resolve())]
         # The tests run in a process of their own, beside that of their part.

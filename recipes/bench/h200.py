@@ -21,6 +21,7 @@ from rich.console import Console
 from unitscale.analysis import h200_available
 
 from ..errors import RecipeError, refused
+from ..registry import CONFIGS
 from ._programs import (
     BEST,
     PEER,
@@ -34,7 +35,6 @@ from ._programs import (
     for_h200,
     installed,
 )
-from ._runs import CONFIGS
 from ._table import JsonPath, Table, asked, publish
 
 # What is asked of `fp8-scaled`, by shape.

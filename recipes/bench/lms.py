@@ -21,12 +21,12 @@ import typer
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..finetune.config import FinetuneConfig
-from ..registry import load_config
+from ..registry import CONFIGS, load_config
 from ..run.recipe import recipe_of
 from ._baselines import baselines
 from ._compare import Compared, compare, comparison
 from ._imported import folders, logits_table
-from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._study import counts, read_best
 from ._table import JsonPath, Table, asked, publish
 from ._tasks import question_words, sentence_words, split_articles, tuned_words

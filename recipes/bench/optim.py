@@ -23,10 +23,10 @@ from unitscale.optim import scaled
 from ..describe import bytes_of
 from ..gpt import build
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
+from ..registry import CONFIGS, load_kind
 from ..run.state import init_state
 from ._compare import compare, comparison, configs_of
-from ._runs import CONFIGS, ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved
 

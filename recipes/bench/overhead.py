@@ -28,12 +28,11 @@ from ..bert.config import BertConfig
 from ..config import RunConfig
 from ..describe import program_flops
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
+from ..registry import CONFIGS, load_kind
 from ..run.batch import make_loss
 from ..run.recipe import build_model, recipe_of
 from ..run.step import abstract_step
 from ._context import LONG, long_context
-from ._runs import CONFIGS
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved, random_batch, stepper
 

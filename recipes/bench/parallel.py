@@ -27,14 +27,15 @@ from jax.sharding import Mesh, PartitionSpec
 from unitscale.core import CastRounding, format_of
 from unitscale.parallel import all_reduce, bytes_on_wire, make_mesh
 
+from .. import MODULE
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
+from ..registry import CONFIGS, load_kind
 from ..run.folder import dump_config
 from ._compare import compare, comparison
 from ._mesh_steps import mesh_steps
-from ._runs import CONFIGS, ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish, within
 
 DEVICES, TRAIN_DEVICES = 8, 4
@@ -112,7 +113,7 @@ def _run_on(devices: int, words: list[str]) -> None:
         )
     flags = [flag for flag in flags if not flag.startswith(_FLAG)]
     more = {"XLA_FLAGS": " ".join([*flags, f"{_FLAG}={devices}"]), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "recipes", *words]
+    command = [sys.executable, "-m", MODULE, *words]
     code = subprocess.run(command, env=os.environ | more, check=False).returncode
     if code:
         raise typer.Exit(code)

@@ -27,10 +27,10 @@ from unitscale.analysis import compile_h200, h200_available
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
+from ..registry import CONFIGS, load_kind
 from ..run.step import abstract_step
 from ._compare import compare, comparison, judged
-from ._runs import CONFIGS, ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper
 from .overhead import GPT2

@@ -15,8 +15,8 @@ import typer
 from unitscale.analysis import trace_scales
 
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
-from ._runs import CONFIGS, Overrides
+from ..registry import CONFIGS, load_kind
+from ._runs import Overrides
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, compiled, interleaved, random_batch, train_step
 

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from ..errors import RecipeError
 from ..gpt.config import GPTConfig
-from ..registry import load_kind
+from ..registry import CONFIGS, load_kind
 from ..sweep import Curve, make_points, read_curves, sweep
-from ._runs import CONFIGS, ConfigPath, DataPath, Fresh, Overrides
+from ._runs import ConfigPath, DataPath, Fresh, Overrides
 from ._table import JsonPath, Table, publish, within
 
 UMUP_NAME, PLAIN_NAME = "u-muP", "plain"

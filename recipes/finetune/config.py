@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
+from .. import PROGRAM
 from ..bert.config import BertConfig, Pooling
 from ..config import (
     Count,
@@ -122,7 +123,7 @@ def pretraining_of(init: str) -> BertConfig:
     if not (folder / "config.yaml").exists():
         raise RecipeError(
             f"init: expected the folder of a run, or a Hugging Face folder; got {folder}, which is "
-            "neither; train a model first, such as `python -m recipes train "
+            f"neither; train a model first, such as `{PROGRAM} train "
             "configs/bert/quickstart.yaml`, and give its folder"
         )
     config = written_config(folder, BertConfig)

@@ -72,6 +72,19 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("name", ["gpt/quickstart.yaml", "configs/gpt/quickstart.yaml"])
+def test_configs_that_come_along_are_found_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(name).name == "quickstart"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("name: own\ndata: {path: text.txt}\n", encoding="utf-8")
+    assert load_config(name).name == "own"
+    with pytest.raises(RecipeError, match=r"config file gpt/quickstar.yaml does not exist"):
+        load_config("gpt/quickstar.yaml")
+
+
 @pytest.mark.parametrize("vocab", ["", "vocab: null,", "vocab: 300,"])
 def test_vocab_is_the_tokenizers_unless_given(config_file: Path, vocab: str) -> None:
     words = [f"model={{{vocab} width: 8, heads: 2}}", "data.tokenizer={kind: bpe, vocab: 280}"]
