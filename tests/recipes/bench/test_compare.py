@@ -12,11 +12,11 @@ from hypothesis import given, strategies as st
 
 from recipes.bench import _compare, _runs
 from recipes.bench._compare import Compared, compare, comparison, configs_of, judged, verdict
-from recipes.bench._runs import CONFIGS, Told
+from recipes.bench._runs import Told
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
-from recipes.registry import load_config
+from recipes.registry import CONFIGS, load_config
 from recipes.train import Outcome
 from tests.recipes.configs import FILES
 from tests.recipes.idx import write_config as write_images

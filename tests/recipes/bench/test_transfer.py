@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipes.bench import transfer
-from recipes.bench._runs import CONFIGS
 from recipes.cli import main
-from recipes.registry import load_config
+from recipes.registry import CONFIGS, load_config
 from recipes.sweep import _sweep, make_points
 
 INFINITE = math.inf
