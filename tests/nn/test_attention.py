@@ -164,11 +164,23 @@ def test_dropout_on_the_weights_follows_train_and_eval() -> None:
     assert not np.array_equal(layer(x).value, quiet)
 
 
+def test_a_layer_that_keeps_no_keys_takes_those_of_the_call() -> None:
+    kept = nn.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    layer = nn.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(0), keep_rngs=False)
+    x, key = inputs(), jax.random.key(1)
+    np.testing.assert_array_equal(layer(x, rngs=key).value, kept(x, rngs=key).value)
+    assert not np.array_equal(layer(x, rngs=key).value, layer(x, deterministic=True).value)
+    assert not jax.tree.leaves(nnx.state(layer, nnx.RngState))
+    with pytest.raises(ValueError, match="give rngs= to the constructor or the call"):
+        layer(x)
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda: attention(qkv_features=18), "num_heads must divide qkv_features; got .* 4.* 18"),
         (lambda: attention(decode=True), r"decode must be False.*init_cache\(\) makes one"),
+        (lambda: attention(broadcast_dropout=True), "broadcast_dropout must be False"),
         (lambda: attention(num_kv_heads=3), "num_kv_heads must divide num_heads; got .* 3.* 4"),
         (lambda: attention(qkv_features=12, rotary_base=10.0), "need an even head size; got 3"),
         (lambda: attention(max_length=9).init_cache(1, 9), "a cache needs is_causal=True"),

@@ -92,6 +92,7 @@ class MultiHeadAttention(nnx.Module):
         mult: multiplier of the logits.
         dtype: compute dtype in place of the policy's; None keeps that.
         param_dtype: dtype of parameters in place of the policy's; None keeps that.
+        broadcast_dropout: False, as modules of Flax say it: each weight is dropped by itself.
         dropout_rate: rate of dropout on the attention weights.
         deterministic: whether dropout is off by default; `model.eval()` sets it.
         kernel_init: initializer of the kernels; factors assume unit variance.
@@ -106,6 +107,7 @@ class MultiHeadAttention(nnx.Module):
             `decode` is always "auto".
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys ("params", and "dropout" if there is any).
+        keep_rngs: whether a layer with dropout keeps a stream of keys; without, calls give rngs.
         kernel_metadata: metadata of the kernels of queries, keys and values, such as
             ``{"out_sharding": (None, "model")}``.
         out_kernel_metadata: metadata of the output's kernel.
@@ -113,9 +115,9 @@ class MultiHeadAttention(nnx.Module):
         out_bias_metadata: metadata of the output's bias.
 
     Raises:
-        ValueError: if heads do not divide features, kv heads do not divide heads, decode is True or
-            the policy is unknown; when a cache is asked for, if the layer is not causal or has no
-            max_length.
+        ValueError: if heads do not divide features, kv heads do not divide heads, decode or
+            broadcast_dropout is True, or the policy is unknown; when a cache is asked for, if the
+            layer is not causal or has no max_length.
 
     Example:
         >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
@@ -142,6 +144,7 @@ class MultiHeadAttention(nnx.Module):
         mult: float = 1.0,
         dtype: Any = None,
         param_dtype: Any = None,
+        broadcast_dropout: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         kernel_init: Initializer = unit_normal,
@@ -154,6 +157,7 @@ class MultiHeadAttention(nnx.Module):
         implementation: ops.Implementation = "auto",
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
+        keep_rngs: bool = True,
         kernel_metadata: Metadata = NO_METADATA,
         out_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
@@ -163,6 +167,11 @@ class MultiHeadAttention(nnx.Module):
             raise ValueError(
                 "unitscale.nn.MultiHeadAttention: decode must be False, as the layer keeps no "
                 "cache; init_cache() makes one, and the method decode() takes and returns it"
+            )
+        if broadcast_dropout:
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: broadcast_dropout must be False, as each weight "
+                "is dropped by itself; leave it out or give False"
             )
         policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         qkv_features = in_features if qkv_features is None else qkv_features
@@ -212,7 +221,8 @@ class MultiHeadAttention(nnx.Module):
             kernel_metadata=out_kernel_metadata,
             bias_metadata=out_bias_metadata,
         )
-        self.dropout = Dropout(dropout_rate, deterministic=deterministic, rngs=rngs)
+        kept = rngs if keep_rngs else None
+        self.dropout = Dropout(dropout_rate, deterministic=deterministic, rngs=kept)
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
         """Returns an empty cache for ``batch`` sequences of up to ``max_length`` tokens.
@@ -234,6 +244,7 @@ class MultiHeadAttention(nnx.Module):
         mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         factor: jax.Array | None = None,
     ) -> ScaledArray:
         """Attends from ``inputs_q`` to ``inputs_k`` (itself by default).
@@ -246,6 +257,7 @@ class MultiHeadAttention(nnx.Module):
                 time, source); what is not zero attends.
             positions: (time,) or (batch, time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
+            rngs: streams of keys for dropout, or a key; the layer's own by default.
             factor: multiplies the average over values, where the factor of this layer is data: a
                 number of `factor_over`.
 
@@ -262,6 +274,7 @@ class MultiHeadAttention(nnx.Module):
             mask=mask,
             is_causal=self.is_causal,
             deterministic=deterministic,
+            rngs=rngs,
             implementation=self.implementation,
         )
         if factor is not None:
@@ -334,9 +347,10 @@ class MultiHeadAttention(nnx.Module):
         mask,
         is_causal,
         deterministic: bool | None = True,
+        rngs=None,
         implementation: ops.Implementation = "auto",
     ):
-        key = self.dropout.key(deterministic)
+        key = self.dropout.key(deterministic, rngs)
         length = k.shape[1] if self.max_length is None else self.max_length
         mean_square = self.context and self.context.mean_square(
             self.head_dim, length, is_causal=self.is_causal, mult=self.mult

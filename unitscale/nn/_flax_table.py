@@ -103,7 +103,7 @@ REASONS: dict[str, str] = {
     "normalize_qk": "queries and keys are unit at initialisation",
     "query_ln_scale_metadata": "goes with `normalize_qk`",
     "key_ln_scale_metadata": "goes with `normalize_qk`",
-    "keep_rngs": "deprecated in flax, or only `Dropout` keeps a stream",
+    "keep_rngs": "deprecated in flax",
     "carry_init": "deprecated in flax; `RNN` takes an `initial_carry`",
     "gate_fn": "the state's unit is solved for the logistic function",
     "activation_fn": "the state's unit is solved for tanh",
