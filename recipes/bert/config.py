@@ -77,11 +77,6 @@ class BertDataConfig(DataConfig):
                 "tokenizer.kind must be wordpiece or file, because BERT needs its special tokens; "
                 f"got {self.tokenizer.kind}; set wordpiece"
             )
-        if self.mixture is not None:
-            raise ValueError(
-                "mixture is of recipes gpt and charlm; got one of recipe bert; name a folder or a "
-                "glob in path, and set mixture null"
-            )
         if self.sequence_length < SPECIAL + 2:
             raise ValueError(
                 f"sequence_length must be at least {SPECIAL + 2}, a token of each segment and "

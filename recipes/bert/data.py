@@ -6,15 +6,17 @@ text once, in windows that do not overlap, and always hides the same tokens.
 """
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from ..batches import Draw
+from ..batches import Examples
 from ..errors import RecipeError
 from ..text import (
     Corpus,
+    Mixture,
     SubwordTokenizer,
     Tokenizer,
     load_corpus,
@@ -139,29 +141,34 @@ class MaskedCorpus(Corpus):
         """The tokenizer's special tokens and beginnings of words."""
         return Vocabulary.of(self.tokenizer)
 
-    def examples(self, *, training: bool) -> tuple[_Windows, Draw]:
+    def examples(self, *, training: bool) -> Sequence[Examples]:
         """Windows and what makes sequences of them; those to measure on do not overlap."""
         tokens = self.train_tokens if training else self.validation_tokens
         stride = 1 if training else self.config.sequence_length
         length = self.config.sequence_length - SPECIAL
         windows = _Windows(tokens, self.vocabulary.begins, length, stride)
-        return windows, _Sequences(self.config, self.vocabulary, windows)
+        return [Examples(windows, _Sequences(self.config, self.vocabulary, windows))]
 
 
-def load_data(config: BertConfig) -> MaskedCorpus:
-    """The text of the config, in pairs of segments with hidden tokens."""
+def load_data(config: BertConfig) -> MaskedCorpus | Mixture:
+    """The text of the config, or its mixture of texts, in pairs of segments with hidden tokens."""
     tokenizer = open_tokenizer(config.data)
     require_vocab(tokenizer, config.model.vocab)
-    corpus = load_corpus(config.data, tokenizer)
-    data = MaskedCorpus(**vars(corpus), config=config.data)
-    length = data.config.sequence_length
+    found = load_corpus(config.data, tokenizer)
+    if isinstance(found, Corpus):
+        return _masked(found, config.data)
+    return replace(found, corpora=[_masked(corpus, config.data) for corpus in found.corpora])
+
+
+def _masked(corpus: Corpus, config: BertDataConfig) -> MaskedCorpus:
+    length = config.sequence_length
     for part, tokens in (
-        ("training", data.train_tokens),
-        ("validation", data.validation_tokens),
+        ("training", corpus.train_tokens),
+        ("validation", corpus.validation_tokens),
     ):
         if tokens.size < 2 * length:
             raise RecipeError(
                 f"data.sequence_length: expected a {part} part of at least {2 * length} tokens, "
                 f"two sequences; got {tokens.size}; use more text or a shorter sequence_length"
             )
-    return data
+    return MaskedCorpus(**vars(corpus), config=config)

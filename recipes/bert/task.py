@@ -9,8 +9,9 @@ from flax import nnx
 
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
+from ..text import Corpus, Mixture
 from .config import BertConfig
-from .data import MaskedCorpus, load_data as load_data
+from .data import load_data as load_data
 from .model import Bert
 
 scores = no_scores
@@ -33,7 +34,7 @@ def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     return inputs if data.pairs == "none" else (*inputs, answers)
 
 
-def closing(config: BertConfig, data: MaskedCorpus, model: Bert, folder: Path) -> Iterator[str]:
+def closing(config: BertConfig, data: Corpus | Mixture, model: Bert, folder: Path) -> Iterator[str]:
     """A validation text with hidden tokens, and what the model puts in their place."""
     if not config.train.sample_tokens:
         return

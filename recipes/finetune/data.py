@@ -1,7 +1,7 @@
 """A task's records as batches for training, and all that scoring needs."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..batches import Data, Draw
+from ..batches import Data, Examples
 from ..errors import RecipeError
 from ..text import SubwordTokenizer, save_tokenizer
 from .classification import make_classification_records
@@ -43,10 +43,10 @@ class TaskData(Data):
     def save(self, folder: Path) -> None:
         save_tokenizer(SubwordTokenizer(self.tokenizer), folder)
 
-    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+    def examples(self, *, training: bool) -> Sequence[Examples]:
         """The arrays of a record, in the order in which the model's loss takes them."""
         source: Any = grain.MapDataset.source(self.train if training else self.scored)
-        return source.map(lambda record: tuple(record.values())), None
+        return [Examples(source.map(lambda record: tuple(record.values())))]
 
     def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, ...]]:
         """Validation batches in order; what is left over after the last whole one is not used."""

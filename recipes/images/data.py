@@ -10,15 +10,15 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from ..batches import Data, Draw
+from ..batches import Data, Examples
 from ..errors import RecipeError, refused
 from .config import ImageDataConfig
 
@@ -66,11 +66,11 @@ class ImageData(Data):
         """Images in float32, of mean 0 and deviation 1 over the training images."""
         return (images.astype(np.float32) - self.mean) / self.deviation
 
-    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+    def examples(self, *, training: bool) -> Sequence[Examples]:
         """Pairs of a standardized image and its label."""
         images, labels = self.train if training else self.test
         numbers = grain.MapDataset.source(range(len(labels)))
-        return numbers.map(lambda index: (self.standardized(images[index]), labels[index])), None
+        return [Examples(numbers.map(lambda i: (self.standardized(images[i]), labels[i])))]
 
     def test_images(self) -> Iterator[tuple[np.ndarray]]:
         """All test images in order, in batches of one size; the last is filled up with zeros."""

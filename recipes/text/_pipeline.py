@@ -9,12 +9,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import grain
 import numpy as np
 
-from ..batches import Data, Draw
+from ..batches import Data, Examples
 from ..config import DataConfig
 from ..errors import RecipeError
 from ._sources import describe_sources
@@ -80,19 +78,19 @@ class Corpus(Data):
     def save(self, folder: Path) -> None:
         save_tokenizer(self.tokenizer, folder)
 
-    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
+    def examples(self, *, training: bool) -> Sequence[Examples]:
         """Windows; those to measure on do not overlap."""
         tokens = self.train_tokens if training else self.validation_tokens
         # Grain shuffles at most 2**32 elements.
         stride = 1 + tokens.size // 2**32 if training else self.sequence_length
-        return _Windows(tokens, self.sequence_length, stride), None
+        return [Examples(_Windows(tokens, self.sequence_length, stride))]
 
 
 @dataclass(frozen=True)
 class Mixture(Data):
     """Several texts, of which a batch has windows in given shares.
 
-    Each text goes through its own epochs. Validation reads all their windows, whatever the shares.
+    Validation reads all their windows, whatever the shares.
 
     Args:
       corpora: The texts, in windows of one length and of one tokenizer.
@@ -133,12 +131,14 @@ class Mixture(Data):
     def save(self, folder: Path) -> None:
         self.corpora[0].save(folder)
 
-    def examples(self, *, training: bool) -> tuple[Any, Draw | None]:
-        """The windows of each text to train on; those to measure on one after the other."""
-        sources = [corpus.examples(training=training)[0] for corpus in self.corpora]
-        if training:
-            return sources, None
-        return grain.MapDataset.concatenate(list(map(grain.MapDataset.source, sources))), None
+    def examples(self, *, training: bool) -> Sequence[Examples]:
+        """Those of each text, with its weight."""
+        pairs = zip(self.corpora, self.weights, strict=True)
+        return [
+            examples._replace(weight=weight)
+            for corpus, weight in pairs
+            for examples in corpus.examples(training=training)
+        ]
 
 
 def load_corpus(

@@ -18,7 +18,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, *overrides: str) -> MaskedCorpus:
-    return load_data(bert_config(path, *overrides))
+    data = load_data(bert_config(path, *overrides))
+    assert isinstance(data, MaskedCorpus)
+    return data
 
 
 def whole(batch) -> np.ndarray:
@@ -97,7 +99,7 @@ def test_the_answer_says_what_was_done_to_the_pair(path: Path, pairs: str) -> No
 
 def test_masks_are_drawn_anew_each_epoch_and_fixed_in_validation(path: Path) -> None:
     data = load(path, "data.max_bytes=2000", "data.batch_size=1")
-    epoch = len(data.examples(training=True)[0])
+    epoch = len(data.examples(training=True)[0].source)
     batches = data.training(0)
     drawn: dict[bytes, list[bytes]] = {}
     for _ in range(2 * epoch):
@@ -129,6 +131,23 @@ def test_processes_share_the_same_batch(path: Path) -> None:
     halves = [next(data.training(1, process=i, processes=2)) for i in range(2)]
     for part, *shares in zip(alone, *halves, strict=True):
         np.testing.assert_array_equal(part, np.stack(shares, 1).reshape(part.shape))
+
+
+@pytest.mark.parametrize("pairs", ["none", "next_sentence"])
+def test_a_batch_of_several_texts_has_the_share_of_each(tmp_path: Path, pairs: str) -> None:
+    files = {name: tmp_path / f"{name}.txt" for name in ("aaa", "bb")}
+    for name, file in files.items():
+        file.write_text(f"{name} " * 400, encoding="utf-8")
+    mixture = f"data.mixture={{{files['aaa']}: 3, {files['bb']}: 1}}"
+    words = ["data.path=null", f"data.pairs={pairs}", "data.masking.random=0"]
+    data = load_data(bert_config(write_bert(tmp_path), mixture, *words))
+    (word,) = set(data.tokenizer.encode("bb").tolist())
+    for _, batch in zip(range(20), data.training(0), strict=False):
+        assert [word in ids for ids in whole(batch)].count(True) == 1  # of four
+        assert len(batch[5:]) == (pairs != "none")
+    seen = [word in ids for batch in data.validation() for ids in whole(batch)]
+    assert any(seen)
+    assert not all(seen)
 
 
 def test_what_cannot_be_used_is_refused(path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.bert.config import BertDataConfig
 from recipes.config import DataConfig
 from recipes.errors import RecipeError
 from recipes.text import ByteTokenizer, Mixture, documents, load_corpus, open_tokenizer
@@ -95,8 +94,6 @@ def test_faults_are_named(tmp_path: Path) -> None:
         DataConfig(mixture={})
     with pytest.raises(ValueError, match="greater than 0"):
         DataConfig(mixture={"x.txt": 0.0})
-    with pytest.raises(ValueError, match="mixture is of recipes gpt and charlm"):
-        BertDataConfig(mixture=paths)
     missing = DataConfig(mixture=paths | {"none.txt": 1.0}, sequence_length=16, batch_size=8)
     with pytest.raises(RecipeError, match=r"data\.path: none\.txt does not exist"):
         load_corpus(missing, ByteTokenizer())
