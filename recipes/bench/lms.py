@@ -5,7 +5,8 @@
 Trains `configs/bert/books.yaml` once for each policy, all with the same seed and data and none with
 a loss scale, and compares their loss over all validation text, of which the same tokens are always
 hidden. With `--finetune`, each of these models is tuned on the tasks whose files are given, with
-several seeds, and scored beside baselines that need no pretraining. A run that is complete in
+several seeds, and scored beside baselines that need no pretraining; with `--adapt` half of the
+pretraining is on what the tasks have to train on. A run that is complete in
 `train.runs_dir` is used as it is, and one that was stopped is resumed. With `--charlm`, counts what
 a finished sweep found. Then compares logits of imported weights, and times each quick start's input
 pipeline against its training steps.
@@ -29,7 +30,15 @@ from ._imported import folders, logits_table
 from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
 from ._study import counts, read_best
 from ._table import JsonPath, Table, asked, publish
-from ._tasks import question_words, sentence_words, split_articles, tuned_words
+from ._tasks import (
+    adapted_words,
+    contexts,
+    question_words,
+    sentence_words,
+    sentences,
+    split_articles,
+    tuned_words,
+)
 from ._timing import seconds, stepper
 
 QUICKSTARTS = "gpt/quickstart.yaml", "bert/quickstart.yaml"
@@ -49,6 +58,9 @@ def main(
     squad: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON, which is split by article")
     ] = None,
+    adapt: Annotated[
+        bool, typer.Option("--adapt", help="let half of the pretraining be on the tasks' texts")
+    ] = False,
     seeds: Seeds = None,
     tuning: Annotated[
         list[str] | None,
@@ -73,20 +85,32 @@ def main(
             f"{'neither --sst2 nor --squad' if runs else '--no-runs'}; add --sst2 TRAIN DEV or "
             "--squad FILE, without --no-runs"
         )
-    if not finetune and (sst2 or squad or tuning):
+    if not finetune and (sst2 or squad or tuning or adapt):
         raise RecipeError(
-            "--sst2, --squad and --tuning: expected beside --finetune; got them alone; add it"
+            "--sst2, --squad, --tuning and --adapt: expected beside --finetune; got them alone; "
+            "add it"
         )
+    if adapt and data is None:
+        raise RecipeError("--adapt: expected a text beside those of tasks; got none; add --data")
     told = Told(config, overrides, seeds, fresh, data and [data])
     tables, notes = [], []
     best = None if charlm is None else read_best(charlm)  # complains before hours of training
     imported = folders(logits or ())
     if runs:
+        base = load_config(config or CONFIGS / comparison("lms").config, told.words)
+        folder = Path(base.train.runs_dir) / f"{base.name}-squad-split"
+        articles = split_articles(squad, folder) if squad else None
+        if adapt:
+            assert data is not None
+            texts = {"sst2": sentences(*sst2)} if sst2 else {}
+            texts |= {"squad": contexts(articles[0])} if articles else {}
+            words = adapted_words(base, data, texts)
+            told = told._replace(overrides=[*told.words, *words], data=None)
         found = compare(comparison("lms"), told)
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
-            tables += tuned(found, sst2, squad, Told(None, tuning, seeds, fresh))
+            tables += tuned(found, sst2, articles, Told(None, tuning, seeds, fresh))
             notes.append("Each policy's own pretrained model, tuned in the same policy.")
     if best is not None:
         tables.append(counts(best))
@@ -103,7 +127,10 @@ def main(
 
 
 def tuned(
-    pretrained: Compared, sst2: tuple[str, str] | None, squad: str | None, told: Told
+    pretrained: Compared,
+    sst2: tuple[str, str] | None,
+    articles: tuple[Path, Path] | None,
+    told: Told,
 ) -> list[Table]:
     """Scores of the pretrained models, tuned on the tasks whose files are given, and baselines."""
     reference = pretrained.entry.reference
@@ -113,9 +140,8 @@ def tuned(
     tasks: dict[str, Sequence[str]] = {}
     if sst2:
         tasks["sst2"] = sentence_words(*sst2)
-    if squad:
-        parts = split_articles(squad, Path(first.train.runs_dir) / f"{base}-squad-split")
-        tasks["squad"] = question_words(*parts, first.longest)
+    if articles:
+        tasks["squad"] = question_words(*articles, first.longest)
     tables = []
     for task, words in tasks.items():
         own = {

@@ -12,7 +12,14 @@ import pytest
 from recipes.bench import _compare, lms
 from recipes.bench._baselines import likest_sentence
 from recipes.bench._imported import FIXTURES, REFERENCE, folders, logits_table
-from recipes.bench._tasks import question_words, sentence_words, split_articles
+from recipes.bench._tasks import (
+    adapted_words,
+    contexts,
+    question_words,
+    sentence_words,
+    sentences,
+    split_articles,
+)
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
@@ -20,7 +27,7 @@ from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.squad_data import Question
 from tests.recipes.masked import bert_config, write_bert
 from tests.recipes.pretrained import FOLDERS, copied
-from tests.recipes.tasks import FILES, squad, write_tasks
+from tests.recipes.tasks import FILES, ROWS, squad, write_tasks
 
 Captured = pytest.CaptureFixture[str]
 
@@ -47,11 +54,26 @@ def test_columns_go_by_the_first_line(tmp_path: Path) -> None:
     words = [f"data.train={file}", "data.validation=dev.tsv"]
     assert sentence_words(str(file), "dev.tsv") == words
     file.write_text("a film\t1\n", encoding="utf-8")
-    bare = "classification={header: false, text: 0, label: 1}"
+    bare = 'classification={"header": false, "text": 0, "label": 1}'
     assert sentence_words(str(file), "dev.tsv") == [*words, bare]
     assert question_words(tmp_path, tmp_path, 16)[-1] == "squad.max_question_length=5"
     with pytest.raises(RecipeError, match=r"--sst2: nowhere cannot be read"):
         sentence_words("nowhere", "dev.tsv")
+
+
+def test_half_of_an_adapted_pretraining_is_on_the_texts_of_tasks(tmp_path: Path) -> None:
+    write_tasks(tmp_path, tmp_path)
+    questions, rows = (tmp_path / name for name in FILES.values())
+    config = bert_config(write_bert(tmp_path))
+    texts = {"sst2": sentences(str(rows), str(rows)), "squad": contexts(questions)}
+    name, path, mixture = adapted_words(config, "books.txt", texts)
+    assert (name, path) == ("name=tiny-bert-adapted", "data.path=null")
+    paths = {task: tmp_path / "runs" / f"tiny-bert-{task}.txt" for task in texts}
+    weights = {"books.txt": 2.0} | {str(path): 1.0 for path in paths.values()}
+    assert json.loads(mixture.removeprefix("data.mixture=")) == weights
+    read = paths["sst2"].read_text("utf-8").strip().split("\n\n")
+    assert sorted(read) == sorted({text for text, _ in ROWS})
+    assert "the quick brown dog" in paths["squad"].read_text("utf-8")
 
 
 def test_the_sentence_like_the_question() -> None:
@@ -149,6 +171,7 @@ def test_command_prints_what_it_is_asked_for(
         (["--finetune"], "got neither --sst2 nor --squad"),
         (["--finetune", "--no-runs", "--squad", "a"], "got --no-runs"),
         (["--squad", "a"], "expected beside --finetune; got them alone"),
+        (["--adapt", "--finetune", "--squad", "a"], "--adapt: expected a text beside those of"),
         (["--charlm", "nowhere"], "--charlm: expected the folder of a sweep"),
         (["--logits", "nowhere"], "--logits: expected a folder with reference.npz"),
     ],
