@@ -9,6 +9,7 @@ Each is a module of this package with a `main` function that typer turns into a 
 BENCHMARKS = {
     "parity": "validation loss in float16 and FP8 against float32, and underflow of gradients",
     "methods": "loss, lost gradients and cost of loss scales, unit scaling and scalify in float16",
+    "libraries": "validation loss of unit scaling and of plain flax.nnx, each at its best rate",
     "overhead": "step time over plain flax.nnx, and the FLOPs that factors add",
     "scalify": "losses, cost and range of plain programs under unitscale.scalify",
     "quant": "loss, FP8 kernels, amax reductions, memory and speed by how scales are chosen",

@@ -59,6 +59,20 @@ class Comparison(Section):
         kept = [self.reference, *(f"{prefix}{name}" for name in wanted)]
         return self.model_copy(update={"variants": {name: self.variants[name] for name in kept}})
 
+    def at_rates(self, rates: Mapping[str, Sequence[float]]) -> Self:
+        """The same at other learning rates: a variant named here has a run for each of its own."""
+        found: dict[str, Variant] = {}
+        for name, one in self.variants.items():
+            own = one.settings.get("optimizer.learning_rate")
+            for rate in rates.get(name, ()):
+                settings = one.settings | {"optimizer.learning_rate": rate}
+                update = {"label": f"{self.label(name)}, {rate:g}", "settings": settings}
+                found[name if rate == own else f"{name}-{rate:g}"] = one.model_copy(update=update)
+            if name not in rates:
+                found[name] = one
+        reference = self.reference if self.reference in found else next(iter(found))
+        return self.model_copy(update={"variants": found, "reference": reference})
+
     def at_rate(self, rate: float | None) -> dict[str, list[str]]:
         """Overrides that give plain variants another learning rate; none for None."""
         plain = [k for k, v in self.variants.items() if v.settings.get("model.library") == "plain"]

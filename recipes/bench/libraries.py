@@ -1,0 +1,76 @@
+"""Unit scaling beside plain `flax.nnx`, both in float32, each at the best of its learning rates.
+
+    python -m recipes bench libraries --data TEXT
+
+Trains the GPT of `configs/gpt/parity.yaml` in both libraries at every rate that is given, with
+several seeds. The best rate of a library is that of the least mean loss; where it is the first or
+the last of the list, a better one may lie beyond it. A run that is complete in `train.runs_dir` is
+used as it is.
+"""
+
+import statistics
+from typing import Annotated
+
+import typer
+
+from ..errors import RecipeError
+from ._compare import Compared, compare, comparison, judged
+from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._table import JsonPath, Table, publish
+
+PLAIN, UNIT = "plain-float32", "float32"
+
+
+def main(
+    overrides: Overrides = None,
+    config: ConfigPath = None,
+    data: DataPaths = None,
+    plain_rates: Annotated[
+        str, typer.Option(help="peak learning rates of plain models, a comma between two")
+    ] = "0.001,0.002,0.004,0.008",
+    unit_rates: Annotated[
+        str | None, typer.Option(help="those of unit scaling; by default the config's own alone")
+    ] = None,
+    seeds: Seeds = None,
+    fresh: Fresh = False,
+    json: JsonPath = None,
+) -> None:
+    """Prints the loss at every rate, and of both libraries at their best."""
+    rates = {PLAIN: numbers("--plain-rates", plain_rates)}
+    if unit_rates is not None:
+        rates[UNIT] = numbers("--unit-rates", unit_rates)
+    found = compare(
+        comparison("libraries").at_rates(rates), Told(config, overrides, seeds, fresh, data)
+    )
+    notes = ["Rates are peaks of the config's schedule; unit scaling has those of u-muP."]
+    publish("libraries", [*found.tables(), at_best(found)], json, notes)
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """The positive numbers of a list with commas."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise RecipeError(
+            f"{option}: expected learning rates above 0, such as 0.002,0.004; got {text!r}; "
+            "correct the list"
+        )
+    return sorted(found)
+
+
+def best(found: Compared, library: str) -> str:
+    """The variant of a library whose mean loss is least."""
+    names = [name for name in found.values if name.startswith(library)]
+    return min(names, key=lambda name: statistics.fmean(found.values[name]))
+
+
+def at_best(found: Compared) -> Table:
+    """Unit scaling over plain `flax.nnx`, each at its best rate, seed by seed."""
+    names = best(found, PLAIN), best(found, UNIT)
+    rows = judged({name: found.values[name] for name in names}, names[0], {names[1]: "no worse"})
+    for row, name in zip(rows, names, strict=True):
+        row["variant"] = found.entry.label(name).partition(",")[0]
+        row["learning rate"] = found.configs[name][0].optimizer.learning_rate
+    return Table("Each at its best learning rate", rows)

@@ -1,0 +1,55 @@
+"""`bench libraries`: every rate is trained, and each library judged at its best."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.bench import _compare
+from recipes.bench._compare import comparison
+from recipes.bench.libraries import PLAIN, UNIT, numbers
+from recipes.cli import main
+from recipes.config import RunConfig
+from recipes.errors import RecipeError
+
+
+def test_a_variant_has_a_run_for_each_rate() -> None:
+    entry = comparison("libraries").at_rates({PLAIN: [0.002, 0.001]})
+    rates = {k: v.settings.get("optimizer.learning_rate") for k, v in entry.variants.items()}
+    assert rates == {f"{PLAIN}-0.002": 0.002, PLAIN: 0.001, UNIT: None}
+    assert entry.reference == PLAIN
+    assert entry.label(f"{PLAIN}-0.002") == "plain flax.nnx, 0.002"
+    assert comparison("libraries").at_rates({PLAIN: [0.3]}).reference == f"{PLAIN}-0.3"
+
+
+def test_each_library_is_judged_at_its_best(
+    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses are given: of plain models best at 0.02, of unit scaling at 0.5, and lower."""
+
+    def loss(config: RunConfig) -> float:
+        plain = config.name.startswith("tiny-plain")
+        best, least = (0.02, 2.0) if plain else (0.5, 1.9)
+        seed = 0.01 * config.seed * (1 if plain else 1.1)
+        return least + abs(config.optimizer.learning_rate - best) + seed
+
+    monkeypatch.setattr(_compare, "trained", lambda config, fresh: {})
+    monkeypatch.setattr(_compare, "loss_of", loss)
+    out = tmp_path / "out.json"
+    words = ["--config", str(config_file), "--json", str(out), "model.dropout=0"]
+    words += ["--plain-rates", "0.04,0.01,0.02", "--unit-rates", "0.25,0.5"]
+    assert main(["bench", "libraries", *words]) == 0
+    every, best = (table["rows"] for table in json.loads(out.read_text("utf-8"))["tables"])
+    rates = [f"plain flax.nnx, {rate}" for rate in (0.01, 0.02, 0.04)]
+    assert [row["variant"] for row in every] == [*rates, "unit scaling, 0.25", "unit scaling, 0.5"]
+    assert [row["learning rate"] for row in best] == [0.02, 0.5]
+    assert [row["variant"] for row in best] == ["plain flax.nnx", "unit scaling"]
+    assert best[0]["validation loss"] == pytest.approx(2.01)
+    assert best[1]["over reference"] == pytest.approx(-0.0493, abs=1e-3)
+    assert best[1]["verdict"] == "within"
+
+
+@pytest.mark.parametrize("text", ["", "a", "0.1,", "0.1,-1"])
+def test_rates_are_positive_numbers(text: str) -> None:
+    with pytest.raises(RecipeError, match="--plain-rates: expected learning rates above 0"):
+        numbers("--plain-rates", text)
