@@ -98,14 +98,11 @@ def main(
     imported = folders(logits or ())
     if runs:
         base = load_config(config or CONFIGS / comparison("lms").config, told.words)
-        folder = Path(base.train.runs_dir) / f"{base.name}-squad-split"
+        (text,) = told.texts
+        folder = Path(base.train.runs_dir) / f"{base.name}{text}-squad-split"
         articles = split_articles(squad, folder) if squad else None
         if adapt:
-            assert data is not None
-            texts = {"sst2": sentences(*sst2)} if sst2 else {}
-            texts |= {"squad": contexts(articles[0])} if articles else {}
-            words = adapted_words(base, data, texts)
-            told = told._replace(overrides=[*told.words, *words], data=None)
+            told = adapted(told, base, sst2, articles)
         found = compare(comparison("lms"), told)
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
@@ -124,6 +121,19 @@ def main(
             "Pipelines run in the thread that asks for the batch, steps on all of the device."
         )
     publish("lms", tables, json, notes)
+
+
+def adapted(
+    told: Told,
+    base: RunConfig,
+    sst2: tuple[str, str] | None,
+    articles: tuple[Path, Path] | None,
+) -> Told:
+    """What is told of runs on one text, for pretraining on those of the tasks too."""
+    (data,) = told.data or ()
+    texts = {"sst2": sentences(*sst2)} if sst2 else {}
+    texts |= {"squad": contexts(articles[0])} if articles else {}
+    return told._replace(overrides=[*told.words, *adapted_words(base, data, texts)], data=None)
 
 
 def tuned(
