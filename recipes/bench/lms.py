@@ -101,8 +101,8 @@ def main(
         (text,) = told.texts
         folder = Path(base.train.runs_dir) / f"{base.name}{text}-squad-split"
         articles = split_articles(squad, folder) if squad else None
-        if adapt:
-            told = adapted(told, base, sst2, articles)
+        if adapt and data:
+            told = adapted(told, base, data, sst2, articles)
         found = compare(comparison("lms"), told)
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
@@ -126,11 +126,11 @@ def main(
 def adapted(
     told: Told,
     base: RunConfig,
+    data: str,
     sst2: tuple[str, str] | None,
     articles: tuple[Path, Path] | None,
 ) -> Told:
     """What is told of runs on one text, for pretraining on those of the tasks too."""
-    (data,) = told.data or ()
     texts = {"sst2": sentences(*sst2)} if sst2 else {}
     texts |= {"squad": contexts(articles[0])} if articles else {}
     return told._replace(overrides=[*told.words, *adapted_words(base, data, texts)], data=None)
