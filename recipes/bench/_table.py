@@ -128,7 +128,7 @@ def command_line(words: Sequence[str]) -> str:
     """
     kept = PROGRAM.split()
     for before, word in zip(["", *words], words, strict=False):
-        if before == "--json" or word.startswith(("--json", "train.runs_dir=")):
+        if before == "--json" or word.startswith(("--json", "train.runs_dir=", "data.cache_dir=")):
             continue
         kept.append(Path(word).name if Path(word).is_absolute() else word)
     return shlex.join(kept)

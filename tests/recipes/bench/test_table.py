@@ -71,5 +71,13 @@ def test_within(value: float, bounds: tuple, expected: bool) -> None:
 
 
 def test_a_command_is_told_without_places() -> None:
-    words = ["bench", "optim", "--large", "/a/b/c.yaml", "--json=x.json", "train.runs_dir=/tmp"]
+    words = [
+        "bench",
+        "optim",
+        "--large",
+        "/a/b/c.yaml",
+        "--json=x.json",
+        "train.runs_dir=/tmp",
+        "data.cache_dir=c",
+    ]
     assert command_line(words) == "python -m recipes bench optim --large c.yaml"
