@@ -174,9 +174,8 @@ def _forward(plan: _Plan, q, k, v, parts, scales) -> tuple[jax.Array, tuple]:
         total = total * shrink + jnp.sum(weights, -1, keepdims=True)
         return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
-    column = (*q.shape[:-1], 1)
-    lowest = jnp.full(column, -jnp.inf, wide)
-    start, _ = vary_alike(((jnp.zeros(q.shape, wide), lowest, jnp.zeros(column, wide)), q))
+    empty, column = (jnp.zeros_like(x, dtype=wide) for x in (q, q[..., :1]))
+    start, _ = vary_alike(((empty, jnp.full_like(column, -jnp.inf), column), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
     share = 1 / jnp.where(total == 0, 1, total)
     y = (average * share).astype(v.dtype)
@@ -207,7 +206,7 @@ def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
         dv = _put(dv, _at(dv, j) + _product(weights.astype(v.dtype), cotangent, 2, 2), j)
         return (dq, dk, dv), None
 
-    start, _ = vary_alike((tuple(jnp.zeros(x.shape, wide) for x in (q, k, v)), q))
+    start, _ = vary_alike((tuple(jnp.zeros_like(x, dtype=wide) for x in (q, k, v)), q))
     grads, _ = lax.scan(add, start, plan.pairs())
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv, None, tuple(map(jnp.zeros_like, scales))

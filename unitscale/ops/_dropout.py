@@ -63,4 +63,4 @@ def dropout(
     shape = [1 if i in alike else n for i, n in enumerate(data.shape)]
     mask = jax.random.bernoulli(key, 1 - rate, shape)
     kept = factor / (1 - rate)
-    return ScaledArray(jnp.where(mask, scale(data, kept, kept), jnp.zeros_like(data)), x_scale)
+    return ScaledArray(jnp.where(mask, scale(data, kept, kept), 0.0), x_scale)
