@@ -3,11 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import batch_over, nn, ops
@@ -59,6 +61,12 @@ def test_gradients_of_a_model(check: bool) -> None:
             assert relative_error(ours, expected) < 2**-18, name
 
 
+def explicit_mesh() -> Mesh:
+    """As `jax.make_mesh` makes it unless told otherwise."""
+    types = (AxisType.Explicit,)
+    return jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=types)
+
+
 def block(implementation: ops.Implementation, rate: float, policy: str) -> nnx.Module:
     attention = nn.MultiHeadAttention(
         2,
@@ -87,20 +95,45 @@ def block(implementation: ops.Implementation, rate: float, policy: str) -> nnx.M
 def test_a_mesh_whose_axes_are_part_of_the_type(
     implementation: ops.Implementation, rate: float, policy: str
 ) -> None:
-    """As `jax.make_mesh` makes it unless told otherwise."""
-
     @nnx.jit
     def gradients(model: Any, x: Any, labels: Any) -> Any:
         return nn.value_and_grad(lambda m: ops.softmax_cross_entropy(m(x), labels))(model)
 
     expected = jax.tree.leaves(gradients(block(implementation, rate, policy), X, LABELS))
-    mesh = jax.make_mesh(
-        (4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,)
-    )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(explicit_mesh()):
         x, labels = (jax.device_put(array, P("data")) for array in (X, LABELS))
         found = jax.tree.leaves(gradients(block(implementation, rate, policy), x, labels))
     # What was rounded the other way before a product in FP8 moves there by an ulp, 2^-3 of it.
     tolerance = 2**-16 if policy == "float32" else 2**-4
     for ours, whole in zip(found, expected, strict=True):
         assert np.linalg.norm(ours - whole) <= tolerance * np.linalg.norm(whole) + 1e-6
+
+
+@pytest.mark.parametrize("policy", ["float32", "fp8_delayed"])
+def test_a_language_model_on_such_a_mesh(policy: str) -> None:
+    ids = RNG.integers(0, 16, (8, 7))
+
+    def losses(ids: Any) -> list[float]:
+        rngs = nnx.Rngs(0)
+        embed = nn.Embed(16, 8, policy=policy, rngs=rngs)
+        recurrent = nn.RNN(nn.OptimizedLSTMCell(8, 8, policy=policy, rngs=rngs))
+        stack = nn.TransformerStack(2, 8, 2, 16, is_causal=True, policy=policy, rngs=rngs)
+        model = nnx.Sequential(embed, recurrent, stack)
+        optimizer = nn.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, ids: Any) -> Any:
+            def loss(model: Any) -> Any:
+                return model.layers[0].cross_entropy(model(ids[:, :-1]), ids[:, 1:])
+
+            value, grads = nn.value_and_grad(loss)(model)
+            optimizer.update(model, grads)
+            return value
+
+        return [float(step(model, optimizer, ids)) for _ in range(3)]
+
+    expected = losses(jnp.asarray(ids))
+    assert expected[-1] < expected[0]
+    with jax.set_mesh(explicit_mesh()):
+        found = losses(jax.device_put(ids, P("data")))
+    np.testing.assert_allclose(found, expected, rtol=1e-5 if policy == "float32" else 2e-3)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
 from tests.refusals import refuses
 from unitscale import ops
@@ -47,6 +48,31 @@ def test_rows_are_summed_wide() -> None:
     # 2048 + 1 is 2048 in float16: forty-nine ones after it would all be lost.
     cotangents = jnp.ones((100, 3), jnp.float16).at[0].set(2048)
     np.testing.assert_array_equal(vjp(cotangents)[0][0], np.float16((2048 + 49) * 0.02**0.5))
+
+
+PLACES = [P(), P("model"), P(None, "model"), P(None, "data"), P(("data", "model"))]
+
+
+@pytest.mark.parametrize("ids_place", [P(), P("data"), P("data", "model")], ids=str)
+@pytest.mark.parametrize("table_place", PLACES, ids=str)
+def test_rows_on_a_mesh_whose_axes_are_part_of_the_type(table_place: P, ids_place: P) -> None:
+    """Where JAX would have to be told what lies where."""
+    table, ids = np.random.default_rng(0).normal(size=(8, 4)), np.arange(24).reshape(4, 6) % 8
+    table = table.astype(np.float32)
+
+    def gradient(table, ids):
+        return jax.grad(lambda t: jnp.sum(jnp.sin(ops.embed(ids, t).value)))(table)
+
+    axes = {"axis_names": ("data", "model"), "axis_types": (AxisType.Explicit,) * 2}
+    mesh = jax.make_mesh((2, 2), devices=jax.devices()[:4], **axes)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(table, table_place), jax.device_put(ids, ids_place)
+        rows = ops.embed(placed[1], placed[0]).value
+        found = jax.jit(gradient)(*placed)
+    assert jax.typeof(rows).sharding.spec[:2] == (*ids_place, None, None)[:2]
+    assert jax.typeof(found).sharding == jax.typeof(placed[0]).sharding
+    np.testing.assert_array_equal(rows, table[ids])
+    np.testing.assert_allclose(found, gradient(jnp.asarray(table), ids), rtol=1e-6)
 
 
 def test_unit_variance_of_the_table_gradient() -> None:

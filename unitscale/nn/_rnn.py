@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from .. import ops
 from ..core import ScaledArray, narrow, vary_alike
@@ -116,12 +117,21 @@ class RNN(nnx.Module):
             return new, y.data
 
         # Inside shard_map the first state is that of this part of the batch, as all others are.
-        _, carry = vary_alike((data, self.cell.as_carry(carry)))
+        _, carry = vary_alike((data, _placed(self.cell.as_carry(carry), data)))
         carry, outputs = jax.lax.scan(step, carry, (data, jnp.arange(steps)), unroll=self.unroll)
         if reverse and keep_order:
             outputs = _flip(outputs, seq_lengths)
         y = ScaledArray(jnp.moveaxis(outputs, 0, axis))
         return (carry, y) if return_carry else y
+
+
+def _placed(carry: Carry, data: jax.Array) -> Carry:
+    """A state (..., features), on explicit axes divided as data (time, ..., features) are."""
+    spec = jax.typeof(data).sharding.spec
+    if not any(spec):
+        return carry
+    place = PartitionSpec(*spec[1:-1], None)
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, place), carry)
 
 
 def _uniform(x: ScaledArray) -> tuple[jax.Array, Any]:

@@ -1,29 +1,53 @@
 """Embedding look-up."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .. import rules
 from ..core import ScaledArray, custom_vjp, narrow, result_dtype, shards, widen
 from ._operands import ArrayLike, shape_error, unpack
 
 
-@partial(custom_vjp, nondiff_argnums=(2,))
-def _take(table, ids, factor):
-    return jnp.take(table, ids, axis=0).astype(result_dtype(table))
+class _Specs(NamedTuple):
+    """Of the table and of the rows, where explicit axes leave JAX in doubt of them."""
+
+    table: PartitionSpec | None = None
+    rows: PartitionSpec | None = None
+
+    @classmethod
+    def of(cls, table: jax.Array, ids: jax.Array) -> "_Specs":
+        """Rows lie as their ids do, and features as in the table on axes that these leave."""
+        own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
+        if not any((*own, *places)):
+            return cls()
+        used = set(jax.tree.leaves(tuple(places)))
+        features = (None if used & set(jax.tree.leaves(axes)) else axes for axes in own[1:])
+        return cls(own, PartitionSpec(*places, *features))
 
 
-def _take_fwd(table, ids, factor):
-    return _take(table, ids, factor), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
+def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
+    return table.at[ids].get(mode="fill", out_sharding=specs.rows)
 
 
-def _take_bwd(factor, residuals, cotangent):
+@partial(custom_vjp, nondiff_argnums=(2, 3))
+def _take(table, ids, factor, specs):
+    return _rows(table, ids, specs).astype(result_dtype(table))
+
+
+def _take_fwd(table, ids, factor, specs):
+    return _take(table, ids, factor, specs), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _take_bwd(factor, specs, residuals, cotangent):
     ids, like = residuals
     shape = (like.shape[0], *cotangent.shape[ids.ndim :])
     # Rows add up in float32 and are rounded once, after the factor.
-    total = jnp.zeros(shape, widen(cotangent).dtype).at[ids].add(widen(cotangent))
+    zeros = jnp.zeros(shape, widen(cotangent).dtype, out_sharding=specs.table)
+    total = zeros.at[ids].add(widen(cotangent), out_sharding=specs.table)
     return narrow(total if factor == 1 else total * factor, like.dtype), None
 
 
@@ -76,9 +100,9 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
     ids = jnp.where((ids < 0) | (ids >= vocab), rows, ids)
     (factor,) = rules.embed(vocab, max(ids.size, 1) * shards(ids)).bwd
     if scale is not None and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
-        scale = jnp.take(scale, ids, axis=0)  # one scale per row
+        scale = _rows(scale, ids, _Specs.of(scale, ids))  # one scale per row
     elif scale is not None and jnp.size(scale) > 1:
         scale = jnp.reshape(scale, scale.shape[-1:])  # one scale per feature
     elif scale is not None:
         scale = jnp.reshape(scale, ())
-    return ScaledArray(_take(data, ids, factor), scale)
+    return ScaledArray(_take(data, ids, factor, _Specs.of(data, ids)), scale)
