@@ -13,6 +13,7 @@ from ..core import ScaledArray, widen
 from ._dropout import Dropout
 from ._linear import Dense
 from ._param import NO_METADATA, Initializer, Metadata, unit_normal, zeros
+from ._placement import OutSharding, placed
 from ._policy import PolicyLike, as_policy
 
 
@@ -246,6 +247,8 @@ class MultiHeadAttention(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         factor: jax.Array | None = None,
+        out_sharding: OutSharding = None,
+        qkv_sharding: OutSharding = None,
     ) -> ScaledArray:
         """Attends from ``inputs_q`` to ``inputs_k`` (itself by default).
 
@@ -260,13 +263,17 @@ class MultiHeadAttention(nnx.Module):
             rngs: streams of keys for dropout, or a key; the layer's own by default.
             factor: multiplies the average over values, where the factor of this layer is data: a
                 number of `factor_over`.
+            out_sharding: how the output is divided over explicit axes; None for as it comes.
+            qkv_sharding: that of queries, keys and values (batch, time, heads, head features).
 
         Returns:
             ScaledArray (batch, time, out_features).
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
-        q, k, v = self._project(inputs_q, inputs_k, inputs_v, positions)
+        q, k, v = (
+            placed(x, qkv_sharding) for x in self._project(inputs_q, inputs_k, inputs_v, positions)
+        )
         y = self._attend(
             q,
             k,
@@ -279,7 +286,7 @@ class MultiHeadAttention(nnx.Module):
         )
         if factor is not None:
             y = y.map_data(lambda data: (widen(data) * factor).astype(data.dtype))
-        return self._merge(y)
+        return placed(self._merge(y), out_sharding)
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
         """Returns the factor in a context over that without one, at a number of keys."""

@@ -20,6 +20,7 @@ from ._param import (
     weight,
     zeros,
 )
+from ._placement import OutSharding, placed
 from ._policy import PolicyLike, as_policy
 
 
@@ -113,7 +114,7 @@ class Conv(nnx.Module):
         self.bias = nnx.data(bias)
         self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
-    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
         """Maps (*batch, *spatial, in_features) to (*batch, *spatial, out_features)."""
         x = self.policy.activation(x)
         leading = max(x.ndim - len(self.kernel_size) - 1, 0)
@@ -132,7 +133,8 @@ class Conv(nnx.Module):
             config=self.policy.matmul_for("weight"),
             state=read_state(self.amax),
         )
-        return y if leading == 1 else y.reshape(*batch, *y.shape[1:])
+        y = y if leading == 1 else y.reshape(*batch, *y.shape[1:])
+        return placed(y, out_sharding)
 
 
 def _sizes(value: int | Sequence[int] | None) -> int | tuple[int, ...]:

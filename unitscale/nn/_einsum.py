@@ -12,6 +12,7 @@ from ..quant._einsum import einsum_contraction, einsum_problem
 from ..rules import Constraint
 from ._amax_state import amax_state, read_state
 from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, vector, weight, zeros
+from ._placement import OutSharding, placed
 from ._policy import PolicyLike, as_policy
 
 
@@ -92,9 +93,9 @@ class Einsum(nnx.Module):
         self.bias = nnx.data(bias)
         self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
-    def __call__(self, inputs: ops.ArrayLike) -> ScaledArray:
-        """Maps inputs to their product with the kernel."""
-        return ops.einsum(
+    def __call__(self, inputs: ops.ArrayLike, *, out_sharding: OutSharding = None) -> ScaledArray:
+        """Maps inputs to their product with the kernel, divided over explicit axes as asked."""
+        y = ops.einsum(
             self.einsum_str,
             self.policy.activation(inputs),
             self.policy.weight(read(self.kernel), "weight"),
@@ -103,3 +104,4 @@ class Einsum(nnx.Module):
             config=self.policy.matmul_for("weight"),
             state=read_state(self.amax),
         )
+        return placed(y, out_sharding)

@@ -20,6 +20,7 @@ from ._param import (
     unpadded,
     weight,
 )
+from ._placement import OutSharding, placed
 from ._policy import PolicyLike, as_policy
 
 
@@ -87,20 +88,21 @@ class Embed(nnx.Module):
         )
         self.amax = nnx.data(amax_state(self.policy.matmul_for("readout")))
 
-    def __call__(self, ids: jax.Array) -> ScaledArray:
-        """Maps integer ids (...) to embeddings (..., features)."""
+    def __call__(self, ids: jax.Array, out_sharding: OutSharding = None) -> ScaledArray:
+        """Maps integer ids (...) to embeddings (..., features), which lie as their ids do."""
         rows = ops.embed(ids, read(self.embedding), vocab=self.num_embeddings)
-        return rows.astype(self.policy.compute_dtype)
+        return placed(rows.astype(self.policy.compute_dtype), out_sharding)
 
-    def attend(self, x: ops.ArrayLike) -> ScaledArray:
+    def attend(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
         """Maps (..., features) to logits (..., num_embeddings) with the transposed table."""
         table = self.policy.weight(unpadded(self.embedding), "readout")
-        return ops.readout(
+        y = ops.readout(
             self.policy.activation(x),
             table.T,
             config=self.policy.matmul_for("readout"),
             state=read_state(self.amax),
         )
+        return placed(y, out_sharding)
 
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]

@@ -21,6 +21,7 @@ from ._param import (
     weight,
     zeros,
 )
+from ._placement import OutSharding, placed
 from ._policy import Policy, PolicyLike, as_policy
 
 
@@ -149,9 +150,9 @@ class Dense(_Affine):
             bias_metadata=bias_metadata,
         )
 
-    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Maps (..., in_features) to (..., out_features)."""
-        return self._apply(ops.dense, x)
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """Maps (..., in_features) to (..., out_features), divided over explicit axes as asked."""
+        return placed(self._apply(ops.dense, x), out_sharding)
 
 
 Linear = Dense
@@ -228,9 +229,9 @@ class Readout(_Affine):
             padding=padding_of("Readout", out_features, pad_to_multiple_of),
         )
 
-    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Maps (..., in_features) to logits (..., out_features)."""
-        return self._apply(ops.readout, x)
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """Maps (..., in_features) to logits (..., out_features), divided as asked."""
+        return placed(self._apply(ops.readout, x), out_sharding)
 
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]

@@ -10,6 +10,7 @@ from ..core import ScaledArray
 from ..rules import Constraint
 from ._linear import Dense
 from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, weight, zeros
+from ._placement import OutSharding, placed
 from ._policy import PolicyLike, as_policy
 
 
@@ -167,6 +168,6 @@ class LoRALinear(Dense):
             b_metadata=b_metadata,
         )
 
-    def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Maps (..., in_features) to (..., out_features)."""
-        return self.lora.update(x, super().__call__(x))
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """Maps (..., in_features) to (..., out_features), divided over explicit axes as asked."""
+        return placed(self.lora.update(x, super().__call__(x)), out_sharding)

@@ -167,7 +167,7 @@ class TransformerLayer(nnx.Module):
 
         ``factors`` take the place of the layer's own where a `TransformerStack` scans over layers.
         """
-        options = {} if factors is None else {"factor": factors.attention}
+        options: dict[str, Any] = {} if factors is None else {"factor": factors.attention}
         x = self._branch(
             self.policy.activation(x),
             0,

@@ -119,9 +119,15 @@ def _sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out: lis
 
 
 def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns an array with the sharding of another, where its axes are explicit."""
-    sharding = jax.typeof(like).sharding
-    return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
+    """Returns an array with the sharding of another, where its axes are explicit.
+
+    What was made under no mesh, such as a parameter, lies whole on all devices of this one.
+    """
+    own, wanted = (jax.typeof(array).sharding for array in (x, like))
+    if own.spec == wanted.spec:
+        return x
+    mesh = own.mesh if wanted.mesh.empty else wanted.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, wanted.spec))
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out_dtype: Any) -> jax.Array:
