@@ -9,12 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from .. import rules
 from ..core import ScaledArray, custom_vjp, narrow, result_dtype, scale_bwd, shards, widen
-from ..core._vjp import varying
-from ..quant import QuantState
+from ._expert_axis import Places, divided_as, rows_of
 from ._grouped import Groups
 from ._linear import affine
 from ._operands import ArrayLike, shape_error, unpack, unpack_uniform
@@ -155,7 +153,7 @@ def route(
     operands = unpack("route", "x", x), unpack("route", "kernel", kernel)
     tokens, matrix = (ScaledArray(widen(data), scale) for data, scale in operands)
     product = affine("route", rule, tokens, matrix, None, "to_output_scale", None, None)
-    logits = widen(product.value).reshape(-1, product.shape[-1])
+    logits = rows_of(widen(product.value))
     values, experts = lax.top_k(logits * mult, top_k)
     if renormalize:
         gates = jax.nn.softmax(values)
@@ -234,7 +232,8 @@ def mixture(
         `grouped_dense` multiplies each group by its kernel. Where the mesh of the context
         (`jax.set_mesh`, or that of a `jax.shard_map` around) has the axis ``expert_axis``, each of
         its devices computes the experts that it has for all tokens that it sees, and the results
-        are summed over the axis.
+        are summed over the axis. Explicit axes that divide tokens go on dividing them; parameters
+        are gathered along those.
 
     Args:
         fn: function of rows (tokens * top_k, features), parameters, and the `Groups` of the rows,
@@ -280,77 +279,23 @@ def mixture(
         count, routing.top_k, mult=routing.mult, renormalize=routing.renormalize
     )
     total = max(routing.experts.size, 1) * routing.shards
-    ways, manual = _division(expert_axis, count)
-    if manual and ways > 1:
-        _check_manual(expert_axis, data)
+    places = Places.of(data, expert_axis, count)
 
-    def run(x, scale, gates, experts, params):
-        first = 0
-        if ways > 1:
-            first = lax.axis_index(expert_axis) * (count // ways)
-            # The devices' gradients of x add up in float32.
-            x = lax.pcast(widen(x), expert_axis, to="varying").astype(x.dtype)
-        own = experts - first
-        own = jnp.where((own >= 0) & (own < count // ways), own, count // ways)
-        order = _Order(own, count // ways)
-        rows = _dispatch(x, order.token, order.row, factors.bwd[2])
+    def run(x, scale, gates, chosen, params):
+        order = _Order(*places.own(chosen))
+        rows = _dispatch(places.seen(x), order.token, order.row, factors.bwd[2])
         y = fn(ScaledArray(rows, scale), params, Groups(order.sizes, total, count))
         y, y_scale = unpack_uniform("mixture", "fn(x)", y, (0, 1))
         dtype = result_dtype(y)
-        wide = jnp.float32 if ways > 1 else dtype
+        wide = dtype if places.ways == 1 else jnp.float32
         y = _combine(y, gates, order.token, order.row, factors, wide)
-        if ways > 1:
-            y = narrow(lax.psum(y, expert_axis), dtype)
-            y_scale = None if y_scale is None else lax.pmax(y_scale, expert_axis)
-        return y, y_scale
+        return places.total(y, y_scale, dtype)
 
-    flat = data.reshape(tokens, data.shape[-1])
-    args = flat.astype(result_dtype(flat)), scale, routing.gates, routing.experts, params
-    if ways > 1 and not manual:
-        whole = PartitionSpec()
-        run = jax.shard_map(
-            run,
-            in_specs=(whole, whole, whole, whole, _specs(params, count, expert_axis)),
-            out_specs=whole,
-            axis_names={expert_axis},
-        )
-    y, y_scale = run(*args)
-    return ScaledArray(y.reshape(*data.shape[:-1], y.shape[-1]), y_scale)
-
-
-def _division(axis: str, count: int) -> tuple[int, bool]:
-    """Over how many devices experts are divided, and whether a shard_map around does it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    ways = mesh.shape.get(axis, 1)
-    if count % ways:
-        raise ValueError(
-            f"unitscale.ops.mixture: the {ways} devices of the axis {axis!r} must divide the "
-            f"{count} experts. Change the mesh, or name another axis with expert_axis=."
-        )
-    return ways, axis in mesh.manual_axes
-
-
-def _check_manual(axis: str, x: jax.Array) -> None:
-    if axis not in varying(lax.axis_index(axis)):
-        raise ValueError(
-            f"unitscale.ops.mixture: inside of jax.shard_map over {axis!r} gradients need "
-            "check_vma=True; got False."
-        )
-    if axis in varying(x):
-        raise ValueError(
-            f"unitscale.ops.mixture: each device of the axis {axis!r} must see the same tokens; "
-            "got tokens that vary over it. Divide the batch over another axis."
-        )
-
-
-def _specs(params: Any, count: int, axis: str) -> Any:
-    """Arrays with a leading dimension of the experts are divided along it, others are whole."""
-
-    def spec(x: Any) -> Any:
-        divided = not isinstance(x, QuantState) and jnp.shape(x)[:1] == (count,)
-        return PartitionSpec(axis) if divided else PartitionSpec()
-
-    return jax.tree.map(spec, params, is_leaf=lambda x: isinstance(x, QuantState))
+    flat = rows_of(data)
+    flat = flat.astype(result_dtype(flat))
+    y, y_scale = places.map(run, flat, scale, routing.gates, routing.experts, params)
+    y = divided_as(y.reshape(*data.shape[:-1], y.shape[-1]), data)
+    return ScaledArray(y, y_scale)
 
 
 @partial(custom_vjp, nondiff_argnums=(2,))
