@@ -1,7 +1,8 @@
 """What a config amounts to before anything is allocated: parameters, FLOPs, bytes.
 
 Everything is read from shapes and from the lowered program, so a model that no machine here could
-hold is described in a minute.
+hold is described in a minute. What a step costs is counted for one and for two layers where all are
+alike: each of the others costs what the second one does.
 """
 
 import math
@@ -56,11 +57,10 @@ class Description(NamedTuple):
 def describe(config: RunConfig) -> Description:
     """Traces and lowers the training step of a config on shapes alone."""
     config = config.resumed  # the shapes are the config's: the weights of a folder are not read
-    graphdef, _, (state, batch, _) = abstract_step(config)
-    loss = make_loss(graphdef, deterministic=False)
+    _, _, (state, _, _) = abstract_step(config)
     with attention_paths() as taken:
-        gradients = jax.eval_shape(_gradients(loss, config), state.params, state.rest, batch)
-    flops, activations = _cost(config)
+        (gradients,) = _over_layers(config, _gradient_bytes)
+    flops, activations = _over_layers(config, _cost)
     parameters: dict[str, int] = {}
     frozen, _ = nnx.split_state(state.rest, Frozen, ...)
     for tree in (state.params, frozen):
@@ -75,7 +75,7 @@ def describe(config: RunConfig) -> Description:
         sum(math.prod(leaf.shape) for leaf in leaves),
         bytes_of(state.params),
         bytes_of(frozen),
-        bytes_of(gradients),
+        gradients,
         bytes_of(state.opt_state),
         activations,
         tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
@@ -90,6 +90,16 @@ def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
     modes = get_args(type(shape).model_fields["remat"].annotation)
     shapes = {mode: shape.model_copy(update={"remat": mode}) for mode in modes}
     return {mode: config.model_copy(update={"model": other}) for mode, other in shapes.items()}
+
+
+def _over_layers(config: RunConfig, count: Callable[[RunConfig], tuple]) -> tuple:
+    """The numbers that ``count`` gives, those of many equal layers from those of one and of two."""
+    shape = getattr(config, "model", None)
+    if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.policies:
+        return count(config)
+    few = (shape.model_copy(update={"layers": n}) for n in (1, 2))
+    one, two = (count(config.model_copy(update={"model": shape})) for shape in few)
+    return tuple(a + (shape.layers - 1) * (b - a) for a, b in zip(one, two, strict=True))
 
 
 def _cost(config: RunConfig) -> tuple[float, int]:
@@ -134,15 +144,17 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, (ClosedJaxpr, Jaxpr))
 
 
-def _gradients(loss: Any, config: RunConfig) -> Any:
-    """The gradient by parameters as the step has it: plain arrays, or scaled ones under scalify."""
+def _gradient_bytes(config: RunConfig) -> tuple[int]:
+    """Those of gradients as the step has them: plain arrays, or scaled ones under scalify."""
+    graphdef, _, (state, batch, _) = abstract_step(config)
+    loss = make_loss(graphdef, deterministic=False)
     by = jax.grad if config.scalify else grad
 
     def differentiate(params: Any, rest: Any, batch: Any) -> Any:
         amax, of_amax = over_amax(loss, rest)
         return by(of_amax, (0, 1), allow_int=True)(params, amax, batch)[0]
 
-    return differentiate
+    return (bytes_of(jax.eval_shape(differentiate, state.params, state.rest, batch)),)
 
 
 def report(config: RunConfig) -> Iterator[str]:
@@ -173,7 +185,7 @@ def report(config: RunConfig) -> Iterator[str]:
     yield f"in all        {sum(kept.values()) + size * facts.activations:>22,} bytes"
     for mode, other in _by_remat(config).items():
         known = facts.flops, facts.activations
-        flops, activations = known if other == config else _cost(other)
+        flops, activations = known if other == config else _over_layers(other, _cost)
         yield (
             f"  model.remat={mode:<6}{activations:>16,} bytes an example, "
             f"{flops:.4g} FLOPs a step, {flops / facts.flops:.2f} times"
@@ -186,7 +198,8 @@ def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int
     """Bytes that the backward pass of `size` examples is given, parameters included."""
 
     def backward(params: Any, rest: Any, batch: Any) -> Any:
-        return jax.vjp(lambda params: loss(params, rest, batch), params)[1]
+        amax, of_amax = over_amax(loss, rest)
+        return jax.vjp(lambda params, amax: of_amax(params, amax, batch), params, amax)[1]
 
     data = config.data.model_copy(update={"batch_size": size})
     batch = recipe_of(config).abstract_batch(config.model_copy(update={"data": data}))

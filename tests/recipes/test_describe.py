@@ -128,6 +128,28 @@ def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -
     assert auto.activations < plain.activations
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt/parity.yaml", ["policy=fp8_delayed", "model.dropout=0.1"]),
+        ("gpt/parity.yaml", ["model.remat=dots", "optimizer.moments=[float8_e4m3fn, float16]"]),
+        ("gpt/parity.yaml", ["model.remat=layer", "model.scan=true"]),
+        ("gpt/parity.yaml", ["model.library=plain", "optimizer.umup=false", "policy=float16"]),
+        ("bert/large.yaml", []),
+    ],
+)
+def test_layers_that_are_alike_are_counted_by_two(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["model.width=16", "model.heads=2", "model.layers=4", "data.sequence_length=16"]
+    config = load_config(CONFIGS / name, [*small, *words])
+    facts = describe(config)
+    monkeypatch.setattr("recipes.describe._over_layers", lambda config, count: count(config))
+    # Where a factor is 1 XLA leaves out a multiplication.
+    whole = describe(config)
+    assert facts == whole._replace(flops=pytest.approx(whole.flops, rel=1e-4))
+
+
 def test_every_turn_of_a_loop_counts() -> None:
     """Also of a loop in a loop; XLA counts one."""
 
