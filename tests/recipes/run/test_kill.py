@@ -101,7 +101,7 @@ def test_stopped_and_started_again_it_is_the_run_never_stopped(
         child, ended = start("stopped")
         step = STEPS * (restart + 1) // (RESTARTS + 4) - draw.randrange(10)
         while all(row[0] < step for row in rows(folder)):
-            time.sleep(0.001)
+            time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.02))  # between two lines, or while a checkpoint is written
         os.kill(child, number)
         # SIGTERM saves and ends with 143; a process that does not train yet just ends.

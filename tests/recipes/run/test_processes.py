@@ -152,7 +152,7 @@ def test_lost_processes(start: Start, config_file: Path) -> None:
         pair = start("name=lost", *cut, "--heartbeat", "5")
         while all(row[0] < step for row in losses(folder)):
             assert pair.processes[victim].poll() is None, pair.ends()
-            time.sleep(0.001)
+            time.sleep(0.01)
         before = saved(folder)
         pair.processes[victim].send_signal(blow)
         left = pair.end(1 - victim)
