@@ -230,15 +230,15 @@ def test_experts_on_many_devices(axes, policy) -> None:
         assert error <= {"float32": 1e-5, "fp8": 4 * float(jnp.finfo("bfloat16").eps)}[policy]
 
 
-@pytest.mark.parametrize("policy", ["float32", "fp8_delayed"])
 @pytest.mark.parametrize(
-    ("axes", "spec"),
+    ("axes", "spec", "policy"),
     [
-        ({"data": 4}, P("data")),
-        ({"expert": 4}, P()),
-        ({"data": 2, "expert": 2}, P(("data", "expert"))),
-        ({"data": 2, "context": 2}, P("data", "context")),
-        ({"data": 2, "tensor": 2}, P("data", None, "tensor")),
+        ({"data": 4}, P("data"), "float32"),
+        ({"expert": 4}, P(), "float32"),
+        ({"data": 2, "expert": 2}, P(("data", "expert")), "float32"),
+        ({"data": 2, "expert": 2}, P("data"), "fp8_delayed"),
+        ({"data": 2, "context": 2}, P("data", "context"), "float32"),
+        ({"data": 2, "tensor": 2}, P("data", None, "tensor"), "float32"),
     ],
 )
 def test_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -> None:

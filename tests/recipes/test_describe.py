@@ -131,11 +131,22 @@ def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt/parity.yaml", ["policy=fp8_delayed", "model.dropout=0.1"]),
-        ("gpt/parity.yaml", ["model.remat=dots", "optimizer.moments=[float8_e4m3fn, float16]"]),
         ("gpt/parity.yaml", ["model.remat=layer", "model.scan=true"]),
-        ("gpt/parity.yaml", ["model.library=plain", "optimizer.umup=false", "policy=float16"]),
-        ("bert/large.yaml", []),
+        *(
+            pytest.param(name, words, marks=pytest.mark.slow)
+            for name, words in (
+                ("gpt/parity.yaml", ["policy=fp8_delayed", "model.dropout=0.1"]),
+                (
+                    "gpt/parity.yaml",
+                    ["model.remat=dots", "optimizer.moments=[float8_e4m3fn, float16]"],
+                ),
+                (
+                    "gpt/parity.yaml",
+                    ["model.library=plain", "optimizer.umup=false", "policy=float16"],
+                ),
+                ("bert/large.yaml", []),
+            )
+        ),
     ],
 )
 def test_layers_that_are_alike_are_counted_by_two(
