@@ -98,7 +98,7 @@ def _over_layers(config: RunConfig, count: Callable[[RunConfig], tuple]) -> tupl
     if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.policies:
         return count(config)
     few = (shape.model_copy(update={"layers": n}) for n in (1, 2))
-    one, two = (count(config.model_copy(update={"model": shape})) for shape in few)
+    one, two = (count(config.model_copy(update={"model": other})) for other in few)
     return tuple(a + (shape.layers - 1) * (b - a) for a, b in zip(one, two, strict=True))
 
 
