@@ -9,9 +9,9 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
-from tests.parallel.devices import mesh_of, relative_error
+from tests.parallel.devices import explicit_mesh, mesh_of, relative_error
 from unitscale import batch_over, nn, ops
 
 RNG = np.random.default_rng(0)
@@ -61,12 +61,6 @@ def test_gradients_of_a_model(check: bool) -> None:
             assert relative_error(ours, expected) < 2**-18, name
 
 
-def explicit_mesh() -> Mesh:
-    """As `jax.make_mesh` makes it unless told otherwise."""
-    types = (AxisType.Explicit,)
-    return jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=types)
-
-
 def block(implementation: ops.Implementation, rate: float, policy: str) -> nnx.Module:
     attention = nn.MultiHeadAttention(
         2,
@@ -100,7 +94,7 @@ def test_a_mesh_whose_axes_are_part_of_the_type(
         return nn.value_and_grad(lambda m: ops.softmax_cross_entropy(m(x), labels))(model)
 
     expected = jax.tree.leaves(gradients(block(implementation, rate, policy), X, LABELS))
-    with jax.set_mesh(explicit_mesh()):
+    with jax.set_mesh(explicit_mesh(data=4)):
         x, labels = (jax.device_put(array, P("data")) for array in (X, LABELS))
         found = jax.tree.leaves(gradients(block(implementation, rate, policy), x, labels))
     # What was rounded the other way before a product in FP8 moves there by an ulp, 2^-3 of it.
@@ -134,6 +128,6 @@ def test_a_language_model_on_such_a_mesh(policy: str) -> None:
 
     expected = losses(jnp.asarray(ids))
     assert expected[-1] < expected[0]
-    with jax.set_mesh(explicit_mesh()):
+    with jax.set_mesh(explicit_mesh(data=4)):
         found = losses(jax.device_put(ids, P("data")))
     np.testing.assert_allclose(found, expected, rtol=1e-5 if policy == "float32" else 2e-3)

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from tests.gradients import jit
 from tests.modules import build
+from tests.parallel.devices import explicit_mesh
 from tests.refusals import refuses
 from unitscale import nn, ops, parallel, rules
 
@@ -262,10 +263,7 @@ def test_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -> None:
         return jax.tree.leaves((out, [(state.scale, state.history) for state in states]))
 
     expected = everything(x, cotangent)
-    types = (AxisType.Explicit,) * len(axes)
-    devices = jax.devices()[:4]
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=types)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(explicit_mesh(**axes)):
         found = everything(*(jax.device_put(array, spec) for array in (x, cotangent)))
     # In FP8 layers compute in bfloat16, and what rounds the other way there moves by an ulp.
     tolerance = {"float32": 2**-17, "fp8_delayed": 2**-7}[policy]

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh
 from unitscale import nn
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
@@ -28,8 +29,7 @@ PLACES = [P("data", None, "model"), P(None, None, None), P(None, "data", None)]
 
 @pytest.fixture
 def mesh() -> Any:
-    axes = {"axis_names": ("data", "model"), "axis_types": (AxisType.Explicit,) * 2}
-    return jax.make_mesh((2, 2), devices=jax.devices()[:4], **axes)
+    return explicit_mesh(data=2, model=2)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh
 from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray
@@ -63,9 +64,7 @@ def test_rows_on_a_mesh_whose_axes_are_part_of_the_type(table_place: P, ids_plac
     def gradient(table, ids):
         return jax.grad(lambda t: jnp.sum(jnp.sin(ops.embed(ids, t).value)))(table)
 
-    axes = {"axis_names": ("data", "model"), "axis_types": (AxisType.Explicit,) * 2}
-    mesh = jax.make_mesh((2, 2), devices=jax.devices()[:4], **axes)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(explicit_mesh(data=2, model=2)):
         placed = jax.device_put(table, table_place), jax.device_put(ids, ids_place)
         rows = ops.embed(placed[1], placed[0]).value
         found = jax.jit(gradient)(*placed)

@@ -4,17 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh
 from unitscale.ops._expert_axis import Places, divided_as, rows_of
 
 X = np.arange(48, dtype=np.float32).reshape(4, 4, 3)
-
-
-def explicit_mesh() -> jax.sharding.Mesh:
-    names = ("data", "expert")
-    types = (AxisType.Explicit,) * 2
-    return jax.make_mesh((2, 2), names, devices=jax.devices()[:4], axis_types=types)
 
 
 def test_one_device() -> None:
@@ -37,12 +32,14 @@ def test_one_device() -> None:
     ],
 )
 def test_axes_that_are_part_of_the_type(spec: P, rows: P, tokens: tuple[str, ...]) -> None:
-    with jax.set_mesh(explicit_mesh()):
+    with jax.set_mesh(explicit_mesh(data=2, expert=2)):
         x = jax.device_put(X, spec)
         places = Places.of(x, "expert", 4)
         assert (places.ways, places.tokens) == (2, tokens)
         found = jax.jit(rows_of)(x)
-        assert found.sharding.is_equivalent_to(NamedSharding(explicit_mesh(), rows), 2)
+        assert found.sharding.is_equivalent_to(
+            NamedSharding(explicit_mesh(data=2, expert=2), rows), 2
+        )
         np.testing.assert_array_equal(found, X.reshape(16, 3))
         back = jax.jit(lambda y, x: divided_as(y.reshape(x.shape), x))(found, x)
         assert back.sharding.is_equivalent_to(x.sharding, 3)
@@ -51,10 +48,10 @@ def test_axes_that_are_part_of_the_type(spec: P, rows: P, tokens: tuple[str, ...
 
 def test_features_that_are_divided() -> None:
     """One token alone has none to divide."""
-    with jax.set_mesh(explicit_mesh()):
+    with jax.set_mesh(explicit_mesh(data=2, expert=2)):
         x = jax.device_put(X[..., :2], P("data", None, "expert"))
         rows = rows_of(x)
-        whole = NamedSharding(explicit_mesh(), P("data"))
+        whole = NamedSharding(explicit_mesh(data=2, expert=2), P("data"))
         assert rows.sharding.is_equivalent_to(whole, 2)
         assert divided_as(rows.reshape(4, 4, 2), x).sharding.is_equivalent_to(whole, 3)
         assert rows_of(jax.device_put(X[0, :2, 0], P("data"))).shape == (1, 2)

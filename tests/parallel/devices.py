@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from unitscale.parallel import make_mesh
 
@@ -13,6 +13,13 @@ from unitscale.parallel import make_mesh
 def mesh_of(**axes: int) -> Mesh:
     """A mesh over the first devices."""
     return make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+
+
+def explicit_mesh(**axes: int) -> Mesh:
+    """One whose axes are part of types, as those of `jax.make_mesh` are unless told otherwise."""
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    types = (AxisType.Explicit,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=types)
 
 
 def on_each(f: Callable[..., Any], devices: int, out: Any = None, **kwargs: Any) -> Callable:

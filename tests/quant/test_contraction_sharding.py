@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh
 from unitscale.quant import Contraction, Dynamic, MatmulConfig, contract
 
 SPEC = Contraction("btk", "kn", "btn")
@@ -32,7 +33,7 @@ CONFIGS = {
     ],
 )
 def test_value_and_gradients_are_those_of_one_device(x_spec: P, w_spec: P) -> None:
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = explicit_mesh(data=2, model=2)
 
     def loss(x: Any, w: Any, config: MatmulConfig | None) -> jax.Array:
         return jnp.sum(jnp.sin(contract(x, w, SPEC, config=config, out_dtype=jnp.float32)))

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
 
@@ -87,7 +88,7 @@ SPREADING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", SPREADING)
 def test_shardings_that_are_part_of_the_type(name: str) -> None:
     program = jax.jit(SPREADING[name])
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))
+    mesh = explicit_mesh(d=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("d")))
         expected = program(x)
