@@ -1,5 +1,6 @@
 """What became of the products of a program for an H200, read from its text."""
 
+import math
 import re
 
 FP8_GEMM = "__cublas$lt$matmul$f8"
@@ -11,7 +12,10 @@ def library_calls(program: str) -> list[str]:
 
 
 def gemms(program: str) -> list[tuple[str, list[str], float]]:
-    """Each FP8 product: type of its result, types of its operands, and the alpha folded into it."""
+    """Each FP8 product: type of its result, types of its operands, the factor folded into it.
+
+    That is alpha times the two scales which an FP8 product has, where they are constants.
+    """
     found = []
     for line in program.splitlines():
         if FP8_GEMM not in line or "custom-call(" not in line:
@@ -21,11 +25,28 @@ def gemms(program: str) -> list[tuple[str, list[str], float]]:
         operands = re.search(r"custom-call\((.*?)\), custom_call_target", line)
         if result is None or alpha is None or operands is None:
             raise ValueError(f"XLA prints its products in another way: {line}")
-        names = [o.split()[-1].lstrip("%") for o in operands.group(1).split(", ") if o.strip()]
-        found.append(
-            (result.group(1), [_type(program, n) for n in names[:2]], float(alpha.group(1)))
-        )
+        names = _names(operands.group(1))
+        factor = float(alpha.group(1)) * math.prod(_number(program, n) for n in names[2:4])
+        found.append((result.group(1), [_type(program, n) for n in names[:2]], factor))
     return found
+
+
+def _number(program: str, name: str) -> float:
+    """A constant, which may have passed through a tuple; NaN if it is none."""
+    defined = re.search(rf"%?{re.escape(name)} = \S+ ([\w-]+)\((.*?)\)(?:, index=(\d+))?", program)
+    if defined is None:
+        return math.nan
+    kind, given, index = defined.groups()
+    if kind == "constant":
+        return float(given)
+    if kind != "get-tuple-element":
+        return math.nan
+    tuple_ = re.search(rf"%?{re.escape(given.lstrip('%'))} = .*? tuple\((.*?)\)", program)
+    return math.nan if tuple_ is None else _number(program, _names(tuple_.group(1))[int(index)])
+
+
+def _names(operands: str) -> list[str]:
+    return [o.split()[-1].lstrip("%") for o in operands.split(", ") if o.strip()]
 
 
 def _type(program: str, name: str) -> str:

@@ -25,7 +25,7 @@ def main(
     config: ConfigPath = None,
     data: DataPaths = None,
     policies: Annotated[
-        str, typer.Option(help="what is compared with float32, of float16 and fp8")
+        str, typer.Option(help="what is compared with float32: float16, fp8, fp8-readout")
     ] = "float16,fp8",
     gradients: Annotated[
         bool, typer.Option(help="also count the gradients that float16 loses")

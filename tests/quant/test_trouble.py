@@ -61,7 +61,8 @@ def mlps(policy: str) -> tuple[Any, Any]:
 def test_the_backward_of_layers_keeps_less_than_in_bfloat16(policy: str) -> None:
     """Per token and MLP: in bfloat16 2 w + 4 w before and 4 w after gelu, in FP8 half of w + 4 w.
 
-    Weights are saved in 8 bits too. Scales, the most of them with blocks, are a 32nd of that.
+    Weights are saved in 8 bits too. Scales, the most of them with blocks, are a 32nd of that. Each
+    product keeps the two factors of its gradients.
     """
 
     def kept(policy: str) -> int:
@@ -69,9 +70,9 @@ def test_the_backward_of_layers_keeps_less_than_in_bfloat16(policy: str) -> None
         vjp = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], *args)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
 
-    activations, weights = 4 * 8192 * 256 * (1 + 4), 4 * 2 * 256 * 1024
+    activations, weights, factors = 4 * 8192 * 256 * (1 + 4), 4 * 2 * 256 * 1024, 4 * 2 * 2 * 4
     saved = kept("bfloat16") - kept(policy)
-    assert saved >= (activations + weights) * (1 - 1 / 32)
+    assert saved >= (activations + weights) * (1 - 1 / 32) - factors
 
 
 @pytest.mark.h200

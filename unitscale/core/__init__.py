@@ -5,7 +5,13 @@ Everything else in the library stands on this package, which needs jax, numpy an
 
 from ._arithmetic import result_dtype as result_dtype
 from ._batch import batch_over as batch_over, shards as shards
-from ._cast import CastRounding as CastRounding, cast as cast, narrow as narrow, widen as widen
+from ._cast import (
+    CastRounding as CastRounding,
+    cast as cast,
+    narrow as narrow,
+    stored as stored,
+    widen as widen,
+)
 from ._convert import (
     as_scaled as as_scaled,
     is_scaled as is_scaled,

@@ -18,6 +18,7 @@ from ..core import (
     narrow,
     result_dtype,
     safe_scale,
+    stored,
     to_float,
     widen,
 )
@@ -32,7 +33,9 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype):
         for x, ratio, variable, weight in zip(operands, ratios, traced, weights, strict=True)
     )
     left, right = terms
-    return narrow(left + right, out_dtype)
+    y = narrow(left + right, out_dtype)
+    # What is read again by every later layer and its gradient, as a residual stream is.
+    return stored(y) if y.dtype.itemsize == 2 else y
 
 
 def _combine_fwd(operands, ratios, traced, weights, bwd, out_dtype):

@@ -114,12 +114,15 @@ def dot_product_attention(
         mean_square=mean_square,
         constraint=constraint,
     )
+    dtype, shared = output_dtype(v), result_dtype(qd, kd, vd)
     # The cotangent is multiplied by v's factor before the softmax shrinks it; q and k differ from
-    # it only where the constraint lets them.
-    common = factors.bwd[2]
-    qd, kd = scale_bwd(qd, factors.bwd[0] / common), scale_bwd(kd, factors.bwd[1] / common)
-    dtype = output_dtype(v)
-    qd, kd, vd = (x.astype(result_dtype(qd, kd, vd)) for x in (qd, kd, vd))
+    # it only where the constraint lets them. bfloat16 has the range for the gradients as they are,
+    # whose factors fuse with what reads them; the cotangent of a fused kernel would be written.
+    common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
+    qd, kd, vd = (
+        scale_bwd(x, factor / common).astype(shared)
+        for x, factor in zip((qd, kd, vd), factors.bwd, strict=True)
+    )
     rate = 0.0 if deterministic else dropout_rate
     # One that is static is 1.
     scales = [s for s in bounded_product(qs, ks) if s is not None and not isinstance(s, int)]

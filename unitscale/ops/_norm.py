@@ -1,9 +1,5 @@
 """Normalization: of layers, by RMS, of groups and of batches."""
 
-import dataclasses
-import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,74 +8,8 @@ from jax import lax
 
 from .. import rules
 from ..core import ScaledArray, shards, to_float, widen
+from ._normalized import Affine, Normalize, Standardize, normalized
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack, unpack_uniform
-from ._wide import wide_op
-
-
-@dataclasses.dataclass(frozen=True)
-class _Normalize:
-    """``(x - mean) / sqrt(var + eps / scale^2) * gain + bias``, the mean only if centered.
-
-    Data is normalized, not the value: dividing eps by scale^2 gives the same result, without a
-    product that could leave the range. With ``groups``, the last axis is divided into them before
-    ``axes`` are averaged over.
-    """
-
-    eps: float
-    centered: bool
-    has_gain: bool
-    axes: tuple[int, ...] = (-1,)
-    groups: int | None = None
-
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        *affine, x_scale, gain_scale, bias_scale = args
-        shape = x.shape
-        if self.groups is not None:
-            x = x.reshape(*shape[:-1], self.groups, -1)
-            if x_scale is not None and x_scale.ndim:
-                x_scale = x_scale[..., None]
-        if self.centered:
-            x = x - jnp.mean(x, axis=self.axes, keepdims=True)
-        square = jnp.mean(jnp.square(x), axis=self.axes, keepdims=True)
-        y = x * _inverse_root(square, self.eps, x_scale)
-        return _affine(y.reshape(shape), affine, gain_scale, bias_scale, self.has_gain)
-
-
-def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
-    """Returns (square + eps / scale^2)^-1/2.
-
-    A constant where the square is 0, so that a derivative beyond the range is not multiplied by 0.
-    """
-    scale = jnp.ones((), square.dtype) if scale is None else scale.astype(square.dtype)
-    root = math.sqrt(eps)
-    is_zero = square == 0
-    inverse = lax.rsqrt(jnp.where(is_zero, 1, square) + jnp.square(root / scale))
-    return jnp.where(is_zero, scale / root, inverse)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Standardize:
-    """``(x - mean) / sqrt(var + eps) * gain + bias`` of values, with a given mean and variance."""
-
-    eps: float
-    has_gain: bool
-
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        *affine, x_scale, gain_scale, bias_scale, mean, var = args
-        x = x if x_scale is None else x * x_scale
-        y = (x - mean) * lax.rsqrt(var + self.eps)
-        return _affine(y, affine, gain_scale, bias_scale, self.has_gain)
-
-
-def _affine(y: jax.Array, affine: list[Any], gain_scale, bias_scale, has_gain: bool) -> jax.Array:
-    leading = tuple(range(y.ndim - 1))
-    gain = affine[0] if has_gain else None
-    bias = affine[-1] if len(affine) > has_gain else None
-    if gain is not None:
-        y = y * jnp.expand_dims(gain if gain_scale is None else gain * gain_scale, leading)
-    if bias is not None:
-        y = y + jnp.expand_dims(bias if bias_scale is None else bias * bias_scale, leading)
-    return y
 
 
 def _normalize(
@@ -87,20 +17,19 @@ def _normalize(
     x: ArrayLike,
     gain: ArrayLike | None,
     bias: ArrayLike | None,
-    eps: float,
-    function: Callable[[bool], Callable[..., jax.Array]],
+    how: Normalize | Standardize,
     axes: tuple[int, ...] = (-1,),
-    statistics: tuple[jax.Array, ...] = (),
+    given: tuple[jax.Array, ...] = (),
 ) -> ScaledArray:
-    """Applies ``function``, which is told whether there is a gain, with gain and bias."""
+    """Normalizes along ``axes``, with statistics that are given or its own; then gain and bias."""
     data, scale = unpack_uniform(op, "x", x, axes)
-    if not eps >= 0:
-        raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {eps!r}")
+    if not how.eps >= 0:
+        raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {how.eps!r}")
     features = data.shape[-1]
-    affine, scales = [], []
-    for name, parameter in (("gain", gain), ("bias", bias)):
+    affine: list[Any] = [None, None]
+    scales: list[Any] = [None, None]
+    for i, (name, parameter) in enumerate((("gain", gain), ("bias", bias))):
         if parameter is None:
-            scales.append(None)
             continue
         p, p_scale = unpack(op, name, parameter)
         if p.shape != (features,):
@@ -111,20 +40,11 @@ def _normalize(
                 x=data.shape,
                 **{name: p.shape},
             )
-        affine.append(p)
-        scales.append(scale_argument(p_scale))
+        affine[i], scales[i] = p, scale_argument(p_scale)
     factors = rules.norm(features, max(data.size, features) * shards(data))
-    bwd = (factors.bwd[0], *factors.bwd[1 : 1 + len(affine)])
-    y = wide_op(
-        function(gain is not None),
-        data,
-        *affine,
-        fwd=factors.fwd,
-        bwd=bwd,
-        constants=(scale_argument(scale), *scales, *statistics),
-        out_dtype=output_dtype(x),
-    )
-    return ScaledArray(y)
+    constants = scale_argument(scale), Affine(*scales), given
+    dtype = jnp.dtype(output_dtype(x))
+    return ScaledArray(normalized(how, factors, dtype, data, Affine(*affine), constants))
 
 
 def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
@@ -170,7 +90,7 @@ def layer_norm(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
     """
     _rank("layer_norm", x, 1, "(..., features)")
-    return _normalize("layer_norm", x, gain, bias, eps, partial(_Normalize, float(eps), True))
+    return _normalize("layer_norm", x, gain, bias, Normalize(float(eps), True))
 
 
 def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) -> ScaledArray:
@@ -202,7 +122,7 @@ def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) 
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (RMSNorm).
     """
     _rank("rms_norm", x, 1, "(..., features)")
-    return _normalize("rms_norm", x, gain, None, eps, partial(_Normalize, float(eps), False))
+    return _normalize("rms_norm", x, gain, None, Normalize(float(eps), False))
 
 
 def group_norm(
@@ -249,11 +169,9 @@ def group_norm(
             f"{num_groups} groups, x {tuple(x.shape)}"
         )
     positions = tuple(range(1, rank - 1))
-
-    def function(has_gain: bool) -> _Normalize:
-        return _Normalize(float(eps), True, has_gain, (*positions, -1), num_groups)
-
-    return _normalize("group_norm", x, gain, bias, eps, function, (*positions, -1))
+    axes = (*positions, -1)
+    how = Normalize(float(eps), True, axes, num_groups)
+    return _normalize("group_norm", x, gain, bias, how, axes)
 
 
 def batch_norm(
@@ -307,13 +225,10 @@ def batch_norm(
                     x=x.shape,
                     **{name: array.shape},
                 )
-        function = partial(_Standardize, float(eps))
-        return _normalize("batch_norm", x, gain, bias, eps, function, rows, statistics)
-
-    def normalize(has_gain: bool) -> _Normalize:
-        return _Normalize(float(eps), True, has_gain, (*rows, -1), x.shape[-1])
-
-    return _normalize("batch_norm", x, gain, bias, eps, normalize, rows)
+        how = Standardize(float(eps))
+        return _normalize("batch_norm", x, gain, bias, how, rows, statistics)
+    how = Normalize(float(eps), True, (*rows, -1), x.shape[-1])
+    return _normalize("batch_norm", x, gain, bias, how, rows)
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:

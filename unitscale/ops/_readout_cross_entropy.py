@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import bounded_product, custom_vjp, narrow, shards, vary_alike, widen
+from ..core import bounded_product, custom_vjp, narrow, shards, widen
 from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, watched
 from ..rules import Constraint
 from ._loss import (
@@ -27,9 +27,10 @@ from ._loss import (
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack_uniform
 
 OP = "readout_cross_entropy"
-# Logits that a chunk may have: 1,024 tokens of 50,257 classes, 256 MiB in float32. Every chunk adds
-# to the whole gradient of the kernel, so that smaller ones cost time.
-MOST_LOGITS = 2**26
+# Logits that a chunk may have: 2,048 tokens of 50,257 classes, 512 MiB in float32. Every chunk adds
+# to the whole gradient of the kernel, so that smaller ones cost time: on an H200 with half as many
+# tokens that product waits for memory.
+MOST_LOGITS = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +90,22 @@ def _join(rows: Any, tokens: int) -> Any:
 
 
 def _over_chunks(body: Callable[[_Rows], tuple[Any, Any]], rows: _Rows, chunks: int) -> Any:
-    """Adds up what ``body`` returns first, and joins what it returns second for each token."""
+    """Adds up what ``body`` returns first, and joins what it returns second for each token.
+
+    The sum begins with the first chunk: zeros as large as the kernel would be written, and read.
+    """
     if chunks == 1:
         return body(rows)
     tokens = rows.labels.shape[0]
     split = _split(rows, tokens, chunks)
-    parts, _ = jax.eval_shape(body, jax.tree.map(lambda x: x[0], split))
-    zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), parts)
 
     def add(total: Any, rows: _Rows) -> tuple[Any, Any]:
         parts, out = body(rows)
         return jax.tree.map(jnp.add, total, parts), out
 
-    total, out = lax.scan(add, vary_alike((zeros, rows))[0], split)
+    total, first = body(jax.tree.map(lambda x: x[0], split))
+    total, others = lax.scan(add, total, jax.tree.map(lambda x: x[1:], split))
+    out = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, others)
     return total, _join(out, tokens)
 
 

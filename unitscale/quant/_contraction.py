@@ -24,6 +24,9 @@ from ..core import (
 )
 from ._quantize import dequantize
 
+Factor = float | jax.Array
+"""A number that is known while tracing, or one that XLA is to take for its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
@@ -188,7 +191,7 @@ def product(
     lhs: jax.Array | ScaledArray,
     rhs: jax.Array | ScaledArray,
     spec: Contraction,
-    factor: float,
+    factor: Factor,
     out_dtype: Any,
 ) -> jax.Array:
     """Returns ``factor * einsum(lhs, rhs)`` in ``out_dtype``, accumulated in float32.
@@ -219,6 +222,8 @@ def product(
     y = _dot(lhs_data, rhs_data, spec, jnp.dtype(out_dtype))
     scale, rest = bounded_product(lhs_scale, rhs_scale)
     if scale is None:
+        if isinstance(factor, jax.Array):
+            return narrow(y * factor.astype(y.dtype), out_dtype)
         return narrow(y if factor == 1 else y * factor, out_dtype)
     # In this order only what ends out of float32's range leaves it. Infinity would make NaN of a
     # zero; beyond it only products that overflow anyway.

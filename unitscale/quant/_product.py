@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..core import ScaledArray, custom_vjp, format_of, result_dtype, to_float, widen
 from ._amax import needs_scale, tensor_scale
 from ._config import MatmulConfig
-from ._contraction import Contraction, in_result, placed_as, product
+from ._contraction import Contraction, Factor, in_result, placed_as, product
 from ._quantize import quantize, quantize_at
 from ._state import QuantState, Seen, check_state, measure, state_gradient
 from ._strategies import Block, Dynamic, Static
@@ -84,8 +85,15 @@ def _contract_fwd(lhs, rhs, state, spec, factors, config, out_dtype):
     like = tuple(jnp.zeros((0,), x.dtype) for x in (lhs, rhs))
     lhs, saw_lhs = quantize_tensor(lhs, LHS, axes_of(spec.lhs, spec.summed), config, state)
     rhs, saw_rhs = quantize_tensor(rhs, RHS, axes_of(spec.rhs, spec.summed), config, state)
-    y = product(lhs, rhs, spec, factors[0], out_dtype)
-    return y, (lhs, rhs, like, state, (saw_lhs, saw_rhs))
+    own_lhs, own_rhs, own = lhs, rhs, {}
+    if config is not None:
+        # Operands and factors that no other product has: XLA makes one product of several that
+        # share an operand, and then copies its parts; and it folds a factor into a GEMM only where
+        # nothing else is multiplied by the same number.
+        own = {i: jnp.asarray(factor) for i, factor in enumerate(factors) if factor != 1}
+        own_lhs, own_rhs, own = lax.optimization_barrier((lhs, rhs, own))
+    y = product(own_lhs, own_rhs, spec, own.pop(0, factors[0]), out_dtype)
+    return y, (lhs, rhs, like, state, (saw_lhs, saw_rhs), own)
 
 
 def _without_scale(cotangent, labels, operand, operand_labels):
@@ -104,7 +112,7 @@ def operand_gradients(
     rhs: Any,
     cotangent: jax.Array,
     spec: Contraction,
-    factors: tuple[float, float],
+    factors: tuple[Factor, Factor],
     config: MatmulConfig | None,
     state: QuantState | None,
     dtypes: tuple[Any, Any],
@@ -117,7 +125,7 @@ def operand_gradients(
         rhs: right operand, of `quantize_tensor`.
         cotangent: of the result.
         spec: of the product.
-        factors: static (bwd_lhs, bwd_rhs).
+        factors: (bwd_lhs, bwd_rhs).
         config: formats and strategy.
         state: the scales of a strategy that keeps them.
         dtypes: of the two gradients.
@@ -147,10 +155,11 @@ def operand_gradients(
 
 
 def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
-    lhs, rhs, like, state, seen = residuals
+    lhs, rhs, like, state, seen, own = residuals
+    for_lhs, for_rhs = (own.get(i, factors[i]) for i in (1, 2))
     dtypes = tuple(x.dtype for x in like)
     grad_lhs, grad_rhs, saw = operand_gradients(
-        lhs, rhs, cotangent, spec, factors[1:], config, state, dtypes
+        lhs, rhs, cotangent, spec, (for_lhs, for_rhs), config, state, dtypes
     )
     if state is None:
         return grad_lhs, grad_rhs, None
@@ -179,7 +188,8 @@ def contract(
         ``config``, casts saturating, and the scales multiply the product; or nothing. All three
         accumulate in float32. float16 and float32 results are multiplied by their factor and
         scales in the accumulator and rounded once; bfloat16 results, whose range is that of
-        float32, are rounded and multiplied in bfloat16, which a GPU does in the GEMM's epilogue.
+        float32, are rounded and multiplied in bfloat16. On a GPU the factor of a quantized product
+        is a scale of its kernel, which rounds once.
 
         Each tensor is quantized once, and operands are saved for the backward as they were
         multiplied. The exceptions are channel and block scales, which lie along other dimensions

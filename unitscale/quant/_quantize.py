@@ -15,6 +15,7 @@ from ..core import (
     cast,
     custom_vjp,
     format_of,
+    stored,
     to_float,
     widen,
 )
@@ -164,13 +165,11 @@ def _axes(axis: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
 def rounded(x: ScaledArray) -> ScaledArray:
     """Returns quantized data that XLA cannot take for the data it was made from.
 
-    On a GPU XLA drops a conversion to a narrow format and back, and the rounding with it.
-
     Example:
         >>> print(rounded(quantize(jnp.array([0.3, 9.3]), "e4m3fn")).data)
         [0.3125 9]
     """
-    return x.map_data(lax.optimization_barrier)
+    return x.map_data(stored)
 
 
 def dequantize(x: ScaledArray) -> jax.Array:
@@ -189,7 +188,7 @@ def dequantize(x: ScaledArray) -> jax.Array:
 
 @partial(custom_vjp, nondiff_argnums=(1,))
 def _fake_quantize(x, dtype):
-    return lax.optimization_barrier(cast(x, dtype)).astype(x.dtype)
+    return stored(cast(x, dtype)).astype(x.dtype)
 
 
 _fake_quantize.defvjp(lambda x, dtype: (_fake_quantize(x, dtype), None), lambda dtype, _, dy: (dy,))
