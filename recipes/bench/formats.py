@@ -44,6 +44,12 @@ class Variant(NamedTuple):
     rules: Mapping[str, nn.Policy | str]
 
 
+def in_readout(lhs: str, rhs: str, cotangent: str) -> dict[str, nn.Policy | str]:
+    """The readout alone in these formats."""
+    matmul = MatmulConfig(lhs=lhs, rhs=rhs, cotangent=cotangent)
+    return {"readout": nn.Policy(compute_dtype=WIDE, matmul=matmul, readout=matmul)}
+
+
 LAYERS = ("query", "key", "value", "out", "up", "down")
 
 
@@ -63,6 +69,9 @@ VARIANTS: dict[str, Variant] = {
     **{name: Variant("role", {f"*.{name}": "fp8"}) for name in LAYERS},
     "query and key": Variant("role", {"*.query": "fp8", "*.key": "fp8"}),
     "all but query and key": Variant("role", {f"*.{name}": "fp8" for name in LAYERS[2:]}),
+    "readout": Variant("role", in_readout(E4M3, E4M3, E5M2)),
+    "readout's activations": Variant("operand", in_readout(E4M3, WIDE, WIDE)),
+    "readout's weights": Variant("operand", in_readout(WIDE, E4M3, WIDE)),
 }
 
 
@@ -94,7 +103,8 @@ def main(
     title = f"Rounding alone, {len(runs)} models of {first.train.steps} steps"
     notes = [
         f"Evaluated and differentiated at the last parameters of the float32 runs, {batches} "
-        "batches of validation text; what is not in FP8 is in bfloat16, the readout always. "
+        "batches of validation text; what is not in FP8 is in bfloat16, the readout too unless it "
+        "is named. "
         "Gradient error: norm of the difference over the norm, mean over kernels.",
     ]
     publish("formats", [Table(title, rows)], json, notes)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from unitscale.core import cast, dithered, format_of
 from unitscale.core._noise import rounding_noise
 
 SIZE = 2**18
@@ -74,3 +75,23 @@ def test_any_key_does(implementation: str) -> None:
     if implementation == "threefry2x32":  # others draw other words under vmap
         np.testing.assert_array_equal(together, one_by_one)
     assert len(np.unique(together)) == 15
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize("value", [0.3, 1.2, 14.4, -200.0])
+def test_dithered_numbers_round_without_bias(value: float, dtype: str) -> None:
+    """At any power of two, which a scale may be; without it all of them round the same way."""
+    x = np.float32(value) * np.linspace(1, 1.001, 2**14, dtype=np.float32)
+    bits = format_of(dtype).mantissa_bits
+    for scale in (1.0, 0.5):
+        moved = scale * np.asarray(dithered(jnp.asarray(x), bits))
+        rounded = np.asarray(cast(moved, dtype)).astype(np.float64) / scale
+        spread = rounded.std() / x.size**0.5
+        assert abs(rounded.mean() - x.mean()) < SIGMAS * spread
+    plain = np.asarray(cast(x, dtype)).astype(np.float64)
+    assert abs(plain.mean() - x.mean()) > 2 * SIGMAS * spread
+
+
+def test_dithering_leaves_zero_and_nan() -> None:
+    x = dithered(jnp.array([0.0, -0.0, np.nan]), 2)
+    np.testing.assert_array_equal(x, [0.0, 0.0, np.nan])

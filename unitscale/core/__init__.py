@@ -34,6 +34,7 @@ from ._gradients import (
     with_data as with_data,
     without_value as without_value,
 )
+from ._noise import dithered as dithered
 from ._pow2 import (
     Rounding as Rounding,
     exponent_of as exponent_of,

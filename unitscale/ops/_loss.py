@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import custom_vjp, narrow, shards, widen
+from ..core import custom_vjp, dithered, narrow, shards, widen
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
@@ -52,13 +52,33 @@ def token_gradients(
     scale: jax.Array | None,
     factor: float,
     cotangent: jax.Array | None,
+    mantissa_bits: int | None = None,
 ) -> jax.Array:
     """The gradients of each token's loss by its logits, in float32, times a factor.
 
-    A cotangent is a scalar or one number per token; None for 1.
+    Those of a token add up to 0, by which all logits together stay where they are. If they are
+    rounded to 8 bits the largest, that of the label, breaks it, for most tokens in the same
+    direction; so it is dithered.
+
+    Args:
+        z: logits, of `wide_logits`.
+        labels: columns of the right classes.
+        norm: of ``z``.
+        where: the tokens that count.
+        scale: of the logits.
+        factor: static.
+        cotangent: a scalar or one number per token; None for 1.
+        mantissa_bits: of the 8-bit format that gradients are rounded to; None if they are not.
     """
     hits = labels[..., None] == jnp.arange(z.shape[-1], dtype=labels.dtype)
-    grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None]) - hits.astype(z.dtype)
+    grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
+    if mantissa_bits is None:
+        grad = grad - hits.astype(z.dtype)
+    else:
+        others = -jnp.expm1(-token_losses(z, labels, norm))  # the probability of all other classes
+        size = others * factor if cotangent is None else others * factor * cotangent
+        moved = jnp.where(size == 0, 0, dithered(size, mantissa_bits) / size - 1)
+        grad = grad - jnp.where(hits, (1 + others * moved)[..., None], 0)
     grad = grad if factor == 1 else grad * factor
     if cotangent is not None:
         grad = grad * (cotangent[..., None] if cotangent.ndim else cotangent)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import bounded_product, custom_vjp, narrow, shards, widen
+from ..core import bounded_product, custom_vjp, format_of, narrow, shards, widen
 from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, watched
 from ..rules import Constraint
 from ._loss import (
@@ -127,14 +127,20 @@ def _chunk(
     norm = normalizer(z)
 
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
-        factor = how.mult * how.factor
-        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight)
+        factor, bits = how.mult * how.factor, _mantissa_bits(how.config)
+        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, bits)
         dy = narrow(dz, y.dtype)
         if not isinstance(rest, int):
             dy = narrow(widen(dy) * rest, y.dtype)
         return times.gradients(part, dy)
 
     return token_losses(z, rows.labels, norm), gradients
+
+
+def _mantissa_bits(config: MatmulConfig | None) -> int | None:
+    """Those of the format that gradients of logits are rounded to; None if it is none of 8 bits."""
+    bits = None if config is None else format_of(config.cotangent).mantissa_bits
+    return bits if bits is not None and bits < format_of("bfloat16").mantissa_bits else None
 
 
 def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
