@@ -250,7 +250,8 @@ def readout_cross_entropy(
         gradients, up to the order of sums. Logits exist for one chunk of tokens at a time, forward
         and backward, so that memory does not grow with tokens times V. A chunk is a product of its
         own: scales from amax, and what `quant.Delayed` sees, are those of a chunk. The kernel is
-        quantized once.
+        quantized once. Where gradients of logits are rounded to 8 bits, that of the label is
+        dithered: it would err in the same direction for most tokens, and move all logits together.
 
     Args:
         x: (..., in), floating array or ScaledArray.
