@@ -57,6 +57,10 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
         scaled([1.0], 2.0**37),
     ),
     "small zeros at a scale per row": (lambda x: x.T + 1, scaled([[0.0], [0.0]], TINY_ROWS)),
+    "cotangents that cancel": (
+        jax.grad(lambda x: jnp.sum(x - (x * x + x))),
+        scaled([1.0], 2.0**-40),
+    ),
     "a convolution of 8 bits with a plain array": (lambda x: jnp.convolve(x, jnp.ones(2)), EIGHT),
     **{
         f"{f.__name__} near zero": (f, SMALL)

@@ -172,14 +172,24 @@ _SPREADING = {
     "convert_element_type",
     "expand_dims",
 }
-_FOLDED = {"mul": operator.mul, "add": operator.add, "sub": operator.sub}
+_FOLDED = {
+    "mul": operator.mul,
+    "add": operator.add,
+    "add_any": operator.add,
+    "sub": operator.sub,
+}
 
 
 def _constant(primitive: str, operands: Sequence[Value]) -> float | None:
-    """The number that a result of constants is, where that matters: a moment starts at 0.9 * 0."""
+    """The number that a result of constants is, where that matters: a moment starts at 0.9 * 0.
+
+    So do cotangents that cancel: 1 + -1 where two paths of a difference meet.
+    """
     known = [v.const for v in operands if v.const is not None]
     if primitive in _SPREADING and operands:
         return operands[0].const
+    if primitive == "neg" and known:
+        return -known[0]
     if primitive not in _FOLDED or len(known) < len(operands):
         return None
     number = _FOLDED[primitive](*known)
