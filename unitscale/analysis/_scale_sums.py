@@ -1,12 +1,10 @@
-"""Statistics of many values at once: sums over samples of them, one reduction for each size.
+"""Statistics of values: sums over a sample of each, and its greatest magnitude."""
 
-A program has thousands of values. A reduction of each would take minutes to compile; here samples
-of one size are stacked, and a stack is reduced together.
-"""
-
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,19 +13,6 @@ from ..core import Format
 
 # Squares of small or large numbers leave float32's range: they are summed at these scales as well.
 UP, DOWN = 2.0**60, 2.0**-60
-# Values of a stack: more are compiled faster, and keep their samples in memory longer.
-_TOGETHER = 16
-# Elements beyond which a value is reduced where it is.
-_LARGE = 2**17
-
-
-class _Part(NamedTuple):
-    """What of a value is reduced: a flat sample, and amax where that is not all of it."""
-
-    index: int
-    size: int
-    sample: Any
-    amax: Any | None
 
 
 class ScaleSums:
@@ -41,74 +26,64 @@ class ScaleSums:
         formats: formats to count for.
         sample: elements that arrays of many more are measured on; None for all.
 
+    Attributes:
+        rows: arrays (n, width) in the order in which the values came.
+
     Example:
         >>> sums = ScaleSums((), None)
         >>> sums.add(jnp.array([3.0, 0.0, -4.0]))
-        >>> print(sums.rows()[:, [0, 1, 4, 5]])
+        >>> print(sums.together()[:, [0, 1, 4, 5]])
         [[ 3. 25.  1.  4.]]
     """
 
     def __init__(self, formats: Sequence[Format], sample: int | None):
-        self.formats, self.sample = formats, sample
-        self.width = 6 + 3 * len(formats)
-        self._count = 0
-        self._waiting: dict[int, list[_Part]] = {}
-        self._done: list[tuple[list[int], Any]] = []
-
-    def __len__(self) -> int:
-        return self._count
+        self.formats, self.sample = tuple(formats), sample
+        self.rows: list[Any] = []
 
     def add(self, x: Any) -> None:
         """Takes a floating array."""
-        x = jnp.asarray(x)
-        part = _spread(x, self.sample).reshape(-1)
-        amax = None if part.size == x.size else jnp.max(jnp.abs(x)).astype(jnp.float32)
-        # The next power of two: few stacks, and at most half of one is padding.
-        length = part.size if part.size > _LARGE else 1 << max(part.size - 1, 0).bit_length()
-        alike = self._waiting.setdefault(length, [])
-        alike.append(_Part(self._count, x.size, jnp.abs(part.astype(jnp.float32)), amax))
-        self._count += 1
-        if len(alike) == (_TOGETHER if length <= _LARGE else 1):
-            self._reduce(length)
+        elements, amax, count = _sampled(x, self.sample)
+        self.rows.append(_row(elements, amax, np.float32(np.size(x)), count, self.formats))
 
     def extend(self, rows: Any) -> None:
         """Takes rows (n, width) that are statistics already."""
-        if len(rows):
-            self._done.append(([*range(self._count, self._count + len(rows))], rows))
-            self._count += len(rows)
+        self.rows.append(rows)
 
-    def rows(self) -> Any:
-        """Returns float32 (n, width), in the order in which the values came."""
-        for length in [*self._waiting]:
-            self._reduce(length)
-        if not self._done:
-            return jnp.zeros((0, self.width), jnp.float32)
-        order = np.argsort([i for indices, _ in self._done for i in indices])
-        rows = jnp.concatenate([rows for _, rows in self._done])
-        return rows if np.all(np.diff(order) == 1) else rows[order]
+    def together(self) -> Any:
+        """Returns all rows as one array, within a program that is traced."""
+        width = 6 + 3 * len(self.formats)
+        return jnp.concatenate([jnp.zeros((0, width), jnp.float32), *self.rows])
 
-    def _reduce(self, length: int) -> None:
-        parts = self._waiting.pop(length)
-        padding = np.array([length - p.sample.size for p in parts], np.float32)
-        stack = jnp.stack([jnp.pad(p.sample, (0, length - p.sample.size)) for p in parts])
-        terms = [jnp.square(stack), jnp.square(stack * UP), jnp.square(stack * DOWN), stack == 0]
-        padded = [0, 0, 0, 1]
-        for f in self.formats:
-            terms += [stack <= f.smallest_subnormal / 2, stack < f.smallest_normal, stack > f.max]
-            padded += [1, 1, 0]
-        operands = [*(term.astype(jnp.float32) for term in terms), stack]
-        zero = np.zeros((), np.float32)
-        # One reduction, which reads the stack once.
-        *sums, amax = lax.reduce(tuple(operands), (zero,) * len(operands), _combine, (1,))
-        shares = np.array([p.size / max(p.sample.size, 1) for p in parts], np.float32)
-        columns = [
-            (total - padding * pad) * shares for total, pad in zip(sums, padded, strict=True)
-        ]
-        if any(p.amax is not None for p in parts):
-            amax = jnp.maximum(amax, jnp.stack([zero if p.amax is None else p.amax for p in parts]))
-        sizes = np.array([p.size for p in parts], np.float32)
-        rows = jnp.stack([jnp.asarray(sizes), *columns, amax], axis=1)
-        self._done.append(([p.index for p in parts], rows))
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
+    """Magnitudes of a sample, padded by zeros; amax of all; how many are no padding.
+
+    Padded to the next power of two, so that `_row` is compiled for few sizes.
+    """
+    part = jnp.abs(_spread(x, sample).reshape(-1).astype(jnp.float32))
+    amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    length = 1 << max(part.size - 1, 0).bit_length()
+    return jnp.pad(part, (0, length - part.size)), amax, np.float32(part.size)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _row(elements: Any, amax: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
+    """One row (1, width), of all elements of which these are the sample."""
+    padding = elements.size - count
+    terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
+    padded = [0, 0, 0, 1]
+    for f in formats:
+        terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
+        terms += [elements > f.max]
+        padded += [1, 1, 0]
+    operands = tuple(term.astype(jnp.float32) for term in terms)
+    zero = np.zeros((), np.float32)
+    # One reduction, which reads the sample once.
+    sums = lax.reduce(operands, (zero,) * len(operands), _added, (0,))
+    share = size / jnp.maximum(count, 1)
+    columns = [(total - padding * pad) * share for total, pad in zip(sums, padded, strict=True)]
+    return jnp.stack([size, *columns, amax])[None]
 
 
 def add_rows(a: Any, b: Any) -> Any:
@@ -132,9 +107,8 @@ def over_iterations(rows: Any) -> Any:
     return jnp.append(jnp.sum(rows[..., :-1], axis=0), amax, axis=-1)
 
 
-def _combine(a: Any, b: Any) -> Any:
-    sums = (x + y for x, y in zip(a[:-1], b[:-1], strict=True))
-    return (*sums, lax.max(a[-1], b[-1]))
+def _added(a: Any, b: Any) -> Any:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _spread(x: Any, sample: int | None) -> Any:

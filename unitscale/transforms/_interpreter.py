@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from ..core._last_uses import last_uses
 from ..core._lazy_scale import Atom, LazyScale, largest
 from ._registry import rule_of
 from ._report import Default, Exponent, Report
@@ -132,7 +133,7 @@ class Interpreter:
 
         env.update(zip(jaxpr.constvars, map(plain, consts), strict=True))
         env.update(zip(jaxpr.invars, values, strict=True))
-        last_use = _last_uses(jaxpr)
+        last_use = last_uses(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
             self.settings.calls.append(eqn)
@@ -194,22 +195,6 @@ def _constant(primitive: str, operands: Sequence[Value]) -> float | None:
         return None
     number = _FOLDED[primitive](*known)
     return number if number == 0 else None
-
-
-def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """For every equation, the variables that nothing after it reads."""
-    last: dict[Any, int] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        for atom in [*eqn.invars, *eqn.outvars]:
-            if not isinstance(atom, Literal):
-                last[atom] = index
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal):
-            last.pop(atom, None)
-    groups: dict[int, list[Any]] = {}
-    for var, index in last.items():
-        groups.setdefault(index, []).append(var)
-    return groups
 
 
 def rescaled(data: Any, dtype: Any) -> Value:
