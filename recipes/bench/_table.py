@@ -27,7 +27,7 @@ PACKAGES = "jax", "jaxlib", "flax", "optax"
 _NAMES = {
     "d": "width, count, of, outside",
     "+d": "reductions",
-    ",d": "parameters, scalars, arrays, entries, lost, not finite, numbers kept, sequences, "
+    ",d": "parameters, ours, scalars, arrays, entries, lost, not finite, numbers kept, sequences, "
     "tokens each, products, FP8 kernels, lost products, amax, casts, kernels",
     ".5f": "validation loss",
     ".4f": "gradient error, accuracy, loss, bytes per entry, over float32, over plain",
@@ -38,7 +38,7 @@ _NAMES = {
     "memory-bound ms, arithmetic ms, projected optimizer ms",
     ".1f": "times smaller, without absent times smaller, traced, plain, scaled ms, optax ms, "
     "scalify ms, "
-    "unitscale ms, plain ms, times ahead, optimizer B/param",
+    "unitscale ms, plain ms, peer ms, times ahead, optimizer B/param",
     ".4g": "best, vertex, standard deviation",
     "+.4g": "above reference",
     ".2g": "standard error above",

@@ -6,7 +6,9 @@ Step time is that of the whole training step of `recipes.train`, in float32, for
 both libraries. Operations are those of the loss and its gradient as JAX lowers them, once as they
 are and once with every factor of `unitscale.rules` set to 1, which leaves its multiplication out.
 Compile time is that of a step of 48 layers, traced and compiled one by one and as a scan. A step
-over 4,096 tokens of context is run with attention in chunks and with all weights at once.
+over 4,096 tokens of context is run with attention in chunks and with all weights at once. With
+`--peer PYTHON` the step is also timed in turns with that of PyTorch's unit-scaling, in another
+environment: `pip install torch unit-scaling==0.3.5` there.
 """
 
 import dataclasses
@@ -33,10 +35,13 @@ from ..run.batch import make_loss
 from ..run.recipe import build_model, recipe_of
 from ..run.step import abstract_step
 from ._context import LONG, long_context
+from ._peer import beside_peer
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved, random_batch, stepper
 
 LARGER = ("model.width=512", "model.heads=8", "data.sequence_length=256", "data.batch_size=4")
+# The only MLP of PyTorch's unit-scaling.
+GATED = ("model.mlp=gated",)
 DEEP = ("model.layers=48",)
 MOST_TIME, MOST_FLOPS, MOST_COMPILING = 1.05, 0.002, 1 / 8
 
@@ -53,6 +58,10 @@ def main(
     context: Annotated[
         int, typer.Option(min=0, help="timed steps over 4,096 tokens of context; 0 for none")
     ] = 4,
+    peer: Annotated[
+        str | None,
+        typer.Option(help="an interpreter with torch and unit-scaling, whose steps to time too"),
+    ] = None,
     json: JsonPath = None,
 ) -> None:
     """Prints step time over plain flax.nnx, what factors add, and what a scan saves to compile."""
@@ -77,6 +86,9 @@ def main(
         config = load_kind(GPTConfig, parity, [*LONG])
         title = "Attention in chunks over plain attention, in a training step"
         tables.append(Table(title, long_context(config, context)))
+    if peer:
+        config = load_kind(GPTConfig, parity, ["policy=float32", *GATED])
+        tables.append(beside_peer(peer, config, rounds))
     notes = [
         f"Each library's step was timed {rounds} times, in turns. ratio: median over rounds; "
         "quartiles likewise.",
