@@ -135,3 +135,13 @@ def test_what_devices_do_together_is_executed_whole() -> None:
     trace = trace_scales(fn)(X)
     (record,) = named(trace, "tanh")
     check(record, np.tanh(X[:4] + X[4:]))
+
+
+def test_of_what_depends_on_the_platform_only_its_own_is_executed() -> None:
+    def fn(x):
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    trace = trace_scales(fn)(X)
+    assert [r.primitive for r in trace] == ["input", "sin"]
+    assert trace[1].name == "result"
+    check(trace[1], np.sin(X))

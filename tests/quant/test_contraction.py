@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh
 from unitscale.core import ScaledArray
 from unitscale.quant import Block, Contraction, product, quantize
 
@@ -101,3 +103,42 @@ def test_scales_out_of_range_whose_product_is_not() -> None:
     lhs, rhs = whole(LHS, jnp.float32(2.0**-100)), whole(RHS, jnp.float32(2.0**-100))
     far = jax.jit(lambda a, b: product(a, b, SPEC, 2.0**120, "float32"))(lhs, rhs)
     np.testing.assert_array_equal(far, near * 2.0**-60)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows"),
+    [
+        (Contraction("btk", "btn", "kn"), (3, 5)),
+        (Contraction("btkl", "btn", "kln"), (3, 5)),
+        (Contraction("sbtk", "sbtn", "kn"), (2, 3, 5)),
+        (Contraction("btk", "btn", "kn"), (0, 5)),
+    ],
+)
+def test_rows_are_summed_together_on_a_cpu_alone(spec: Contraction, rows: tuple[int, ...]) -> None:
+    """A weight's gradient: over one dimension of rows there, over those given elsewhere."""
+    sizes = dict(zip("kln", (7, 4, 2), strict=True))
+    x, y = (
+        RNG.normal(size=(*rows, *(sizes[c] for c in labels[len(rows) :]))).astype(np.float32)
+        for labels in (spec.lhs, spec.rhs)
+    )
+
+    @jax.jit
+    def gradient(x: jax.Array, y: jax.Array) -> jax.Array:
+        return product(x, y, spec, 0.5, "float32")
+
+    expected = 0.5 * np.einsum(f"{spec.lhs},{spec.rhs}->{spec.out}", x, y, dtype=np.float64)
+    np.testing.assert_allclose(gradient(x, y), expected, rtol=1e-5, atol=1e-5)
+    for platform, count in (("cpu", 1), ("cuda", len(rows))):
+        text = gradient.trace(x, y).lower(lowering_platforms=(platform,)).as_text()
+        summed = [*range(count)]
+        assert f"contracting_dims = {summed} x {summed}" in text
+
+
+def test_rows_that_devices_share_are_not_put_together() -> None:
+    """Their dimensions may be sharded each over its own axis."""
+    spec, (x, y) = Contraction("btk", "btn", "kn"), (np.ones((4, 2, 3), np.float32),) * 2
+    mesh = explicit_mesh(data=2)
+    with jax.set_mesh(mesh):
+        x, y = (jax.device_put(a, NamedSharding(mesh, P(None, "data"))) for a in (x, y))
+        text = jax.jit(lambda x, y: product(x, y, spec, 1.0, "float32")).lower(x, y).as_text()
+    assert "contracting_dims = [0, 1] x [0, 1]" in text

@@ -128,6 +128,10 @@ class Watcher:
                 # Computed again in the backward pass, as it was meant to be.
                 operands = list(lax.optimization_barrier(tuple(operands)))
             return self.run(inner, getattr(closed, "consts", ()), operands, sums)
+        if name == "cond" and eqn.params.get("branches_platforms"):
+            # The program of the platform that this is; the others would not be compiled either.
+            branch = eqn.params["branches"][int(operands[0])]
+            return self.run(branch.jaxpr, branch.consts, operands[1:], sums)
         special = {"scan": self.scan, "while": self.loop, "cond": self.cond}
         if name in special:
             results, rows = self.whole(functools.partial(special[name], eqn), operands)

@@ -84,21 +84,43 @@ def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _multiply(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, accumulator: Any, sharding: Any
 ) -> jax.Array:
-    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def multiply(lhs: jax.Array, rhs: jax.Array, numbers: Any = dimension_numbers) -> jax.Array:
         return lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            preferred_element_type=accumulator,
-            out_sharding=sharding,
+            lhs, rhs, numbers, preferred_element_type=accumulator, out_sharding=sharding
         )
 
-    if lhs.dtype == jnp.bfloat16 and accumulator == jnp.float32:
-        # On the CPU, XLA has no kernel of bfloat16 into float32 for some layouts.
-        return lax.platform_dependent(
-            lhs, rhs, cpu=lambda lhs, rhs: multiply(widen(lhs), widen(rhs)), default=multiply
-        )
+    def multiply_on_cpu(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return multiply(*_rows_together(widen(lhs), widen(rhs), dimension_numbers))
+
+    # On the CPU, XLA has no kernel of bfloat16 into float32 for some layouts.
+    widened = lhs.dtype == jnp.bfloat16 and accumulator == jnp.float32
+    if widened or (lhs.dtype.itemsize >= 4 and _sums_rows(lhs, rhs, dimension_numbers)):
+        return lax.platform_dependent(lhs, rhs, cpu=multiply_on_cpu, default=multiply)
     return multiply(lhs, rhs)
+
+
+def _sums_rows(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
+    """Whether two operands are summed over the same first dimensions, two or more.
+
+    As the gradient of a weight is, over batch and time.
+    """
+    (summed, other), (batch, _) = dimension_numbers
+    rows = tuple(range(len(summed)))
+    sharded = any(jax.typeof(x).sharding.spec[axis] for x in (lhs, rhs) for axis in rows)
+    return len(rows) > 1 and not batch and summed == other == rows and not sharded
+
+
+def _rows_together(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> Any:
+    """Operands that are summed over one dimension in place of several, and its numbers.
+
+    For several XLA's CPU backend transposes the left operand first, in as much time as the product
+    takes. Elsewhere dimensions stay apart, since they may be sharded each over its own devices.
+    """
+    if not _sums_rows(lhs, rhs, dimension_numbers):
+        return lhs, rhs, dimension_numbers
+    count = len(dimension_numbers[0][0])
+    lhs, rhs = (x.reshape(-1, *x.shape[count:]) for x in (lhs, rhs))
+    return lhs, rhs, (((0,), (0,)), ((), ()))
 
 
 def _sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out: list[str]) -> Any:
