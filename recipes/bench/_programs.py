@@ -34,13 +34,13 @@ SCALED_STATE = (
     "optimizer.rounding=nearest",
 )
 # No u-muP, so a rate of its own.
-PLAIN = (
-    "policy=bfloat16",
+_PLAIN = (
     "model.library=plain",
     "optimizer.umup=false",
     "optimizer.learning_rate=0.001",
     *FLOAT32_STATE,
 )
+PLAIN = ("policy=bfloat16", *_PLAIN)
 # A vocabulary in the size that kernels like, which plain models have no key for.
 PADDED = ("model.vocab_multiple=128",)
 REFERENCE, PEER, BEST, READOUT = "plain-bfloat16", "qwix", "fp8-scaled", "fp8-readout"
@@ -55,6 +55,13 @@ ROWS = {
     READOUT_SCALED: ("policy=fp8", "fp8_readout=true", *PADDED, *SCALED_STATE),
 }
 """Overrides of each row."""
+
+UNSCALED, SCALIFIED = "plain-float16", "scalify-float16"
+IN_FLOAT16 = {
+    UNSCALED: ("policy=float16", *_PLAIN),
+    SCALIFIED: ("policy=float32", "scalify.storage=float16", *_PLAIN),
+}
+"""Rows that are looked at only where they are asked for: what scalify costs."""
 
 SHAPES = {
     "gpt2-small": ("model.vocab=50257", "model.tied_readout=true", "data.batch_size=8"),
@@ -94,7 +101,7 @@ def installed(rows: list[str]) -> tuple[list[str], list[str]]:
 
 def config_of(shape: str, row: str, *, toy: bool = False) -> GPTConfig:
     """The run whose step is looked at."""
-    words = [*SHAPES[shape], *(TOY if toy else ()), *ROWS[row]]
+    words = [*SHAPES[shape], *(TOY if toy else ()), *{**ROWS, **IN_FLOAT16}[row]]
     return load_kind(GPTConfig, CONFIGS / "gpt" / f"{shape}.yaml", words)
 
 

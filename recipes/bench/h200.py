@@ -24,11 +24,14 @@ from ..errors import RecipeError, refused
 from ..registry import CONFIGS
 from ._programs import (
     BEST,
+    IN_FLOAT16,
     PEER,
     READOUT,
     REFERENCE,
     ROWS,
+    SCALIFIED,
     SHAPES,
+    UNSCALED,
     Program,
     chosen,
     config_of,
@@ -40,6 +43,7 @@ from ._table import JsonPath, Table, asked, publish
 # What is asked of `fp8-scaled`, by shape.
 MOST_TIME = {"gpt2-small": 0.65, "llama-1b": 0.62}
 MOST_TEMPORARIES, MOST_OVER_PEER, MOST_OPTIMIZER_BYTES = 0.45, 0.70, 16.0
+MOST_SCALIFIED = 1.05
 NOTE = (
     "All times are projected: each kernel takes the longer of its bytes and its operations at the "
     "speed of the device, without gaps or overlap. Attention by cuDNN in every row. optimizer "
@@ -51,7 +55,10 @@ NOTE = (
 
 def main(
     shapes: Annotated[str, typer.Option(help="configs, separated by commas")] = ",".join(SHAPES),
-    rows: Annotated[str, typer.Option(help="programs, separated by commas")] = ",".join(ROWS),
+    rows: Annotated[
+        str,
+        typer.Option(help=f"programs, separated by commas; also {', '.join(IN_FLOAT16)}"),
+    ] = ",".join(ROWS),
     dump: Annotated[
         Path | None, typer.Option(help="keep each program's text as FOLDER/NAME.hlo")
     ] = None,
@@ -62,7 +69,7 @@ def main(
 ) -> None:
     """Prints projected times, memory and FP8 kernels of training steps, and what is asked."""
     wanted = chosen("--shapes", shapes, SHAPES)
-    names, notes = installed(chosen("--rows", rows, ROWS))
+    names, notes = installed(chosen("--rows", rows, {**ROWS, **IN_FLOAT16}))
     if not h200_available():
         raise RecipeError(
             "bench h200: expected the CUDA plugin for JAX, which compiles for an H200 without one; "
@@ -115,14 +122,18 @@ def contents(shape: str, found: Mapping[str, Program]) -> Table:
 
 
 def judged(shape: str, found: Mapping[str, Program]) -> Table:
-    """What is asked of `fp8-scaled`, and whether it is so."""
+    """What is asked of `fp8-scaled` and of scalify, and whether it is so."""
     rows: list[dict[str, Any]] = []
 
     def ask(figure: str, value: float, **bounds: Any) -> None:
         rows.append({"figure": figure, "value": value, **asked(value, **bounds)})
 
+    if {UNSCALED, SCALIFIED} <= {*found}:
+        over = found[SCALIFIED].projection.seconds / found[UNSCALED].projection.seconds
+        ask(f"projected step of {SCALIFIED} over {UNSCALED}", over, most=MOST_SCALIFIED)
+    title = f"What is asked of {BEST if BEST in found else SCALIFIED}, {shape}"
     if BEST not in found:
-        return Table("")
+        return Table(title, rows)
     best = found[BEST]
     if reference := found.get(REFERENCE):
         over = best.projection.seconds / reference.projection.seconds
@@ -140,7 +151,7 @@ def judged(shape: str, found: Mapping[str, Program]) -> Table:
         ask(f"FP8 share of the operations of the readout, {READOUT}", share, least=1.0)
     if unit := found.get("fp8"):  # scaled state has reductions of its own
         ask("amax reductions of fp8", unit.contents()["amax"], most=0)
-    return Table(f"What is asked of {BEST}, {shape}", rows)
+    return Table(title, rows)
 
 
 def places(shape: str, found: Mapping[str, Program], top: int) -> Table:

@@ -10,7 +10,16 @@ import jax
 import pytest
 
 from recipes.bench import h200
-from recipes.bench._programs import BEST, PEER, READOUT, REFERENCE, Program, config_of
+from recipes.bench._programs import (
+    BEST,
+    PEER,
+    READOUT,
+    REFERENCE,
+    SCALIFIED,
+    UNSCALED,
+    Program,
+    config_of,
+)
 from recipes.cli import main
 from tests.recipes.bench.test_programs import TEXT
 from unitscale.analysis import roofline
@@ -41,6 +50,19 @@ def test_the_best_is_judged_by_ratios() -> None:
     llama = h200.judged("llama-1b", found).rows
     assert llama[0]["asked"] == "<= 0.62"
     assert not h200.judged("gpt2-small", {REFERENCE: of(1)}).rows
+
+
+def test_scalify_is_judged_by_the_plain_program() -> None:
+    found = {UNSCALED: of(1), SCALIFIED: of(1, more=1000)}
+    table = h200.judged("gpt2-small", found)
+    (row,) = table.rows
+    assert table.title == "What is asked of scalify-float16, gpt2-small"
+    assert row["figure"] == "projected step of scalify-float16 over plain-float16"
+    assert row["value"] > 1.05
+    assert not row["within"]
+    configs = [config_of("gpt2-small", name, toy=True) for name in found]
+    assert [config.policy for config in configs] == ["float16", "float32"]
+    assert [config.scalify is None for config in configs] == [True, False]
 
 
 def test_every_time_is_called_projected() -> None:
