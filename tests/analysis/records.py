@@ -6,9 +6,9 @@ import pytest
 from unitscale.core import format_of
 
 
-def check(record, values, formats=("float16", "float8_e4m3fn", "float8_e5m2")) -> None:
+def check(record, values, formats=("float16", "float8_e4m3fn", "float8_e5m2"), rtol=1e-5) -> None:
     size = np.abs(np.asarray(values, np.float64))
-    np.testing.assert_allclose(record.rms, np.sqrt(np.mean(size**2)), rtol=1e-5)
+    np.testing.assert_allclose(record.rms, np.sqrt(np.mean(size**2)), rtol=rtol)
     np.testing.assert_allclose(record.amax, size.max(initial=0.0), rtol=1e-6)
     assert record.zeros == pytest.approx(np.mean(size == 0))
     assert set(record.formats) == set(formats)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.analysis.records import check, named
+from tests.parallel.devices import explicit_mesh
 from unitscale.analysis import trace_scales
 from unitscale.analysis._watcher import Memory, Watcher
 
@@ -145,3 +146,24 @@ def test_of_what_depends_on_the_platform_only_its_own_is_executed() -> None:
     assert [r.primitive for r in trace] == ["input", "sin"]
     assert trace[1].name == "result"
     check(trace[1], np.sin(X))
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(("a", "b"))])
+def test_values_that_explicit_axes_shard(spec: P) -> None:
+    mesh = explicit_mesh(a=2, b=2)
+    x = RNG.normal(size=(8, 256)).astype(np.float32)
+
+    def fn(x):
+        def body(c, _):
+            c = jnp.sin(c)
+            return c, None
+
+        return jax.lax.scan(body, 2 * x, None, length=2)[0]
+
+    with jax.set_mesh(mesh):
+        trace = trace_scales(fn, sample=None)(jax.device_put(x, NamedSharding(mesh, spec)))
+    doubled, (sine,) = named(trace, "mul")[0], named(trace, "sin")
+    rtol = x.size * float(np.finfo(np.float32).eps)  # of a sum of as many
+    check(doubled, 2 * x, rtol=rtol)
+    once = np.sin(2 * x)
+    check(sine, np.stack([once, np.sin(once)]), rtol=rtol)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core import Format
 
@@ -57,14 +58,22 @@ class ScaleSums:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
-    """Magnitudes of a sample, padded by zeros; amax of all; how many are no padding.
+    """Magnitudes of a sample, padded by zeros; amax of all; how many are no padding."""
+    sharding = jax.typeof(x).sharding
+    measure = functools.partial(_magnitudes, sample=sample)
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        # What devices share is gathered as the compiler finds best; sums are every device's.
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        measure = jax.sharding.auto_axes(measure, out_sharding=(whole,) * 3)
+    return measure(x)
 
-    Padded to the next power of two, so that `_row` is compiled for few sizes.
-    """
+
+def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
+    """As `_sampled`. Padded to the next power of two, so that `_row` is compiled for few sizes."""
     part = jnp.abs(_spread(x, sample).reshape(-1).astype(jnp.float32))
     amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     length = 1 << max(part.size - 1, 0).bit_length()
-    return jnp.pad(part, (0, length - part.size)), amax, np.float32(part.size)
+    return jnp.pad(part, (0, length - part.size)), amax, jnp.float32(part.size)
 
 
 @functools.partial(jax.jit, static_argnums=4)
