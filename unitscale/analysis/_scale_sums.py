@@ -60,7 +60,7 @@ class ScaleSums:
 def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
     """Magnitudes of a sample, padded by zeros; amax of all; how many are no padding."""
     sharding = jax.typeof(x).sharding
-    measure = functools.partial(_magnitudes, sample=sample)
+    measure: Any = functools.partial(_magnitudes, sample=sample)
     if AxisType.Explicit in sharding.mesh.axis_types:
         # What devices share is gathered as the compiler finds best; sums are every device's.
         whole = NamedSharding(sharding.mesh, PartitionSpec())
