@@ -1,5 +1,8 @@
 """Values, and the small operations on their data."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,10 +33,15 @@ def test_times_a_power_of_two_beyond_float32(exponent: int) -> None:
     assert float(times(data, LazyScale(exponent))) == 2.0 ** (-exponent // 2 + exponent)
 
 
-def test_saturate_clamps_what_is_finite() -> None:
-    wide = jnp.asarray([1e6, -1e6, jnp.inf, jnp.nan])
-    np.testing.assert_array_equal(saturate(wide, jnp.float16), [65504, -65504, np.inf, np.nan])
-    np.testing.assert_array_equal(saturate(wide, jnp.float32), wide)
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jitted"])
+def test_saturate_clamps_what_is_finite(how: Callable[[Any], Any]) -> None:
+    clamp = how(lambda x: saturate(x, jnp.float16))
+    numbers = [1e6, -1e6, 3e38, -3e38, 65519.0, 0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan]
+    expected = [65504, -65504] * 2 + [65504, 0.0, -0.0, np.inf, -np.inf, np.nan]
+    found = clamp(jnp.asarray(numbers))
+    np.testing.assert_array_equal(found, np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(np.signbit(found[5:7]), [False, True])
+    np.testing.assert_array_equal(saturate(found, jnp.float32), found)
 
 
 def test_plain_operands_never_widen() -> None:

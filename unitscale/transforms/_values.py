@@ -242,8 +242,12 @@ def saturate(data: Any, dtype: Any) -> Any:
     """Clamps wide finite data to the largest number of a narrow type; infinities are kept."""
     if np.dtype(dtype) != np.float16 or jnp.result_type(data).itemsize <= 2:
         return data
-    largest = np.asarray(format_of(dtype).max, jnp.result_type(data))
-    return lax.select(lax.is_finite(data), lax.clamp(-largest, data, largest), data)
+    wide = jnp.result_type(data)
+    largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
+    # What is subtracted is zero, or an infinity: of a mask of what is finite XLA makes an array. In
+    # this order the zero is positive, and a negative zero keeps its sign.
+    beyond = lax.sub(lax.clamp(-finite, data, finite), data)
+    return lax.sub(lax.clamp(-largest, data, largest), beyond)
 
 
 def narrow(data: Any, dtype: Any) -> Any:
