@@ -138,14 +138,18 @@ def test_what_devices_do_together_is_executed_whole() -> None:
     check(record, np.tanh(X[:4] + X[4:]))
 
 
-def test_of_what_depends_on_the_platform_only_its_own_is_executed() -> None:
-    def fn(x):
-        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+def on_cpu(x):
+    return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
 
-    trace = trace_scales(fn)(X)
+
+def test_of_what_depends_on_the_platform_only_its_own_is_executed() -> None:
+    trace = trace_scales(on_cpu)(X)
     assert [r.primitive for r in trace] == ["input", "sin"]
     assert trace[1].name == "result"
     check(trace[1], np.sin(X))
+    trace = trace_scales(lambda x: jax.lax.scan(lambda c, _: (on_cpu(c), None), x, length=2)[0])(X)
+    assert [r.primitive for r in trace] == ["input", "sin"]
+    check(trace[1], np.stack([np.sin(X), np.sin(np.sin(X))]))
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(("a", "b"))])

@@ -128,9 +128,11 @@ class Watcher:
                 # Computed again in the backward pass, as it was meant to be.
                 operands = list(lax.optimization_barrier(tuple(operands)))
             return self.run(inner, getattr(closed, "consts", ()), operands, sums)
-        if name == "cond" and eqn.params.get("branches_platforms"):
-            # The program of the platform that this is; the others would not be compiled either.
-            branch = eqn.params["branches"][int(operands[0])]
+        if name == "cond" and (platforms := eqn.params.get("branches_platforms")):
+            # The others would not be compiled either.
+            own = jax.default_backend()
+            index = next(i for i, names in enumerate(platforms) if names is None or own in names)
+            branch = eqn.params["branches"][index]
             return self.run(branch.jaxpr, branch.consts, operands[1:], sums)
         special = {"scan": self.scan, "while": self.loop, "cond": self.cond}
         if name in special:
