@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tests.parallel.devices import explicit_mesh
 from unitscale.core import ScaledArray
 from unitscale.quant import Block, Contraction, product, quantize
 
@@ -114,8 +112,11 @@ def test_scales_out_of_range_whose_product_is_not() -> None:
         (Contraction("btk", "btn", "kn"), (0, 5)),
     ],
 )
-def test_rows_are_summed_together_on_a_cpu_alone(spec: Contraction, rows: tuple[int, ...]) -> None:
+def test_rows_are_summed_together_on_one_cpu_alone(
+    spec: Contraction, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A weight's gradient: over one dimension of rows there, over those given elsewhere."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     sizes = dict(zip("kln", (7, 4, 2), strict=True))
     x, y = (
         RNG.normal(size=(*rows, *(sizes[c] for c in labels[len(rows) :]))).astype(np.float32)
@@ -134,11 +135,10 @@ def test_rows_are_summed_together_on_a_cpu_alone(spec: Contraction, rows: tuple[
         assert f"contracting_dims = {summed} x {summed}" in text
 
 
-def test_rows_that_devices_share_are_not_put_together() -> None:
+def test_rows_that_devices_may_share_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their dimensions may be sharded each over its own axis."""
-    spec, (x, y) = Contraction("btk", "btn", "kn"), (np.ones((4, 2, 3), np.float32),) * 2
-    mesh = explicit_mesh(data=2)
-    with jax.set_mesh(mesh):
-        x, y = (jax.device_put(a, NamedSharding(mesh, P(None, "data"))) for a in (x, y))
-        text = jax.jit(lambda x, y: product(x, y, spec, 1.0, "float32")).lower(x, y).as_text()
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    x = y = np.ones((4, 2, 3), np.float32)
+    spec = Contraction("btk", "btn", "kn")
+    text = jax.jit(lambda x, y: product(x, y, spec, 1.0, "float32")).lower(x, y).as_text()
     assert "contracting_dims = [0, 1] x [0, 1]" in text

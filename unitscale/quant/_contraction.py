@@ -100,21 +100,21 @@ def _multiply(
 
 
 def _sums_rows(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
-    """Whether two operands are summed over the same first dimensions, two or more.
+    """Whether two operands are summed over the same first dimensions, two or more, on one device.
 
-    As the gradient of a weight is, over batch and time.
+    As the gradient of a weight is, over batch and time. Where there are several devices each of
+    these dimensions may be sharded over its own, which nothing tells while tracing.
     """
     (summed, other), (batch, _) = dimension_numbers
     rows = tuple(range(len(summed)))
-    sharded = any(jax.typeof(x).sharding.spec[axis] for x in (lhs, rhs) for axis in rows)
-    return len(rows) > 1 and not batch and summed == other == rows and not sharded
+    return jax.device_count() == 1 and len(rows) > 1 and not batch and summed == other == rows
 
 
 def _rows_together(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> Any:
     """Operands that are summed over one dimension in place of several, and its numbers.
 
     For several XLA's CPU backend transposes the left operand first, in as much time as the product
-    takes. Elsewhere dimensions stay apart, since they may be sharded each over its own devices.
+    takes. What is compiled for other platforms may be compiled for several of their devices.
     """
     if not _sums_rows(lhs, rhs, dimension_numbers):
         return lhs, rhs, dimension_numbers
