@@ -46,10 +46,10 @@ MOST_TEMPORARIES, MOST_OVER_PEER, MOST_OPTIMIZER_BYTES = 0.45, 0.70, 16.0
 MOST_SCALIFIED = 1.05
 NOTE = (
     "All times are projected: each kernel takes the longer of its bytes and its operations at the "
-    "speed of the device, without gaps or overlap. Attention by cuDNN in every row. optimizer "
-    "B/param: bytes that the update moves for each parameter. amax: reductions to the greatest "
-    "magnitude, those of scaled optimizer state among them. arithmetic: element-wise kernels of "
-    "many operations to a byte."
+    "speed of the device, without gaps or overlap. Attention by cuDNN, but not in rows of float16, "
+    "whose products are float32 there. optimizer B/param: bytes that the update moves for each "
+    "parameter. amax: reductions to the greatest magnitude, those of scaled optimizer state among "
+    "them. arithmetic: element-wise kernels of many operations to a byte."
 )
 
 
