@@ -56,10 +56,12 @@ ROWS = {
 }
 """Overrides of each row."""
 
-UNSCALED, SCALIFIED = "plain-float16", "scalify-float16"
+UNSCALED, SCALIFIED, DECOUPLED = "plain-float16", "scalify-float16", "decoupled-float16"
+_SCALIFIED = ("policy=float32", "scalify.storage=float16", *_PLAIN)
 IN_FLOAT16 = {
     UNSCALED: ("policy=float16", *_PLAIN),
-    SCALIFIED: ("policy=float32", "scalify.storage=float16", *_PLAIN),
+    SCALIFIED: _SCALIFIED,
+    DECOUPLED: ("scalify.decouple=true", *_SCALIFIED),
 }
 """Rows that are looked at only where they are asked for: what scalify costs."""
 

@@ -29,6 +29,9 @@ class ScalifyConfig(Section):
     gradients: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
         default=None, description="format of their output's gradient; null for storage"
     )
+    decouple: Flag = Field(
+        default=False, description="compute functions in float16 where scales show that it is safe"
+    )
 
 
 class TrainConfig(Section):

@@ -26,7 +26,7 @@ def fed(config: ScalifyConfig | None, batch: Any) -> Any:
 
 def under(config: ScalifyConfig | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, scalified."""
-    return function if config is None else scalify(function)
+    return function if config is None else scalify(function, decouple=config.decouple)
 
 
 def plain(config: ScalifyConfig | None, tree: Any) -> Any:

@@ -16,6 +16,7 @@ from . import (
     _rules_sums as _rules_sums,
 )
 from ._coverage import coverage as coverage, coverage_page as coverage_page
+from ._decouple import Branch as Branch
 from ._dynamic import Statistic as Statistic
 from ._markers import (
     Direction as Direction,
@@ -31,7 +32,7 @@ from ._registry import (
     unlisted as unlisted,
 )
 from ._report import Default as Default, Exponent as Exponent, Report as Report
-from ._scalify import Scalified as Scalified, scalify as scalify
+from ._scalify import Scalified as Scalified, decoupled as decoupled, scalify as scalify
 from ._strategies import (
     STRATEGIES as STRATEGIES,
     ScaleRounding as ScaleRounding,

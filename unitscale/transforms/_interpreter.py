@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..core._last_uses import last_uses
 from ..core._lazy_scale import Atom, LazyScale, largest
+from ._decouple import Branches, decoupled, limits
 from ._registry import rule_of
 from ._report import Default, Exponent, Report
 from ._settle import measured, ready
@@ -40,9 +42,13 @@ class Settings:
         traces: scaled programs of inner jaxprs, by jaxpr and by what is known of its operands; the
             jaxpr is kept alive with them.
         calls: the equations being applied, the outermost first.
+        decouple: whether functions of a value are computed in float16 where that is safe.
+        branches: what counts how often that is so, if anybody asks.
     """
 
     growth: Growth
+    decouple: bool = False
+    branches: Branches | None = None
     report: Report = field(default_factory=Report)
     traces: dict[Any, Any] = field(default_factory=dict)
     calls: list[JaxprEqn] = field(default_factory=list)
@@ -87,6 +93,17 @@ class Interpreter:
         """Applies the primitive of an equation to arrays."""
         params = eqn.primitive.get_bind_params({**eqn.params, **changes})
         return eqn.primitive.bind(*arrays, **params)
+
+    def decoupled(self, eqn: JaxprEqn, values: Sequence[Value]) -> Value | None:
+        """Computes a function in float16 where that is safe, if it is to be; else returns None."""
+        name, settings = eqn.primitive.name, self.settings
+        safe = limits(name, values) if settings.decouple else None
+        if safe is None:
+            return None
+        watch = settings.branches and functools.partial(
+            settings.branches.watch, name, settings.source()
+        )
+        return decoupled(safe, lambda data: self.bind(eqn, [data]), values[0], watch)
 
     def default(
         self, eqn: JaxprEqn, values: Sequence[Value], clean: Callable[[Any], Any] | None = None

@@ -75,6 +75,8 @@ def wide_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Any]:
 @register("function", *_BOUNDED)
 def bounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """f(data * scale) in float32, at scale 1."""
+    if (apart := interpreter.decoupled(eqn, values)) is not None:
+        return apart
     data = interpreter.bind(eqn, wide_values(eqn, values))
     return finish(data, ONE, 0.0, data_dtype(*values))
 
@@ -82,6 +84,8 @@ def bounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 @register("function", *_UNBOUNDED)
 def unbounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """f(data * scale) in float32, at scale 1 until it is rounded or leaves: then at its own."""
+    if (apart := interpreter.decoupled(eqn, values)) is not None:
+        return apart
     data = interpreter.bind(eqn, wide_values(eqn, values))
     dtype = data_dtype(*values)
     return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN, wide=True)

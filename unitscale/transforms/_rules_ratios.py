@@ -60,6 +60,8 @@ def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     (x,) = values
     scale = scale_of(x).root()
     if scale is None:
+        if (apart := interpreter.decoupled(eqn, values)) is not None:
+            return apart
         data = interpreter.bind(eqn, [x.wide()])
         return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN, wide=True)
     data = interpreter.bind(eqn, [widen(x.data)])

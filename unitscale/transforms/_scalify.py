@@ -11,6 +11,7 @@ import jax
 
 from ..core import is_scaled
 from ._boundary import from_input, to_output, traced_aval
+from ._decouple import Branch, Branches
 from ._interpreter import Interpreter, Settings
 from ._report import Report
 from ._settle import leaving
@@ -36,12 +37,14 @@ class Scalified:
         static_argnames: Sequence[str],
         strategy: StaticScaling,
         rounding: ScaleRounding,
+        decouple: bool = False,
     ):
         """Wraps a function; see `scalify`."""
         self._function = function
         self._static_argnums = frozenset(static_argnums)
         self._static_argnames = frozenset(static_argnames)
-        self._scaling = strategy, rounding
+        self._scaling = strategy, rounding, decouple
+        self._decouple = decouple
         self._growth = growth_of(strategy, rounding)
         functools.update_wrapper(self, function, updated=())
 
@@ -91,6 +94,28 @@ class Scalified:
         jax.eval_shape(function, leaves)
         return found[-1]
 
+    def branches(self, *args: Any, **kwargs: Any) -> list[Branch]:
+        """Calls a decoupled function, and counts how often each place ran in float16.
+
+        Args:
+            *args: as for a call, concrete arrays.
+            **kwargs: as for a call.
+
+        Returns:
+            One entry per place that may run either way, in program order, with the line of the
+            user's code and the error against float32, which is computed beside it.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from unitscale import as_scaled
+            >>> f = scalify(jnp.exp, decouple=True)
+            >>> [(b.narrow, b.wide) for b in f.branches(as_scaled(jnp.ones(2), dtype=jnp.float16))]
+            [(1, 0)]
+        """
+        counted = Branches()
+        jax.block_until_ready(self._run(args, kwargs, counted)[0])
+        return counted.found()
+
     def _static_positions(self, count: int) -> set[int]:
         positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
         if self._static_argnames:
@@ -101,7 +126,9 @@ class Scalified:
             positions |= {names.index(n) for n in self._static_argnames if n in names}
         return {i for i in positions if i < count}
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Settings]:
+    def _run(
+        self, args: Sequence[Any], kwargs: dict[str, Any], branches: Branches | None = None
+    ) -> tuple[Any, Settings]:
         static = self._static_positions(len(args))
         fixed = {k: v for k, v in kwargs.items() if k in self._static_argnames}
         moving = [a for i, a in enumerate(args) if i not in static]
@@ -124,7 +151,7 @@ class Scalified:
 
         functools.update_wrapper(flat, self._function, updated=())
         closed = jax.make_jaxpr(flat)(*map(traced_aval, traced))
-        settings = Settings(self._growth)
+        settings = Settings(self._growth, self._decouple, branches)
         values = list(map(from_input, traced))
         for value, path in zip(values, _paths(moving, named), strict=True):
             settings.see("argument", path, known_atoms([value]))
@@ -156,6 +183,7 @@ def scalify(
     static_argnames: str | Iterable[str] = (),
     static_scaling: StaticScaling = "unit",
     scale_rounding: ScaleRounding = "carried",
+    decouple: bool = False,
 ) -> Any:
     """Returns the same mathematical function with every float array a ScaledArray, end to end.
 
@@ -193,6 +221,9 @@ def scalify(
         static_scaling: "unit", "identity" or a function; see `growth_of`.
         scale_rounding: how expected growth becomes a power of two: "carried" along chains, or
             rounded in every primitive to "nearest", "down" or "up".
+        decouple: an experiment: functions of float16 data (exp, log, tanh, erf, sin, sqrt) are
+            computed in float16 where scale and data show at run time that this gives what float32
+            gives, rounded, and in float32 elsewhere (`Scalified.branches` counts).
 
     Returns:
         The scaled function. It is traced at every call, so call it under `jax.jit`. scalify of it
@@ -221,4 +252,17 @@ def scalify(
         raise TypeError(f"unitscale.scalify: expected a function; got {type(fn).__name__}")
     argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    return Scalified(fn, argnums, argnames, static_scaling, scale_rounding)
+    return Scalified(fn, argnums, argnames, static_scaling, scale_rounding, decouple)
+
+
+def decoupled(fn: Callable[..., Any]) -> Any:
+    """Returns ``scalify(fn, decouple=True)``: float16 arithmetic wherever scales show it is safe.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from unitscale import as_scaled
+        >>> x = as_scaled(jnp.asarray([0.5, 1.0]), dtype=jnp.float16)
+        >>> print(decoupled(jnp.tanh).branches(x)[0].narrow)
+        1
+    """
+    return scalify(fn, decouple=True)
