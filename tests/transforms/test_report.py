@@ -21,22 +21,37 @@ def test_exponents_are_arguments_and_what_is_decided_at_run_time() -> None:
     assert makers(lambda a, b: a @ b * a, x, x) == ["argument", "argument"]
     assert makers(lambda a, b: a + b, x, x) == ["argument", "argument", "add"]
     assert makers(lambda a, b: jnp.tanh(a @ b + a), x, x) == ["argument", "argument"]
-    assert makers(lambda a, b: a @ b + a, y, y) == ["argument", "argument", "add"]
+    assert makers(lambda a, b: a @ b + a, y, y) == ["argument", "argument", "result"]
+    assert makers(lambda a, b: (a @ b + a) @ b, y, y)[2:] == [
+        "dot_general",
+        "result",
+    ]
     assert makers(lambda a: jnp.exp(a), y) == ["argument", "result"]
     assert makers(jnp.linalg.cholesky, x) == ["argument", "cholesky"]
     assert makers(lambda a: lax.fori_loop(0, 3, lambda i, c: c @ a, a), y) == ["argument", "scan"]
-    assert makers(jax.jit(lambda a: a @ a + 1.0), y) == ["argument", "add"]
+    assert makers(jax.jit(lambda a: a @ (a @ a + 1.0)), y) == ["argument", "dot_general", "result"]
+
+
+def test_a_chain_of_doubtful_results_is_measured_once() -> None:
+    x = as_scaled(jnp.ones((4, 4)), dtype=jnp.float16)
+    y = as_scaled(8 * jnp.ones((4, 4)), dtype=jnp.float16)
+
+    def chain(a: jax.Array, b: jax.Array) -> jax.Array:
+        c = (a + b) * (a - b) / (a * a + b)
+        return c @ a + c @ b
+
+    assert makers(chain, x, y) == ["argument", "argument", "dot_general", "result"]
 
 
 def test_exponents_name_path_and_line() -> None:
     def program(batch: dict[str, jax.Array]) -> jax.Array:
-        return batch["x"] * 3.0 + batch["y"]
+        return (batch["x"] * 3.0 + batch["y"]) @ batch["y"]
 
     x = as_scaled(jnp.ones(3), dtype=jnp.float16)
     report = scalify(program).report({"x": x, "y": as_scaled(2 * jnp.ones(3), dtype=jnp.float16)})
-    first, second, added = report.exponents
+    first, second, measured, _ = report.exponents
     assert (first, second) == (Exponent("argument", "[0]['x']"), Exponent("argument", "[0]['y']"))
     line = program.__code__.co_firstlineno + 1
-    assert str(added).startswith(f"add at {__file__}:{line} (")
+    assert str(measured).startswith(f"dot_general at {__file__}:{line} (")
     assert str(report).splitlines()[0] == "exponent: argument at [0]['x']"
-    assert repr(report) == "Report(0 default rules, 3 exponents)"
+    assert repr(report) == "Report(0 default rules, 4 exponents)"

@@ -90,3 +90,31 @@ def test_products_with_a_fill_of_any_scale(fill: float) -> None:
     x = ScaledArray(jnp.asarray([1.0, 2.0]), jnp.float32(8.0))
     for program in (scalify(function), jax.jit(scalify(function))):
         np.testing.assert_array_equal(to_array(program(x)), function(x.value))
+
+
+def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One operand is made small before, so that no sum is beyond float16."""
+    taken = []
+
+    def elsewhere(*args: Any, default: Any, **_: Any) -> Any:
+        taken.append(default(*args))
+        return taken[-1]
+
+    rng = np.random.default_rng(0)
+    x = ScaledArray(jnp.asarray(rng.normal(size=(4, 4096)), jnp.float16), jnp.float32(2.0**20))
+    w = ScaledArray(jnp.asarray(rng.normal(size=(4096, 8)), jnp.float16), jnp.float32(2.0**-90))
+    exact = np.asarray(x.value, np.float64) @ np.asarray(w.value, np.float64)
+    here = scalify(jnp.dot)(x, w)
+    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    there = scalify(jnp.dot)(x, w)
+    assert [t.dtype for t in taken] == [jnp.float16]
+    assert here.scale == there.scale
+    for result in (here, there):
+        np.testing.assert_allclose(result.value, exact, atol=2.0**-10 * np.abs(exact).max())
+
+    # The largest sum there is, of one sign: 64 times what the root of its terms lets expect.
+    ones = ScaledArray(jnp.ones((4096,), jnp.float16), jnp.float32(1))
+    assert float(scalify(jnp.dot)(ones, ones).value) == 4096
+    assert len(taken) == 2

@@ -35,10 +35,15 @@ def test_wide_data_of_a_narrow_type_waits_for_ready() -> None:
     np.testing.assert_array_equal(np.asarray(value.data, np.float32), 1.0)
 
 
-def test_float16_of_great_doubt_is_measured() -> None:
-    value = finish(jnp.full(4, 1e9), LazyScale(), 0.0, jnp.float16, doubt=5.0)
-    assert float(np.max(np.asarray(value.data, np.float32))) < 1.5
-    np.testing.assert_allclose(worth(value), 1e9, rtol=1e-3)
+def test_float16_of_great_doubt_is_measured_once_where_it_is_rounded() -> None:
+    value = finish(jnp.full(4, 1e9), LazyScale(-3), 0.0, jnp.float16, doubt=5.0)
+    assert value.data.dtype == jnp.float32
+    assert value.scale == LazyScale(), "at its value, as a program in float32 has it"
+    rounded = ready(value)
+    assert ready(value) is rounded
+    assert rounded.data.dtype == jnp.float16
+    assert float(np.max(np.asarray(rounded.data, np.float32))) < 1.5
+    np.testing.assert_allclose(worth(rounded), 1e9 / 8, rtol=1e-3)
 
 
 def test_what_has_no_doubt_saturates_and_keeps_infinities() -> None:

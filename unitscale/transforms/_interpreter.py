@@ -42,6 +42,7 @@ class Settings:
         traces: scaled programs of inner jaxprs, by jaxpr and by what is known of its operands; the
             jaxpr is kept alive with them.
         calls: the equations being applied, the outermost first.
+        seen: scales that were reported.
         decouple: whether functions of a value are computed in float16 where that is safe.
         branches: what counts how often that is so, if anybody asks.
     """
@@ -52,9 +53,12 @@ class Settings:
     report: Report = field(default_factory=Report)
     traces: dict[Any, Any] = field(default_factory=dict)
     calls: list[JaxprEqn] = field(default_factory=list)
+    seen: set[Atom] = field(default_factory=set)
 
     def see(self, maker: str, source: str | None, atoms: set[Atom]) -> None:
-        """Reports scales that are known at run time only; by default at the present line."""
+        """Reports new scales that are known at run time only; by default at the present line."""
+        atoms = atoms - self.seen
+        self.seen |= atoms
         if atoms:
             source = self.source() if source is None else source
             self.report.exponents.extend([Exponent(maker, source)] * len(atoms))

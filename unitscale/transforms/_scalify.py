@@ -201,11 +201,11 @@ def scalify(
         keeps its own type, and chains of element-wise functions are rounded to it at their end.
         Static knowledge chooses the scales inside. A narrow result (float16, 8 bits) that is made
         of more than one product or of a sum, or carried by a loop, is brought to RMS 1 by the power
-        of two that its data asks for: the scales of parameters and of optimizer state stay where
-        their values are, however often a step is repeated. Types with the range of float32, and
-        bfloat16 is one, need that nowhere: such results are at scale 1, and nothing is measured.
-        Differentiating the scaled function gives derivatives with respect to data, scales being
-        constant.
+        of two that its data asks for, where it is rounded, at the end of a chain: the scales of
+        parameters and of optimizer state stay where their values are, however often a step is
+        repeated. Types with the range of float32, and bfloat16 is one, need that nowhere: such
+        results are at scale 1, and nothing is measured. Differentiating the scaled function gives
+        derivatives with respect to data, scales being constant.
 
         A cast to float32 in the program changes nothing: its arithmetic is float32 already, and is
         rounded to the type of the arguments where a chain ends. What is to be stored in float32 is

@@ -50,8 +50,9 @@ def finish(
     """Returns a scaled value from wide data, bringing drifted data back to unit size.
 
     16-bit data is brought back at once, in the multiplication before its one rounding. Wider data
-    waits until it leaves the program, or until the drift is large. 16-bit data of which the
-    estimate has become too uncertain is measured.
+    waits until it leaves the program, or until the drift is large. Where the estimate for 16-bit
+    data has become too uncertain, the value stays wide at scale 1, as in the program itself, and is
+    measured where it is rounded: a chain of such results is measured once, at its end.
 
     Args:
         data: the result of an operation on wide data.
@@ -71,6 +72,8 @@ def finish(
     value = Value(data, scale, drift, dtype, doubt=min(doubt, UNKNOWN))
     if is_complex(data):
         return value
+    if doubt > MOST_DOUBT and not spans(dtype):
+        return value.at_one()
     return value if wide and abs(drift) <= _SLACK else ready(value)
 
 
@@ -91,6 +94,10 @@ def ready(value: Value) -> Value:
     kept = np.dtype(value.dtype)
     if jnp.result_type(value.data).itemsize < kept.itemsize:
         return value
+    return value.once("ready", lambda: _ready(value, kept))
+
+
+def _ready(value: Value, kept: np.dtype[Any]) -> Value:
     if value.doubt > MOST_DOUBT and not spans(kept):
         value = measured(value)
     if kept.itemsize < 4 or abs(value.drift) > _SLACK:

@@ -6,7 +6,7 @@ and how far its data may have drifted from unit size. So nothing is rescaled for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -108,7 +108,7 @@ class Value:
     def data(self) -> Any:
         """The array."""
         data = self._data
-        return made_once(self._made, "data", data.array) if isinstance(data, Multiple) else data
+        return self.once("data", data.array) if isinstance(data, Multiple) else data
 
     @property
     def is_plain(self) -> bool:
@@ -125,6 +125,10 @@ class Value:
         """Whether every element is one known number."""
         return self.const is not None
 
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns what is made of the value under a name; once, however many operations ask."""
+        return made_once(self._made, name, make)
+
     def split(self) -> tuple[Any, LazyScale]:
         """Splits a plain scalar into wide data of unit size and a power of two, read at run time.
 
@@ -136,7 +140,7 @@ class Value:
             unit = LazyScale.of(unit_of(wide))
             return times(wide, ONE / unit), unit
 
-        return made_once(self._made, "split", make)
+        return self.once("split", make)
 
     def wide(self) -> Any:
         """Returns ``data * scale``, wide; once, however many operations see it."""
@@ -144,8 +148,8 @@ class Value:
         if scale is None or scale == ONE:
             return widen(self.data)
         if isinstance(data, Multiple) and not scale.ndim and not scale.is_static:
-            return made_once(self._made, "wide", lambda: data.times(scale).array())
-        return made_once(self._made, "wide", lambda: times(widen(self.data), scale))
+            return self.once("wide", lambda: data.times(scale).array())
+        return self.once("wide", lambda: times(widen(self.data), scale))
 
     def at_one(self) -> Value:
         """Returns the value at scale 1, wide; nothing is known of the size of its data."""
