@@ -112,10 +112,6 @@ def test_what_no_law_holds_for_is_left_out() -> None:
     assert fuzz.check(program("scalify", "i0 @ i0[0, 0]")) == ""
     assert fuzz.check(program("quant", "product(i0, i0[0])")) == ""
     assert fuzz.check(program("quant", "product(i0, i0[:1])")) == ""
-    # Of the variance of one number a rounding may be left, whose square is out of range.
-    far = Input(np.float16([1.0]), np.float32(2.0**78))
-    norm = "(i0 - i0.mean(-1, keepdims=True)) * lax.rsqrt(i0.var(-1, keepdims=True) + 1e-5)"
-    assert fuzz.check(program("scalify", norm, i0=far)) == ""
     # Zeros, too, have scales whose product is out of range.
     zeros = Input(np.zeros((2, 2), np.float32), np.float32(2.0**97))
     assert fuzz.check(program("operators", "i0 @ i0", i0=zeros)) == ""
