@@ -134,22 +134,22 @@ def main(
 
 def page() -> Iterator[str]:
     """The lines of `notebooks/docs/results.md`: what was missed, then everything."""
-    documents = [read(path) for path in sorted(RESULTS.glob("*.json"))]
+    documents = {path.stem: read(path) for path in sorted(RESULTS.glob("*.json"))}
     yield from HEAD.splitlines()
     missed = [
-        (document["command"], table.title, "; ".join(_said(table, row)))
-        for document in documents
+        (stem, table.title, "; ".join(_said(table, row)))
+        for stem, document in documents.items()
         for table in tables(document)
         for row in table.rows
         if _is_any(row, OPEN)
     ]
     if missed:
-        yield from ("", "## Missed, or not resolved", "", "| table | row | command |")
+        yield from ("", "## Missed, or not resolved", "", "| table | row | file |")
         yield "|---|---|---|"
-        yield from (f"| {title} | {row} | `{command}` |" for command, title, row in missed)
-    for document in documents:
+        yield from (f"| {title} | {row} | [{stem}](#{stem}) |" for stem, title, row in missed)
+    for stem, document in documents.items():
         versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
-        yield from ("", f"## `{document['command']}`", "")
+        yield from ("", f"## {stem}", "", f"`{document['command']}`", "")
         yield f"{document['date']}, {document['machine']}, {versions}."
         for table in tables(document):
             yield from ("", f"### {table.title}", "")

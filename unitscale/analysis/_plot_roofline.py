@@ -38,7 +38,7 @@ def plot_roofline(report: Any) -> Any:
     places = sorted(places, key=lambda pair: -pair[1].seconds)[:_PLACES]
     figure_class = extra("Roofline.plot", "matplotlib.figure").Figure
     height = 2.0 + 0.25 * (len(kinds) + len(places))
-    figure = figure_class(figsize=(11, height), layout="constrained")
+    figure = figure_class(figsize=(9, height), layout="constrained")
     ratios = [max(len(kinds), 1), max(len(places), 1)]
     upper, lower = figure.subplots(2, sharex=False, height_ratios=ratios)
     _bars(upper, [(t.label, t.label, t.seconds) for t in kinds])

@@ -81,15 +81,15 @@ def plot_scales(records: Sequence[Any]) -> Any:
         axes.grid(axis="y", alpha=0.25)
     marks = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     if marks:
-        figure.legend(handles=marks, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+        figure.legend(handles=marks, loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 
 def _figure(count: int, formats: int, rows: bool) -> tuple[Any, Any, Any]:
     """A figure, the axes of its values, and those of its formats, the same if there are none."""
     figure_class = extra("plot", "matplotlib.figure").Figure
-    height = 1.8 + 0.22 * (count + formats) if rows else 5.5
-    figure = figure_class(figsize=(9 if rows else 13, height), layout="constrained")
+    height = 1.8 + 0.22 * (count + formats) if rows else 4.5
+    figure = figure_class(figsize=(8, height), layout="constrained")
     if not formats:
         axes = figure.subplots()
         return figure, axes, axes
@@ -123,5 +123,5 @@ def _shade(axes: Any, bars: Any, names: list[str], low: float, high: float, rows
         bars.set_yticks(range(len(names)), names, fontsize=8)
         bars.invert_yaxis()
     elif names:
-        bars.set_xticks(range(len(names)), names, fontsize=8, rotation=90)
+        bars.set_xticks(range(len(names)), names, rotation=90)
         bars.tick_params(left=False)

@@ -196,7 +196,7 @@ def plot_snr(lines: Sequence[tuple[str, Any, int | None]] | None = None, scales:
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, figure of SNR by scale.
     """
-    figure = extra("plot_snr", "matplotlib.figure").Figure(figsize=(10, 5.5), layout="constrained")
+    figure = extra("plot_snr", "matplotlib.figure").Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     sigma = 2.0 ** np.linspace(-30, 24, 109) if scales is None else np.asarray(scales, np.float64)
     for index, (label, format, block) in enumerate(LINES if lines is None else lines):
@@ -211,5 +211,5 @@ def plot_snr(lines: Sequence[tuple[str, Any, int | None]] | None = None, scales:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(xlabel="standard deviation of the values", ylabel="signal to noise (dB)")
     axes.grid(alpha=0.25)
-    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure

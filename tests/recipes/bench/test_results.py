@@ -52,9 +52,9 @@ def test_misses_come_first(given: Path, capsys: pytest.CaptureFixture) -> None:
     at = {
         name: printed.index(line)
         for name, line in {
-            "missed": "| Speeds | what slow; ratio 2.000; asked <= 1 | "
-            "`python -m recipes bench demo` |",
-            "heading": "## `python -m recipes bench demo`",
+            "missed": "| Speeds | what slow; ratio 2.000; asked <= 1 | [demo](#demo) |",
+            "heading": "## demo",
+            "command": "`python -m recipes bench demo`",
             "machine": "2026-01-02, cpu, 2 cores, python 3.11, jax 0.10.2.",
             "row": "| fast | 0.500 | <= 1 | yes |",
             "note": "A note.",
