@@ -160,11 +160,12 @@ def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(overhead, "LONG", longer)
     out = tmp_path / "out.json"
     assert main(["bench", "overhead", "--rounds", "4", "--no-larger", "--json", str(out)]) == 0
-    (row,), (gpt, bert), (deep,), (memory, seconds) = (
+    (row,), (flat,), (gpt, bert), (deep,), (memory, seconds) = (
         table["rows"] for table in json.loads(out.read_text())["tables"]
     )
     assert row["lower quartile"] <= row["ratio"] <= row["upper quartile"]
     assert row["within"] is (row["ratio"] <= 1.05)
+    assert flat["within"] is (flat["ratio"] <= 1.0)
     for row in (gpt, bert):
         assert row["with factors"] > row["without"] > 0
         assert row["added"] == pytest.approx(row["with factors"] / row["without"] - 1)

@@ -20,7 +20,7 @@ from recipes.bench._compare import comparison, configs_of
 from recipes.bench._runs import Told
 from recipes.bench._timing import interleaved, ratio
 from recipes.bench._underflow import Underflow, counted, gradient
-from recipes.bench.overhead import flops, flops_of, plain as in_plain_flax, unfactored
+from recipes.bench.overhead import flattened, flops, flops_of, plain as in_plain_flax, unfactored
 from recipes.bench.scalify import Program, error, programs
 from recipes.cli import main
 from recipes.errors import RecipeError
@@ -152,6 +152,20 @@ def test_the_plain_model_has_fewer_operations(make_config: MakeConfig) -> None:
     plain = in_plain_flax(config)
     assert (plain.model.library, plain.optimizer.umup) == ("plain", False)
     assert 0 < flops(plain) < flops(config)
+
+
+def test_flattened_layers_multiply_matrices() -> None:
+    layer, x = nnx.Linear(3, 5, rngs=nnx.Rngs(0)), jnp.arange(24.0).reshape(2, 4, 3)
+    whole = jax.make_jaxpr(lambda x: layer(x))(x)
+    with flattened():
+        rows = jax.make_jaxpr(lambda x: layer(x))(x)
+        flat = layer(x)
+    shapes = [
+        next(e.outvars[0].aval.shape for e in p.eqns if e.primitive.name == "dot_general")
+        for p in (whole, rows)
+    ]
+    assert shapes == [(2, 4, 5), (8, 5)]
+    np.testing.assert_allclose(flat, layer(x), rtol=1e-6)
 
 
 def test_interleaved_takes_turns_and_drops_the_warmup() -> None:
