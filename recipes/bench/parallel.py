@@ -80,7 +80,7 @@ def main(
     ]
     told = Told(config, overrides, seeds, fresh, data)
     if steps:
-        own = ["policy=fp8", "model.attention_implementation=plain", *told.words]
+        own = ["policy=fp8", *told.words]
         tables.append(mesh_steps(load_kind(GPTConfig, config or CONFIGS / "gpt/parity.yaml", own)))
         notes.append(
             "Steps: compiled, not run. Collectives of the whole program, in float32 unless said; "

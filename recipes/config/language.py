@@ -58,10 +58,4 @@ class LanguageConfig(RunConfig):
                 f"model.context must be at least data.sequence_length; got {context} and {length}; "
                 "set model.context null to use data.sequence_length"
             )
-        if self.mesh and self.mesh.context > 1 and self.model.fused_attention:
-            raise ValueError(
-                "mesh.context needs model.attention_implementation plain or chunked: fused kernels "
-                f"take no divided sequence; got {self.model.attention_implementation}; set it to "
-                "plain, or mesh.context 1"
-            )
         return self

@@ -93,11 +93,6 @@ class TransformerConfig(Section):
         return self.width // self.heads
 
     @property
-    def fused_attention(self) -> bool:
-        """Whether attention may be a fused kernel, which takes whole sequences alone."""
-        return self.attention_implementation in ("auto", "cudnn")
-
-    @property
     def stack_options(self) -> dict[str, Any]:
         """Options of `unitscale.nn.TransformerStack` that do not differ between recipes."""
         residual = self.residual
@@ -182,10 +177,6 @@ class GPTModelConfig(TransformerConfig):
     def biases(self) -> tuple[str, ...]:
         """Which linear layers of a plain model add a bias."""
         return ("qkv", "out", "mlp") if self.bias else self.variant.biases
-
-    @property
-    def fused_attention(self) -> bool:
-        return self.library != "plain" and super().fused_attention
 
     @model_validator(mode="after")
     def _kv_heads_divide(self) -> Self:

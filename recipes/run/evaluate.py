@@ -16,7 +16,7 @@ from unitscale import to_array
 from ..atomic import write_json
 from ..config import RunConfig, ScalifyConfig
 from .batch import make_loss
-from .placement import divided
+from .placement import divided, over
 from .scaling import fed, plain, scaled, under
 
 SCORES = "scores.json"
@@ -37,7 +37,8 @@ def make_evaluation(
     @jax.jit
     def evaluate(params, rest, batch):
         batch = fed(scalify, divided(batch, mesh))
-        return plain(scalify, under(scalify, loss)(params, rest, batch))
+        with over(mesh):
+            return plain(scalify, under(scalify, loss)(params, rest, batch))
 
     return evaluate
 

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from unitscale.parallel import batch_axes, batch_share, make_mesh, param_shardings, shard_batch
 
@@ -73,6 +74,11 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
     return batch if mesh is None else shard_batch(batch, mesh)
 
 
+def over(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Within the block, layers that are traced know the mesh, as under `jax.set_mesh`."""
+    return nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh)
+
+
 def divided(batch: Any, mesh: Mesh | None) -> Any:
     """What the loss takes of a batch, divided over the mesh, inside a compiled function.
 
@@ -98,7 +104,8 @@ def on_mesh(step: Callable[..., Any], state: Any, mesh: Mesh | None) -> Callable
         return step
 
     def on_divided(state: Any, batch: Any, *rest: Any) -> Any:
-        return step(state, divided(batch, mesh), *rest)
+        with over(mesh):
+            return step(state, divided(batch, mesh), *rest)
 
     shardings = (param_shardings(state, mesh), None)
     return jax.jit(on_divided, donate_argnums=0, out_shardings=shardings)

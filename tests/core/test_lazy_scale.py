@@ -78,3 +78,13 @@ def test_bare_scales() -> None:
     s = scale(8.0)
     assert s.is_bare
     assert not any(x.is_bare for x in (LazyScale(), s.shift(1), s * s, s / scale(2.0)))
+
+
+@pytest.mark.parametrize("shapes", [((1, 4), (3, 1)), ((3, 4), (4,)), ((3, 4), ()), ((), (1, 4))])
+def test_scales_of_several_sizes(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = (2.0 ** np.arange(np.prod(s, dtype=int), dtype=np.float32).reshape(s) for s in shapes)
+    x, y = (LazyScale.of(jnp.asarray(array)) for array in (a, b))
+    made = {"*": (x * y, a * b), "/": (x / y, a / b), "ratio": (ratio(x, y), a / b)}
+    made["largest"] = (largest(x, y), np.maximum(a, b))
+    for name, (scale, expected) in made.items():
+        np.testing.assert_array_equal(scale.array(), expected, err_msg=name)

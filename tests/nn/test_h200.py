@@ -2,17 +2,20 @@
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.h200 import FP8_GEMM, library_calls
 from unitscale import nn, ops
-from unitscale.analysis import compile_h200
+from unitscale.analysis import compile_h200, h200_topology
 from unitscale.ops import Implementation
+from unitscale.parallel import collectives, make_mesh, param_shardings
 from unitscale.quant import check_fp8
 
 pytestmark = pytest.mark.h200
@@ -47,7 +50,8 @@ class _GPT(nnx.Module):
         return self.readout(self.norm(self.stack(self.embed(ids))))
 
 
-def train_step(policy: str, attention: Implementation = "auto") -> str:
+def make_step(policy: str, attention: Implementation = "auto") -> tuple[Any, tuple[Any, ...]]:
+    """A step of Adam, and the shapes of params, other state, Adam's state and tokens."""
     graphdef, params, rest = nnx.split(
         nnx.eval_shape(lambda: _GPT(policy, attention, nnx.Rngs(0))), nnx.Param, ...
     )
@@ -63,8 +67,12 @@ def train_step(policy: str, attention: Implementation = "auto") -> str:
         return optax.apply_updates(params, updates), nnx.state(model, nnx.Not(nnx.Param)), state
 
     state = jax.eval_shape(optimizer.init, params)
-    ids = jax.ShapeDtypeStruct((BATCH, TIME + 1), jnp.int32)
-    return compile_h200(step, params, rest, state, ids).as_text()
+    return step, (params, rest, state, jax.ShapeDtypeStruct((BATCH, TIME + 1), jnp.int32))
+
+
+def train_step(policy: str, attention: Implementation = "auto") -> str:
+    step, arguments = make_step(policy, attention)
+    return compile_h200(step, *arguments).as_text()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +114,34 @@ def test_attention_of_a_train_step_is_one_kernel(
 
 def test_float32_has_no_kernel() -> None:
     assert not any("fmha" in name for name in library_calls(train_step("float32")))
+
+
+def test_a_divided_step_gathers_weights_in_8_bits() -> None:
+    """On four devices, of which each has a part of every matrix and all heads of its sequences."""
+    mesh = make_mesh({"fsdp": 4}, devices=h200_topology(4).devices)
+    step, (*state, ids) = make_step("fp8")
+    places = (*param_shardings(state, mesh), NamedSharding(mesh, P("fsdp")))
+    # As of a table of so many rows that nothing divides, which activations follow if not told.
+    by_features = NamedSharding(mesh, P(None, "fsdp"))
+    places = jax.tree_util.tree_map_with_path(
+        lambda path, place: by_features if "embedding" in jax.tree_util.keystr(path) else place,
+        places,
+    )
+    arguments = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        (*state, ids),
+        places,
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = compile_h200(jax.jit(step, out_shardings=places[:-1]), *arguments)
+    counts = Counter(library_calls(program.as_text()))
+    assert counts["__cudnn$fmhaSoftmax"] == LAYERS
+    gathered = [c for c in collectives(program) if c.kind == "all-gather"]
+    narrow = [c.size for c in gathered if c.dtype.startswith("f8")]
+    # Six matrices of a layer, 12 WIDTH^2 entries, forward and for dx; XLA puts some together.
+    assert sum(narrow) <= 2 * LAYERS * 12 * WIDTH**2
+    # Rows of the table come, and their gradients go.
+    assert sum(c.kind == "all-to-all" for c in collectives(program)) <= 2
 
 
 @pytest.mark.parametrize("policy", ["fp8", "fp8_delayed"])

@@ -1,4 +1,4 @@
-"""`out_sharding` of a call: where an output lies on explicit axes, its values kept."""
+"""Where activations lie on a mesh: as a call asks on explicit axes, else as the batch does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tests.parallel.devices import explicit_mesh
+from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import nn
+from unitscale.parallel import collectives, param_shardings
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 IDS = np.arange(24).reshape(4, 6) % 8
@@ -85,3 +86,37 @@ def test_rows_lie_where_a_call_asks(mesh: Any) -> None:
         y = table(jax.device_put(IDS, P("data")), out_sharding=P("data", None, "model"))
     assert jax.typeof(y.data).sharding.spec == P("data", None, "model")
     np.testing.assert_array_equal(y.value, table(jnp.asarray(IDS)).value)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}], ids=str
+)
+def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool) -> None:
+    """Value and gradients are those of one device, and so is each device's part of the stream."""
+    model = nn.TransformerStack(2, 16, 4, is_causal=True, scan=scan, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
+
+    def gradients(params: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            y = nnx.merge(graphdef, params, rest, copy=True)(x).value
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+    (_, whole), expected = jax.jit(gradients)(params, x)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        program = jax.jit(gradients)
+        # As rows of a table come that is divided over features.
+        place = NamedSharding(mesh, P(None, None, "fsdp"))
+        placed = jax.device_put((params, x), (param_shardings(params, mesh), place))
+        (_, y), found = program(*placed)
+        text = program.lower(*placed).compile()
+    context = axes.get("context", 1)
+    assert y.sharding.shard_shape(y.shape)[:2] == (4 // axes["fsdp"], 8 // context)
+    for a, e in zip(jax.tree.leaves((y, found)), jax.tree.leaves((whole, expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4)
+    if set(axes) == {"fsdp"}:  # the input comes, and its gradient goes
+        assert sum(c.kind == "all-to-all" for c in collectives(text)) <= 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refuses
-from unitscale import ops
+from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
 
@@ -116,6 +116,18 @@ def test_scale_of_the_output() -> None:
     np.testing.assert_array_equal(ops.dense(x, blocks).value[0], [4, 4, 8])
     column = jnp.array([[2.0], [4.0], [1.0], [1.0]])
     assert_scales_are_constants(ops.dense, ScaledArray(x, 4.0), ScaledArray(w, column))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_matmul_of_scales_along_the_contraction(side: str) -> None:
+    x, y = (np.asarray(a) for a in normal("matmul", (2, 3, 4), (2, 4, 5)))
+    along = np.array([1.0, 4.0, 0.5, 2.0], np.float32)
+    left = ScaledArray(x, along) if side == "left" else x
+    right = ScaledArray(y, along[:, None]) if side == "right" else y
+    found = ops.matmul(left, right, constraint=None).value
+    factor = rules.matmul(3, 4, 5, constraint=None).fwd
+    expected = factor * np.einsum("bmk,k,bkn->bmn", x.astype(float), along, y.astype(float))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_scale_along_the_contraction_does_not_overflow_float16() -> None:

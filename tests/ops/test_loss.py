@@ -9,7 +9,8 @@ import pytest
 
 from tests.refusals import refuses
 from unitscale import ops
-from unitscale.core import ScaledArray
+from unitscale.core import ScaledArray, dithered
+from unitscale.ops._loss import normalizer, token_gradients, token_losses, wide_logits
 
 from .conformance import (
     SCALES,
@@ -202,3 +203,24 @@ def test_a_negative_label_counts_from_the_end() -> None:
     )
     for found, expected in zip(*both, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("cotangent", [None, 0.25])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_gradients_by_the_right_class_are_dithered_for_8_bits(
+    bits: int, cotangent: float | None
+) -> None:
+    """By the others they are as they were: only one of each token is large."""
+    z = wide_logits(jnp.asarray(logits(2, 3, VOCAB)[0]), 1.0, None)
+    labels, norm = jnp.asarray(LABELS), normalizer(z)
+    by = None if cotangent is None else jnp.asarray(cotangent)
+    exact, found = (
+        np.asarray(token_gradients(z, labels, norm, None, None, 3.0, by, mantissa_bits=n))
+        for n in (None, bits)
+    )
+    right = np.arange(VOCAB) == LABELS[..., None]
+    np.testing.assert_array_equal(found[~right], exact[~right])
+    others = -jnp.expm1(-token_losses(z, labels, norm))
+    wanted = -dithered(others * 3.0 * (1 if cotangent is None else cotangent), bits)
+    np.testing.assert_allclose(found[right], np.ravel(wanted), rtol=1e-5)
+    assert np.all(np.abs(found[right] / exact[right] - 1) > 1e-4)

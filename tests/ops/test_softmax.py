@@ -57,6 +57,12 @@ def test_scale_is_folded_in(scale) -> None:
     assert_scales_are_constants(ops.softmax, x)
 
 
+def test_the_last_axis_is_the_default() -> None:
+    x = jnp.asarray(normal("softmax", (2, 3, 4))[0])
+    np.testing.assert_array_equal(ops.softmax(x).value, ops.softmax(x, axis=-1).value)
+    assert not np.allclose(ops.softmax(x).value, ops.softmax(x, axis=1).value)
+
+
 def test_published_limits() -> None:
     n = 4096
     (x,) = normal("limits", (8, n))

@@ -51,6 +51,12 @@ def test_e5m2_once(single) -> None:
     assert getattr(MatmulConfig(**{single: "e5m2"}), single) == "float8_e5m2"
 
 
+@pytest.mark.parametrize("wide", ["float16", "bfloat16"])
+def test_formats_of_16_bits_twice(wide) -> None:
+    """float16 has as many bits of exponent as E5M2."""
+    assert MatmulConfig(lhs=wide, rhs=wide).rhs == wide
+
+
 @pytest.mark.parametrize("wrong", ["e4m2", "float7", "int8"])
 def test_unknown_format(wrong) -> None:
     with pytest.raises(ValueError, match=wrong):

@@ -45,8 +45,9 @@ def test_forward_is_continuous_where_the_formula_changes() -> None:
     assert below == pytest.approx(above, rel=2e-6)
 
 
-def test_single_entry_has_factors_of_one() -> None:
-    assert rules.softmax(1) == rules.Factors(1.0, (1.0,))
+@pytest.mark.parametrize("constraint", [None, "to_output_scale", "to_grad_input_scale", "gmean"])
+def test_single_entry_has_factors_of_one(constraint) -> None:
+    assert rules.softmax(1, constraint=constraint) == rules.Factors(1.0, (1.0,))
 
 
 def test_constraint() -> None:

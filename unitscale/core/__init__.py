@@ -34,6 +34,14 @@ from ._gradients import (
     with_data as with_data,
     without_value as without_value,
 )
+from ._mesh_axes import (
+    BATCH_AXES as BATCH_AXES,
+    CONTEXT_AXES as CONTEXT_AXES,
+    TENSOR_AXES as TENSOR_AXES,
+    batch_axes as batch_axes,
+    divided as divided,
+    ways as ways,
+)
 from ._noise import dithered as dithered
 from ._pow2 import (
     Rounding as Rounding,

@@ -14,6 +14,7 @@ from ._layer_scan import scan_layers, stack_layers, unstack_layers
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
 from ._param import set_depth
+from ._placement import stream
 from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
@@ -169,7 +170,7 @@ class TransformerLayer(nnx.Module):
         """
         options: dict[str, Any] = {} if factors is None else {"factor": factors.attention}
         x = self._branch(
-            self.policy.activation(x),
+            stream(self.policy.activation(x)),
             0,
             lambda h: self.attention(
                 h, mask=mask, positions=positions, deterministic=deterministic, **options
@@ -195,10 +196,10 @@ class TransformerLayer(nnx.Module):
         if factors is not None:
             tau = rules.ResidualFactors(factors.branch[index], factors.skip[index])
         if norm is None:
-            return ops.residual(fn, x, tau)
+            return stream(ops.residual(fn, x, tau))
         if self.norm_placement == "pre":
-            return ops.residual(lambda h: fn(norm(h)), x, tau)
-        return norm(ops.residual(fn, x, tau))
+            return stream(ops.residual(lambda h: fn(norm(h)), x, tau))
+        return stream(norm(ops.residual(fn, x, tau)))
 
 
 class TransformerStack(nnx.Module):

@@ -21,6 +21,7 @@ from ..core import (
 from ..rules import Constraint
 from ._attention_chunked import attend_in_chunks
 from ._attention_path import Implementation, take_path
+from ._context_axis import by_heads, whole_heads
 from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
 
 
@@ -141,6 +142,9 @@ def dot_product_attention(
             qd = (widen(qd) * to_float(s)).astype(qd.dtype)
         scales = []
     call = mask, is_causal, rules.logit_factor(qd.shape[-1], mult)
+    moves = whole_heads(qd.shape[2], kd.shape[2])
+    if moves:
+        qd, kd, vd = map(by_heads, (qd, kd, vd))
     if path == "cudnn":
         y = _fused(qd, kd, vd, *call)
     elif path == "chunked":
@@ -149,7 +153,8 @@ def dot_product_attention(
         y = _attend(qd, kd, vd, *call, scales, rate, dropout_key)
     else:
         y = _plain(qd, kd, vd, *call)
-    return ScaledArray(scale(y, factors.fwd, common).astype(dtype), vs)
+    y = scale(by_heads(y) if moves else y, factors.fwd, common)
+    return ScaledArray(y.astype(dtype), vs)
 
 
 def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:

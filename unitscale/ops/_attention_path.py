@@ -9,6 +9,8 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from ._context_axis import whole_heads
+
 Implementation = Literal["auto", "plain", "chunked", "cudnn"]
 """Of `dot_product_attention`."""
 
@@ -208,6 +210,11 @@ def _not_for_cudnn(
         return f"it takes head sizes that 8 divides, up to {_MOST_FEATURES}, not {features}"
     if 0 in (*q_shape, *k_shape):
         return "there is nothing to attend to or from"
+    if whole_heads(q_shape[-2], k_shape[-2]) is False:
+        return (
+            "it needs all tokens of a head, and the devices of the mesh axes context and tensor do "
+            f"not divide {q_shape[-2]} heads and {k_shape[-2]} of keys and values"
+        )
     return _refused_by_jax(q_shape, k_shape, dtype, is_causal)
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..core import batch_axes
+
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of named axes over all devices of all processes, by `jax.make_mesh`.
@@ -45,20 +47,6 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
             f"{math.prod(sizes)} before jax is imported."
         )
     return jax.make_mesh(sizes, tuple(axes), (AxisType.Auto,) * len(sizes), devices=available)
-
-
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a mesh that a batch is divided over: fsdp and data, where it has them.
-
-    In this order: on a mesh of data 2, fsdp 2, tensor 2, with the batch over ``("data", "fsdp")``
-    and matrices over ``("fsdp", "tensor")``, XLA's partitioner gives wrong gradients of two
-    products in a row (on CPUs, jax 0.10.2 and 0.12.0.1).
-
-    Example:
-        >>> batch_axes(make_mesh({"fsdp": 1, "tensor": 1}, devices=jax.devices()[:1]))
-        ('fsdp',)
-    """
-    return tuple(name for name in ("fsdp", "data") if name in mesh.shape)
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:

@@ -11,7 +11,16 @@ from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.run.batch import make_loss
 from recipes.run.evaluate import make_evaluation
-from recipes.run.placement import divided, on_mesh, open_mesh, place, place_batch, share, whole
+from recipes.run.placement import (
+    divided,
+    on_mesh,
+    open_mesh,
+    over,
+    place,
+    place_batch,
+    share,
+    whole,
+)
 from recipes.run.state import init_state
 from recipes.train import make_train_step
 from unitscale import value_and_grad
@@ -35,9 +44,10 @@ def test_a_run_on_a_mesh_is_that_of_one_device(make_config: MakeConfig) -> None:
     [
         (*UNIT, "model.attention_implementation=plain"),
         (*UNIT, "model.attention_implementation=chunked"),
+        (*UNIT, "model.heads=4"),
         ("model.dropout=0.0",),
     ],
-    ids=["plain attention", "chunked attention", "plain model"],
+    ids=["plain attention", "chunked attention", "whole heads", "plain model"],
 )
 def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     """Loss and gradients are those of one device, up to the rounding of float32 sums."""
@@ -51,7 +61,8 @@ def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...
 
         @jax.jit
         def run(params, rest, batch):
-            return value_and_grad(loss)(params, rest, divided(batch, devices))
+            with over(devices):
+                return value_and_grad(loss)(params, rest, divided(batch, devices))
 
         return jax.tree.leaves(run(state.params, state.rest, place_batch(batch, devices)))
 
@@ -116,8 +127,6 @@ def test_refusals(make_config: MakeConfig) -> None:
         make_config("mesh={data: 8}")
     with pytest.raises(RecipeError, match=r"mesh\.context must divide .*; got 3 and 16"):
         make_config("mesh={context: 3}")
-    with pytest.raises(RecipeError, match=r"attention_implementation plain or chunked.*; got auto"):
-        make_config(*UNIT, "mesh={context: 2}")
     for words in (
         ["mesh={data: 2, fsdp: 2, tensor: 2, gradients: float8_e4m3fn}"],
         ["mesh={data: 4, gradients: float8_e4m3fn}", "scalify={storage: float16}"],
