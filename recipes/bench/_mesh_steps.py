@@ -22,6 +22,7 @@ MESHES = (
     {"context": 8},
     {"fsdp": 2, "context": 2, "tensor": 2},
 )
+NARROW = ("u8", "s8", "f8")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -37,7 +38,7 @@ def mesh_steps(config: RunConfig) -> Table:
         found = collectives(program)
         counts = Counter(collective.kind for collective in found)
         sent = sum(collective.sent for collective in found)
-        narrow = sum(collective.sent for collective in found if collective.dtype in ("u8", "s8"))
+        narrow = sum(collective.sent for collective in found if collective.dtype.startswith(NARROW))
         memory = program.memory_analysis()
         rows.append(
             {

@@ -87,6 +87,20 @@ def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
         assert f"[4,16,{hidden}]" not in text
 
 
+@pytest.mark.parametrize("words", [UNIT, ("model.dropout=0.0",)], ids=["unitscale", "plain"])
+def test_activations_lie_where_the_batch_does(make_config: MakeConfig, words) -> None:
+    """What comes into the layers and out of each; else XLA may move them to the weights."""
+    config = make_config(*words, "mesh={fsdp: 4, context: 2}")
+    graphdef, _, state = init_state(config)
+    mesh, loss = open_mesh(config), make_loss(graphdef)
+    batch = jax.numpy.zeros((4, 17), "int32")
+    alone = str(jax.make_jaxpr(loss)(state.params, state.rest, batch))
+    with over(mesh):
+        program = str(jax.make_jaxpr(loss)(state.params, state.rest, batch))
+    assert "sharding_constraint" not in alone
+    assert program.count("sharding_constraint") > config.model.layers
+
+
 def test_a_run_on_a_mesh_resumes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = loss_of(make_config(WIDE, "name=whole", MESH))
     config = make_config(WIDE, "name=halves", MESH)
