@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.parallel.devices import mesh_of
 from unitscale import ops
 from unitscale.ops._attention_path import for_nvidia
-from unitscale.ops._context_axis import by_heads, whole_heads
+from unitscale.ops._context_axis import by_heads, by_tokens, whole_heads
+from unitscale.parallel import collectives
 
 TIME, HEADS, SIZE = 16, 4, 8
 
@@ -57,8 +58,12 @@ def test_heads_are_moved_where_devices_divide_them() -> None:
         assert [whole_heads(8, n) for n in (8, 4, 2)] == [True, True, False]
         x = jax.device_put(jnp.ones((2, 8, 4, 3)), NamedSharding(mesh, P(None, "context")))
         y = jax.jit(lambda x: by_heads(x) + 0)(x)
-    wanted = NamedSharding(mesh, P(None, None, ("tensor", "context")))
-    assert y.sharding.is_equivalent_to(wanted, 4)
+        back = jax.jit(lambda y: by_tokens(y) + 0)(y)
+        found = collectives(jax.jit(lambda x: by_tokens(by_heads(x) + 1)).lower(x).compile())
+    heads = NamedSharding(mesh, P(None, None, ("tensor", "context")))
+    assert y.sharding.is_equivalent_to(heads, 4)
+    assert back.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "context", "tensor")), 4)
+    assert {c.kind for c in found} == {"all-to-all"}
 
 
 def test_the_kernel_is_not_taken_for_parts_of_a_head() -> None:

@@ -21,7 +21,7 @@ from ..core import (
 from ..rules import Constraint
 from ._attention_chunked import attend_in_chunks
 from ._attention_path import Implementation, take_path
-from ._context_axis import by_heads, whole_heads
+from ._context_axis import by_heads, by_tokens, whole_heads
 from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
 
 
@@ -153,7 +153,7 @@ def dot_product_attention(
         y = _attend(qd, kd, vd, *call, scales, rate, dropout_key)
     else:
         y = _plain(qd, kd, vd, *call)
-    y = scale(by_heads(y) if moves else y, factors.fwd, common)
+    y = scale(by_tokens(y) if moves else y, factors.fwd, common)
     return ScaledArray(y.astype(dtype), vs)
 
 
