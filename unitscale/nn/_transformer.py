@@ -45,6 +45,9 @@ class TransformerLayer(nnx.Module):
         attention's factor counts what tokens share after the branches below
         (`rules.AttentionContext`), which are taken to be like this layer's own.
 
+    On a mesh of `jax.set_mesh` that is left to the compiler, the residual stream lies over its axes
+    fsdp and data (the batch) and context (tokens), whatever the weights lie over.
+
     Args:
         features: width of the residual stream.
         num_heads: number of attention heads.

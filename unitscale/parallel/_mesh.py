@@ -161,6 +161,9 @@ def param_shardings(
     the one before the last: each device has its own experts, as `ops.mixture` and `nn.MoE` compute
     them.
 
+    Layers of `unitscale.nn` that are traced under ``jax.set_mesh(mesh)`` keep activations where the
+    batch lies, so that weights come to them.
+
     Over ``fsdp`` the largest of the last two dimensions is cut that can be and is not; dimensions
     before them (stacked layers) never are. Vectors, small arrays, scales, and what the devices do
     not divide are whole on every device.
