@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
 from unitscale.quant import MatmulConfig
 
@@ -56,3 +59,30 @@ def test_large_logits_are_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("unitscale.ops._readout_cross_entropy.MOST_LOGITS", limit)
     assert largest(compiled(64, None)) == limit
     assert largest(compiled(1024, None)) == limit
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("spec", [P("data"), P("data", "context")], ids=str)
+def test_every_device_has_as_many_logits_as_one_would(
+    monkeypatch: pytest.MonkeyPatch, spec: P, explicit: bool
+) -> None:
+    """Fewer chunks: each of them adds to a sum over all devices."""
+    monkeypatch.setattr("unitscale.ops._readout_cross_entropy.MOST_LOGITS", 8 * VOCAB)
+    mesh = (explicit_mesh if explicit else mesh_of)(data=2, context=2)
+    x, table = jnp.ones((8, 8, WIDTH)), jnp.ones((VOCAB, WIDTH))
+
+    def loss(x, table):
+        return ops.readout_cross_entropy(x, table, jnp.zeros((8, 8), jnp.int32), transposed=True)
+
+    def chunks(*args: Any) -> int:
+        text = str(jax.make_jaxpr(jax.grad(loss, argnums=1))(*args))
+        return 1 + int((re.findall(r"length=(\d+)", text) or ["0"])[0])
+
+    assert chunks(x, table) == 8
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec)), jax.device_put(table, P())
+        # Axes that are part of types tell which of them divide the tokens.
+        assert chunks(*placed) == (4 if explicit and spec == P("data") else 2)
+        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(*placed)
+    for a, e in zip(found, jax.grad(loss, argnums=(0, 1))(x, table), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7)

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import bounded_product, custom_vjp, format_of, narrow, shards, widen
+from ..core import (
+    BATCH_AXES,
+    CONTEXT_AXES,
+    bounded_product,
+    custom_vjp,
+    format_of,
+    narrow,
+    shards,
+    ways,
+    widen,
+)
 from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, watched
 from ..rules import Constraint
 from ._loss import (
@@ -220,11 +230,23 @@ def _bwd(how: _Statics, residuals: Any, cotangent: jax.Array):
 _cross_entropy.defvjp(_fwd, _bwd)
 
 
-def _chunks(tokens: int, columns: int, chunk_size: int | None) -> int:
-    """Number of chunks; by default a power of two, which divides most numbers of tokens."""
+def _devices(x: jax.Array) -> int:
+    """Among how many devices the compiler divides tokens (..., in), as far as it is known here."""
+    sharding = jax.typeof(x).sharding
+    explicit = math.prod(
+        sharding.mesh.shape[name] for name in jax.tree.leaves(tuple(sharding.spec[:-1]))
+    )
+    return explicit * ways((*BATCH_AXES, *CONTEXT_AXES))
+
+
+def _chunks(tokens: int, columns: int, chunk_size: int | None, devices: int) -> int:
+    """Number of chunks; by default a power of two, which divides most numbers of tokens.
+
+    Each chunk is divided among the devices, and so the sum of its products for the kernel.
+    """
     if chunk_size is not None:
         return max(-(-tokens // chunk_size), 1)
-    least = -(-tokens * columns // MOST_LOGITS)
+    least = -(-tokens * columns // (MOST_LOGITS * devices))
     return min(1 << max(least - 1, 0).bit_length(), max(tokens, 1))
 
 
@@ -266,7 +288,8 @@ def readout_cross_entropy(
         transposed: whether the kernel is (V, in), as a table of embeddings is.
         vocab: number of classes where the kernel has more columns than that: the others are
             padding, without probability or gradient. None for all columns.
-        chunk_size: tokens of a chunk; None for as many as have some 2^26 logits.
+        chunk_size: tokens of a chunk; None for as many as have 2^27 logits on each device,
+            as far as a mesh of `jax.set_mesh` tells that tokens are divided.
         config: formats of a quantized product; None multiplies the operands as they are.
         state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
@@ -352,7 +375,7 @@ def readout_cross_entropy(
         loss.bwd[0] * (shards(data, labels) if reduction == "mean" else 1),
         reduction,
         vocab,
-        _chunks(tokens, columns, chunk_size),
+        _chunks(tokens, columns, chunk_size, _devices(data)),
     )
     out = _cross_entropy(rows, shared, how)
     return out.reshape(labels.shape) if reduction == "none" else out
