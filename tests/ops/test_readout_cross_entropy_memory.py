@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
-from unitscale.quant import MatmulConfig
+from unitscale.quant import Delayed, MatmulConfig, QuantState
 
 OPTIMIZED = True
 WIDTH, VOCAB, CHUNK = 8, 4096, 32
@@ -86,3 +86,40 @@ def test_every_device_has_as_many_logits_as_one_would(
         found = jax.jit(jax.grad(loss, argnums=(0, 1)))(*placed)
     for a, e in zip(found, jax.grad(loss, argnums=(0, 1))(x, table), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["none", "e4m3", "e5m2", "delayed"])
+def test_chunks_of_every_device_give_what_one_device_gives(name: str, reduction: Any) -> None:
+    """Sums that devices keep until the end; what delayed scaling has seen, too."""
+    strategy = Delayed()
+    config = {
+        "none": None,
+        "e4m3": MatmulConfig(),
+        "e5m2": MatmulConfig(cotangent="float8_e5m2"),
+        "delayed": MatmulConfig(strategy=strategy),
+    }[name]
+    state = QuantState.create(strategy) if name == "delayed" else None
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, table = jax.random.normal(keys[0], (8, 6, 16)), jax.random.normal(keys[1], (64, 16))
+    labels = jax.random.randint(keys[2], (8, 6), 0, 64)
+
+    @jax.jit
+    def gradients(x: Any, table: Any, state: Any) -> Any:
+        def loss(x: Any, table: Any, state: Any) -> jax.Array:
+            options: dict[str, Any] = {"config": config, "state": state, "reduction": reduction}
+            losses = ops.readout_cross_entropy(
+                x, table, labels, transposed=True, chunk_size=16, **options
+            )
+            return jnp.sum(losses)
+
+        value, (*grads, seen) = jax.value_and_grad(loss, argnums=(0, 1, 2))(x, table, state)
+        return value, grads, None if state is None else state.advance(seen)
+
+    expected = gradients(x, table, state)
+    mesh = mesh_of(data=4)
+    with jax.set_mesh(mesh):
+        found = gradients(jax.device_put(x, NamedSharding(mesh, P("data"))), table, state)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        largest = np.max(np.abs(e), where=np.isfinite(e), initial=0)
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4 * largest)

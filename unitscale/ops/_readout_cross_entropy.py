@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .. import rules
 from ..core import (
@@ -35,6 +34,7 @@ from ._loss import (
     wide_logits,
 )
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack_uniform
+from ._token_chunks import over_chunks
 
 OP = "readout_cross_entropy"
 # Logits that a chunk may have: 2,048 tokens of 50,257 classes, 512 MiB in float32. Every chunk adds
@@ -76,47 +76,6 @@ class _Shared(NamedTuple):
     state: QuantState | None
     x_scale: jax.Array | None  # where it is one for all tokens
     scale: jax.Array | None  # of the kernel
-
-
-def _split(rows: Any, tokens: int, chunks: int) -> Any:
-    """Chunks along a new first axis; tokens that follow one another are in different ones.
-
-    So a chunk has tokens of every device where the compiler divides the batch over devices.
-    """
-    more = -tokens % chunks
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
-        return jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 0)
-
-    return jax.tree.map(split, rows)
-
-
-def _join(rows: Any, tokens: int) -> Any:
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:tokens],
-        rows,
-    )
-
-
-def _over_chunks(body: Callable[[_Rows], tuple[Any, Any]], rows: _Rows, chunks: int) -> Any:
-    """Adds up what ``body`` returns first, and joins what it returns second for each token.
-
-    The sum begins with the first chunk: zeros as large as the kernel would be written, and read.
-    """
-    if chunks == 1:
-        return body(rows)
-    tokens = rows.labels.shape[0]
-    split = _split(rows, tokens, chunks)
-
-    def add(total: Any, rows: _Rows) -> tuple[Any, Any]:
-        parts, out = body(rows)
-        return jax.tree.map(jnp.add, total, parts), out
-
-    total, first = body(jax.tree.map(lambda x: x[0], split))
-    total, others = lax.scan(add, total, jax.tree.map(lambda x: x[1:], split))
-    out = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, others)
-    return total, _join(out, tokens)
 
 
 def _chunk(
@@ -172,7 +131,7 @@ def _losses(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
         losses, _ = _chunk(times, shared, rows, how)
         return None, losses
 
-    return _over_chunks(body, rows, how.chunks)[1]
+    return over_chunks(body, rows, how.chunks)[1]
 
 
 def _losses_and_gradients(
@@ -186,7 +145,7 @@ def _losses_and_gradients(
         dx, *parts = gradients(rows.weight)
         return parts, (losses, dx)
 
-    (dkernel, dstate), (losses, dx) = _over_chunks(body, rows, how.chunks)
+    (dkernel, dstate), (losses, dx) = over_chunks(body, rows, how.chunks)
     if dstate is not None:
         dstate = jax.tree.map(jnp.add, dstate, times.shared_gradient)
     return losses, dx, dkernel, dstate

@@ -1,0 +1,91 @@
+"""A function of tokens over chunks of them, one after another, on one device or on many."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..core import BATCH_AXES, divided, ways
+
+Body = Callable[[Any], tuple[Any, Any]]
+
+
+def over_chunks(body: Body, rows: Any, chunks: int) -> Any:
+    """Adds up what ``body`` returns first, and joins what it returns second for each token.
+
+    The sum begins with the first chunk: zeros as large as the kernel would be written, and read.
+    Where the compiler divides the batch over devices of a mesh of `jax.set_mesh`, each of them has
+    a sum of its own, which are added in the end. A sum over all devices for every chunk would send
+    as much as all gradients do.
+
+    Args:
+        body: of rows; its sums and what it returns for each of them.
+        rows: tree of arrays (tokens, ...).
+        chunks: how many, at least 1.
+
+    Example:
+        >>> rows = jnp.arange(5.0)
+        >>> total, squares = over_chunks(lambda x: (x.sum(), x**2), rows, 2)
+        >>> print(total, squares)
+        10.0 [ 0.  1.  4.  9. 16.]
+    """
+    tokens, devices = jax.tree.leaves(rows)[0].shape[0], ways(BATCH_AXES)
+    if chunks == 1:
+        return body(rows)
+    if devices == 1 or tokens % devices:
+        return _one_after_another(body, rows, chunks)
+
+    def each(rows: Any) -> Any:
+        total, out = jax.vmap(body)(_by_device(rows))
+        return _by_device(total), out
+
+    own = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
+    total, out = _one_after_another(each, _by_device(own), chunks, axis=1)
+    total = jax.tree.map(lambda x: jnp.sum(x, 0), total)
+    return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+
+
+def _by_device(tree: Any) -> Any:
+    return jax.tree.map(lambda x: divided(x, BATCH_AXES), tree)
+
+
+def _one_after_another(body: Body, rows: Any, chunks: int, axis: int = 0) -> Any:
+    """The same of tokens along an axis, as one program whose parts the compiler may divide."""
+    tokens = jax.tree.leaves(rows)[0].shape[axis]
+    split = _split(rows, tokens, chunks, axis)
+
+    def add(total: Any, rows: Any) -> tuple[Any, Any]:
+        parts, out = body(rows)
+        return jax.tree.map(jnp.add, total, parts), out
+
+    total, first = body(jax.tree.map(lambda x: x[0], split))
+    total, others = lax.scan(add, total, jax.tree.map(lambda x: x[1:], split))
+    out = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, others)
+    return total, _join(out, tokens, axis)
+
+
+def _split(rows: Any, tokens: int, chunks: int, axis: int) -> Any:
+    """Chunks along a new first axis; tokens that follow one another are in different ones.
+
+    So a chunk has tokens of every device where the compiler divides tokens over devices. What they
+    do not fill is zero.
+    """
+    more = -tokens % chunks
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], -1, chunks, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis + 1, 0)
+
+    return jax.tree.map(split, rows)
+
+
+def _join(rows: Any, tokens: int, axis: int) -> Any:
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, axis + 1)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return lax.slice_in_dim(x, 0, tokens, axis=axis)
+
+    return jax.tree.map(join, rows)
