@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from .. import rules
 from ..core import (
     BATCH_AXES,
-    CONTEXT_AXES,
     bounded_product,
     custom_vjp,
     format_of,
@@ -190,12 +189,14 @@ _cross_entropy.defvjp(_fwd, _bwd)
 
 
 def _devices(x: jax.Array) -> int:
-    """Among how many devices the compiler divides tokens (..., in), as far as it is known here."""
+    """Among how many devices the batch, x's first dimension, is known to be divided.
+
+    Devices that divide the tokens of a sequence may all compute whole chunks: XLA does not divide a
+    dimension that has been joined with the one before.
+    """
     sharding = jax.typeof(x).sharding
-    explicit = math.prod(
-        sharding.mesh.shape[name] for name in jax.tree.leaves(tuple(sharding.spec[:-1]))
-    )
-    return explicit * ways((*BATCH_AXES, *CONTEXT_AXES))
+    names = jax.tree.leaves(tuple(sharding.spec[:1])) if x.ndim > 1 else []
+    return math.prod(sharding.mesh.shape[name] for name in names) * ways(BATCH_AXES)
 
 
 def _chunks(tokens: int, columns: int, chunk_size: int | None, devices: int) -> int:
@@ -248,7 +249,7 @@ def readout_cross_entropy(
         vocab: number of classes where the kernel has more columns than that: the others are
             padding, without probability or gradient. None for all columns.
         chunk_size: tokens of a chunk; None for as many as have 2^27 logits on each device,
-            as far as a mesh of `jax.set_mesh` tells that tokens are divided.
+            as far as a mesh of `jax.set_mesh` tells that the batch is divided.
         config: formats of a quantized product; None multiplies the operands as they are.
         state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
