@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.parallel.devices import mesh_of
-from unitscale.ops._token_chunks import over_chunks
+from unitscale.ops._token_chunks import joined, over_chunks, parted, token_axes
 from unitscale.parallel import collectives
 
 TOKENS, SIZE = 24, 3
@@ -55,6 +55,44 @@ def test_many_devices(axes: dict[str, int], chunks: int) -> None:
     with jax.set_mesh(mesh):
         place = NamedSharding(mesh, P("data" if axes != {"data": 5} else None))
         check(program(chunks)(jax.device_put(X, place), KERNEL))
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis_names"),
+    [
+        ({"data": 4}, ("fsdp", "data")),
+        ({"context": 4}, ("context", "fsdp", "data")),
+        ({"fsdp": 2, "context": 2}, ("context", "fsdp", "data")),
+        ({"context": 8}, ("fsdp", "data")),  # which does not divide 12 tokens
+    ],
+    ids=str,
+)
+def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[str, ...]) -> None:
+    lead, x = (4, 12), np.arange(4 * 12 * 3).reshape(4, 12, 3)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        batch = "fsdp" if "fsdp" in axes else "data" if "data" in axes else None
+        context = "context" if lead[1] % axes.get("context", 1) == 0 else None
+        spec = P(batch, context if "context" in axes else None)
+        program = jax.jit(lambda x: joined(x, lead)).lower(
+            jax.device_put(x, NamedSharding(mesh, spec))
+        )
+        rows = jax.jit(lambda x: joined(x, lead))(x)
+        back = jax.jit(lambda x: parted(joined(x, lead), lead))(x)
+        assert token_axes(lead) == axis_names
+        over = tuple(name for name in axis_names if name in axes)
+    np.testing.assert_array_equal(back, x)
+    assert sorted(rows[:, 0].tolist()) == x[..., 0].ravel().tolist()
+    if axes != {"context": 8}:
+        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P(over)), 2)
+    assert not collectives(program.compile())  # every device has its own
+
+
+def test_nothing_to_join() -> None:
+    assert joined(jnp.ones((0, 4, 3)), (0, 4)).shape == (0, 3)
+    assert parted(jnp.ones((0, 3)), (0, 4)).shape == (0, 4, 3)
+    with jax.set_mesh(mesh_of(context=2)):
+        assert jax.jit(lambda x: joined(x, (0, 4)))(jnp.ones((0, 4, 3))).shape == (0, 3)
 
 
 def test_devices_are_added_once() -> None:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..core import (
-    BATCH_AXES,
     bounded_product,
     custom_vjp,
     format_of,
@@ -33,7 +32,7 @@ from ._loss import (
     wide_logits,
 )
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack_uniform
-from ._token_chunks import over_chunks
+from ._token_chunks import joined, over_chunks, parted, token_axes
 
 OP = "readout_cross_entropy"
 # Logits that a chunk may have: 2,048 tokens of 50,257 classes, 512 MiB in float32. Every chunk adds
@@ -56,6 +55,7 @@ class _Statics:
     reduction: Reduction
     vocab: int
     chunks: int
+    axes: tuple[str, ...]  # of a mesh, that divide the tokens
 
 
 class _Rows(NamedTuple):
@@ -130,7 +130,7 @@ def _losses(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
         losses, _ = _chunk(times, shared, rows, how)
         return None, losses
 
-    return over_chunks(body, rows, how.chunks)[1]
+    return over_chunks(body, rows, how.chunks, how.axes)[1]
 
 
 def _losses_and_gradients(
@@ -144,7 +144,7 @@ def _losses_and_gradients(
         dx, *parts = gradients(rows.weight)
         return parts, (losses, dx)
 
-    (dkernel, dstate), (losses, dx) = over_chunks(body, rows, how.chunks)
+    (dkernel, dstate), (losses, dx) = over_chunks(body, rows, how.chunks, how.axes)
     if dstate is not None:
         dstate = jax.tree.map(jnp.add, dstate, times.shared_gradient)
     return losses, dx, dkernel, dstate
@@ -189,14 +189,10 @@ _cross_entropy.defvjp(_fwd, _bwd)
 
 
 def _devices(x: jax.Array) -> int:
-    """Among how many devices the batch, x's first dimension, is known to be divided.
-
-    Devices that divide the tokens of a sequence may all compute whole chunks: XLA does not divide a
-    dimension that has been joined with the one before.
-    """
+    """Among how many devices the tokens of x are known to be divided."""
     sharding = jax.typeof(x).sharding
     names = jax.tree.leaves(tuple(sharding.spec[:1])) if x.ndim > 1 else []
-    return math.prod(sharding.mesh.shape[name] for name in names) * ways(BATCH_AXES)
+    return math.prod(sharding.mesh.shape[name] for name in names) * ways(token_axes(x.shape[:-1]))
 
 
 def _chunks(tokens: int, columns: int, chunk_size: int | None, devices: int) -> int:
@@ -249,7 +245,7 @@ def readout_cross_entropy(
         vocab: number of classes where the kernel has more columns than that: the others are
             padding, without probability or gradient. None for all columns.
         chunk_size: tokens of a chunk; None for as many as have 2^27 logits on each device,
-            as far as a mesh of `jax.set_mesh` tells that the batch is divided.
+            as far as a mesh of `jax.set_mesh` tells that tokens are divided.
         config: formats of a quantized product; None multiplies the operands as they are.
         state: the scales of a strategy that keeps them, as of `quant.Delayed`.
 
@@ -306,18 +302,19 @@ def readout_cross_entropy(
         raise ValueError(
             f"unitscale.ops.{OP}: chunk_size must be at least 1 token; got {chunk_size}"
         )
-    tokens = math.prod(labels.shape)
+    lead = labels.shape
+    tokens = math.prod(lead)
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
     readout = rules.readout(features, vocab, max(tokens, 1) * shards(data), constraint=constraint)
     data, w = watched((data, w), state)
     scale = scale_argument(scale)
     per_token = None
     if scale is not None and scale.ndim:
-        per_token = jnp.broadcast_to(scale, (*labels.shape, 1)).reshape(tokens, 1)
+        per_token = joined(jnp.broadcast_to(scale, (*lead, 1)), lead)
     rows = _Rows(
-        data.reshape(tokens, features),
-        classes_of(labels, vocab, columns).reshape(tokens),
-        None if where is None else where.reshape(tokens),
+        joined(data, lead),
+        joined(classes_of(labels, vocab, columns), lead),
+        None if where is None else joined(where, lead),
         per_token,
     )
     w_scale = scale_argument(w_scale)
@@ -336,6 +333,7 @@ def readout_cross_entropy(
         reduction,
         vocab,
         _chunks(tokens, columns, chunk_size, _devices(data)),
+        token_axes(lead),
     )
     out = _cross_entropy(rows, shared, how)
-    return out.reshape(labels.shape) if reduction == "none" else out
+    return parted(out, lead) if reduction == "none" else out

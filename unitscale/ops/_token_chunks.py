@@ -1,5 +1,6 @@
 """A function of tokens over chunks of them, one after another, on one device or on many."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,23 +8,69 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import BATCH_AXES, divided, ways
+from ..core import BATCH_AXES, CONTEXT_AXES, divided, ways
 
 Body = Callable[[Any], tuple[Any, Any]]
 
 
-def over_chunks(body: Body, rows: Any, chunks: int) -> Any:
+def token_axes(lead: tuple[int, ...]) -> tuple[str, ...]:
+    """Names of the axes of a mesh of `jax.set_mesh` that divide what `joined` returns.
+
+    Example:
+        >>> token_axes((8, 1024))
+        ('fsdp', 'data')
+    """
+    return BATCH_AXES if _parts(lead) == 1 else (*CONTEXT_AXES, *BATCH_AXES)
+
+
+def joined(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Returns tokens (*lead, ...) as (tokens, ...), those of each device together.
+
+    Where a mesh divides sequences, their parts are what comes first: XLA can not divide a dimension
+    that has been joined with one before it.
+
+    Example:
+        >>> joined(jnp.ones((2, 4, 3)), (2, 4)).shape
+        (8, 3)
+    """
+    parts, rest = _parts(lead), x.shape[len(lead) :]
+    if parts > 1:
+        x = jnp.swapaxes(x.reshape(lead[0], parts, lead[1] // parts, *rest), 0, 1)
+    return divided(x.reshape(math.prod(lead), *rest), token_axes(lead))
+
+
+def parted(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Returns what `joined` has joined as it was.
+
+    Example:
+        >>> parted(jnp.ones((8, 3)), (2, 4)).shape
+        (2, 4, 3)
+    """
+    parts, rest = _parts(lead), x.shape[1:]
+    if parts > 1:
+        x = jnp.swapaxes(x.reshape(parts, lead[0], lead[1] // parts, *rest), 0, 1)
+    return x.reshape(*lead, *rest)
+
+
+def _parts(lead: tuple[int, ...]) -> int:
+    """Into how many a mesh divides the sequences of (batch, time)."""
+    parts = ways(CONTEXT_AXES)
+    return parts if len(lead) == 2 and lead[1] % parts == 0 else 1
+
+
+def over_chunks(body: Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
     """Adds up what ``body`` returns first, and joins what it returns second for each token.
 
     The sum begins with the first chunk: zeros as large as the kernel would be written, and read.
-    Where the compiler divides the batch over devices of a mesh of `jax.set_mesh`, each of them has
-    a sum of its own, which are added in the end. A sum over all devices for every chunk would send
+    Where the compiler divides tokens over devices of a mesh of `jax.set_mesh`, each of them has a
+    sum of its own, which are added in the end. A sum over all devices for every chunk would send
     as much as all gradients do.
 
     Args:
         body: of rows; its sums and what it returns for each of them.
         rows: tree of arrays (tokens, ...).
         chunks: how many, at least 1.
+        axes: names of the mesh's axes that divide the tokens, as `token_axes` gives them.
 
     Example:
         >>> rows = jnp.arange(5.0)
@@ -31,24 +78,23 @@ def over_chunks(body: Body, rows: Any, chunks: int) -> Any:
         >>> print(total, squares)
         10.0 [ 0.  1.  4.  9. 16.]
     """
-    tokens, devices = jax.tree.leaves(rows)[0].shape[0], ways(BATCH_AXES)
+    tokens, devices = jax.tree.leaves(rows)[0].shape[0], ways(axes)
     if chunks == 1:
         return body(rows)
     if devices == 1 or tokens % devices:
         return _one_after_another(body, rows, chunks)
 
+    def by_device(tree: Any) -> Any:
+        return jax.tree.map(lambda x: divided(x, axes), tree)
+
     def each(rows: Any) -> Any:
-        total, out = jax.vmap(body)(_by_device(rows))
-        return _by_device(total), out
+        total, out = jax.vmap(body)(by_device(rows))
+        return by_device(total), out
 
     own = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
-    total, out = _one_after_another(each, _by_device(own), chunks, axis=1)
+    total, out = _one_after_another(each, by_device(own), chunks, axis=1)
     total = jax.tree.map(lambda x: jnp.sum(x, 0), total)
     return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
-
-
-def _by_device(tree: Any) -> Any:
-    return jax.tree.map(lambda x: divided(x, BATCH_AXES), tree)
 
 
 def _one_after_another(body: Body, rows: Any, chunks: int, axis: int = 0) -> Any:
