@@ -28,6 +28,7 @@ def primitives(f: Any, *args: Any) -> list[str]:
         ({"data": 2, "context": 2}, (None, ("context",)), P(None, "context")),
         ({"context": 8}, (BATCH_AXES, CONTEXT_AXES), None),  # 8 does not divide 4
         ({"tensor": 2}, (BATCH_AXES,), None),
+        ({"tensor": 2}, ((),), P(None)),
         ({"data": 1}, (BATCH_AXES,), None),
     ],
     ids=str,

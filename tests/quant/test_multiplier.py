@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests.parallel.devices import mesh_of
 from unitscale.core import is_scaled
+from unitscale.parallel import collectives
 from unitscale.quant import Block, Contraction, Delayed, Dynamic, MatmulConfig, Multiplier, Unit
 
 from .products import state_of, three_products
@@ -79,3 +84,23 @@ def test_a_strategy_needs_its_own_state() -> None:
     other = state_of(Delayed(margin=1))
     with pytest.raises(ValueError, match="but the strategy is"):
         Multiplier(jnp.ones((8, 5)), SPEC, FACTORS, config, jnp.float32, 1, other)
+
+
+@pytest.mark.parametrize("config", [None, MatmulConfig()], ids=["none", "fp8"])
+def test_the_right_operand_comes_to_where_it_is_asked(config: MatmulConfig | None) -> None:
+    """In few bits, from devices that each have a part of it."""
+    mesh = mesh_of(fsdp=4)
+    w = jnp.arange(32.0).reshape(8, 4) / 32
+
+    def run(x: Any, w: Any) -> Any:
+        places = {"k": (), "n": ()}
+        return Multiplier(w, SPEC, FACTORS, config, jnp.float32, 1, places=places)(x)[0]
+
+    expected = run(jnp.ones((4, 8)), w)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("fsdp")))
+        parts = jax.device_put(w, NamedSharding(mesh, P("fsdp")))
+        program = jax.jit(run)
+        found = collectives(program.lower(x, parts).compile())
+        np.testing.assert_allclose(program(x, parts), expected, rtol=1e-6)
+    assert {c.kind for c in found} == {"all-gather"}

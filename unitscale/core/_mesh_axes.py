@@ -71,7 +71,7 @@ def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
         own = tuple(name for name in names or () if name in sizes)
         if own and x.shape[axis] % math.prod(sizes[name] for name in own) == 0:
             spec[axis] = own
-    if all(place is None or place is PartitionSpec.UNCONSTRAINED for place in spec):
+    if not sizes or all(place is PartitionSpec.UNCONSTRAINED for place in spec):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 

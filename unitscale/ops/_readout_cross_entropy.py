@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..core import (
+    TENSOR_AXES,
     bounded_product,
     custom_vjp,
     format_of,
@@ -112,6 +113,9 @@ def _mantissa_bits(config: MatmulConfig | None) -> int | None:
 
 
 def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
+    # Each device has all that its tokens are multiplied by, where tokens are divided.
+    columns = TENSOR_AXES if ways(TENSOR_AXES) > 1 else ()
+    places = {"y": (), "z": columns} if ways(how.axes) > 1 else None
     return Multiplier(
         shared.kernel,
         how.spec,
@@ -120,6 +124,7 @@ def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
         how.out_dtype,
         how.chunks,
         shared.state,
+        places,
     )
 
 

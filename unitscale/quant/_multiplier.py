@@ -1,12 +1,13 @@
 """A product whose left operand comes in parts, and whose result is never whole."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from ..core import ScaledArray, is_scaled, wide_dtype
+from ..core import ScaledArray, divided, is_scaled, wide_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
 from ._product import LHS, RHS, axes_of, operand_gradients, quantize_tensor
@@ -44,6 +45,8 @@ class Multiplier:
         parts: how many there will be. The gradients of the right operand by more than one are to
             be added up, and so are in float32 or wider; that by a single one is in its own dtype.
         state: the scales of a strategy that keeps them.
+        places: for labels of the right operand, axes of a mesh that its dimensions lie over as it
+            is multiplied, as for `core.divided`. Parameters come there in few bits.
 
     Raises:
         ValueError: if the strategy needs a state and has none, or the state of another strategy.
@@ -71,13 +74,15 @@ class Multiplier:
         out_dtype: Any,
         parts: int,
         state: QuantState | None = None,
+        places: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         check_state("Multiplier", config, state)
         self._spec, self._factors, self._config = spec, factors, config
         self._out_dtype, self._state = out_dtype, state
         self._grad_dtype = rhs.dtype if parts == 1 else wide_dtype(rhs.dtype)
         axes = axes_of(spec.rhs, spec.summed)
-        self._rhs, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
+        rhs, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
+        self._rhs = _placed(rhs, spec.rhs, places or {})
         self._turned = _turned(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Part]:
@@ -110,6 +115,13 @@ class Multiplier:
         if self._state is None:
             return None
         return state_gradient(self._state, (None, self._seen, None), (0, self._rhs.size, 0))
+
+
+def _placed(x: Any, labels: str, places: Mapping[str, Sequence[str]]) -> Any:
+    def place(data: jax.Array) -> jax.Array:
+        return divided(data, *(places.get(label) for label in labels))
+
+    return x.map_data(place) if is_scaled(x) else place(x)
 
 
 def _turned(x: Any) -> ScaledArray | None:
