@@ -40,6 +40,7 @@ from ._mesh_axes import (
     TENSOR_AXES as TENSOR_AXES,
     batch_axes as batch_axes,
     divided as divided,
+    stream as stream,
     ways as ways,
 )
 from ._noise import dithered as dithered

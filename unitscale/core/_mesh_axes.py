@@ -8,6 +8,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ._scaled_array import ScaledArray
+
 BATCH_AXES = ("fsdp", "data")
 """Names of the axes that divide a batch, for `divided`."""
 CONTEXT_AXES = ("context",)
@@ -74,6 +76,24 @@ def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
     if not sizes or all(place is PartitionSpec.UNCONSTRAINED for place in spec):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def stream(x: Any) -> Any:
+    """Returns a residual stream (batch, time, ...) that lies where its batch does.
+
+    On a mesh of `jax.set_mesh` that is left to the compiler, that is over its axes fsdp, data and
+    context. Weights then come to the activations, each in the format that it is multiplied in.
+
+    Args:
+        x: array or ScaledArray.
+
+    Example:
+        >>> stream(ScaledArray(jax.numpy.ones((4, 8, 2)))).shape
+        (4, 8, 2)
+    """
+    if isinstance(x, ScaledArray):
+        return x.map_data(stream)
+    return divided(x, BATCH_AXES, CONTEXT_AXES)
 
 
 def _left_to_the_compiler() -> Mapping[str, int]:

@@ -1,11 +1,11 @@
-"""Where activations lie on a mesh."""
+"""Where outputs lie on a mesh whose axes are part of the type."""
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import BATCH_AXES, CONTEXT_AXES, ScaledArray, divided
+from ..core import ScaledArray
 
 OutSharding: TypeAlias = NamedSharding | PartitionSpec | None
 
@@ -24,19 +24,3 @@ def placed(y: ScaledArray, out_sharding: OutSharding) -> ScaledArray:
     if out_sharding is None:
         return y
     return y.map_data(lambda data: jax.sharding.reshard(data, out_sharding))
-
-
-def stream(x: Any) -> Any:
-    """Returns a residual stream (batch, time, ...) that lies where its batch does.
-
-    On a mesh of `jax.set_mesh` that is left to the compiler, that is over its axes fsdp, data and
-    context. Weights then come to the activations, each in the format that it is multiplied in.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> stream(ScaledArray(jnp.ones((4, 8, 2)))).shape
-        (4, 8, 2)
-    """
-    if isinstance(x, ScaledArray):
-        return x.map_data(stream)
-    return divided(x, BATCH_AXES, CONTEXT_AXES)

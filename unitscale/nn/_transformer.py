@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
-from ..core import ScaledArray
+from ..core import ScaledArray, stream
 from ._attention import KVCache, MultiHeadAttention
 from ._layer_scan import scan_layers, stack_layers, unstack_layers
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
 from ._param import set_depth
-from ._placement import stream
 from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
