@@ -1,5 +1,7 @@
 """The GPT in `unitscale.nn`: pre-norm decoder, unit scaled, in any format of a policy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -69,16 +71,17 @@ class GPT(nnx.Module):
           Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
           cache.
         """
-        x, cache = self._states(ids, deterministic=deterministic, cache=cache)
+        x, cache = self._states(self.embed(ids), ids, deterministic=deterministic, cache=cache)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
         return logits if cache is None else (logits, cache)
 
-    def _states(self, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None):
-        """What the readout reads, (batch, time, width), and the new cache.
+    def _states(
+        self, x: Any, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None
+    ) -> tuple[Any, Cache | None]:
+        """What the readout reads, (batch, time, width), of embedded ids, and the new cache.
 
         A cache holds one document: `document_end` in `ids` separates none there.
         """
-        x = self.embed(ids)
         if self.positions is not None:
             start = 0 if cache is None else cache[0].length
             x = self.positions(x, start + jnp.arange(ids.shape[1]))
@@ -97,8 +100,11 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        x, _ = self._states(ids, deterministic=deterministic)
-        return (self.readout or self.embed).cross_entropy(x, targets)
+        x, readout = (
+            self.embed.tied(ids) if self.readout is None else (self.embed(ids), self.readout)
+        )
+        x, _ = self._states(x, ids, deterministic=deterministic)
+        return readout.cross_entropy(x, targets)
 
 
 def same_document(ids: jax.Array, end: int) -> jax.Array:

@@ -26,6 +26,29 @@ def test_attend_is_the_readout_with_the_transposed_table() -> None:
     np.testing.assert_array_equal(layer.attend(x).data, readout(x).data)
 
 
+@pytest.mark.parametrize("policy", ["float32", "bfloat16", "fp8", "fp8_delayed"])
+def test_tied_is_the_look_up_and_the_readout(policy: str) -> None:
+    """Loss, logits and gradients are those of calling the layer, and then `attend` and its loss."""
+    layer = nn.Embed(10, 4, pad_to_multiple_of=8, policy=policy, rngs=nnx.Rngs(0))
+    ids = jnp.array([[1, 2, 9], [9, 1, 0]])
+
+    def tied(layer):
+        x, readout = layer.tied(ids)
+        return readout.cross_entropy(x, ids), readout.attend(x).value
+
+    def apart(layer):
+        x = layer(ids)
+        return layer.cross_entropy(x, ids), layer.attend(x).value
+
+    (loss, logits), grads = nn.value_and_grad(tied, has_aux=True)(layer)
+    (expected, whole), wanted = nn.value_and_grad(apart, has_aux=True)(layer)
+    assert loss == expected
+    np.testing.assert_array_equal(logits, whole)
+    eps = float(jnp.finfo(layer.policy.compute_dtype).eps)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=4 * eps, atol=eps * np.abs(other).max())
+
+
 def test_tied_uses_on_as_many_tokens_share_their_constant() -> None:
     """The gradients of look-up and readout, each over its true one, are the same multiple."""
     layer = nn.Embed(10, 4, rngs=nnx.Rngs(0))

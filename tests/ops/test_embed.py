@@ -51,6 +51,54 @@ def test_rows_are_summed_wide() -> None:
     np.testing.assert_array_equal(vjp(cotangents)[0][0], np.float16((2048 + 49) * 0.02**0.5))
 
 
+READOUT = np.random.default_rng(1).normal(size=(2, 3, 5)).astype(np.float32)
+
+
+def _shared(table, look):
+    """A table as what is looked up, and as what logits are made of."""
+    rows, kept = look(table)
+    logits = jnp.einsum("btf,vf->btv", rows.value, jnp.asarray(ops.scale(kept, 1.0, 2.0)))
+    return jnp.sum(READOUT * jnp.tanh(logits))
+
+
+@pytest.mark.parametrize("scale", [None, 4.0, np.float32([[1], [2], [4], [8], [0.5]])])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_a_tied_table_has_the_sum_of_both_gradients(dtype: str, scale) -> None:
+    """As `embed` and a second use of the table, and rounded once less."""
+    with jax.enable_x64(dtype == "float64"):
+        data = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), dtype)
+
+        def of(look):
+            def value(data):
+                table = data if scale is None else ScaledArray(data, jnp.asarray(scale))
+                return _shared(table, look)
+
+            return jax.jit(jax.value_and_grad(value))(data)
+
+        found = of(lambda table: ops.tied_embed(IDS, table))
+        wanted = of(lambda table: (ops.embed(IDS, table), table))
+    eps = float(jnp.finfo(dtype).eps)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(
+            np.float64(one), np.float64(other), rtol=2 * eps, atol=eps * np.abs(other).max()
+        )
+
+
+def test_a_tied_table_needs_no_other_array_of_its_size() -> None:
+    """Only the gradient of its second use is one, and the rows' is added there."""
+
+    def gradient(table, look):
+        return jax.grad(lambda table: _shared(table, look))(table)
+
+    def whole(look) -> int:
+        text = str(jax.make_jaxpr(lambda t: gradient(t, look))(jnp.ones((5, 2))))
+        return text.count("broadcast_in_dim[shape=(5, 2)") + text.count("f32[5,2] = add_any")
+
+    assert whole(lambda table: ops.tied_embed(IDS, table)) == 0
+    assert whole(lambda table: (ops.embed(IDS, table), table)) > 0
+
+
 PLACES = [P(), P("model"), P(None, "model"), P(None, "data"), P(("data", "model"))]
 
 
@@ -64,13 +112,23 @@ def test_rows_on_a_mesh_whose_axes_are_part_of_the_type(table_place: P, ids_plac
     def gradient(table, ids):
         return jax.grad(lambda t: jnp.sum(jnp.sin(ops.embed(ids, t).value)))(table)
 
+    def tied(table, ids):
+        def value(table):
+            rows, table = ops.tied_embed(ids, table)
+            return jnp.sum(jnp.sin(rows.value)) + 0 * jnp.sum(table)
+
+        return jax.grad(value)(table)
+
     with jax.set_mesh(explicit_mesh(data=2, model=2)):
         placed = jax.device_put(table, table_place), jax.device_put(ids, ids_place)
         rows = ops.embed(placed[1], placed[0]).value
         found = jax.jit(gradient)(*placed)
+        both = jax.jit(tied)(*placed)
     assert jax.typeof(rows).sharding.spec[:2] == (*ids_place, None, None)[:2]
     assert jax.typeof(found).sharding == jax.typeof(placed[0]).sharding
+    assert jax.typeof(both).sharding == jax.typeof(found).sharding
     np.testing.assert_array_equal(rows, table[ids])
+    np.testing.assert_allclose(both, found, rtol=1e-6)
     np.testing.assert_allclose(found, gradient(jnp.asarray(table), ids), rtol=1e-6)
 
 

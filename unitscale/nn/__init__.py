@@ -25,7 +25,11 @@ from ._conversion_rules import CONVERSIONS as CONVERSIONS, ConfigLike as ConfigL
 from ._convert import convert as convert, restore as restore
 from ._dropout import Dropout as Dropout
 from ._einsum import Einsum as Einsum
-from ._embed import Embed as Embed, PositionalEmbed as PositionalEmbed
+from ._embed import (
+    Embed as Embed,
+    PositionalEmbed as PositionalEmbed,
+    TiedReadout as TiedReadout,
+)
 from ._gradients import grad as grad, value_and_grad as value_and_grad
 from ._hooks import StaticWeight as StaticWeight
 from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack_layers

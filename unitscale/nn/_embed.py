@@ -1,6 +1,6 @@
 """Token and position embeddings."""
 
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from ._param import (
     padding_of,
     read,
     unit_normal,
-    unpadded,
     weight,
 )
 from ._placement import OutSharding, placed
@@ -93,16 +92,23 @@ class Embed(nnx.Module):
         rows = ops.embed(ids, read(self.embedding), vocab=self.num_embeddings)
         return placed(rows.astype(self.policy.compute_dtype), out_sharding)
 
+    def tied(self, ids: jax.Array) -> tuple[ScaledArray, "TiedReadout"]:
+        """The embeddings of ids, and the readout that is tied to them.
+
+        As calling the layer, and `attend` or `cross_entropy` later, with one thing less: the
+        gradient of the rows is added into that of the readout, where it lies (`ops.tied_embed`).
+
+        Example:
+            >>> x, readout = Embed(100, 16, rngs=nnx.Rngs(0)).tied(jnp.array([[1, 2, 3]]))
+            >>> readout.cross_entropy(x, jnp.array([[2, 3, 4]])).shape
+            ()
+        """
+        rows, table = ops.tied_embed(ids, read(self.embedding), vocab=self.num_embeddings)
+        return rows.astype(self.policy.compute_dtype), TiedReadout(self, table)
+
     def attend(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
         """Maps (..., features) to logits (..., num_embeddings) with the transposed table."""
-        table = self.policy.weight(unpadded(self.embedding), "readout")
-        y = ops.readout(
-            self.policy.activation(x),
-            table.T,
-            config=self.policy.matmul_for("readout"),
-            state=read_state(self.amax),
-        )
-        return placed(y, out_sharding)
+        return self._readout.attend(x, out_sharding)
 
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
@@ -117,14 +123,53 @@ class Embed(nnx.Module):
             >>> table.cross_entropy(jnp.ones((2, 3, 16)), jnp.zeros((2, 3), int)).shape
             ()
         """
+        return self._readout.cross_entropy(x, labels, **options)
+
+    @property
+    def _readout(self) -> "TiedReadout":
+        return TiedReadout(self, read(self.embedding))
+
+
+class TiedReadout(NamedTuple):
+    """The table of an `Embed` as a readout, for one call of the model: see `Embed.tied`.
+
+    Attributes:
+        embed: the layer.
+        table: its table.
+
+    Example:
+        >>> x, readout = Embed(100, 16, rngs=nnx.Rngs(0)).tied(jnp.array([[1, 2, 3]]))
+        >>> readout.attend(x).shape
+        (1, 3, 100)
+    """
+
+    embed: Embed
+    table: ops.ArrayLike
+
+    def attend(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """As `Embed.attend`."""
+        own = self.embed
+        y = ops.readout(
+            own.policy.activation(x),
+            own.policy.weight(self.table[: own.num_embeddings], "readout").T,
+            config=own.policy.matmul_for("readout"),
+            state=read_state(own.amax),
+        )
+        return placed(y, out_sharding)
+
+    def cross_entropy(
+        self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
+    ) -> jax.Array:
+        """As `Embed.cross_entropy`."""
+        own = self.embed
         return ops.readout_cross_entropy(
-            self.policy.activation(x),
-            self.policy.weight(read(self.embedding), "readout"),
+            own.policy.activation(x),
+            own.policy.weight(self.table, "readout"),
             labels,
             transposed=True,
-            vocab=self.num_embeddings,
-            config=self.policy.matmul_for("readout"),
-            state=read_state(self.amax),
+            vocab=own.num_embeddings,
+            config=own.policy.matmul_for("readout"),
+            state=read_state(own.amax),
             **options,
         )
 

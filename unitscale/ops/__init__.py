@@ -29,7 +29,7 @@ from ._elementwise import (
     silu_glu as silu_glu,
     tanh as tanh,
 )
-from ._embed import embed as embed
+from ._embed import embed as embed, tied_embed as tied_embed
 from ._grouped import Groups as Groups, grouped_dense as grouped_dense
 from ._linear import dense as dense, matmul as matmul, readout as readout
 from ._lora import lora as lora

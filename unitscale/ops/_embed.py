@@ -1,7 +1,7 @@
 """Embedding look-up."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,35 @@ def _take_bwd(factor, specs, residuals, cotangent):
 _take.defvjp(_take_fwd, _take_bwd)
 
 
+@partial(custom_vjp, nondiff_argnums=(2, 3))
+def _take_and_keep(table, ids, factor, specs):
+    return _take(table, ids, factor, specs), table
+
+
+def _take_and_keep_fwd(table, ids, factor, specs):
+    return _take_and_keep(table, ids, factor, specs), ids
+
+
+def _take_and_keep_bwd(factor, specs, ids, cotangents):
+    rows, table = cotangents
+    rows = widen(rows) if factor == 1 else widen(rows) * factor
+    total = widen(table).at[ids].add(rows, out_sharding=specs.table)
+    return narrow(total, table.dtype), None
+
+
+_take_and_keep.defvjp(_take_and_keep_fwd, _take_and_keep_bwd)
+
+
+class _Look(NamedTuple):
+    """What a look-up needs: data of the table, ids of its rows, the factor, the rows' scale."""
+
+    data: jax.Array
+    ids: jax.Array
+    factor: float
+    specs: _Specs
+    scale: Any
+
+
 def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
     """Looks up rows of a table.
 
@@ -81,19 +110,61 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
-    data, scale = unpack("embed", "table", table)
+    look = _look("embed", ids, table, vocab)
+    return ScaledArray(_take(look.data, look.ids, look.factor, look.specs), look.scale)
+
+
+def tied_embed(
+    ids: jax.Array, table: ArrayLike, *, vocab: int | None = None
+) -> tuple[ScaledArray, ArrayLike]:
+    """Looks up rows of a table that is used once more, as the kernel of a readout.
+
+    Scaling:
+        That of `embed`. The gradient of the rows is added to that by the table which is returned,
+        row by row and in its place: there is no array of zeros as large as the table, and no sum of
+        two such arrays. Each row of the sum is rounded as that gradient is.
+
+    Args:
+        ids: as for `embed`.
+        table: as for `embed`.
+        vocab: as for `embed`.
+
+    Returns:
+        What `embed` returns, and the table, for what comes after.
+
+    Raises:
+        TypeError: as `embed`.
+        ValueError: as `embed`.
+
+    Example:
+        >>> rows, table = tied_embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]]))
+        >>> print(rows.data.ravel(), table.ravel())
+        [2. 2.] [1. 2.]
+
+    References:
+        Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv
+        1608.05859.
+    """
+    look = _look("tied_embed", ids, table, vocab)
+    rows, data = _take_and_keep(look.data, look.ids, look.factor, look.specs)
+    kept = table.map_data(lambda _: data) if isinstance(table, ScaledArray) else data
+    return ScaledArray(rows, look.scale), kept
+
+
+def _look(op: str, ids: jax.Array, table: ArrayLike, vocab: int | None) -> _Look:
+    data, scale = unpack(op, "table", table)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"unitscale.ops.embed: ids must be integers; got dtype {ids.dtype}")
+        raise TypeError(f"unitscale.ops.{op}: ids must be integers; got dtype {ids.dtype}")
     if data.ndim != 2:
         raise shape_error(
-            "embed", "table must be (vocab, features)", "Reshape the table.", table=data.shape
+            op, "table must be (vocab, features)", "Reshape the table.", table=data.shape
         )
     rows = data.shape[0]
     vocab = rows if vocab is None else vocab
     if vocab > rows:
         raise ValueError(
-            f"unitscale.ops.embed: vocab must be at most the {rows} rows of the table; got {vocab}"
+            f"unitscale.ops.{op}: vocab must be at most the {rows} rows of the table; got {vocab}"
         )
     # A negative index would count from the end; one past the end gives NaN.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
@@ -105,4 +176,4 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
         scale = jnp.reshape(scale, scale.shape[-1:])  # one scale per feature
     elif scale is not None:
         scale = jnp.reshape(scale, ())
-    return ScaledArray(_take(data, ids, factor, _Specs.of(data, ids)), scale)
+    return _Look(data, ids, factor, _Specs.of(data, ids), scale)
