@@ -37,6 +37,22 @@ def test_an_instruction_by_itself(line: str, expected: float) -> None:
     assert count(program(f"{own}\n  ROOT %out = {line}")) == expected
 
 
+def test_a_reduction_applies_its_own_computation() -> None:
+    """An exponential, a product and a sum for each number that goes in."""
+    joins = """\
+%join (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  %e = f32[] exponential(%b)
+  %p = f32[] multiply(%a, %e)
+  ROOT %s = f32[] add(%p, %b)
+}
+"""
+    own = parameters(a=F, c="f32[]")
+    line = "f32[8] reduce(%a, %c), dimensions={1}, to_apply=%join"
+    assert count(program(f"{own}\n  ROOT %out = {line}", joins)) == (8 + 1 + 1) * N
+
+
 def test_a_fusion_calculates_what_its_result_needs() -> None:
     """Of the exponentials one row of eight."""
     inner = f"""\

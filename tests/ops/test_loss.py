@@ -10,7 +10,14 @@ import pytest
 from tests.refusals import refuses
 from unitscale import ops
 from unitscale.core import ScaledArray, dithered
-from unitscale.ops._loss import normalizer, token_gradients, token_losses, wide_logits
+from unitscale.ops._loss import (
+    in_one_pass,
+    in_two_passes,
+    normalizer,
+    token_gradients,
+    token_losses,
+    wide_logits,
+)
 
 from .conformance import (
     SCALES,
@@ -224,3 +231,31 @@ def test_gradients_by_the_right_class_are_dithered_for_8_bits(
     wanted = -dithered(others * 3.0 * (1 if cotangent is None else cotangent), bits)
     np.testing.assert_allclose(found[right], np.ravel(wanted), rtol=1e-5)
     assert np.all(np.abs(found[right] / exact[right] - 1) > 1e-4)
+
+
+LOWEST = float(np.finfo(np.float32).min)
+ROWS_OF_LOGITS = {
+    "rising": np.linspace(-90, 90, 1000),
+    "falling": np.linspace(90, -90, 1000),
+    "beyond the range of exp": [300.0, -300.0, 299.0, 0.0],
+    "far below": [-300.0, -301.0, -1e30],
+    "padded": [-3.0, -2.0, LOWEST, LOWEST],
+    "all alike": [5.0] * 7,
+    "one": [-2.5],
+    "some that can not be": [1.0, -np.inf, 2.0, -np.inf],
+    "none that can be": [-np.inf, -np.inf],
+    "infinite": [1.0, np.inf, 2.0],
+    "infinite twice": [np.inf, 0.0, np.inf],
+    "not a number": [1.0, np.nan, 2.0],
+    "not a number, infinite": [np.nan, np.inf],
+}
+
+
+@pytest.mark.parametrize("row", ROWS_OF_LOGITS.values(), ids=ROWS_OF_LOGITS)
+def test_the_normalizer_of_one_pass_is_that_of_two(row) -> None:
+    """A sum that has met a larger logit is rounded once more: as often as there are such logits."""
+    z = jnp.asarray([row, row[::-1]], jnp.float32)
+    one, two = (f(z) for f in (jax.jit(in_one_pass), jax.jit(in_two_passes)))
+    np.testing.assert_array_equal(one.largest, two.largest)
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(one.log_total, two.log_total, rtol=eps, atol=4 * len(row) * eps)

@@ -37,10 +37,16 @@ def _cost(program: Program, i: Instruction, count: float) -> float:
     if i.opcode in _MOVES:
         return 0.0
     if i.opcode in ("reduce", "reduce-window", "scatter", "sort", "map"):
-        # About one for each number that goes in.
+        # What joins two numbers, about once for each that goes in.
         whole = elements(i)
         given = max((elements(o) for o in operands(program, i)), default=0.0)
-        return given * (count / whole if whole else 0.0)
+        return _of_one(program, i) * given * (count / whole if whole else 0.0)
     if i.dtype[:1] in ("u", "s"):
         return _ROTATION.get(i.opcode, _INTEGER) * count
     return _FUNCTIONS.get(i.opcode, 1) * count
+
+
+def _of_one(program: Program, i: Instruction) -> float:
+    """Operations of the computation that an instruction applies; of an addition, 1."""
+    inside = [o for name in i.calls for o in program.computations.get(name, {}).values()]
+    return sum(_cost(program, o, 1.0) for o in inside) or 1.0
