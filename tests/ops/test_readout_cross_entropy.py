@@ -153,6 +153,32 @@ def test_every_policy_is_that_of_the_two_ops(rows) -> None:
                     assert_close(got, np.asarray(right, np.float64), dtype, name)
 
 
+@pytest.mark.usefixtures("undithered")
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_in_a_dtype_of_their_own(chunk: int | None, reduction: Any) -> None:
+    """The loss is that of plain products; gradients are quantized products of its cotangent."""
+    config = MatmulConfig(cotangent="float8_e5m2")
+    operands = normal("logits of their own", (*BATCH, IN), (IN, VOCAB))
+    x, kernel = (jnp.asarray(operand, jnp.float32) for operand in operands)
+
+    def mixed(x, kernel):
+        how = {"chunk_size": chunk, "reduction": reduction, "config": config}
+        return fused(x, kernel, logits_dtype="float32", **how).sum()
+
+    def loss(logits):
+        return ops.softmax_cross_entropy(logits, LABELS, reduction=reduction).sum()
+
+    found, gradients = jax.value_and_grad(mixed, (0, 1))(x, kernel)
+    plain = ops.readout(x, kernel)
+    np.testing.assert_allclose(found, loss(plain), rtol=1e-6)
+    assert abs(found - loss(ops.readout(x, kernel, config=config))) > 1e-3
+    cotangent = jax.grad(lambda data: loss(plain.map_data(lambda _: data)))(plain.data)
+    _, vjp = jax.vjp(lambda *args: ops.readout(*args, config=config).data, x, kernel)
+    for one, other in zip(gradients, vjp(cotangent), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
 def test_the_state_sees_what_it_sees_of_the_two_ops() -> None:
     run, *args = both("delayed", "float32", True, 4)
     (_, (*_, one)), (_, (*_, two)) = jax.jit(run)(*args)

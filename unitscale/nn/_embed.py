@@ -162,14 +162,15 @@ class TiedReadout(NamedTuple):
     ) -> jax.Array:
         """As `Embed.cross_entropy`."""
         own = self.embed
+        kernel, formats = own.policy.in_loss(self.table)
         return ops.readout_cross_entropy(
             own.policy.activation(x),
-            own.policy.weight(self.table, "readout"),
+            kernel,
             labels,
             transposed=True,
             vocab=own.num_embeddings,
-            config=own.policy.matmul_for("readout"),
             state=read_state(own.amax),
+            **formats,
             **options,
         )
 

@@ -250,13 +250,14 @@ class Readout(_Affine):
         if self.bias is not None:
             others: dict[str, Any] = {k: v for k, v in options.items() if k != "chunk_size"}
             return ops.softmax_cross_entropy(self(x), labels, **others)
+        kernel, formats = self.policy.in_loss(read(self.kernel))
         return ops.readout_cross_entropy(
             self.policy.activation(x),
-            self.policy.weight(read(self.kernel), self.role),
+            kernel,
             labels,
             constraint=self.constraint,
             vocab=self.out_features,
-            config=self.policy.matmul_for(self.role),
             state=read_state(self.amax),
+            **formats,
             **options,
         )

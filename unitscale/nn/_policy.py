@@ -30,6 +30,9 @@ class Policy:
         exempt: roles whose products are never quantized; by default the readout.
         readout: formats of the products of the readout, whatever ``exempt`` says; None for those
             of ``matmul`` if the readout is not exempt. See `with_quantized_readout`.
+        loss: formats in which `Readout.cross_entropy` and `Embed.cross_entropy` take the gradients
+            of a readout that is otherwise not quantized: logits are in ``compute_dtype``. None for
+            gradients in that, too.
 
     Raises:
         ValueError: if a dtype is not floating, a compute dtype has fewer than 16 bits, or a role
@@ -47,6 +50,7 @@ class Policy:
     matmul: MatmulConfig | None = None
     exempt: frozenset[str] = frozenset({"readout"})
     readout: MatmulConfig | None = None
+    loss: MatmulConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype"):
@@ -80,6 +84,18 @@ class Policy:
         if role == "readout" and self.readout is not None:
             return self.readout
         return None if role in self.exempt else self.matmul
+
+    def in_loss(self, kernel: ArrayLike) -> tuple[ArrayLike, dict[str, Any]]:
+        """Returns a readout's kernel and the formats as `ops.readout_cross_entropy` takes them.
+
+        Example:
+            >>> as_policy("fp8").in_loss(jnp.ones((2, 3)))[1]["logits_dtype"]
+            dtype(bfloat16)
+        """
+        config = self.matmul_for("readout")
+        if config is None and self.loss is not None:
+            return kernel, {"config": self.loss, "logits_dtype": self.compute_dtype}
+        return self.weight(kernel, "readout"), {"config": config}
 
     def with_quantized_readout(self) -> "Policy":
         """Returns the policy with the products of the readout, too, in the formats of ``matmul``.
@@ -136,7 +152,11 @@ POLICIES = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
-    "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
+    "fp8": Policy(
+        compute_dtype="bfloat16",
+        matmul=MatmulConfig(),
+        loss=MatmulConfig(cotangent="float8_e5m2"),
+    ),
     "fp8_dynamic": _fp8(Dynamic()),
     "fp8_delayed": _fp8(Delayed()),
     "fp8_static": _fp8(Static()),

@@ -56,8 +56,9 @@ def in_one_pass(z: jax.Array) -> Normalizer:
 
     def join(one: Any, other: Any) -> Any:
         (a, s), (b, t) = one, other
-        above = jnp.where(a == b, 1, jnp.exp(-jnp.abs(a - b)))  # equal: of infinities too
-        return jnp.maximum(a, b), jnp.where(a >= b, s + t * above, s * above + t)
+        largest, left = jnp.maximum(a, b), a >= b
+        smaller = jnp.where(a == b, 1, jnp.exp(jnp.minimum(a, b) - largest))  # of infinities, too
+        return largest, jnp.where(left, s, t) + jnp.where(left, t, s) * smaller
 
     nothing = jnp.finfo(z.dtype).min.astype(z.dtype), jnp.zeros((), z.dtype)
     largest, total = lax.reduce((z, jnp.ones_like(z)), nothing, join, (z.ndim - 1,))

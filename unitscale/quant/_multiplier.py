@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ..core import ScaledArray, divided, is_scaled, wide_dtype
+from ..core import ScaledArray, cast, divided, is_scaled, wide_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
 from ._product import LHS, RHS, axes_of, operand_gradients, quantize_tensor
@@ -75,22 +75,30 @@ class Multiplier:
         parts: int,
         state: QuantState | None = None,
         places: Mapping[str, Sequence[str]] | None = None,
+        forward: Any = None,
     ) -> None:
         check_state("Multiplier", config, state)
         self._spec, self._factors, self._config = spec, factors, config
-        self._out_dtype, self._state = out_dtype, state
+        self._out_dtype, self._state, self._forward = out_dtype, state, forward
         self._grad_dtype = rhs.dtype if parts == 1 else wide_dtype(rhs.dtype)
         axes = axes_of(spec.rhs, spec.summed)
-        rhs, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
-        self._rhs = _placed(rhs, spec.rhs, places or {})
+        quantized, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
+        self._rhs = _placed(quantized, spec.rhs, places or {})
+        self._right = self._in_product(rhs, self._rhs)
+        if self._right is not self._rhs:
+            self._right = _placed(self._right, spec.rhs, places or {})
         self._turned = _turned(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Part]:
         """The product with a part, and what `gradients` needs of it."""
         axes = axes_of(self._spec.lhs, self._spec.summed)
         quantized, seen = quantize_tensor(lhs, LHS, axes, self._config, self._state)
-        y = product(quantized, self._rhs, self._spec, self._factors[0], self._out_dtype)
+        left = self._in_product(lhs, quantized)
+        y = product(left, self._right, self._spec, self._factors[0], self._out_dtype)
         return y, Part(quantized, seen, lhs.dtype)
+
+    def _in_product(self, x: jax.Array, quantized: Any) -> Any:
+        return quantized if self._forward is None else cast(x, self._forward)
 
     def gradients(
         self, part: Part, cotangent: jax.Array
