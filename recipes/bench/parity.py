@@ -25,7 +25,10 @@ def main(
     config: ConfigPath = None,
     data: DataPaths = None,
     policies: Annotated[
-        str, typer.Option(help="what is compared with float32: float16, fp8, fp8-readout")
+        str,
+        typer.Option(
+            help="what is compared with float32: float16, fp8, fp8-readout-gradients, fp8-readout"
+        ),
     ] = "float16,fp8",
     gradients: Annotated[
         bool, typer.Option(help="also count the gradients that float16 loses")

@@ -97,9 +97,10 @@ class RunConfig(Section):
         default_factory=dict,
         description="policies of single layers, by patterns of their paths: see nn.set_policies",
     )
-    fp8_readout: Flag = Field(
+    fp8_readout: Flag | Literal["gradients"] = Field(
         default=False,
-        description="whether the products of the readout are in the policy's 8 bits too",
+        description="which products of the readout are in the policy's 8 bits too: false for none, "
+        "gradients for those two of its loss, true for the logits as well",
     )
     data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
     optimizer: OptimizerConfig = Field(
@@ -168,6 +169,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"fp8_readout needs a policy with FP8 products, such as fp8; got {self.policy}; "
                 "change policy or set fp8_readout false"
+            )
+        if self.fp8_readout == "gradients" and self.policy == "fp8_delayed":
+            raise ValueError(
+                "fp8_readout gradients needs a policy that keeps no scales, such as fp8; got "
+                f"{self.policy}; change policy or set fp8_readout true"
             )
         ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
         if self.data.batch_size % ways:

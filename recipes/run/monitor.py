@@ -26,10 +26,12 @@ def monitored(config: RunConfig) -> nn.Policy:
       Static(scales=None, margin=0)
     """
     policy = nn.as_policy(config.policy)
+    if config.fp8_readout == "gradients":
+        policy = policy.with_quantized_readout(gradients_only=True)
     if config.monitor and policy.matmul and policy.matmul.strategy == Unit():
         matmul = dataclasses.replace(policy.matmul, strategy=Static())
         policy = dataclasses.replace(policy, matmul=matmul)
-    return policy.with_quantized_readout() if config.fp8_readout else policy
+    return policy.with_quantized_readout() if config.fp8_readout is True else policy
 
 
 def watch_overflow(

@@ -144,9 +144,40 @@ def test_a_quantized_readout(name: str) -> None:
     assert ("f8_e5m2[2,6]" in text) == (name != "mxfp8")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "fp8_dynamic", "mxfp8"])
+def test_quantized_gradients_of_a_readout(name: str, tied: bool) -> None:
+    """Its logits are those of the policy as it was, and so is its loss."""
+    was = nn.as_policy(name)
+    policy = was.with_quantized_readout(gradients_only=True)
+    assert policy.matmul_for("readout") is None
+    x = jax.random.normal(jax.random.key(0), (2, 32)).astype(jnp.bfloat16)
+
+    def compute(policy: nn.Policy) -> tuple[jax.Array, jax.Array, str]:
+        rngs = nnx.Rngs(0)
+        layer = nn.Embed(6, 32, policy=policy, rngs=rngs)
+        layer = layer if tied else nn.Readout(32, 6, policy=policy, rngs=rngs)
+        graphdef, state = nnx.split(layer)
+
+        def loss(state):
+            return nnx.merge(graphdef, state).cross_entropy(x, jnp.array([3, 5]))
+
+        logits = layer.attend(x) if tied else layer(x)
+        return loss(state), logits.data, str(jax.make_jaxpr(jax.grad(loss))(state))
+
+    (loss, logits, text), (expected, wanted, plain) = compute(policy), compute(was)
+    assert loss == expected
+    np.testing.assert_array_equal(logits, wanted)
+    assert "f8_" not in plain
+    cotangent = "f8_e4m3fn" if name == "mxfp8" else "f8_e5m2"
+    assert f"{cotangent}[2,6]" in text
+
+
 def test_only_a_policy_with_products_has_a_quantized_readout() -> None:
     with pytest.raises(ValueError, match="matmul must say in which formats; got None"):
         nn.as_policy("bfloat16").with_quantized_readout()
+    with pytest.raises(ValueError, match=r"keeps no scales.* got Delayed"):
+        nn.as_policy("fp8_delayed").with_quantized_readout(gradients_only=True)
 
 
 def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:

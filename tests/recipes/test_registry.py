@@ -42,6 +42,7 @@ WRONG = [
     (["model.mlp_ratio=0.01"], r"model: mlp_ratio \* width must be at least 1; got .* 0\.01"),
     (["policy=fp8"], r"policy fp8 needs model\.library unitscale; got model\.library plain"),
     (["fp8_readout=true"], r"fp8_readout needs a policy with FP8 products.* got float32"),
+    (["fp8_readout=gradients", "policy=fp8_delayed"], r"fp8_readout gradients.* got fp8_delayed"),
     (["model.vocab_multiple=128"], r"model\.vocab_multiple needs model\.library unitscale; got"),
     (["model.vocab_multiple=0"], r"model\.vocab_multiple .*expected greater than 0; got 0"),
     (["policy=mxfp8"], r"policy mxfp8 needs model\.library unitscale; got model\.library plain"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core import ScaledArray, cast, format_of
 from ..ops import ArrayLike
-from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy
+from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy, is_stateful
 from ..rules import ROLES
 
 
@@ -89,7 +89,8 @@ class Policy:
         """Returns a readout's kernel and the formats as `ops.readout_cross_entropy` takes them.
 
         Example:
-            >>> as_policy("fp8").in_loss(jnp.ones((2, 3)))[1]["logits_dtype"]
+            >>> policy = as_policy("fp8").with_quantized_readout(gradients_only=True)
+            >>> policy.in_loss(jnp.ones((2, 3)))[1]["logits_dtype"]
             dtype(bfloat16)
         """
         config = self.matmul_for("readout")
@@ -97,15 +98,20 @@ class Policy:
             return kernel, {"config": self.loss, "logits_dtype": self.compute_dtype}
         return self.weight(kernel, "readout"), {"config": config}
 
-    def with_quantized_readout(self) -> "Policy":
+    def with_quantized_readout(self, *, gradients_only: bool = False) -> "Policy":
         """Returns the policy with the products of the readout, too, in the formats of ``matmul``.
 
         The gradient of logits has one large entry among thousands of probabilities, most of them
         far below the smallest number of E4M3: it is in E5M2, unless its blocks have scales of
         their own. The default policies leave the readout in the compute dtype.
 
+        Args:
+            gradients_only: leaves the logits in the compute dtype, and quantizes the two products
+                of their gradients in `Readout.cross_entropy` and `Embed.cross_entropy`; readouts
+                whose loss is taken elsewhere stay as they are.
+
         Raises:
-            ValueError: if the policy quantizes no products.
+            ValueError: if the policy quantizes no products, or, of gradients only, keeps scales.
 
         Example:
             >>> as_policy("fp8").with_quantized_readout().matmul_for("readout").cotangent
@@ -116,10 +122,18 @@ class Policy:
                 "unitscale.nn.Policy.with_quantized_readout: matmul must say in which formats; got "
                 "None. Begin with a policy such as 'fp8'."
             )
-        if isinstance(self.matmul.strategy, Block):
-            return dataclasses.replace(self, readout=self.matmul)
-        readout = dataclasses.replace(self.matmul, cotangent="float8_e5m2")
-        return dataclasses.replace(self, readout=readout)
+        config = self.matmul
+        if not isinstance(config.strategy, Block):
+            config = dataclasses.replace(config, cotangent="float8_e5m2")
+        if not gradients_only:
+            return dataclasses.replace(self, readout=config)
+        if is_stateful(config.strategy):
+            raise ValueError(
+                "unitscale.nn.Policy.with_quantized_readout: gradients_only needs a strategy that "
+                f"keeps no scales, such as Unit or Dynamic; got {config.strategy}. Leave it False, "
+                "or begin with another policy."
+            )
+        return dataclasses.replace(self, loss=config)
 
     def activation(self, x: ArrayLike) -> ArrayLike:
         """Returns an activation in the compute dtype.
@@ -152,11 +166,7 @@ POLICIES = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
-    "fp8": Policy(
-        compute_dtype="bfloat16",
-        matmul=MatmulConfig(),
-        loss=MatmulConfig(cotangent="float8_e5m2"),
-    ),
+    "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
     "fp8_dynamic": _fp8(Dynamic()),
     "fp8_delayed": _fp8(Delayed()),
     "fp8_static": _fp8(Static()),

@@ -10,6 +10,7 @@ from recipes.bench import _programs
 from recipes.bench._programs import (
     BEST,
     READOUT,
+    READOUT_GRADIENTS,
     READOUT_SCALED,
     REFERENCE,
     ROWS,
@@ -61,12 +62,13 @@ def test_rows_differ_in_what_they_say_alone(shape: str) -> None:
         "fp8": "fp8",
         "fp8-readout": "fp8",
         "fp8-scaled": "fp8",
+        "fp8-readout-gradients-scaled": "fp8",
         "fp8-readout-scaled": "fp8",
     }
     scaled = [row for row, config in configs.items() if config.optimizer.scaled]
-    assert scaled == [BEST, READOUT_SCALED]
+    assert scaled == [BEST, READOUT_GRADIENTS, READOUT_SCALED]
     quantized = [row for row, config in configs.items() if config.fp8_readout]
-    assert quantized == [READOUT, READOUT_SCALED]
+    assert quantized == [READOUT, READOUT_GRADIENTS, READOUT_SCALED]
     assert len({(c.model.width, c.model.vocab, c.data.step_size) for c in configs.values()}) == 1
     plain = configs[REFERENCE].model
     assert (plain.library, plain.products) == ("plain", None)

@@ -35,6 +35,7 @@ FORMATS = {
     "fp8": ("policy=fp8",),
     "fp8_delayed": ("policy=fp8_delayed",),
     "fp8_readout": ("policy=fp8_delayed", "fp8_readout=true"),
+    "fp8_readout_gradients": ("policy=fp8", "fp8_readout=gradients"),
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
     "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),
@@ -114,6 +115,7 @@ def test_scalify_and_plain(make_config: MakeConfig) -> None:
 SCANS = {
     "float32": (),
     "fp8_delayed": ("policy=fp8_delayed",),
+    "fp8_readout_gradients": ("policy=fp8", "fp8_readout=gradients"),
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
     "dropout": ("model.dropout=0.1",),
 }

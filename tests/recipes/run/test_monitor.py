@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -43,6 +44,16 @@ def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
     assert seen is not None
     assert (own.rhs, own.cotangent) == ("float8_e4m3fn", "float8_e5m2")
     assert (own.strategy, seen.strategy) == (Unit(), Static())
+
+
+def test_the_gradients_of_the_readout_are_quantized_alone_if_asked(make_config: MakeConfig) -> None:
+    """Without standing scales, whatever is monitored."""
+    for more in ((), ("monitor={}",)):
+        policy = monitored(make_config(*FP8, "fp8_readout=gradients", *more))
+        assert policy.matmul_for("readout") is None
+        _, formats = policy.in_loss(jnp.ones((2, 3)))
+        assert formats["logits_dtype"] == policy.compute_dtype
+        assert (formats["config"].cotangent, formats["config"].strategy) == ("float8_e5m2", Unit())
 
 
 @pytest.mark.slow
