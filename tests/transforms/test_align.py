@@ -1,10 +1,18 @@
 """Where the operands of a sum meet."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+from tests.batching import compute, entry
+from unitscale import as_scaled, to_array
 from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms import scalify
 from unitscale.transforms._align import align, fill_scale, is_neutral, split
 from unitscale.transforms._interpreter import Interpreter, Settings
 from unitscale.transforms._values import MOST_DOUBT, Value
@@ -59,3 +67,50 @@ def test_scales_of_two_formulas_meet_at_their_values_unless_both_are_certain() -
         assert (found.doubt > MOST_DOUBT) == (place == 1.0)
         for data, value in zip(found.arrays, (4.0, 8.0), strict=True):
             np.testing.assert_array_equal(data, value / place)
+
+
+# Programs of a float16 array with a scale and a plain array, each near the size m.
+BESIDE: dict[str, Callable[..., Any]] = {
+    "sum": lambda x, y, m: x + y,
+    "difference of residuals": lambda x, y, m: jnp.mean(((x - y) / m) ** 2),
+    "where": lambda x, y, m: jnp.where(y > 0, x, y),
+    "maximum": lambda x, y, m: jnp.maximum(x, y),
+    "concatenate": lambda x, y, m: jnp.concatenate([x, y]),
+    "set": lambda x, y, m: y.at[1].set(x[1]),
+    "add to": lambda x, y, m: y.at[1].add(x[1]),
+    "add to zeros": lambda x, y, m: (0 * y).at[1].add(x[1]),
+    "moment that starts at an array": lambda x, y, m: lax.scan(
+        lambda c, a: (0.9 * c + 0.1 * a, c), y[0], x
+    ),
+    "moment that starts at a number": lambda x, y, m: lax.scan(
+        lambda c, a: (c + a, c), jnp.full(3, 2 * min(m, 1e6)), x
+    ),
+    "cond": lambda x, y, m: (
+        lax.cond(x[0, 0] > 9 * m, lambda: x, lambda: y),
+        lax.cond(x[0, 0] < 9 * m, lambda: x, lambda: y),
+    ),
+    "number": lambda x, y, m: x + 2 * m,
+    "chosen number": lambda x, y, m: jnp.where(x > 0, x, 2 * min(m, 1e6)),
+    "less than a number": lambda x, y, m: 2 * m - x,
+}
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e5, 1e11])
+def test_what_has_no_scale_is_met_at_its_own_size(size: float) -> None:
+    """The array tells it at run time: at scale 1 float16 loses 1e-9, and ends at 65504."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(size * rng.normal(size=(2, 3)), jnp.float32) for _ in range(2))
+    half = as_scaled(x, dtype=jnp.float16)
+
+    def both(f: Callable[..., Any]) -> Callable[..., Any]:
+        def program(x: Any, y: Any) -> Any:
+            return f(x, y, size)
+
+        return lambda x, y: (program(to_array(x), y), to_array(scalify(program)(x, y)))
+
+    results = compute({name: (both(f), half, y) for name, f in BESIDE.items()})
+    for name, (expected, found) in jax.device_get(results).items():
+        for e, a in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            with entry(name):
+                step = float(jnp.finfo(jnp.float16).eps)
+                np.testing.assert_allclose(a, e, rtol=0, atol=4 * step * np.max(np.abs(e)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.transforms._dynamic import unit_of
+from unitscale.transforms._dynamic import room_of, unit_of
 
 CASES: dict[str, Any] = {
     "ones": np.ones(5),
@@ -49,3 +49,24 @@ def test_rms_of_small_and_large_numbers_is_not_their_largest(exponent: int) -> N
     data = np.float32(2.0**exponent) * np.append(np.ones(1023, np.float32), np.float32(16))
     assert float(unit_of(data)) == 2.0**exponent
     assert float(unit_of(data, "amax")) == 2.0 ** (exponent + 4)
+
+
+# An array, and the size of what is not a mask.
+ROOMS: dict[str, tuple[list[float], float]] = {
+    "numbers": ([1.0, -3.0, 0.0], 4.0),
+    "small numbers": ([1e-9, 0.0], 2.0**-30),
+    "large numbers": ([1e11, 3e11], 2.0**38),
+    "a mask": ([3.0, -1e9, -1e9], 4.0),
+    "a mask beside zeros": ([0.0, -1e30], 2.0**-6),
+    "a mask, twice": ([0.0, 8.0, -1e9, -2e9], 8.0),
+    "an infinite mask": ([-np.inf, 3.0, np.nan], 4.0),
+    "numbers of all sizes": ([1.0, 1e7, 1e9, 3e11], 2.0**38),
+    "one mask everywhere": ([-1e9, -1e9], 2.0**30),
+    "zeros": ([0.0, 0.0], 2.0**-126),
+}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_room_for_an_array(name: str) -> None:
+    numbers, expected = ROOMS[name]
+    assert float(jax.jit(room_of)(jnp.asarray(numbers, jnp.float32))) == expected

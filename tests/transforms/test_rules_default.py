@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale import ScaledArray
+from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
 
 from .law import law
@@ -25,3 +26,15 @@ def test_results_are_rescaled_to_unit_size(scale: float, dtype: Any) -> None:
     exact = np.linalg.cholesky(np.asarray(matrix.value, np.float64))
     step = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(result.value, exact, rtol=2 * step, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_the_parts_of_a_factorization_may_differ_in_size(size: float) -> None:
+    """Those of `lu` are in one array: L near 1, U near the matrix."""
+    matrix = as_scaled(jnp.asarray([[4.0, 1.0], [1.0, 3.0]]) * jnp.float32(size), dtype=jnp.float16)
+    right = jnp.asarray([1.0, -2.0])
+    for f in (jnp.linalg.solve, lambda a, b: jnp.linalg.inv(a) @ b * 1.0):
+        found = to_array(jax.jit(scalify(f))(matrix, right))
+        expected = f(matrix.value, right)
+        step = float(jnp.finfo(jnp.float16).eps)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=step * np.abs(expected).max())

@@ -26,6 +26,29 @@ def test_results_beyond_16_bits_are_kept(dtype: Any) -> None:
     np.testing.assert_allclose(result.value, exact, rtol=8 * step, atol=step * exact.max())
 
 
+TAILS: dict[str, Any] = {
+    "log of a sigmoid": lambda x: jnp.log(jax.nn.sigmoid(-x)),
+    "log of a distribution": jax.scipy.stats.norm.logsf,
+    "log of its tail": lambda x: jnp.log(jax.lax.erfc(x)),
+    "tail": jax.lax.erfc,
+    "tail of gamma": lambda x: jax.scipy.special.gammaincc(2.0, 3 * x),
+    "tail of beta": lambda x: jax.scipy.special.betainc(9.0, 2.0, x / 50),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_tails_are_not_lost(name: str) -> None:
+    """They are below the least float16, and one function of them is not."""
+    x = as_scaled(jnp.asarray([5.0, 6.0, 7.0, 8.0]), dtype=jnp.float16)
+    found = jax.jit(scalify(TAILS[name]))(x)
+    assert found.dtype == jnp.float16
+    step = float(jnp.finfo(jnp.float16).eps)
+    expected = TAILS[name](x.value)
+    np.testing.assert_allclose(
+        found.value, expected, rtol=4 * step, atol=step * np.abs(expected).max()
+    )
+
+
 def test_random_numbers_are_those_of_the_plain_program() -> None:
     def draw(x: jax.Array, key: jax.Array) -> jax.Array:
         return x + jax.random.normal(key, x.shape)

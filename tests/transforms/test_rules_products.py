@@ -118,3 +118,21 @@ def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
     ones = ScaledArray(jnp.ones((4096,), jnp.float16), jnp.float32(1))
     assert float(scalify(jnp.dot)(ones, ones).value) == 4096
     assert len(taken) == 2
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e11])
+def test_a_plain_operand_may_have_any_size(size: float) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(size * rng.normal(size=(4, 6)), jnp.float32)
+    w = as_scaled(jnp.asarray(rng.normal(size=(6, 6)), jnp.float32), dtype=jnp.float16)
+    products = {
+        "dot": jnp.dot,
+        "dot with a fill": lambda x, w: jnp.full_like(x, size) @ w,
+        "convolve": lambda x, w: jnp.convolve(x[0], w[0]),
+        "ragged": lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.asarray([4])),
+    }
+    for name, f in products.items():
+        expected = f(x, w.value)
+        found = to_array(jax.jit(scalify(f))(x, w))
+        atol = 2 * float(jnp.finfo(jnp.float16).eps) * np.max(np.abs(expected))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=name)

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
-from unitscale import ScaledArray
+from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import get_data_scale, scalify
 
 from .law import law
@@ -34,3 +37,19 @@ def test_static_scale(function: Callable[..., Any], scale: float) -> None:
     y = ScaledArray(jnp.ones((16, 16)), jnp.float32(8.0))
     result = scalify(lambda a, b: get_data_scale(function(a, b))[1])(x, y)
     assert float(result) == scale
+
+
+POOLS: dict[str, Callable[..., Any]] = {
+    "maximum": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
+    "minimum": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 3), (1, 1), "SAME"),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("name", POOLS)
+def test_gradients_without_a_scale_are_chosen_by_narrow_data(name: str, dtype: Any) -> None:
+    """Those of a plain sum of the pooled extremes are plain ones."""
+    gradient = jax.grad(lambda x: jnp.sum(POOLS[name](x)))
+    x = as_scaled(jnp.asarray(np.random.default_rng(0).normal(size=(4, 6))), dtype=dtype)
+    expected = gradient(x.value.astype(jnp.float32))
+    np.testing.assert_array_equal(to_array(scalify(gradient)(x)), expected)

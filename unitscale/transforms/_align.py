@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
+from ._dynamic import MASK, MASK_ROOM, room_of
 from ._interpreter import Interpreter
 from ._values import (
     DOUBT,
@@ -32,9 +33,10 @@ from ._values import (
     widen,
 )
 
-# A fill beyond this is taken for a mask: it stands for infinity, and need not be kept exactly.
-_MASK_LOG2 = 16
-_MASK_SCALE_LOG2 = -6
+# A chosen fill beyond this is taken for a mask: it stands for infinity, and need not be exact. What
+# is smaller leaves float16 the room that it needs for data of unit size.
+_MASK_LOG2 = round(math.log2(MASK))
+_MASK_SCALE_LOG2 = round(math.log2(MASK_ROOM))
 # Data this many powers of two below unit size keeps the precision of float16, or nearly.
 _ROOM = 8
 
@@ -51,16 +53,16 @@ def is_neutral(value: Value) -> bool:
     return const is not None and (const == 0 or not math.isfinite(const))
 
 
-def fill_scale(number: float, dtype: Any) -> LazyScale:
+def fill_scale(number: float, dtype: Any, *, masks: bool = True) -> LazyScale:
     """Returns the smallest scale at which a type holds a constant fill.
 
-    A fill beyond the range of 16 bits is a mask, and gets a scale at which it is far below (or
-    above) everything that an exponential distinguishes.
+    A fill far beyond the range of 16 bits may be a mask, and gets a scale at which it is far below
+    (or above) everything that an exponential distinguishes.
     """
     _, exponent = split(number)
     largest = math.floor(math.log2(format_of(dtype).max))
     needed = exponent + 1 - largest
-    if np.dtype(dtype).itemsize < 4 and exponent >= _MASK_LOG2 and largest <= _MASK_LOG2:
+    if masks and not spans(dtype) and exponent >= _MASK_LOG2:
         needed = min(needed, _MASK_SCALE_LOG2)
     return LazyScale(needed)
 
@@ -108,13 +110,15 @@ class Aligned(NamedTuple):
     doubt: float
 
 
-def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> tuple[LazyScale, float]:
+def meet(
+    interpreter: Interpreter, values: Sequence[Value], dtype: Any, *, masks: bool = False
+) -> tuple[LazyScale, float]:
     """Returns the scale at which operands meet, and the doubt that is left.
 
     Scales of one formula meet at the larger one, known while tracing, and constant fills give way.
     Others meet at 1, at their values, which float32 holds as the program itself does; at the larger
     scale, found at run time, only where both are near what they scale, and where narrow data meets
-    plain arrays and masks, which do not say what the size of the result is.
+    plain arrays, whose size is read from them, and masks.
     """
     deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
     doubt = max((v.doubt for v in deciding), default=DOUBT)
@@ -124,10 +128,9 @@ def meet(interpreter: Interpreter, values: Sequence[Value], dtype: Any) -> tuple
     others = [v for v in values if v.scale is None and not is_neutral(v)]
     uncertain, near = doubt > DOUBT, list(scales)
     for value in others:
-        own, size = _scale_of_plain(value, dtype, known=bool(deciding))
+        own, size = _scale_of_plain(value, dtype, known=bool(deciding), masks=masks)
         near += [] if size is None else [LazyScale(size)]
-        masks = size is None and not spans(dtype)
-        uncertain = uncertain and not masks
+        uncertain = uncertain and (size is not None or spans(dtype))
         scales.append(own)
     if not scales:
         return ONE, doubt
@@ -144,27 +147,54 @@ def _far_apart(scales: Sequence[LazyScale]) -> bool:
     return differ or max(log2s, default=0) - min(log2s, default=0) > _ROOM
 
 
-def _scale_of_plain(value: Value, dtype: Any, *, known: bool) -> tuple[LazyScale, float | None]:
+def _scale_of_plain(
+    value: Value, dtype: Any, *, known: bool, masks: bool
+) -> tuple[LazyScale, float | None]:
     """Returns the scale that a plain operand asks for, and log2 of its size.
 
-    The size is None for arrays and large fills: as masks they must not have that of the result.
+    The size is None for arrays, of which it is read at run time, and for fills that may be masks:
+    these must not have that of the result.
     """
     if value.const is None:
-        return LazyScale(round(value.drift)), None if value.shape else 0.0
+        return scale_of_array(value, dtype), None if value.shape else 0.0
     exponent = split(value.const)[1]
-    own = fill_scale(value.const, dtype) if known else LazyScale(exponent)
-    return own, exponent if exponent < _MASK_LOG2 else None
+    own = fill_scale(value.const, dtype, masks=masks) if known else LazyScale(exponent)
+    return own, None if masks and exponent >= _MASK_LOG2 else exponent
 
 
-def align(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
+def scale_of_array(value: Value, dtype: Any) -> LazyScale:
+    """Returns the scale that an array without one asks for: its size, where a type needs to know.
+
+    As a batch, a target or a state may have any size, which nothing but the array tells.
+    """
+    data = value.data
+    if spans(dtype) or not jnp.issubdtype(data.dtype, jnp.floating) or not jnp.size(data):
+        return LazyScale(round(value.drift))
+    return value.once("room", lambda: LazyScale.of(room_of(data)))
+
+
+def held(value: Value, dtype: Any) -> Value:
+    """Returns a plain value as a scaled one of a type, at a scale of its own size."""
+    if is_neutral(value):
+        return Value(value.data, ONE, dtype=dtype, const=value.const)
+    if value.const is None:
+        scale = scale_of_array(value, dtype)
+    else:
+        exponent = split(value.const)[1]
+        scale = fill_scale(value.const, dtype) if exponent >= _MASK_LOG2 else LazyScale(exponent)
+    return Value(at_scale(value, scale, dtype), scale, dtype=dtype)
+
+
+def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = False) -> Aligned:
     """Brings operands, at least one of them scaled, to one scale.
 
     Args:
         interpreter: remembers which scales have met before.
         values: plain and scaled operands.
+        masks: whether large fills among them may be masks: where one operand or another is chosen.
     """
     dtype = data_dtype(*values)
-    scale, doubt = meet(interpreter, values, dtype)
+    scale, doubt = meet(interpreter, values, dtype, masks=masks)
     arrays = []
     for value in values:
         if value.const is not None and is_neutral(value):
@@ -191,7 +221,7 @@ def align_uniform(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
 
     For primitives that move elements between places. Data of which the size is in doubt is wide.
     """
-    found = align(interpreter, [uniform(v) for v in values])
+    found = align(interpreter, [uniform(v) for v in values], masks=True)
     if found.doubt > MOST_DOUBT:
         return found
     return found._replace(

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..core._lazy_scale import LazyScale
-from ._align import at_scale
+from ._align import at_scale, held
 from ._settle import measured, settle
 from ._values import (
     DOUBT,
@@ -89,7 +89,7 @@ def leave(value: Value, form: Form) -> list[Any]:
     if isinstance(form.scale, LazyScale):
         data = at_scale(uniform(value), form.scale, form.dtype)
         return [narrow(saturate(data, form.dtype), form.dtype)]
-    value = Value(value.data, ONE, dtype=form.dtype) if value.scale is None else uniform(value)
+    value = held(value, form.dtype) if value.scale is None else uniform(value)
     value = measured(value) if value.doubt > DOUBT else settle(value)
     assert value.scale is not None, "a variable leaf is scaled"
     data = narrow(saturate(widen(value.data), form.dtype), form.dtype)

@@ -18,6 +18,11 @@ _EXPONENT_BITS = np.int32(0x7F800000)
 _SMALLEST_MEAN, _LARGEST_MEAN = np.float32(2.0**-90), np.float32(2.0**120)
 # Squares are taken of numbers times this: what programs measure is small more often than large.
 _UP = np.float32(2.0**30)
+# A number of a program beyond this is taken for a mask where it is chosen, and beside smaller ones.
+MASK = np.float32(2.0**22)
+# At this scale the largest float16 is far beyond everything that an exponential distinguishes.
+MASK_ROOM = np.float32(2.0**-6)
+_TINY = np.float32(2.0**-126)
 # What is larger stands for infinity: beside it other numbers would be lost, at a scale of its size.
 _MASK = np.float32(2.0**120)
 
@@ -52,6 +57,33 @@ def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
         else:
             size = largest
     return _nearest_pow2(lax.convert_element_type(size, np.float32))
+
+
+def room_of(data: Any) -> Any:
+    """Returns the power of two nearest the largest finite element, masks left out.
+
+    A mask is one number beyond 2^22, or several of nearly its size, beside others: an array such as
+    0 and -1e9, added to logits. What is left of it has at least 2^-6. The smallest power of float32
+    for zeros, which have room anywhere. Not differentiated.
+
+    Example:
+        >>> print(room_of(jnp.array([3.0, -1e9])), room_of(jnp.array([1e5, -1e9, 1e12])))
+        4.0 1.0995116e+12
+    """
+    data = lax.stop_gradient(jnp.asarray(data))
+    size = lax.abs(lax.convert_element_type(data, wide_dtype(data.dtype)))
+    size = lax.select(lax.is_finite(size), size, lax.full_like(size, 0))
+    axes = tuple(range(size.ndim))
+    beyond = lax.ge(size, _as(MASK, size))
+    usual = lax.reduce_max(lax.select(beyond, lax.full_like(size, 0), size), axes)
+    least = lax.reduce_min(lax.select(beyond, size, lax.full_like(size, np.inf)), axes)
+    largest, smallest = lax.reduce_max(size, axes), lax.reduce_min(size, axes)
+    one_cluster = lax.le(largest, lax.mul(least, _as(4.0, least)))
+    beside = lax.ne(lax.lt(smallest, _as(MASK, smallest)), lax.lt(largest, _as(MASK, largest)))
+    masked = lax.bitwise_and(one_cluster, beside)
+    unmasked = lax.max(usual, _as(MASK_ROOM, usual))
+    size = lax.convert_element_type(lax.select(masked, unmasked, largest), np.float32)
+    return lax.select(lax.gt(size, np.float32(0)), _nearest_pow2(size), _TINY)
 
 
 def _as(number: Any, like: Any) -> Any:

@@ -17,7 +17,7 @@ from ..core._lazy_scale import Atom, LazyScale, largest
 from ._decouple import Branches, decoupled, limits
 from ._registry import rule_of
 from ._report import Default, Exponent, Report
-from ._settle import measured, ready
+from ._settle import measured
 from ._strategies import Growth
 from ._values import (
     Value,
@@ -229,8 +229,12 @@ def rescaled(data: Any, dtype: Any) -> Value:
 
 
 def dynamic(data: Any, dtype: Any) -> Value:
-    """Scales wide data by the power of two nearest its RMS, read from the data at run time."""
-    return ready(measured(Value(data, LazyScale(), 0.0, dtype)))
+    """Scales wide data by the power of two nearest its RMS, read from the data at run time.
+
+    It is rounded where a chain ends: parts of different size, as the two factors of `lu`, that the
+    next primitive takes apart, are not lost beside each other.
+    """
+    return measured(Value(data, LazyScale(), 0.0, dtype))
 
 
 def source_of(eqn: JaxprEqn) -> str | None:

@@ -48,7 +48,7 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     x, y = values
     if x.const == 0.0 and y.const == 0.0:
         return x.with_data(shaped(x.data, x, y))
-    arrays, scale, drift, dtype, doubt = align(interpreter, values)
+    arrays, scale, drift, dtype, doubt = align(interpreter, values, masks=True)
     operation = lax.max if eqn.primitive.name == "max" else lax.min
     # Not rounded: the gradient asks which operand the result is equal to.
     return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, doubt=doubt, wide=True)
@@ -57,7 +57,7 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 @register("comparison", "clamp")
 def clamp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Clamps at the scale at which the operands meet."""
-    arrays, scale, drift, dtype, doubt = align(interpreter, values)
+    arrays, scale, drift, dtype, doubt = align(interpreter, values, masks=True)
     return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=doubt, wide=True)
 
 
@@ -74,7 +74,7 @@ def select_n(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Va
         zeros = [c for c in cases if c.scale is not None]
         if all(c.const == 0.0 for c in cases):
             return zeros[0].with_data(zeros[0].data)
-    arrays, scale, drift, dtype, doubt = align(interpreter, cases)
+    arrays, scale, drift, dtype, doubt = align(interpreter, cases, masks=True)
     like = max((c.data for c in cases), key=jnp.ndim)
     arrays = [spread(a, like) for a in arrays]
     wide = keeps_wide(jnp.shape(like), *cases)

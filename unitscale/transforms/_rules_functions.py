@@ -14,7 +14,6 @@ from ._values import ONE, UNKNOWN, Value, data_dtype, is_float, numeric, widen
 
 _BOUNDED = (
     "logistic",
-    "erfc",
     "cos",
     "acos",
     "log",
@@ -22,14 +21,9 @@ _BOUNDED = (
     "acosh",
     "bessel_i0e",
     "bessel_i1e",
-    "igamma",
-    "igammac",
-    "igamma_grad_a",
-    "random_gamma_grad",
-    "regularized_incomplete_beta",
     "cumlogsumexp",
 )
-# What is unbounded, and what vanishes at zero: of a small value the result is as small.
+# What is unbounded, and what vanishes, at zero or in a tail: its result may be as small.
 _UNBOUNDED = (
     "tanh",
     "erf",
@@ -40,6 +34,12 @@ _UNBOUNDED = (
     "asinh",
     "atanh",
     "erf_inv",
+    "erfc",
+    "igamma",
+    "igammac",
+    "igamma_grad_a",
+    "random_gamma_grad",
+    "regularized_incomplete_beta",
     "cbrt",
     "exp",
     "exp2",
@@ -74,11 +74,11 @@ def wide_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Any]:
 
 @register("function", *_BOUNDED)
 def bounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """f(data * scale) in float32, at scale 1."""
+    """f(data * scale) in float32, at scale 1, rounded where a chain ends."""
     if (apart := interpreter.decoupled(eqn, values)) is not None:
         return apart
     data = interpreter.bind(eqn, wide_values(eqn, values))
-    return finish(data, ONE, 0.0, data_dtype(*values))
+    return finish(data, ONE, 0.0, data_dtype(*values), wide=True)
 
 
 @register("function", *_UNBOUNDED)

@@ -73,8 +73,8 @@ def size_of(value: Value, data: Any) -> tuple[float, float]:
         return value.drift, value.doubt
     if is_neutral(value):
         return value.drift, 0.0
-    if value.is_fill:
-        mantissa, exponent = split(float(np.asarray(data)))
+    if value.const is not None:
+        mantissa, exponent = split(value.const if np.ndim(data) else float(np.asarray(data)))
         return value.drift + exponent, abs(math.log2(abs(mantissa)))
     return value.drift, MOST_DOUBT if value.shape else DOUBT
 
@@ -174,8 +174,9 @@ def _contract(
         wider = types[0].itemsize > preferred.itemsize
         changes["preferred_element_type"] = types[0] if wider else preferred
     scale = scale_of(x) * scale_of(y)
-    drift = x.drift + y.drift + interpreter.growth(eqn.primitive.name, terms)
-    doubt = x.doubt + y.doubt
+    (drift, doubt), (other, more) = size_of(x, x.data), size_of(y, y.data)
+    drift += other + interpreter.growth(eqn.primitive.name, terms)
+    doubt += more
 
     def wide(left: Any, right: Any) -> Any:
         return interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)

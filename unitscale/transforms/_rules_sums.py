@@ -11,6 +11,7 @@ from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import scattered
+from ._rules_products import wide_operands
 from ._settle import finish, keeps_wide
 from ._values import Value, data_dtype, scale_of, shaped, uniform, widen
 
@@ -89,8 +90,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
 def chosen_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The gradient of a pooled maximum: the first operand's scale, chosen by the second's data."""
     source, operand = (uniform(v) for v in values)
+    chosen = interpreter.bind(eqn, wide_operands(widen(source.data), widen(operand.data)))
     if source.is_plain:
-        return Value(interpreter.bind(eqn, [source.data, operand.data]))
-    dtype = data_dtype(source)
-    data, other = widen(source.data), widen(operand.data)
-    return finish(interpreter.bind(eqn, [data, other]), scale_of(source), source.drift, dtype)
+        return Value(chosen)
+    return finish(chosen, scale_of(source), source.drift, data_dtype(source))
