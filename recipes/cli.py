@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from . import MODULE, PROGRAM
+from .allocator import keep_freed_memory
 from .bench import BENCHMARKS
 from .errors import RecipeError, complain
 from .registry import load_config
@@ -226,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     wants_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
+    keep_freed_memory()
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it writes
     try:
         app(words, prog_name=PROGRAM)  # a wrong word is reported there, exit code 2

@@ -7,6 +7,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any
 
+from ..allocator import keep_freed_memory
+
 ATTEMPTS = 2  # at a task whose process died, which may have been a neighbour's doing
 
 
@@ -23,7 +25,7 @@ def each(
         cores = context.Queue()
         for share in _shares(jobs):
             cores.put(share)
-        with ProcessPoolExecutor(jobs, context, _pin, (cores,)) as pool:
+        with ProcessPoolExecutor(jobs, context, _begin, (cores,)) as pool:
             futures: dict[Future[str | None], int] = {
                 pool.submit(work, *tasks[index]): index for index in attempts
             }
@@ -53,11 +55,12 @@ def _shares(jobs: int) -> list[set[int]]:
     return [set(cores[index::jobs]) or set(cores) for index in range(jobs)]
 
 
-def _pin(cores: Any) -> None:
+def _begin(cores: Any) -> None:
     """Keeps a process on its own cores, so that its threads do not wait for those of others.
 
-    It comes before JAX's first computation, which counts the cores.
+    It comes before JAX's first computation, which counts the cores and starts threads.
     """
+    keep_freed_memory()
     share = cores.get()
     if share:
         os.sched_setaffinity(0, share)
