@@ -7,6 +7,7 @@ import pytest
 
 from unitscale import cast, ops
 from unitscale.analysis._exact import evaluate, is_cast
+from unitscale.ops._loss import in_one_pass
 
 X = np.linspace(-1.7, 2.3, 12).reshape(3, 4)
 
@@ -25,6 +26,10 @@ def loops(x):
     return jax.lax.cond(z[0] > 0, lambda a: jnp.sin(a), lambda a: a, ys + z)
 
 
+def windows(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "VALID")
+
+
 PROGRAMS = {
     "casts": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float16) / 3, lambda x: x / 3),
     "reduce_precision": (lambda x: jax.lax.reduce_precision(x, 5, 2), lambda x: x),
@@ -32,6 +37,8 @@ PROGRAMS = {
     "scatter": (scatter, scatter),
     "loops": (loops, loops),
     "custom_jvp": (lambda x: jax.nn.relu(x) + jax.nn.logsumexp(x), None),
+    "reduce": (lambda x: sum(in_one_pass(x)), lambda x: jax.nn.logsumexp(x, axis=-1)),
+    "reduce_window": (windows, windows),
     "jit": (jax.jit(lambda x: jnp.linalg.norm(x, axis=0)), None),
     "product": (
         lambda x: jax.lax.dot(x, x.T, precision="BF16_BF16_F32"),

@@ -295,6 +295,21 @@ def _shard_map(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
     )
 
 
+def _reduce(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
+    """One element after another, by what it applies to two of them: so it has a derivative."""
+    closed, half = eqn.params["jaxpr"], len(operands) // 2
+    join = jnp.vectorize(lambda *both: tuple(at.run(closed.jaxpr, closed.consts, both)))
+    summed = eqn.params["dimensions"]
+
+    def first(x: Any) -> Any:
+        x = jnp.moveaxis(x, summed, range(len(summed)))
+        return x.reshape(-1, *x.shape[len(summed) :])
+
+    rows = list(map(first, operands[:half]))
+    start = [jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(operands[half:], rows, strict=True)]
+    return lax.scan(lambda carry, row: (list(join(*carry, *row)), None), start, rows)[0]
+
+
 _RULES: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
     "convert_element_type": _convert,
     "reduce_precision": _identity,
@@ -305,5 +320,6 @@ _RULES: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
     "while": _while,
     "cond": _cond,
     "shard_map": _shard_map,
+    "reduce": _reduce,
     **dict.fromkeys(_SCATTER, _scatter),
 }

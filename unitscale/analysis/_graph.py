@@ -93,8 +93,13 @@ def is_float(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+_REDUCERS = frozenset({"reduce", "reduce_window"})
+
+
 def inner_jaxpr(eqn: Any) -> Jaxpr | None:
     """Returns the one inner program that an equation applies to its operands, if it has one.
+
+    That of a reduction is none: it is applied to two of their elements at a time.
 
     Example:
         >>> import jax
@@ -102,6 +107,8 @@ def inner_jaxpr(eqn: Any) -> Jaxpr | None:
         >>> inner_jaxpr(eqn).eqns[0].primitive.name
         'sin'
     """
+    if eqn.primitive.name in _REDUCERS:
+        return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(name)
         if isinstance(inner, ClosedJaxpr):
