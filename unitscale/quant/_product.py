@@ -158,13 +158,9 @@ def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
     lhs, rhs, like, state, seen, own = residuals
     for_lhs, for_rhs = (own.get(i, factors[i]) for i in (1, 2))
     dtypes = tuple(x.dtype for x in like)
-    # Of a sum of products of 8 bits bfloat16 keeps more than they do, in half of the memory.
-    coarse = out_dtype == jnp.bfloat16 and lhs.dtype.itemsize == rhs.dtype.itemsize == 1
-    inside = (dtypes[0], out_dtype if coarse else dtypes[1])
     grad_lhs, grad_rhs, saw = operand_gradients(
-        lhs, rhs, cotangent, spec, (for_lhs, for_rhs), config, state, inside
+        lhs, rhs, cotangent, spec, (for_lhs, for_rhs), config, state, dtypes
     )
-    grad_rhs = grad_rhs.astype(dtypes[1])
     if state is None:
         return grad_lhs, grad_rhs, None
     sizes = lhs.size, rhs.size, cotangent.size
