@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Page faults of 64 MiB that are written, freed and written again, in a thread as XLA's are.
 AGAIN = """
-import resource, threading
+import ctypes, resource, threading
 from recipes.allocator import keep_freed_memory
 
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault for each page, not for 512
 kept = keep_freed_memory()
 
 def fill():
