@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -14,6 +14,7 @@ from ..core import custom_vjp, dithered, narrow, shards, widen
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
+_AT_ONCE = 8
 
 
 def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
@@ -51,17 +52,23 @@ def in_one_pass(z: jax.Array) -> Normalizer:
     Of two parts of a row, with largest a and b and sums s and t of exponentials of what is above
     them, the sum is s + t exp(b - a) where a is the larger one: Milakov, Gimelshein, "Online
     normalizer calculation for softmax", 2018, arXiv 1805.02867, algorithm 3. So the logits, which
-    no cache holds, are read once.
+    no cache holds, are read once. `_AT_ONCE` of them come in together: each takes an exponential,
+    and a second one only all of them.
     """
+    least = jnp.finfo(z.dtype).min  # above minus infinity, so that no difference of two is NaN
+    more = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % _AT_ONCE)]
+    few = jnp.split(jnp.pad(z, more, constant_values=-jnp.inf), _AT_ONCE, axis=-1)
+    largest = reduce(jnp.maximum, few, least)
+    total = sum(jnp.exp(x - largest) for x in few)
 
     def join(one: Any, other: Any) -> Any:
         (a, s), (b, t) = one, other
         largest, left = jnp.maximum(a, b), a >= b
-        smaller = jnp.where(a == b, 1, jnp.exp(jnp.minimum(a, b) - largest))  # of infinities, too
+        smaller = jnp.exp(jnp.minimum(a, b) - largest)
         return largest, jnp.where(left, s, t) + jnp.where(left, t, s) * smaller
 
-    nothing = jnp.finfo(z.dtype).min.astype(z.dtype), jnp.zeros((), z.dtype)
-    largest, total = lax.reduce((z, jnp.ones_like(z)), nothing, join, (z.ndim - 1,))
+    nothing = least.astype(z.dtype), jnp.zeros((), z.dtype)
+    largest, total = lax.reduce((largest, total), nothing, join, (z.ndim - 1,))
     log_total = jnp.where(largest == jnp.inf, jnp.inf, jnp.log(total))
     is_one = jnp.isfinite(largest) & (total != 0)  # of no logits that can be, there is none
     return Normalizer(jnp.where(is_one, largest, 0), log_total)
