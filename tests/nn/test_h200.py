@@ -88,6 +88,8 @@ def test_every_dense_product_of_a_train_step_is_fp8(policy: str, products: int) 
     program = train_step(policy)
     counts = Counter(library_calls(program))
     assert counts[FP8_GEMM] == products * LAYERS
+    # Two of the three gradients by the projections' common input are added inside their products.
+    assert len(re.findall(r'f8".*"beta":1\b', program)) == 2 * LAYERS
     # What is left in 16 bits: the readout. Attention's own products are in its kernel.
     for line in program.splitlines():
         if '"__cublas$lt$matmul"' in line:

@@ -335,6 +335,8 @@ class MultiHeadAttention(nnx.Module):
             )
 
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
+        if inputs_q is inputs_k and inputs_k is inputs_v:
+            inputs_q, inputs_k, inputs_v = ops.fan_out(inputs_q, 3)
         q = _split_heads(self.query(inputs_q), self.num_heads)
         k = _split_heads(self.key(inputs_k), self.num_kv_heads)
         v = _split_heads(self.value(inputs_v), self.num_kv_heads)

@@ -30,6 +30,7 @@ from ._elementwise import (
     tanh as tanh,
 )
 from ._embed import embed as embed, tied_embed as tied_embed
+from ._fan_out import fan_out as fan_out
 from ._grouped import Groups as Groups, grouped_dense as grouped_dense
 from ._linear import dense as dense, matmul as matmul, readout as readout
 from ._lora import lora as lora
