@@ -10,7 +10,7 @@ import pytest
 from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
-from unitscale.quant import MatmulConfig
+from unitscale.quant import Dynamic, MatmulConfig, Unit
 
 from .conformance import (
     SCALES,
@@ -271,6 +271,33 @@ def test_quantized_dense_against_a_manual_product() -> None:
     np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
     # The bias's gradient is a sum, not a product: its cotangent is not quantized.
     np.testing.assert_allclose(db, weight * dy.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("strategy", [Unit(), Dynamic()], ids=str)
+@pytest.mark.parametrize("scales", [(None, 8.0), (4.0, 0.25), (2.0**-60, 2.0**100)], ids=str)
+def test_a_kernels_scale_in_a_quantized_product(dtype: str, strategy, scales) -> None:
+    """A factor of all three products where nothing else is, and else of what reads the result."""
+    config = MatmulConfig(strategy=strategy)
+    x, w, dy = (jnp.asarray(a) for a in normal("fp8", (2, 3, 8), (8, 4), (2, 3, 4)))
+    x, dy = x.astype(dtype), dy.astype(dtype)
+    x_scale, w_scale = (None if s is None else jnp.float32(s) for s in scales)
+
+    def op(x, w, scale):
+        return ops.dense(ScaledArray(x, x_scale), ScaledArray(w, scale), config=config)
+
+    def data(scale):
+        y, vjp = jax.vjp(lambda x, w: op(x, w, scale).data, x, w)
+        return y, *vjp(dy)
+
+    inside = strategy == Unit() and dtype != "float16"
+    scale = op(x, w, w_scale).scale
+    expected = x_scale if inside else w_scale * (1 if x_scale is None else x_scale)
+    np.testing.assert_array_equal(1.0 if scale is None else scale, expected or 1.0)
+    factor = np.float64(w_scale if inside else 1)
+    for one, other in zip(data(w_scale), data(None), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(np.float64(one), np.float64(other) * factor, rtol=2**-7)
 
 
 def test_quantized_matmul_and_readout() -> None:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import Scale, ScaledArray, shards
-from ..quant import Contraction, MatmulConfig, QuantState, contract
+from ..core import Scale, ScaledArray, shards, to_float
+from ..quant import Contraction, MatmulConfig, QuantState, Unit, contract
 from ..rules import Constraint
 from ._add import combine
 from ._operands import (
@@ -139,8 +139,10 @@ def dense(
     """Applies a dense layer: ``x @ kernel + bias``.
 
     Scaling:
-        data = in^-1/2 * x.data @ kernel.data + bias, scale = x.scale * kernel.scale. Before the
-        constraint dx has factor out^-1/2; dkernel and dbias have batch^-1/2, batch being the
+        data = in^-1/2 * x.data @ kernel.data + bias, scale = x.scale * kernel.scale. Where
+        ``config`` quantizes without scales (`quant.Unit`), the kernel's is a factor of the data and
+        of both gradients instead, except for float16, which lacks the range. Before the constraint
+        dx has factor out^-1/2; dkernel and dbias have batch^-1/2, batch being the
         product of the leading dimensions, on all devices together (`unitscale.batch_over`). The
         bias is added after the factor. See `rules.dense`.
 
@@ -235,6 +237,7 @@ def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledA
     rows = _labels(x.ndim - 1)
     spec = Contraction(rows + "y", "yz", rows + "z")
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
+    w_scale, multiplier = _in_product(w_scale, config, dtype)
     data = contract(
         x,
         w,
@@ -243,6 +246,7 @@ def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledA
         config=config,
         out_dtype=dtype,
         state=state,
+        multiplier=multiplier,
     )
     if w_scale is not None and jnp.ndim(w_scale):
         w_scale = jnp.reshape(w_scale, w.shape[1:])  # per output channel
@@ -250,6 +254,21 @@ def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledA
     if bias is None:
         return ScaledArray(data, scale)
     return add_bias(op, data, scale, bias, factors.bwd[2])
+
+
+def _in_product(
+    scale: Scale, config: MatmulConfig | None, dtype: Any
+) -> tuple[Scale, jax.Array | None]:
+    """What of a kernel's scale goes on to the result, and what its product is multiplied by.
+
+    A product of 8 bits has a scale for each operand, which `Unit` leaves free: with it the kernel's
+    own costs nothing, and what reads the result need not multiply by it. The result must have the
+    range.
+    """
+    free = config is not None and isinstance(config.strategy, Unit)
+    if scale is None or jnp.ndim(scale) or not free or dtype == jnp.float16:
+        return scale, None
+    return None, to_float(scale)
 
 
 def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -> ScaledArray:

@@ -76,24 +76,27 @@ def is_per_slice(config: MatmulConfig | None) -> bool:
     )
 
 
-@partial(custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _contract(lhs, rhs, state, spec, factors, config, out_dtype):
-    return _contract_fwd(lhs, rhs, state, spec, factors, config, out_dtype)[0]
+@partial(custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _contract(lhs, rhs, multiplier, state, spec, factors, config, out_dtype):
+    return _contract_fwd(lhs, rhs, multiplier, state, spec, factors, config, out_dtype)[0]
 
 
-def _contract_fwd(lhs, rhs, state, spec, factors, config, out_dtype):
+def _contract_fwd(lhs, rhs, multiplier, state, spec, factors, config, out_dtype):
     like = tuple(jnp.zeros((0,), x.dtype) for x in (lhs, rhs))
     lhs, saw_lhs = quantize_tensor(lhs, LHS, axes_of(spec.lhs, spec.summed), config, state)
     rhs, saw_rhs = quantize_tensor(rhs, RHS, axes_of(spec.rhs, spec.summed), config, state)
     own_lhs, own_rhs, own = lhs, rhs, {}
+    if multiplier is not None:
+        own = {i: factor * multiplier for i, factor in enumerate(factors)}
     if config is not None:
         # Operands and factors that no other product has: XLA makes one product of several that
         # share an operand, and then copies its parts; and it folds a factor into a GEMM only where
         # nothing else is multiplied by the same number.
-        own = {i: jnp.asarray(factor) for i, factor in enumerate(factors) if factor != 1}
+        own = own or {i: jnp.asarray(factor) for i, factor in enumerate(factors) if factor != 1}
         own_lhs, own_rhs, own = lax.optimization_barrier((lhs, rhs, own))
     y = product(own_lhs, own_rhs, spec, own.pop(0, factors[0]), out_dtype)
-    return y, (lhs, rhs, like, state, (saw_lhs, saw_rhs), own)
+    no_gradient = jax.tree.map(jnp.zeros_like, multiplier)
+    return y, (lhs, rhs, no_gradient, like, state, (saw_lhs, saw_rhs), own)
 
 
 def _without_scale(cotangent, labels, operand, operand_labels):
@@ -155,16 +158,16 @@ def operand_gradients(
 
 
 def _contract_bwd(spec, factors, config, out_dtype, residuals, cotangent):
-    lhs, rhs, like, state, seen, own = residuals
+    lhs, rhs, no_gradient, like, state, seen, own = residuals
     for_lhs, for_rhs = (own.get(i, factors[i]) for i in (1, 2))
     dtypes = tuple(x.dtype for x in like)
     grad_lhs, grad_rhs, saw = operand_gradients(
         lhs, rhs, cotangent, spec, (for_lhs, for_rhs), config, state, dtypes
     )
     if state is None:
-        return grad_lhs, grad_rhs, None
+        return grad_lhs, grad_rhs, no_gradient, None
     sizes = lhs.size, rhs.size, cotangent.size
-    return grad_lhs, grad_rhs, state_gradient(state, (*seen, saw), sizes)
+    return grad_lhs, grad_rhs, no_gradient, state_gradient(state, (*seen, saw), sizes)
 
 
 _contract.defvjp(_contract_fwd, _contract_bwd)
@@ -179,6 +182,7 @@ def contract(
     config: MatmulConfig | None = None,
     out_dtype: Any = None,
     state: QuantState | None = None,
+    multiplier: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts two arrays with static forward and backward factors.
 
@@ -206,6 +210,8 @@ def contract(
             one, 8-bit types counting as bfloat16. Each gradient has the dtype of its operand.
         state: the scales of `Delayed`, or of `Static` without scales. Its gradient is what was
             seen of the three tensors, for `QuantState.advance`.
+        multiplier: a number known at run time, by which all three products are multiplied besides
+            their factors, in one go; such as an operand's scale. It has no gradient itself.
 
     Returns:
         Array with dimensions ``spec.out``.
@@ -226,4 +232,5 @@ def contract(
     dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     lhs, rhs = watched((lhs, rhs), state)
-    return _contract(lhs, rhs, state, spec, tuple(map(float, factors)), config, out_dtype)
+    factors = tuple(map(float, factors))
+    return _contract(lhs, rhs, multiplier, state, spec, factors, config, out_dtype)
