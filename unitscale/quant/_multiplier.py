@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,8 @@ class Multiplier:
         state: the scales of a strategy that keeps them.
         places: for labels of the right operand, axes of a mesh that its dimensions lie over as it
             is multiplied, as for `core.divided`. Parameters come there in few bits.
+        forward: dtype that both operands are cast to for the product itself, so that ``config``
+            is that of the gradients alone; None for the formats of ``config``.
 
     Raises:
         ValueError: if the strategy needs a state and has none, or the state of another strategy.
@@ -83,22 +86,18 @@ class Multiplier:
         self._grad_dtype = rhs.dtype if parts == 1 else wide_dtype(rhs.dtype)
         axes = axes_of(spec.rhs, spec.summed)
         quantized, self._seen = quantize_tensor(rhs, RHS, axes, config, state)
-        self._rhs = _placed(quantized, spec.rhs, places or {})
-        self._right = self._in_product(rhs, self._rhs)
-        if self._right is not self._rhs:
-            self._right = _placed(self._right, spec.rhs, places or {})
+        place = partial(_placed, labels=spec.rhs, places=places or {})
+        self._rhs = place(quantized)
+        self._right = self._rhs if forward is None else place(cast(rhs, forward))
         self._turned = _turned(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Part]:
         """The product with a part, and what `gradients` needs of it."""
         axes = axes_of(self._spec.lhs, self._spec.summed)
         quantized, seen = quantize_tensor(lhs, LHS, axes, self._config, self._state)
-        left = self._in_product(lhs, quantized)
+        left = quantized if self._forward is None else cast(lhs, self._forward)
         y = product(left, self._right, self._spec, self._factors[0], self._out_dtype)
         return y, Part(quantized, seen, lhs.dtype)
-
-    def _in_product(self, x: jax.Array, quantized: Any) -> Any:
-        return quantized if self._forward is None else cast(x, self._forward)
 
     def gradients(
         self, part: Part, cotangent: jax.Array
