@@ -23,6 +23,7 @@ def test_presets() -> None:
     assert (fp8.param_dtype, fp8.compute_dtype) == ("float32", "bfloat16")
     assert fp8.matmul == MatmulConfig()
     assert fp8.exempt == {"readout"}
+    assert fp8.loss == MatmulConfig(cotangent="float8_e5m2")
     scaled = {
         "fp8_dynamic": (Dynamic(), "float8_e5m2"),
         "fp8_delayed": (Delayed(), "float8_e5m2"),
@@ -31,7 +32,7 @@ def test_presets() -> None:
     }
     for name, (strategy, cotangent) in scaled.items():
         config = MatmulConfig(cotangent=cotangent, strategy=strategy)
-        assert nn.as_policy(name) == dataclasses.replace(fp8, matmul=config)
+        assert nn.as_policy(name) == dataclasses.replace(fp8, matmul=config, loss=None)
     assert set(nn.POLICIES) == {*expected, "fp8", *scaled}
 
 
@@ -148,8 +149,9 @@ def test_a_quantized_readout(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8", "fp8_dynamic", "mxfp8"])
 def test_quantized_gradients_of_a_readout(name: str, tied: bool) -> None:
     """Its logits are those of the policy as it was, and so is its loss."""
-    was = nn.as_policy(name)
+    was = dataclasses.replace(nn.as_policy(name), loss=None)
     policy = was.with_quantized_readout(gradients_only=True)
+    assert (policy == nn.as_policy(name)) == (name == "fp8")
     assert policy.matmul_for("readout") is None
     x = jax.random.normal(jax.random.key(0), (2, 32)).astype(jnp.bfloat16)
 

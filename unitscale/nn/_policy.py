@@ -32,7 +32,7 @@ class Policy:
             of ``matmul`` if the readout is not exempt. See `with_quantized_readout`.
         loss: formats in which `Readout.cross_entropy` and `Embed.cross_entropy` take the gradients
             of a readout that is otherwise not quantized: logits are in ``compute_dtype``. None for
-            gradients in that, too.
+            gradients in that, too. The preset "fp8" has it: see `with_quantized_readout`.
 
     Raises:
         ValueError: if a dtype is not floating, a compute dtype has fewer than 16 bits, or a role
@@ -89,7 +89,7 @@ class Policy:
         """Returns a readout's kernel and the formats as `ops.readout_cross_entropy` takes them.
 
         Example:
-            >>> policy = as_policy("fp8").with_quantized_readout(gradients_only=True)
+            >>> policy = as_policy("fp8")
             >>> policy.in_loss(jnp.ones((2, 3)))[1]["logits_dtype"]
             dtype(bfloat16)
         """
@@ -103,7 +103,8 @@ class Policy:
 
         The gradient of logits has one large entry among thousands of probabilities, most of them
         far below the smallest number of E4M3: it is in E5M2, unless its blocks have scales of
-        their own. The default policies leave the readout in the compute dtype.
+        their own. The presets leave the readout in the compute dtype, "fp8" but for its gradients
+        (``loss``).
 
         Args:
             gradients_only: leaves the logits in the compute dtype, and quantizes the two products
@@ -162,11 +163,15 @@ def _fp8(strategy: Strategy) -> Policy:
     return Policy(compute_dtype="bfloat16", matmul=config)
 
 
+def _unit_fp8() -> Policy:
+    return Policy(compute_dtype="bfloat16", matmul=MatmulConfig())
+
+
 POLICIES = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
-    "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
+    "fp8": _unit_fp8().with_quantized_readout(gradients_only=True),
     "fp8_dynamic": _fp8(Dynamic()),
     "fp8_delayed": _fp8(Delayed()),
     "fp8_static": _fp8(Static()),
@@ -179,10 +184,11 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
     """Returns a Policy from itself or from the name of a preset.
 
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
-    the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
-    bfloat16). As "fp8" with scales from amax and E5M2 cotangents: "fp8_dynamic" (of this step),
-    "fp8_delayed" (of earlier steps; train with `nn.value_and_grad`), "fp8_static" (set once by
-    `nn.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
+    the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; logits in
+    bfloat16, the gradients of a readout's `cross_entropy` in FP8). With scales from amax, E5M2
+    cotangents and the readout in bfloat16: "fp8_dynamic" (of this step), "fp8_delayed" (of earlier
+    steps; train with `nn.value_and_grad`), "fp8_static" (set once by `nn.calibrate`); "mxfp8" (a
+    scale per 32 elements, all E4M3).
 
     Args:
         policy: a Policy or the name of a preset.

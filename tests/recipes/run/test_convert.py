@@ -35,7 +35,7 @@ FORMATS = {
     "fp8": ("policy=fp8",),
     "fp8_delayed": ("policy=fp8_delayed",),
     "fp8_readout": ("policy=fp8_delayed", "fp8_readout=true"),
-    "fp8_readout_gradients": ("policy=fp8", "fp8_readout=gradients"),
+    "fp8_readout_16_bit": ("policy=fp8", "fp8_readout=false"),
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
     "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),
@@ -117,7 +117,7 @@ def test_scalify_and_plain(make_config: MakeConfig) -> None:
 SCANS = {
     "float32": (FORMATS["float32"], 1e-4),
     "fp8_delayed": (FORMATS["fp8_delayed"], 1e-2),
-    "fp8_readout_gradients": (FORMATS["fp8_readout_gradients"], 1e-2),
+    "fp8": (FORMATS["fp8"], 1e-2),
     "6 bytes": (FORMATS["6 bytes"], 1e-2),
     "dropout": (("model.dropout=0.1",), 0.1),
 }
