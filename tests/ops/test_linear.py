@@ -10,7 +10,7 @@ import pytest
 from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
-from unitscale.quant import Dynamic, MatmulConfig, Unit
+from unitscale.quant import Block, Dynamic, MatmulConfig, Unit
 
 from .conformance import (
     SCALES,
@@ -274,12 +274,12 @@ def test_quantized_dense_against_a_manual_product() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("strategy", [Unit(), Dynamic()], ids=str)
+@pytest.mark.parametrize("strategy", [Unit(), Dynamic(), Block()], ids=str)
 @pytest.mark.parametrize("scales", [(None, 8.0), (4.0, 0.25), (2.0**-60, 2.0**100)], ids=str)
 def test_a_kernels_scale_in_a_quantized_product(dtype: str, strategy, scales) -> None:
-    """A factor of all three products where nothing else is, and else of what reads the result."""
+    """A factor of all three products, but for float16."""
     config = MatmulConfig(strategy=strategy)
-    x, w, dy = (jnp.asarray(a) for a in normal("fp8", (2, 3, 8), (8, 4), (2, 3, 4)))
+    x, w, dy = (jnp.asarray(a) for a in normal("fp8", (2, 16, 32), (32, 32), (2, 16, 32)))
     x, dy = x.astype(dtype), dy.astype(dtype)
     x_scale, w_scale = (None if s is None else jnp.float32(s) for s in scales)
 
@@ -290,7 +290,7 @@ def test_a_kernels_scale_in_a_quantized_product(dtype: str, strategy, scales) ->
         y, vjp = jax.vjp(lambda x, w: op(x, w, scale).data, x, w)
         return y, *vjp(dy)
 
-    inside = strategy == Unit() and dtype != "float16"
+    inside = dtype != "float16"
     scale = op(x, w, w_scale).scale
     expected = x_scale if inside else w_scale * (1 if x_scale is None else x_scale)
     np.testing.assert_array_equal(1.0 if scale is None else scale, expected or 1.0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..core import Scale, ScaledArray, shards, to_float
-from ..quant import Contraction, MatmulConfig, QuantState, Unit, contract
+from ..quant import Contraction, MatmulConfig, QuantState, contract
 from ..rules import Constraint
 from ._add import combine
 from ._operands import (
@@ -140,11 +140,11 @@ def dense(
 
     Scaling:
         data = in^-1/2 * x.data @ kernel.data + bias, scale = x.scale * kernel.scale. Where
-        ``config`` quantizes without scales (`quant.Unit`), the kernel's is a factor of the data and
-        of both gradients instead, except for float16, which lacks the range. Before the constraint
-        dx has factor out^-1/2; dkernel and dbias have batch^-1/2, batch being the
-        product of the leading dimensions, on all devices together (`unitscale.batch_over`). The
-        bias is added after the factor. See `rules.dense`.
+        ``config`` quantizes, the one scale of a kernel is a factor of the data and of both
+        gradients instead, except for float16, which lacks the range. Before the constraint dx has
+        factor out^-1/2; dkernel and dbias have batch^-1/2, batch being the product of the leading
+        dimensions, on all devices together (`unitscale.batch_over`). The bias is added after the
+        factor. See `rules.dense`.
 
     Args:
         x: (..., in), floating.
@@ -261,12 +261,11 @@ def _in_product(
 ) -> tuple[Scale, jax.Array | None]:
     """What of a kernel's scale goes on to the result, and what its product is multiplied by.
 
-    A product of 8 bits has a scale for each operand, which `Unit` leaves free: with it the kernel's
-    own costs nothing, and what reads the result need not multiply by it. The result must have the
-    range.
+    A product of 8 bits is multiplied by a number in its kernel anyway, the scales of its operands:
+    there the kernel's own costs nothing, and what reads the result need not multiply by it. The
+    result must have the range.
     """
-    free = config is not None and isinstance(config.strategy, Unit)
-    if scale is None or jnp.ndim(scale) or not free or dtype == jnp.float16:
+    if scale is None or jnp.ndim(scale) or config is None or dtype == jnp.float16:
         return scale, None
     return None, to_float(scale)
 
