@@ -14,6 +14,8 @@ CASES = {
     "sequence": ((4, 6, (3,)), {"strides": 2, "padding": "VALID"}, (9,)),
     "integer": ((4, 6, (3, 2), None), {"padding": 1, "kernel_dilation": None}, (6, 5)),
     "causal": ((4, 6, (3,)), {"padding": "CAUSAL", "kernel_dilation": 2}, (9,)),
+    "circular": ((4, 6, (3, 2)), {"padding": "CIRCULAR", "kernel_dilation": 2}, (6, 5)),
+    "reflected": ((4, 6, (4,)), {"padding": "REFLECT", "strides": 2}, (9,)),
     "pairs": ((4, 6, (3, 2)), {"padding": ((1, 0), (0, 2)), "kernel_dilation": (2, 1)}, (6, 5)),
     "grouped": ((4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (6, 5)),
     "depthwise": ((4, 4, (3,)), {"feature_group_count": 4}, (9,)),

@@ -72,7 +72,6 @@ def test_dtypes_and_shardings_of_a_layer_are_kept() -> None:
 LEFT = {
     "mask": (nnx.Conv(2, 2, 3, mask=jnp.ones((3, 2, 2)), rngs=RNGS), "mask or an input_dilation"),
     "dilated": (nnx.Conv(2, 2, 3, input_dilation=2, rngs=RNGS), "mask or an input_dilation"),
-    "circular": (nnx.Conv(2, 2, 3, padding="CIRCULAR", rngs=RNGS), "its padding is CIRCULAR"),
     "axes": (nnx.LayerNorm(2, reduction_axes=(-2, -1), rngs=RNGS), "axes are not the usual"),
     "batch axis": (nnx.BatchNorm(2, axis=1, rngs=RNGS), "axes are not the usual"),
     "axis name": (nnx.BatchNorm(2, axis_name="d", rngs=RNGS), "it has an axis_name"),

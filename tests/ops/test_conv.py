@@ -30,12 +30,15 @@ def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, groups=1
     strides, dilation = np.broadcast_to(strides, rank), np.broadcast_to(dilation, rank)
     size = np.array(x.shape[1:-1])
     reach = (np.array(window) - 1) * dilation
-    if padding == "SAME":
+    mode = {"CIRCULAR": "wrap", "REFLECT": "reflect"}.get(padding, "constant")
+    if mode != "constant":
+        pads = [(r // 2, r - r // 2) for r in reach]
+    elif padding == "SAME":
         total = np.maximum((-(-size // strides) - 1) * strides + reach + 1 - size, 0)
         pads = [(t // 2, t - t // 2) for t in total]
     else:
         pads = {"VALID": [(0, 0)] * rank, "CAUSAL": [(r, 0) for r in reach]}.get(padding, padding)
-    x = np.pad(x, [(0, 0), *pads, (0, 0)])
+    x = np.pad(x, [(0, 0), *pads, (0, 0)], mode)
     shape = (np.array(x.shape[1:-1]) - reach - 1) // strides + 1
     y = np.zeros((x.shape[0], *shape, out))
     for tap in np.ndindex(*window):
@@ -54,6 +57,8 @@ CASES = {
     "1d valid": ((2, 5, 3), (2, 3, 4), {"padding": "VALID"}),
     "1d causal dilated": ((1, 6, 2), (3, 2, 3), {"padding": "CAUSAL", "dilation": 2}),
     "1d strided pairs": ((1, 7, 2), (3, 2, 3), {"padding": ((2, 1),), "strides": 2}),
+    "1d circular dilated": ((2, 5, 2), (4, 2, 3), {"padding": "CIRCULAR", "dilation": 2}),
+    "2d reflected": ((1, 3, 4, 2), (3, 2, 2, 3), {"padding": "REFLECT", "strides": (2, 1)}),
     "1d depthwise": ((2, 5, 4), (3, 1, 4), {"groups": 4}),
     "2d": ((1, 3, 4, 2), (2, 3, 2, 3), {}),
     "2d all": (

@@ -35,8 +35,8 @@ class Conv(nnx.Module):
         out_features: output channels.
         kernel_size: one size per spatial dimension, or an integer for one dimension.
         strides: one stride, or one per spatial dimension; None is 1.
-        padding: "SAME", "VALID", "CAUSAL", an integer, or an integer or (low, high) pair for each
-            dimension.
+        padding: "SAME", "VALID", "CAUSAL", "CIRCULAR", "REFLECT", an integer, or an integer or
+            (low, high) pair for each dimension.
         kernel_dilation: one dilation, or one per spatial dimension; None is 1.
         feature_group_count: number of groups, dividing in_features and out_features.
         use_bias: whether to add a bias.

@@ -139,8 +139,6 @@ def _product(kind: type, layer: Any, options: Options, *args: Any, **given: Any)
 def _conv(layer: nnx.Conv, options: Options) -> Any:
     if layer.mask is not None or np.any(np.asarray(layer.input_dilation or 1) != 1):
         return "it has a mask or an input_dilation"
-    if isinstance(layer.padding, str) and layer.padding not in ("SAME", "VALID", "CAUSAL"):
-        return f"its padding is {layer.padding}"
     return _product(
         _Conv,
         layer,

@@ -17,6 +17,8 @@ from ._operands import ArrayLike, output_dtype, shape_error, times_scales, unpac
 from ._wide import wide_op
 
 Padding = str | int | Sequence[int | tuple[int, int]]
+# What is beyond the sides of the input, as `jnp.pad` names it, where that is not zero.
+_BEYOND = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,8 @@ def conv(
         bias: (out,), or None.
         strides: one stride, or one per spatial dimension.
         padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), an integer for both sides of
-            every dimension, or one integer or (low, high) pair for each.
+            every dimension, or one integer or (low, high) pair for each. "CIRCULAR" and "REFLECT"
+            go on with the input itself where the others have zeros.
         dilation: one kernel dilation, or one per spatial dimension.
         feature_group_count: number of groups, dividing in and out.
         constraint: how the output and the input gradient come to share a factor.
@@ -115,6 +118,8 @@ def conv(
         )
     strides = per_axis("conv", "strides", strides, rank)
     dilation = per_axis("conv", "dilation", dilation, rank)
+    if isinstance(padding, str) and padding.upper() in _BEYOND:
+        data, padding = _padded(data, _BEYOND[padding.upper()], w.shape, dilation), "VALID"
     op = _Conv(strides, sides("conv", padding, w.shape, dilation), dilation, feature_group_count)
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
     factors = rules.conv(
@@ -133,6 +138,12 @@ def conv(
     if bias is None:
         return ScaledArray(y, y_scale)
     return add_bias("conv", y, y_scale, bias, factors.bwd[2])
+
+
+def _padded(x: jax.Array, mode: Any, window: Sequence[int], dilation: Sequence[int]) -> jax.Array:
+    """Goes on beyond the sides of ``x``, so that strides of 1 give as many outputs as inputs."""
+    beyond = [(size - 1) * step for size, step in zip(window, dilation, strict=False)]
+    return jnp.pad(x, ((0, 0), *((n // 2, n - n // 2) for n in beyond), (0, 0)), mode=mode)
 
 
 def _convolve(op: _Conv, x, w, fwd: float, bwd: tuple[float, ...], out_dtype: Any) -> jax.Array:
@@ -168,8 +179,9 @@ def sides(
         pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in each]
         if len(pairs) == rank and all(len(pair) == 2 for pair in pairs):
             return tuple((int(low), int(high)) for low, high in pairs)
+    beyond = "'CIRCULAR', 'REFLECT', " if op == "conv" else ""
     raise ValueError(
         f"unitscale.ops.{op}: padding must be 'SAME', 'VALID', 'CAUSAL' (one spatial dimension), "
-        f"an integer, or one integer or (low, high) pair for each of {rank} dimensions; got "
-        f"{padding!r}"
+        f"{beyond}an integer, or one integer or (low, high) pair for each of {rank} dimensions; "
+        f"got {padding!r}"
     )
