@@ -249,7 +249,8 @@ class TestConversions:
 
     def test_python_scalars(self) -> None:
         x = ScaledArray(jnp.asarray(0.5, jnp.float8_e4m3fn), 8.0)
-        assert (float(x), bool(x)) == (4, True)
+        assert (float(x), bool(x), int(x)) == (4, True, 4)
+        assert (f"{x:.2f}", f"{x}") == ("4.00", str(x))
         assert not bool(ScaledArray(jnp.zeros(()), 2.0))
         with pytest.raises(TypeError):
             float(make("row", "float32"))

@@ -64,6 +64,25 @@ def test_the_loss_falls(tx) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_layers_that_vmap_has_stacked() -> None:
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def stack(rngs):
+        return nn.Dense(8, 8, rngs=rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+        return layer(x).value
+
+    model = stack(nnx.Rngs(0))
+    nn.Optimizer(model, scaled(optax.sgd(1.0)), wrt=nnx.Param, stack_axes=1)
+    assert model.bias.get_value().scale.shape == (3, 1)
+    x, kernel = X, to_array(model.kernel.get_value())
+    for one in kernel:
+        x = x @ one / 8**0.5
+    np.testing.assert_allclose(run(model, X), x, rtol=1e-5, atol=1e-5)
+
+
 def test_umup_inside() -> None:
     model = nn.MLP(8, 16, rngs=nnx.Rngs(0))
     before = values(model)

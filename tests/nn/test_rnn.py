@@ -83,8 +83,16 @@ def test_scaled_inputs_and_carries_leave_without_a_scale() -> None:
 def test_arguments_are_those_of_flax() -> None:
     flax = dict(inspect.signature(nnx.RNN.__call__).parameters)
     ours = dict(inspect.signature(nn.RNN.__call__).parameters)
-    assert list(ours) == [name for name in flax if name != "rngs"]
+    assert list(ours) == list(flax)
     assert {k: p.kind for k, p in ours.items()} == {k: flax[k].kind for k in ours}
+
+
+def test_both_directions_by_the_module_of_flax() -> None:
+    there, back = (nn.RNN(nn.GRUCell(3, 4, rngs=nnx.Rngs(i))) for i in range(2))
+    x = jax.random.normal(jax.random.key(2), (2, 5, 3))
+    both = nnx.Bidirectional(there, back)(x)
+    np.testing.assert_array_equal(both[..., :4], there(x).value)
+    np.testing.assert_array_equal(both[..., 4:], back(x, reverse=True, keep_order=True).value)
 
 
 def test_errors() -> None:

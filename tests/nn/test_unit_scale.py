@@ -1,5 +1,7 @@
 """Plain models made unit-scaled: function, variance, and what is said of each layer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,77 @@ def test_new_parameters_are_unit_and_train() -> None:
     assert abs(float(jnp.mean(jnp.square(hidden.astype(jnp.float32)))) - 1) < 0.15
     grads = nn.grad(lambda m: jnp.sum(jnp.sin(m(IDS).astype(jnp.float32))))(scaled)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+class Held(nnx.Module):
+    """Layers in a tuple, and a parameter in two layers."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.pair = nnx.data((nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)))
+        self.embed, self.head = nnx.Embed(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.head.kernel = self.embed.embedding
+
+    def __call__(self, ids):
+        return self.head(self.pair[1](self.pair[0](self.embed(ids))))
+
+
+@pytest.mark.parametrize("keep_function", [True, False])
+def test_a_parameter_of_two_layers_stays_one(keep_function: bool) -> None:
+    model = Held()
+    scaled, report = nn.unit_scale(model, keep_function=keep_function, rngs=nnx.Rngs(1))
+    assert report.changed == ("pair.0", "pair.1")
+    assert set(report.skipped.values()) == {"embed.embedding is head.kernel too"}
+    assert scaled.head.kernel is scaled.embed.embedding
+    if keep_function:
+        np.testing.assert_allclose(scaled(IDS % 4), model(IDS % 4), rtol=1e-5)
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap
+def stacked(rngs: nnx.Rngs) -> nnx.List:
+    return nnx.List(
+        [
+            nnx.Linear(4, 4, rngs=rngs),
+            nnx.Conv(4, 4, 3, rngs=rngs),
+            nnx.Einsum("ab,bc->ac", (4, 4), rngs=rngs),
+            nnx.Embed(4, 4, rngs=rngs),
+            nnx.LayerNorm(4, rngs=rngs),
+            nnx.BatchNorm(4, use_scale=False, use_bias=False, rngs=rngs),
+            nnx.MultiHeadAttention(2, 4, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        ]
+    )
+
+
+def frozen(layer: Any) -> Any:
+    layer.kernel = nnx.Variable(layer.kernel[...])
+    return layer
+
+
+def own(*args: Any, **kwargs: Any) -> Any:
+    return args[0]
+
+
+RNGS = nnx.Rngs(0)
+LEFT = {
+    "its kernel is a Variable": frozen(nnx.Linear(4, 4, rngs=RNGS)),
+    "it has its own dot_general": nnx.Linear(4, 4, dot_general=own, rngs=RNGS),
+    "it has its own preferred_element_type": nnx.Linear(
+        4, 4, preferred_element_type=jnp.float32, rngs=RNGS
+    ),
+    "it has its own promote_dtype": nnx.LayerNorm(4, promote_dtype=own, rngs=RNGS),
+    "it has its own conv_general_dilated": nnx.Conv(4, 4, 3, conv_general_dilated=own, rngs=RNGS),
+    "it has its own einsum_op": nnx.Einsum("ab,bc->ac", (4, 4), einsum_op=own, rngs=RNGS),
+    "nnx.vmap has stacked it": stacked(nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_a_twin_lacks_leaves_the_layer_alone(reason: str) -> None:
+    _, report = nn.unit_scale(LEFT[reason], rngs=nnx.Rngs(0))
+    assert set(report.skipped.values()) == {reason}
+    assert not report.changed
 
 
 def test_errors() -> None:

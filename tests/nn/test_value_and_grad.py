@@ -107,6 +107,8 @@ def test_decorators_take_options_as_those_of_flax() -> None:
     value, (_, by_input) = both(model, x)
     np.testing.assert_array_equal(value, model(x).value.sum())
     np.testing.assert_array_equal(second(model, x), by_input)
+    last = nn.grad(lambda model, x, power=1: model(x**power).value.sum(), argnums=-1)
+    np.testing.assert_array_equal(last(model, x), by_input)
 
 
 def test_the_model_of_the_caller_is_not_touched_while_the_loss_runs() -> None:

@@ -120,6 +120,20 @@ def test_the_scale_is_dropped() -> None:
     assert_scales_are_constants(ops.rms_norm, ScaledArray(x.data, 8.0), ScaledArray(x.data[0], 2.0))
 
 
+@pytest.mark.parametrize("exponent", [-120, -80])
+def test_eps_over_a_tiny_scale_is_not_infinite(exponent: int) -> None:
+    """Beside eps such values are nothing: y = x / eps^1/2."""
+    data = np.float32([[3.0, 4.0]])
+    y, vjp = jax.vjp(lambda d: ops.rms_norm(ScaledArray(d, 2.0**exponent), eps=1e-6).data, data)
+    np.testing.assert_allclose(np.float64(y), np.float64(data) * 2.0**exponent * 1e3, rtol=1e-6)
+    np.testing.assert_allclose(vjp(jnp.ones_like(y))[0], 2.0**exponent * 1e3, rtol=1e-6)
+
+
+def test_an_empty_batch() -> None:
+    for op, *shape in ((ops.batch_norm, 0, 4), (GROUP, 0, 3, 4), (ops.layer_norm, 0, 4)):
+        assert jax.eval_shape(op, jnp.zeros(shape)).shape == tuple(shape)
+
+
 def test_an_array_of_zeros_has_finite_gradients() -> None:
     zeros, scales = jnp.zeros((2, 4)), (0.0, 2.0**100)
     for x in (zeros, *(ScaledArray(zeros, jnp.float32(s)) for s in scales)):

@@ -103,6 +103,14 @@ def in_formats(name: str, formats: str) -> Callable[..., Any]:
     return run
 
 
+def test_a_state_may_gain_arrays() -> None:
+    tx = scaled(optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.sgd(RATE, 0.9)))
+    params, state = begin(tx, {"w": jnp.ones(4)})
+    _, state = jax.jit(tx.step)(params, state, {"w": jnp.ones(4)})
+    assert float(optax.tree.get(state, "norm")) == 2.0
+    assert optax.tree.get(state, "trace")["w"].dtype == jnp.float16
+
+
 def begin(tx: Any, params: Any = PARAMS) -> tuple[Any, Any]:
     """Parameters in the format of `tx`, and its first state."""
 

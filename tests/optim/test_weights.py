@@ -161,6 +161,8 @@ def test_small_updates_are_lost_to_nearest_rounding_and_kept_by_stochastic() -> 
 def test_plain_parameters_none_and_infinity() -> None:
     params = {"a": np.ones(2, np.float16), "b": np.arange(2), "c": None, "d": np.ones(1)}
     updates = {"a": np.full(2, 2.0**-9), "b": np.ones(2, int), "c": None, "d": None}
+    steps = apply_updates({"n": jnp.arange(2)}, {"n": jnp.full(2, -0.0)})  # as SGD returns them
+    assert steps["n"].dtype == jnp.int32
     out = jax.jit(apply_updates)(params, updates)
     np.testing.assert_array_equal(out["a"], np.full(2, 1 + 2.0**-9))
     assert out["a"].dtype == jnp.float16

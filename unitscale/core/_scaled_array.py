@@ -251,11 +251,10 @@ class ScaledArray:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)
 
-    def __bool__(self) -> bool:
-        return bool(self.value)
+    __bool__, __float__, __int__ = map(of_value, ("__bool__", "__float__", "__int__"))
 
-    def __float__(self) -> float:
-        return float(self.value)
+    def __format__(self, spec: str) -> str:
+        return format(widen(self.value), spec) if spec else str(self)
 
     # -- arithmetic and comparisons ----------------------------------------------------------
 

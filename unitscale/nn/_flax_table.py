@@ -45,7 +45,7 @@ TWINS: dict[type, type] = {
 """The class of `flax.nnx` that each class is compared with."""
 
 MISSING: dict[str, str] = {
-    "Bidirectional": "run two `RNN`, one with `reverse=True, keep_order=True`",
+    "Bidirectional": "that of `flax.nnx` takes two `RNN` of this package",
     "ConvTranspose": "no rule for its border yet",
     "InstanceNorm": "`GroupNorm(features, features)` is the same function",
     "LSTMCell": "`OptimizedLSTMCell` is the same function",
@@ -72,6 +72,7 @@ REASONS: dict[str, str] = {
     "rotary_base": "rotary positions",
     "mult": "multiplier of the logits, which u-μP tunes",
     "context": "the factor can count what tokens share",
+    "stack_axes": "layers that `nnx.vmap` has stacked have scales of their own",
     "implementation": "which program computes it; stands for `attention_fn`",
     # in flax alone
     "precision": _FORMATS,

@@ -63,13 +63,18 @@ def value_and_grad(
     if f is None:
         return partial(value_and_grad, argnums=argnums, has_aux=has_aux, advance=advance)
     single = isinstance(argnums, int | nnx.DiffState)
-    wanted = [
+    asked = [
         n if isinstance(n, nnx.DiffState) else nnx.DiffState(n, nnx.Param)
         for n in ([argnums] if single else argnums)
     ]
     signature = inspect.signature(f)
 
-    def by_data(kwargs: dict[str, Any], data: list[dict[Path, jax.Array]], args: Any) -> Any:
+    def by_data(
+        wanted: list[nnx.DiffState],
+        kwargs: dict[str, Any],
+        data: list[dict[Path, jax.Array]],
+        args: Any,
+    ) -> Any:
         """``f`` with the data of ScaledArrays as an argument of its own, in float32."""
         models = [args[diff.argnum] for diff in wanted]
         lent = [
@@ -85,20 +90,21 @@ def value_and_grad(
             for variable, stored, _ in lent:
                 variable.set_value(stored)
 
-    # The data comes first, so every model is one place further back.
-    moved = [
-        nnx.DiffState(d.argnum + 1, (AmaxState, nnx.All(d.filter, nnx.Not(_holds_scaled))))
-        for d in wanted
-    ]
-
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        # Negative ones count from the end of what is given, not from that of the defaults.
+        wanted = [nnx.DiffState(d.argnum + len(args) * (d.argnum < 0), d.filter) for d in asked]
+        # The data comes first, so every model is one place further back.
+        moved = [
+            nnx.DiffState(d.argnum + 1, (AmaxState, nnx.All(d.filter, nnx.Not(_holds_scaled))))
+            for d in wanted
+        ]
         models = [bound.args[diff.argnum] for diff in wanted]
         scaled = [dict(_scaled_params(m, d)) for m, d in zip(models, wanted, strict=True)]
         data = [{k: wide_data(v.get_value()) for k, v in own.items()} for own in scaled]
         differentiate = nnx.value_and_grad(
-            lambda data, *args: by_data(bound.kwargs, data, args),
+            lambda data, *args: by_data(wanted, bound.kwargs, data, args),
             argnums=(0, *moved),
             has_aux=has_aux,
         )

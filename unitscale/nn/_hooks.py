@@ -146,7 +146,12 @@ def nodes_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterato
     seen.add(id(node))
     yield path, node
     for name, child in children_of(node):
-        yield from nodes_of(child, f"{path}.{name}" if path else str(name), seen)
+        yield from nodes_of(child, joined(path, name), seen)
+
+
+def joined(path: str, name: Any) -> str:
+    """The dotted path of a child."""
+    return f"{path}.{name}" if path else str(name)
 
 
 def children_of(node: Any) -> list[tuple[Any, Any]]:
@@ -187,4 +192,4 @@ def kernel_rank(layer: Any) -> int:
     """How many dimensions the kernel of one layer has, of however many it is stacked."""
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
-    return len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else 2
+    return len(layer.kernel_shape) if isinstance(layer, nnx.Einsum | nnx.Conv) else 2

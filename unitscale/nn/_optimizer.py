@@ -21,6 +21,9 @@ class Optimizer(nnx.Optimizer):
         model: module whose parameters are trained; with a scaled ``tx`` they are replaced.
         tx: optax transformation.
         wrt: filter of the variables that are trained, as for `nnx.Optimizer`.
+        stack_axes: for a scaled ``tx``, the number of leading axes along which `nnx.vmap` has
+            stacked layers, or a prefix of the state with such numbers: each layer then has its own
+            scales, so that `nnx.scan` maps over them. None counts all axes but the last two.
 
     Raises:
         TypeError: if wrt is missing, or the model has ScaledArrays for parameters and ``tx`` is not
@@ -45,7 +48,7 @@ class Optimizer(nnx.Optimizer):
         section 2.2.
     """
 
-    def __init__(self, model: Any, tx: Any, *, wrt: Any) -> None:
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, stack_axes: Any = None) -> None:
         if not hasattr(tx, "step"):
             scaled = [
                 path
@@ -63,7 +66,7 @@ class Optimizer(nnx.Optimizer):
             return
         self.graph, self.tx, self.wrt = None, tx, wrt
         self.step = nnx.OptState(jnp.array(0, jnp.uint32))
-        params = tx.scale_params(nnx.state(model, wrt))
+        params = tx.scale_params(nnx.state(model, wrt), stack_axes=stack_axes)
         nnx.update(model, params)
         # One variable holds all of the state: with one per array, as in flax, a ScaledArray would
         # be a node of the graph and no ScaledArray any more.

@@ -70,6 +70,7 @@ class RNN(nnx.Module):
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
+        rngs: Any = None,
     ) -> Any:
         """Maps (..., time, in_features) to (..., time, hidden_features).
 
@@ -82,6 +83,7 @@ class RNN(nnx.Module):
             time_major: where the time axis is; the layer's own setting by default.
             reverse: whether to run from the end; the layer's own setting by default.
             keep_order: whether to turn reversed outputs round; the layer's own by default.
+            rngs: for the cell's `initialize_carry`, as in flax.
 
         Returns:
             The outputs, a ScaledArray, or ``(carry, outputs)``.
@@ -101,7 +103,9 @@ class RNN(nnx.Module):
         axis = 0 if time_major else inputs.ndim - 2
         shape = inputs.shape[:axis] + inputs.shape[axis + 1 :]
         steps = inputs.shape[axis]
-        carry = self.cell.initialize_carry(shape) if initial_carry is None else initial_carry
+        carry = initial_carry
+        if carry is None:
+            carry = self.cell.initialize_carry(shape, rngs)
         data, scale = _uniform(self.cell.project(inputs))
         data = jnp.moveaxis(data, axis, 0)
         if reverse:

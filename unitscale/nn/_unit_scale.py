@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from ._hooks import children_of
+from ._hooks import children_of, joined
 from ._policy import PolicyLike, as_policy
-from ._unit_scale_layers import KINDS, OTHERS, Options, linear
+from ._unit_scale_layers import KINDS, OTHERS, Options, linear, obstacle, variables_of
 
 Model = TypeVar("Model")
 UNSEEN = "not seen, and as before: activations, sums (residual ones too) and losses between layers"
@@ -132,6 +132,11 @@ def unit_scale(
     known: dict[int, tuple[Any, Any]] = {}  # with the old one, whose id nobody else then gets
     used: set[str] = set()
 
+    def shared(layer: Any) -> str:
+        """Which parameter another layer has too, as a twin of each would not; or nothing."""
+        found = (places[id(variable)] for _, variable in variables_of(layer))
+        return next((f"{both[0]} is {both[1]} too" for both in found if len(both) > 1), "")
+
     def converted(node: Any, path: str) -> Any:
         """The node's replacement, or the node, with what lies below it replaced."""
         if id(node) in known:
@@ -139,15 +144,19 @@ def unit_scale(
         known[id(node)] = node, node
         convert = KINDS.get(type(node))
         if convert is None and not isinstance(node, (*KINDS, *OTHERS)):
-            for name, child in children_of(node):
-                new = converted(child, f"{path}.{name}" if path else str(name))
-                if new is not child:
-                    _assign(node, name, new)
-            return node
-        found = f"{type(node).__name__} is not converted" if convert is None else None
-        if convert is not None:
-            matched = {p for p in readout if fnmatchcase(path, p)} if convert is linear else set()
-            used.update(matched)
+            children = children_of(node)
+            replaced = {
+                name: new
+                for name, child in children
+                if (new := converted(child, joined(path, name))) is not child
+            }
+            known[id(node)] = node, _with(node, replaced)
+            return known[id(node)][1]
+        found = f"{type(node).__name__} is not converted" if convert is None else ""
+        matched = {p for p in readout if fnmatchcase(path, p)} if convert is linear else set()
+        used.update(matched)
+        found = found or shared(node) or obstacle(node)
+        if convert is not None and not found:
             options = Options(policy, keep_function, max_length, bool(matched), rngs)
             found = convert(node, options)
         new, reason = found if isinstance(found, tuple) else (found, "")
@@ -159,6 +168,9 @@ def unit_scale(
         return new
 
     copy = nnx.clone(model)
+    places: dict[int, list[str]] = {}
+    for place, variable in variables_of(copy):
+        places.setdefault(id(variable), []).append(place)
     copy = converted(copy, "")
     if unmatched := [p for p in readout if p not in used]:
         raise ValueError(
@@ -168,8 +180,14 @@ def unit_scale(
     return copy, UnitScaleReport(tuple(entries))
 
 
-def _assign(node: Any, name: Any, new: Any) -> None:
-    if isinstance(node, nnx.Pytree):
-        setattr(node, str(name), new)
-    else:
-        node[name] = new
+def _with(node: Any, replaced: dict[Any, Any]) -> Any:
+    """A module or container with some of its children replaced, in place where it can be."""
+    if isinstance(node, tuple):
+        children = [replaced.get(i, child) for i, child in enumerate(node)]
+        return getattr(node, "_make", tuple)(children) if replaced else node
+    for name, new in replaced.items():
+        if isinstance(node, nnx.Pytree):
+            setattr(node, str(name), new)
+        else:
+            node[name] = new
+    return node

@@ -1,12 +1,14 @@
 """The unit-scaled twin of each layer of a plain `flax.nnx` model."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn.attention import dot_product_attention
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from .. import rules
@@ -16,7 +18,7 @@ from ._conv import Conv
 from ._dropout import Dropout
 from ._einsum import Einsum
 from ._embed import Embed
-from ._hooks import kind_of
+from ._hooks import children_of, joined, kernel_rank, nodes_of
 from ._linear import Dense, Readout
 from ._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from ._policy import PolicyLike, as_policy
@@ -111,9 +113,52 @@ def _metadata(**parameters: nnx.Param | None) -> dict[str, Any]:
     return {f"{k}_metadata": {n: m[n] for n in kept if n in m} for k, m in found.items()}
 
 
+# What a layer may be given in place of the usual functions and formats.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "dot_general": (lax.dot_general,),
+    "dot_general_cls": (),
+    "einsum_op": (jnp.einsum,),
+    "conv_general_dilated": (lax.conv_general_dilated,),
+    "preferred_element_type": (),
+    **dict.fromkeys(
+        ("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),
+        (promote_dtype,),
+    ),
+}
+
+
+def variables_of(model: Any) -> Iterator[tuple[str, nnx.Variable]]:
+    """Parameters and the like by dotted paths, at every place where they stand; no random keys."""
+    for path, node in nodes_of(model):
+        for name, child in children_of(node):
+            if isinstance(child, nnx.Variable) and not isinstance(child, nnx.RngState):
+                yield joined(path, name), child
+
+
+def obstacle(layer: Any) -> str:
+    """What a layer has and its twin would not; "" if there is nothing."""
+    for name, usual in _FUNCTIONS.items():
+        if getattr(layer, name, None) not in (None, *usual):
+            return f"it has its own {name}"
+    for name, variable in variables_of(layer):
+        if type(variable) not in (nnx.Param, nnx.BatchStat, nnx.Cache):
+            return f"its {name} is a {type(variable).__name__}"
+    return "nnx.vmap has stacked it" if _is_stacked(layer) else ""
+
+
+def _is_stacked(layer: Any) -> bool:
+    """Whether variables lead with axes that the layer's own sizes do not know."""
+    if isinstance(layer, nnx.MultiHeadAttention):
+        layer = layer.query
+    if isinstance(layer, nnx.Dropout):
+        return layer.rngs is not None and layer.rngs.key.ndim > 0
+    if hasattr(layer, "kernel"):
+        return layer.kernel.ndim > kernel_rank(layer)
+    rank = 2 if isinstance(layer, nnx.Embed) else 1
+    return any(variable.ndim > rank for _, variable in variables_of(layer))
+
+
 def linear(layer: nnx.Linear, options: Options) -> Any:
-    if layer.dot_general is not lax.dot_general:
-        return "it has its own dot_general"
     new = (_Readout if options.readout else _Dense)(
         layer.in_features,
         layer.out_features,
@@ -157,9 +202,6 @@ def _conv(layer: nnx.Conv, options: Options) -> Any:
 def _einsum(layer: nnx.Einsum, options: Options) -> Any:
     if problem := einsum_problem(layer.einsum_str):
         return problem
-    kind = kind_of(layer)
-    if kind is None or layer.einsum_op not in kind.defaults:
-        return "it has its own einsum_op"
     return _product(_Einsum, layer, options, layer.einsum_str, layer.kernel_shape, layer.bias_shape)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import custom_vjp, narrow, widen
+from ..core import custom_vjp, narrow, round_to_pow2, widen
 
 
 class Statistics(NamedTuple):
@@ -78,7 +78,10 @@ class Normalize:
         return ((dy - along) * statistics.inverse).reshape(shape)
 
     def _grouped(self, x: jax.Array) -> jax.Array:
-        return x if self.groups is None else x.reshape(*x.shape[:-1], self.groups, -1)
+        *rows, features = x.shape
+        if self.groups is None:
+            return x
+        return x.reshape(*rows, self.groups, features // self.groups)
 
 
 def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +105,10 @@ def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax
     scale = jnp.ones((), square.dtype) if scale is None else scale.astype(square.dtype)
     root = math.sqrt(eps)
     is_zero = square == 0
-    inverse = lax.rsqrt(jnp.where(is_zero, 1, square) + jnp.square(root / scale))
+    # The square of eps^1/2 / scale would leave the range at scales below 2^-64 eps^1/2.
+    unit = jnp.clip(round_to_pow2(root / scale), 1, 2.0**126).astype(square.dtype)
+    share = jnp.where(is_zero, 1, square) / unit / unit
+    inverse = lax.rsqrt(share + jnp.square(root / scale / unit)) / unit
     return jnp.where(is_zero, scale / root, inverse)
 
 

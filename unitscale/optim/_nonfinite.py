@@ -86,5 +86,9 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         moved, new = inner.step(params, state.inner, grads, **extra_args)
         return _select(finite, moved, params), counted(finite, new, state)
 
-    scale_params = getattr(inner, "scale_params", lambda params: params)
+    def identity(params: Any, *, stack_axes: Any = None) -> Any:
+        del stack_axes
+        return params
+
+    scale_params = getattr(inner, "scale_params", identity)
     return ScaledTransformation(init, update, scale_params, step)

@@ -1,6 +1,6 @@
 """Optimizer state and weights in 16 and 8 bits, around any optax transformation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -216,17 +216,16 @@ def scaled(
         following = keys = for_weights = None
         if state.key is not None:
             following, keys, for_weights = jax.random.split(state.key, 3)
-        leaves, structure = jax.tree.flatten(state.inner, is_leaf=is_stored)
-        leaves, seen = zip(*map(look_at, leaves), strict=True) if leaves else ((), ())
+        found, structure = jax.tree.flatten_with_path(state.inner, is_leaf=is_stored)
+        looked = [look_at(leaf) for _, leaf in found]
         updates, new = inner.update(
             wide_gradients(grads, params),
-            jax.tree.unflatten(structure, map(load, leaves)),
+            jax.tree.unflatten(structure, [load(leaf) for leaf, _ in looked]),
             values(params),
             **(extra_args if extra else {}),
         )
-        new = jax.tree.unflatten(
-            structure, _stored_again(leaves, structure.flatten_up_to(new), seen, keys)
-        )
+        stored = {path: x for (path, _), x in zip(found, looked, strict=True) if is_stored(x[0])}
+        new = _stored_again(stored, new, keys)
         return updates, ScaledState(new, following), for_weights
 
     def update(grads: Any, state: ScaledState, params: Any = None, **extra_args: Any) -> Any:
@@ -240,13 +239,19 @@ def scaled(
     return ScaledTransformation(init, update, scale_params, step)
 
 
-def _stored_again(old: Any, new: Any, seen: Any, key: jax.Array | None) -> Iterator[Any]:
-    """New arrays of state in the formats of the old, each moment rounded once."""
-    count = sum(map(is_stored, old))
-    keys = iter([None] * count if key is None else jax.random.split(key, max(count, 1)))
+def _stored_again(stored: dict[Any, tuple[Any, Any]], new: Any, key: jax.Array | None) -> Any:
+    """New state with each moment rounded once, into the format of the one that had its place.
+
+    The rest of a state may have another structure than before: what `optax.monitor` measures is
+    there from the first update on.
+    """
+    keys = iter([None] * len(stored) if key is None else jax.random.split(key, len(stored) or 1))
     rounding = "nearest" if key is None else "stochastic"
-    for before, after, known in zip(old, new, seen, strict=True):
-        if is_stored(before):
-            yield store(after, moment_of(before), rounding, next(keys), known)
-        else:
-            yield after
+
+    def one(path: Any, x: Any) -> Any:
+        if path not in stored:
+            return x
+        before, seen = stored[path]
+        return store(x, moment_of(before), rounding, next(keys), seen)
+
+    return jax.tree.map_with_path(one, new)

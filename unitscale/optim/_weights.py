@@ -61,8 +61,9 @@ def apply_update(
         return weight
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight):
-        total = widen(weight) + update if _is_floating(weight) else weight + update
-        return round_finite(total, weight.dtype, rounding, key) if _is_floating(weight) else total
+        if not _is_floating(weight):
+            return (weight + update).astype(weight.dtype)
+        return round_finite(widen(weight) + update, weight.dtype, rounding, key)
     return _added(weight, update, key, rounding=rounding)
 
 
