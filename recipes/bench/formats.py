@@ -50,6 +50,7 @@ def in_readout(lhs: str, rhs: str, cotangent: str) -> dict[str, nn.Policy | str]
     return {"readout": nn.Policy(compute_dtype=WIDE, matmul=matmul, readout=matmul)}
 
 
+_FROM_LOGITS = nn.Policy(compute_dtype=WIDE, loss=MatmulConfig(cotangent=E5M2))
 LAYERS = ("query", "key", "value", "out", "up", "down")
 
 
@@ -70,6 +71,7 @@ VARIANTS: dict[str, Variant] = {
     "query and key": Variant("role", {"*.query": "fp8", "*.key": "fp8"}),
     "all but query and key": Variant("role", {f"*.{name}": "fp8" for name in LAYERS[2:]}),
     "readout": Variant("role", in_readout(E4M3, E4M3, E5M2)),
+    "gradients of the readout": Variant("role", {"readout": _FROM_LOGITS}),
     "readout's activations": Variant("operand", in_readout(E4M3, WIDE, WIDE)),
     "readout's weights": Variant("operand", in_readout(WIDE, E4M3, WIDE)),
 }
