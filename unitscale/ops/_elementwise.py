@@ -19,31 +19,26 @@ def _times(x: jax.Array, factor: Any) -> jax.Array:
     return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
 
 
-# Of x and x^3 in what gelu takes the exponential of, -2 u = -(8 / pi)^1/2 * (x + 0.044715 x^3).
-_LINEAR = -math.sqrt(8 / math.pi)
+# Of x and x^3 in what gelu takes the sigmoid of, 2 u = (8 / pi)^1/2 * (x + 0.044715 x^3).
+_LINEAR = math.sqrt(8 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 
 
 @jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
-    """Returns x / 2 * (1 + tanh u) as x / (1 + exp(-2 u)), which does not cancel where it is small.
+    """Returns x / 2 * (1 + tanh u) as x * sigmoid(2 u), which does not cancel where it is small.
 
     In few operations, and its derivative too: they are what the kernels around a product wait for.
     """
-    return x * _sigmoid(x, x * x)
-
-
-def _sigmoid(x: jax.Array, square: jax.Array) -> jax.Array:
-    """Of 2 u."""
-    return 1 / (1 + jnp.exp(x * (_LINEAR + _CUBIC * square)))
+    return x * jax.nn.sigmoid(x * (_LINEAR + _CUBIC * (x * x)))
 
 
 @_gelu.defjvp
 def _gelu_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     square = jnp.minimum(x * x, 1e4)  # where s is 0 or 1 already; no infinity to multiply it by
-    s = _sigmoid(x, square)
-    return x * s, s * (1 - x * (1 - s) * (_LINEAR + 3 * _CUBIC * square)) * dx
+    s = jax.nn.sigmoid(x * (_LINEAR + _CUBIC * square))
+    return x * s, s * (1 + x * (1 - s) * (_LINEAR + 3 * _CUBIC * square)) * dx
 
 
 @dataclasses.dataclass(frozen=True)
