@@ -10,6 +10,7 @@ import pytest
 from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
+from unitscale.ops._elementwise import _gelu
 
 from .conformance import (
     SCALES,
@@ -249,3 +250,12 @@ ERRORS = [
 
 
 test_errors = refuses(ERRORS, jnp.ones(3))
+
+
+@pytest.mark.parametrize("x", [-1e3, -20.0, -9.7, -1.0, 0.0, 3.0, 20.0])
+def test_the_second_derivative_of_gelu_is_finite(x: float) -> None:
+    """Also where the exponential in it is not."""
+    found = jax.grad(jax.grad(_gelu))(x)
+    with jax.enable_x64(True):
+        wanted = jax.grad(jax.grad(jax.nn.gelu))(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
