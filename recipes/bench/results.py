@@ -57,7 +57,7 @@ FIGURES = (
         table=-1,
     ),
     Figure(
-        "validation loss, FP8 over float32, mean and standard error of 3 seeds on 2 texts",
+        "validation loss, FP8 over float32, mean and standard error of 5 seeds on 2 texts",
         "parity-fp8.json",
         {"variant": "fp8"},
         "{over reference:+.2%}, {standard error:.2%}",
