@@ -171,3 +171,38 @@ def test_every_product_of_experts_is_fp8(policy: str) -> None:
     # Matrices are turned once, before the loop, and not for each block.
     bodies = [part for part in program.as_text().split("\n\n") if FP8_GEMM in part]
     assert not any(re.search(r"= f8\w+\[[\d,]+\]\S* transpose\(", body) for body in bodies)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_glu"])
+def test_hidden_units_are_computed_again_beside_their_gradients(activation: str) -> None:
+    """One kernel writes both, the hidden units laid out for the gradient of the weight."""
+    width, shape = 768, (8, 1024, 768)
+    stack = nnx.eval_shape(
+        lambda: nn.TransformerStack(
+            1,
+            width,
+            12,
+            is_causal=True,
+            activation=activation,
+            hidden_features=4 * width,
+            use_bias=False,
+            policy="fp8",
+            rngs=nnx.Rngs(0),
+        )
+    )
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+
+    def step(params, rest, x, dy):
+        y, pull = jax.vjp(
+            lambda *args: nnx.merge(graphdef, args[0], rest)(args[1]).value, params, x
+        )
+        return y, pull(dy)
+
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    text = compile_h200(step, params, rest, x, x).as_text()
+    turned = re.compile(r"f8e4m3fn\[3072,8,1024\]|f8e4m3fn\[3072,8192\]")
+    kernels = [line.split(" fusion(")[0] for line in text.splitlines() if " fusion(" in line]
+    (results,) = (results for results in kernels if turned.search(results))
+    assert results.count("f8e4m3fn[") == 3
+    # Weights are turned where they are cast.
+    assert not any("wrapped_transpose" in r and "f8e4m3fn[3072,768]" in r for r in kernels)

@@ -78,3 +78,32 @@ def test_dropout_is_on_the_output() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"activation must be one of gelu, .*_glu; got 'swish'"):
         nn.MLP(8, 12, activation="swish", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_glu"])
+@pytest.mark.parametrize("policy", ["fp8", "fp8_dynamic", "bfloat16"])
+def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str) -> None:
+    """The backward has what the activation is of, and not what it gives.
+
+    Other strategies have scales of hidden units, which would be read twice for them.
+    """
+    layer = nn.MLP(8, 12, activation=activation, policy=policy, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+    def run(f, params, x):
+        return jax.vjp(lambda params, x: f(nnx.merge(graphdef, params), x).value, params, x)
+
+    y, pull = run(lambda layer, x: layer(x), params, x)
+    hidden = [a for a in jax.tree.leaves(pull) if a.ndim > 2 and a.shape[-1] == 12]
+    count = 1 + (layer.gate is not None) + (policy != "fp8")
+    assert len(hidden) == count
+    assert sum(a.dtype.itemsize == 1 for a in hidden) == (policy == "fp8_dynamic")
+
+    def plain(layer, x):
+        f, gate = getattr(ops, activation), layer.gate
+        return layer.down(f(layer.up(x)) if gate is None else f(layer.up(x), gate(x)))
+
+    expected, other = run(plain, params, x)
+    np.testing.assert_array_equal(y, expected)
+    jax.tree.map(np.testing.assert_array_equal, pull(y), other(y))

@@ -52,6 +52,7 @@ from ._pow2 import (
     static_pow2 as static_pow2,
     static_pow2_sqrt as static_pow2_sqrt,
 )
+from ._recomputed import recomputed as recomputed
 from ._rescale import RescaleStrategy as RescaleStrategy, rebalance as rebalance, rescale as rescale
 from ._scale import (
     Scale as Scale,

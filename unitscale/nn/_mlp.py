@@ -5,7 +5,8 @@ from typing import Literal, get_args
 from flax import nnx
 
 from .. import ops
-from ..core import ScaledArray
+from ..core import ScaledArray, recomputed
+from ..quant import Unit
 from ._dropout import Dropout
 from ._linear import Dense
 from ._policy import PolicyLike
@@ -20,6 +21,8 @@ class MLP(nnx.Module):
     Scaling:
         Every product and activation is unit scaled. Hidden units have unit variance; those of gelu,
         silu and relu have a mean too, which brings the output's RMS to 1.11, 1.07 and 1.21.
+        Where they are quantized without statistics (`quant.Unit`), the backward computes them
+        again, beside their gradients, in place of keeping them.
 
     Args:
         in_features: size of the input's last axis.
@@ -76,9 +79,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: ops.ArrayLike, *, deterministic: bool | None = None) -> ScaledArray:
         """Maps (..., in_features) to (..., out_features)."""
-        f = getattr(ops, self.activation)
-        if self.gate is None:
-            hidden = f(self.up(x), mult=self.mult)
-        else:
-            hidden = f(self.up(x), self.gate(x), mult=self.mult)
-        return self.dropout(self.down(hidden), deterministic=deterministic)
+        inner = (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
+        config = self.down.policy.matmul_for(self.down.role)
+        # The scales of other strategies are of what is computed, which would be read once more.
+        again = config is not None and isinstance(config.strategy, Unit)
+        y = recomputed(self._project)(*inner) if again else self._project(*inner)
+        return self.dropout(y, deterministic=deterministic)
+
+    def _project(self, *inner: ScaledArray) -> ScaledArray:
+        return self.down(getattr(ops, self.activation)(*inner, mult=self.mult))

@@ -163,15 +163,15 @@ def _fp8(strategy: Strategy) -> Policy:
     return Policy(compute_dtype="bfloat16", matmul=config)
 
 
-def _unit_fp8() -> Policy:
-    return Policy(compute_dtype="bfloat16", matmul=MatmulConfig())
-
-
 POLICIES = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
-    "fp8": _unit_fp8().with_quantized_readout(gradients_only=True),
+    "fp8": Policy(
+        compute_dtype="bfloat16",
+        matmul=MatmulConfig(),
+        loss=MatmulConfig(cotangent="float8_e5m2"),
+    ),
     "fp8_dynamic": _fp8(Dynamic()),
     "fp8_delayed": _fp8(Delayed()),
     "fp8_static": _fp8(Static()),

@@ -25,20 +25,26 @@ _CUBIC = 0.044715 * _LINEAR
 
 
 @jax.custom_jvp
-def _gelu(x: jax.Array) -> jax.Array:
-    """Returns x / 2 * (1 + tanh u) as x * sigmoid(2 u), which does not cancel where it is small.
-
-    In few operations, and its derivative too: they are what the kernels around a product wait for.
-    """
-    return x * jax.nn.sigmoid(x * (_LINEAR + _CUBIC * (x * x)))
+def _gate(x: jax.Array) -> jax.Array:
+    """Returns (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small."""
+    return 1 / (1 + jnp.exp(x * (-_LINEAR - _CUBIC * (x * x))))
 
 
-@_gelu.defjvp
-def _gelu_jvp(primals, tangents):
+@_gate.defjvp
+def _gate_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    square = jnp.minimum(x * x, 1e4)  # where s is 0 or 1 already; no infinity to multiply it by
-    s = jax.nn.sigmoid(x * (_LINEAR + _CUBIC * square))
-    return x * s, s * (1 + x * (1 - s) * (_LINEAR + 3 * _CUBIC * square)) * dx
+    gate = _gate(x)
+    square = jnp.minimum(x * x, 1e4)  # where it is 0 or 1 already; no infinity to multiply it by
+    return gate, gate * (1 - gate) * (_LINEAR + 3 * _CUBIC * square) * dx
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    """Returns x / 2 * (1 + tanh u).
+
+    In few operations, and its derivative too, most of them the same: they are what the kernels
+    around a product wait for.
+    """
+    return x * _gate(x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..core import custom_vjp, dithered, narrow, shards, widen
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
-_AT_ONCE = 16
+_AT_ONCE = 32
 
 
 def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:

@@ -91,8 +91,8 @@ def _chunk(
     z = wide_logits(y, how.mult, scale)
     if z.shape[-1] > how.vocab:
         # Finite, so that no difference is NaN; its probability is 0 all the same.
-        is_class = jnp.arange(z.shape[-1]) < how.vocab
-        z = jnp.where(is_class, z, jnp.finfo(z.dtype).min)
+        padding = (0, 0), (0, z.shape[-1] - how.vocab)
+        z = jnp.pad(z[:, : how.vocab], padding, constant_values=jnp.finfo(z.dtype).min)
 
     norm = normalizer(z)
 

@@ -85,18 +85,33 @@ def _contract_fwd(lhs, rhs, multiplier, state, spec, factors, config, out_dtype)
     like = tuple(jnp.zeros((0,), x.dtype) for x in (lhs, rhs))
     lhs, saw_lhs = quantize_tensor(lhs, LHS, axes_of(spec.lhs, spec.summed), config, state)
     rhs, saw_rhs = quantize_tensor(rhs, RHS, axes_of(spec.rhs, spec.summed), config, state)
-    own_lhs, own_rhs, own = lhs, rhs, {}
+    own: dict[int, Any] = {}
     if multiplier is not None:
         own = {i: factor * multiplier for i, factor in enumerate(factors)}
+    elif config is not None:
+        own = {i: jnp.asarray(factor) for i, factor in enumerate(factors) if factor != 1}
+    own_lhs, own_rhs = lhs, rhs
     if config is not None:
-        # Operands and factors that no other product has: XLA makes one product of several that
-        # share an operand, and then copies its parts; and it folds a factor into a GEMM only where
-        # nothing else is multiplied by the same number.
-        own = own or {i: jnp.asarray(factor) for i, factor in enumerate(factors) if factor != 1}
-        own_lhs, own_rhs, own = lax.optimization_barrier((lhs, rhs, own))
-    y = product(own_lhs, own_rhs, spec, own.pop(0, factors[0]), out_dtype)
+        own_lhs, own_rhs, own = _apart(lhs, rhs, own)
+    y = product(own_lhs, rhs, spec, own.pop(0, factors[0]), out_dtype)
     no_gradient = jax.tree.map(jnp.zeros_like, multiplier)
-    return y, (lhs, rhs, no_gradient, like, state, (saw_lhs, saw_rhs), own)
+    return y, (lhs, own_rhs, no_gradient, like, state, (saw_lhs, saw_rhs), own)
+
+
+def _apart(lhs: Any, rhs: Any, factors: dict[int, Any]) -> tuple[Any, Any, dict[int, Any]]:
+    """The left operand of the forward and the right one of the backward as no other product's.
+
+    With its factors: XLA makes one product of several that share an operand, and then copies its
+    parts; and it folds a factor into a GEMM only where nothing else is multiplied by the same
+    number. In their other products operands are laid out the other way: those are left as they are,
+    so that XLA turns them where it casts them. And what is for the backward depends on no left
+    operand, which may be computed again meanwhile.
+    """
+    forward = {i: factor for i, factor in factors.items() if i == 0}
+    backward = {i: factor for i, factor in factors.items() if i > 0}
+    own_lhs, forward, _ = lax.optimization_barrier((lhs, forward, rhs))
+    own_rhs, backward = lax.optimization_barrier((rhs, backward))
+    return own_lhs, own_rhs, forward | backward
 
 
 def _without_scale(cotangent, labels, operand, operand_labels):
