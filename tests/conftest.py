@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import zlib
 
 from tests.compilation import cache_folder, xla_flags
 
@@ -18,6 +19,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -28,6 +30,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("deterministic")
 collect_ignore = ["mutation"]  # a program, which needs packages of its own
+_MOST_MEMORY = 5 * 2**29
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {
     "gpu": "a GPU and JAX_PLATFORMS=cuda",
@@ -56,11 +59,44 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 def compiled_programs_are_dropped() -> Iterator[None]:
     """A run of everything compiles more than a machine may have memory for."""
     yield
-    jax.clear_caches()
+    if _memory() > _MOST_MEMORY:
+        jax.clear_caches()
+
+
+def _memory() -> int:
+    """The bytes that this process has in memory; beyond any bound where that is not known."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return _MOST_MEMORY + 1
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of each parametrized test run the first, and about every Nth",
+    )
+
+
+def _thinned(items: list[pytest.Item], every: int) -> list[pytest.Item]:
+    """For a check of other versions, whose whole tables run elsewhere.
+
+    Chosen by their names, so that no dimension of a table is left out.
+    """
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    one_of_each = set(first.values())
+    return [i for i in items if i in one_of_each or zlib.crc32(i.nodeid.encode()) % every == 0]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests whose hardware or plugin is not here; the summary says so."""
+    items[:] = _thinned(items, config.getoption("every"))
     missing = [mark for mark in _NEEDS if not _can_run(mark)]
     left_out = {m: [i for i in items if i.get_closest_marker(m)] for m in missing}
     config.stash[_LEFT_OUT] = {mark: len(found) for mark, found in left_out.items() if found}
