@@ -73,3 +73,8 @@ def test_what_is_known_while_tracing_stays_known() -> None:
         return jax.vmap(part, (None, 0), axis_name="parts")(jnp.ones((4, 2)), X[:, None])
 
     np.testing.assert_array_equal(gradient(recomputed), gradient(lambda f: f))
+
+
+def test_forward_mode_is_explained() -> None:
+    with pytest.raises(TypeError, match="recomputed defines its backward pass only"):
+        jax.jvp(recomputed(jnp.sin), (1.0,), (1.0,))

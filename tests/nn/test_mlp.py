@@ -107,3 +107,23 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
     expected, other = run(plain, params, x)
     np.testing.assert_array_equal(y, expected)
     jax.tree.map(np.testing.assert_array_equal, pull(y), other(y))
+
+
+def test_another_layer_in_the_place_of_its_last() -> None:
+    class Counted(nnx.Module):
+        def __init__(self) -> None:
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x: ops.ArrayLike) -> ops.ArrayLike:
+            self.calls.set_value(self.calls.get_value() + 1)
+            return x
+
+    layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
+    layer.down = Counted()
+
+    @nnx.jit
+    def apply(layer: nn.MLP) -> jax.Array:
+        return layer(jnp.ones((2, 8))).value
+
+    assert apply(layer).shape == (2, 12)
+    assert layer.down.calls.get_value() == 1

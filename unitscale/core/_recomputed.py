@@ -10,28 +10,27 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from ._vjp import custom_vjp
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
 def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
 
 
-def _evaluate_fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Any]:
+_recomputed = custom_vjp(_evaluate, nondiff_argnums=(0,))
+_recomputed.__name__ = "recomputed"
+
+
+def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Any]:
     return _evaluate(jaxpr, consts, args), (consts, args)
 
 
-def _evaluate_bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
+def _bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
     consts, args = residuals
     # XLA may else take it for what the forward computes, and keep that.
     args = jax.lax.optimization_barrier(args)
-    _, pull = jax.vjp(partial(_evaluate_again, jaxpr), consts, args)
+    _, pull = jax.vjp(partial(_evaluate, jaxpr), consts, args)
     return pull(cotangents)
 
 
-def _evaluate_again(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
-
-
-_evaluate.defvjp(_evaluate_fwd, _evaluate_bwd)
+_recomputed.defvjp(_fwd, _bwd)
 
 
 def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ def recomputed(f: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         # Traced here alone: what is known while tracing, as the parts of a batch are, stays known.
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        out = _recomputed(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return call

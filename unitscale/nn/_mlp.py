@@ -80,11 +80,19 @@ class MLP(nnx.Module):
     def __call__(self, x: ops.ArrayLike, *, deterministic: bool | None = None) -> ScaledArray:
         """Maps (..., in_features) to (..., out_features)."""
         inner = (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
-        config = self.down.policy.matmul_for(self.down.role)
-        # The scales of other strategies are of what is computed, which would be read once more.
-        again = config is not None and isinstance(config.strategy, Unit)
-        y = recomputed(self._project)(*inner) if again else self._project(*inner)
-        return self.dropout(y, deterministic=deterministic)
+        project = recomputed(self._project) if self._recomputes() else self._project
+        return self.dropout(project(*inner), deterministic=deterministic)
 
     def _project(self, *inner: ScaledArray) -> ScaledArray:
         return self.down(getattr(ops, self.activation)(*inner, mult=self.mult))
+
+    def _recomputes(self) -> bool:
+        """Whether the backward computes hidden units again.
+
+        Scales of other strategies come from the hidden units, which would be read once more, and
+        a layer of another kind in the place of ``down`` may change when it is called.
+        """
+        if not isinstance(self.down, Dense):
+            return False
+        config = self.down.policy.matmul_for(self.down.role)
+        return config is not None and isinstance(config.strategy, Unit)
