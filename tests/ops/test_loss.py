@@ -13,6 +13,7 @@ from unitscale.core import ScaledArray, dithered
 from unitscale.ops._loss import (
     in_one_pass,
     in_two_passes,
+    label_logits,
     normalizer,
     token_gradients,
     token_losses,
@@ -220,14 +221,15 @@ def test_gradients_by_the_right_class_are_dithered_for_8_bits(
     """By the others they are as they were: only one of each token is large."""
     z = wide_logits(jnp.asarray(logits(2, 3, VOCAB)[0]), 1.0, None)
     labels, norm = jnp.asarray(LABELS), normalizer(z)
+    losses = token_losses(label_logits(z, labels, 1.0, None), norm)
     by = None if cotangent is None else jnp.asarray(cotangent)
     exact, found = (
-        np.asarray(token_gradients(z, labels, norm, None, None, 3.0, by, mantissa_bits=n))
+        np.asarray(token_gradients(z, labels, norm, None, None, 3.0, by, losses, n))
         for n in (None, bits)
     )
     right = np.arange(VOCAB) == LABELS[..., None]
     np.testing.assert_array_equal(found[~right], exact[~right])
-    others = -jnp.expm1(-token_losses(z, labels, norm))
+    others = -jnp.expm1(-losses)
     wanted = -dithered(others * 3.0 * (1 if cotangent is None else cotangent), bits)
     np.testing.assert_allclose(found[right], np.ravel(wanted), rtol=1e-5)
     assert np.all(np.abs(found[right] / exact[right] - 1) > 1e-4)

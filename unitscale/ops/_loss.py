@@ -23,6 +23,20 @@ def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.
     return z if scale is None else z * scale
 
 
+def label_logits(
+    logits: jax.Array, labels: jax.Array, mult: float, scale: jax.Array | None
+) -> jax.Array:
+    """`wide_logits` of the right classes alone; NaN for a label that is no class."""
+
+    def of_labels(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, labels[..., None], axis=-1)
+
+    if scale is not None and scale.ndim and scale.shape[-1] > 1:
+        scale = of_labels(jnp.broadcast_to(scale, logits.shape))
+    logits = widen(logits) if logits.dtype.itemsize == 1 else logits  # which may have no NaN
+    return wide_logits(of_labels(logits), mult, scale)[..., 0]
+
+
 class Normalizer(NamedTuple):
     """What makes probabilities of logits: p = exp(z - largest - log_total)."""
 
@@ -74,10 +88,9 @@ def in_one_pass(z: jax.Array) -> Normalizer:
     return Normalizer(jnp.where(is_one, largest, 0), log_total)
 
 
-def token_losses(z: jax.Array, labels: jax.Array, norm: Normalizer) -> jax.Array:
-    """The cross entropy of each token under softmax(z); NaN for a label that is no class."""
-    picked = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
-    return norm.log_total + norm.largest - picked
+def token_losses(of_labels: jax.Array, norm: Normalizer) -> jax.Array:
+    """The cross entropy of each token, of `label_logits`."""
+    return norm.log_total + norm.largest - of_labels
 
 
 def token_gradients(
@@ -88,6 +101,7 @@ def token_gradients(
     scale: jax.Array | None,
     factor: float,
     cotangent: jax.Array | None,
+    losses: jax.Array | None = None,
     mantissa_bits: int | None = None,
 ) -> jax.Array:
     """The gradients of each token's loss by its logits, in float32, times a factor.
@@ -104,14 +118,15 @@ def token_gradients(
         scale: of the logits.
         factor: static.
         cotangent: a scalar or one number per token; None for 1.
+        losses: of the tokens; None where gradients are not rounded.
         mantissa_bits: of the 8-bit format that gradients are rounded to; None if they are not.
     """
     hits = labels[..., None] == jnp.arange(z.shape[-1], dtype=labels.dtype)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
-    if mantissa_bits is None:
+    if losses is None or mantissa_bits is None:
         grad = grad - hits.astype(z.dtype)
     else:
-        others = -jnp.expm1(-token_losses(z, labels, norm))  # the probability of all other classes
+        others = -jnp.expm1(-losses)  # the probability of all other classes
         size = others * factor if cotangent is None else others * factor * cotangent
         moved = jnp.where(size == 0, 0, dithered(size, mantissa_bits) / size - 1)
         grad = grad - jnp.where(hits, (1 + others * moved)[..., None], 0)
@@ -137,7 +152,7 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
 @partial(custom_vjp, nondiff_argnums=(4, 5, 6))
 def _cross_entropy(logits, labels, where, scale, mult, factor, reduction):
     z = wide_logits(logits, mult, scale)
-    losses = token_losses(z, labels, normalizer(z))
+    losses = token_losses(label_logits(logits, labels, mult, scale), normalizer(z))
     return reduce_losses(losses, where, reduction)
 
 

@@ -51,14 +51,15 @@ class Normalize:
 
     def statistics(self, x: jax.Array, scale: jax.Array | None) -> Statistics:
         """Those of ``x``, computed once: else XLA does so again in everything that reads them."""
-        x, mean = self._grouped(x), None
+        data, mean = self._grouped(x), None
+        x = widen(data)
         if self.groups is not None and scale is not None and scale.ndim:
             scale = scale[..., None]
         average = partial(jnp.mean, axis=self.axes, keepdims=True)
         if not self.centered:
             square = average(jnp.square(x))
         elif self.axes == (-1,):
-            mean, square = _moments(x)
+            mean, square = _moments(data)
         else:
             mean = average(x)
             square = average(jnp.square(x - mean))
@@ -91,7 +92,7 @@ def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     from the mean is at most n^1/2 standard deviations, and what the difference of squares loses is
     at most n roundings of the variance.
     """
-    first = x[..., :1]
+    first, x = widen(x[..., :1]), widen(x)
     mean = jnp.mean(x - first, -1, keepdims=True)
     square = jnp.mean(jnp.square(x - first), -1, keepdims=True)
     return first + mean, jnp.maximum(square - jnp.square(mean), 0)
@@ -192,7 +193,7 @@ def normalized(how, factors, out_dtype, x, affine, constants):
 def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
     scale, scales, given = constants
     wide = widen(x)
-    statistics = how.statistics(wide, scale, *given)
+    statistics = how.statistics(x, scale, *given)
     y = jax.tree.map(widen, affine).apply(how.apply(wide, statistics), scales)
     return narrow(_times(y, factors.fwd), out_dtype), (x, affine, constants, statistics)
 

@@ -26,6 +26,7 @@ from ._loss import (
     Reduction,
     check_labels,
     classes_of,
+    label_logits,
     normalizer,
     reduce_losses,
     token_gradients,
@@ -95,16 +96,17 @@ def _chunk(
         z = jnp.pad(z[:, : how.vocab], padding, constant_values=jnp.finfo(z.dtype).min)
 
     norm = normalizer(z)
+    losses = token_losses(label_logits(y, rows.labels, how.mult, scale), norm)
 
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
         factor, bits = how.mult * how.factor, _mantissa_bits(how.config)
-        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, bits)
+        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, losses, bits)
         dy = narrow(dz, y.dtype)
         if not isinstance(rest, int):
             dy = narrow(widen(dy) * rest, y.dtype)
         return times.gradients(part, dy)
 
-    return token_losses(z, rows.labels, norm), gradients
+    return losses, gradients
 
 
 def _mantissa_bits(config: MatmulConfig | None) -> int | None:
