@@ -146,13 +146,17 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
 
 
 def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
-    """The operands of the products, forward and backward, as the jaxpr has them."""
+    """The operands of the products, forward and backward, as the jaxpr has them.
+
+    With FP8 there is the product of hidden units that were computed again, which XLA drops.
+    """
     for policy in DTYPES:
         model, layer = make("gated", policy)
         apply, params = functional(model)
         jaxpr = jax.make_jaxpr(jax.grad(loss_of(apply), (0, 1)))(params, layer.input())
         dtype = "float8_e4m3fn" if policy == "fp8" else policy
-        assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * 9
+        again = policy == "fp8"
+        assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * (9 + again)
 
 
 def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:

@@ -26,8 +26,11 @@ _CUBIC = 0.044715 * _LINEAR
 
 @jax.custom_jvp
 def _gate(x: jax.Array) -> jax.Array:
-    """Returns (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small."""
-    return 1 / (1 + jnp.exp(x * (-_LINEAR - _CUBIC * (x * x))))
+    """Returns (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small.
+
+    Of the negative of -2 u: of two signs XLA leaves none.
+    """
+    return jax.nn.sigmoid(-(x * (-_LINEAR - _CUBIC * (x * x))))
 
 
 @_gate.defjvp
