@@ -320,6 +320,19 @@ def test_divided_by_the_compiler(axes: dict[str, int]) -> None:
         assert relative_error(ours, one) < 2**-20
 
 
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_classes_that_devices_divide_are_not_sliced(axes: dict[str, int]) -> None:
+    """Parts of what is on several devices would be sent from one to another."""
+
+    def loss(x, kernel, labels):
+        return ops.readout_cross_entropy(x, kernel, labels, vocab=5)
+
+    shapes = jnp.ones((8, 3, IN)), jnp.ones((IN, 6)), jnp.zeros((8, 3), jnp.int32)
+    with jax.set_mesh(mesh_of(**axes)):
+        text = jax.jit(loss).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.slice" in text) == ("tensor" not in axes)
+
+
 def test_scales_get_no_gradient() -> None:
     x, kernel = ScaledArray(jnp.ones((*BATCH, IN)), PER_TOKEN), ScaledArray(jnp.ones((IN, 5)), 4.0)
     for gradient in jax.grad(functools.partial(fused, chunk_size=4), (0, 1))(x, kernel):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import custom_vjp, dithered, narrow, shards, widen
+from ..core import TENSOR_AXES, custom_vjp, dithered, narrow, shards, ways, widen
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
@@ -44,11 +44,18 @@ class Normalizer(NamedTuple):
     log_total: jax.Array
 
 
+def has_divided_classes(z: jax.Array) -> bool:
+    """Whether devices are known to divide the classes, of which parts would be sent around."""
+    return ways(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
+
+
 def normalizer(z: jax.Array) -> Normalizer:
     """Two numbers for each token, from which its loss and its gradient are made.
 
     So that the gradient reads the logits once more and no exponential is written in between.
     """
+    if has_divided_classes(z):
+        return in_two_passes(z)
     # XLA's CPU backend has no vectors in a reduction of its own; two simple ones are faster there.
     return lax.platform_dependent(z, cpu=in_two_passes, default=in_one_pass)
 
@@ -91,6 +98,19 @@ def in_one_pass(z: jax.Array) -> Normalizer:
 def token_losses(of_labels: jax.Array, norm: Normalizer) -> jax.Array:
     """The cross entropy of each token, of `label_logits`."""
     return norm.log_total + norm.largest - of_labels
+
+
+def without_padding(z: jax.Array, vocab: int) -> jax.Array:
+    """Logits whose columns beyond the classes have probability 0.
+
+    They are finite, so that no difference is NaN.
+    """
+    least, columns = jnp.finfo(z.dtype).min, z.shape[-1]
+    if columns == vocab:
+        return z
+    if has_divided_classes(z):
+        return jnp.where(jnp.arange(columns) < vocab, z, least)
+    return jnp.pad(z[:, :vocab], ((0, 0), (0, columns - vocab)), constant_values=least)
 
 
 def token_gradients(

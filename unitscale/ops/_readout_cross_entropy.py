@@ -32,6 +32,7 @@ from ._loss import (
     token_gradients,
     token_losses,
     wide_logits,
+    without_padding,
 )
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack_uniform
 from ._token_chunks import joined, over_chunks, parted, token_axes
@@ -89,12 +90,7 @@ def _chunk(
     scale, rest = bounded_product(x_scale, shared.scale)
     if not isinstance(rest, int):
         y = narrow(widen(y) * rest, y.dtype)
-    z = wide_logits(y, how.mult, scale)
-    if z.shape[-1] > how.vocab:
-        # Finite, so that no difference is NaN; its probability is 0 all the same.
-        padding = (0, 0), (0, z.shape[-1] - how.vocab)
-        z = jnp.pad(z[:, : how.vocab], padding, constant_values=jnp.finfo(z.dtype).min)
-
+    z = without_padding(wide_logits(y, how.mult, scale), how.vocab)
     norm = normalizer(z)
     losses = token_losses(label_logits(y, rows.labels, how.mult, scale), norm)
 
