@@ -127,3 +127,23 @@ def test_another_layer_in_the_place_of_its_last() -> None:
 
     assert apply(layer).shape == (2, 12)
     assert layer.down.calls.get_value() == 1
+
+
+def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their class, as `nnx.tabulate` and the recipes' probe do: what is seen may be kept."""
+    original, layer = nn.Dense.__call__, nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
+    seen: list[jax.Array] = []
+
+    def call(self: nn.Dense, x: ops.ArrayLike) -> ops.ArrayLike:
+        y = original(self, x)
+        seen.append(y.value)
+        return y
+
+    monkeypatch.setattr(nn.Dense, "__call__", call)
+
+    @jax.jit
+    def run(x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        return layer(x).value, seen
+
+    y, (_, last) = run(jnp.ones((2, 8)))
+    np.testing.assert_array_equal(last, y)

@@ -13,6 +13,7 @@ from ._policy import PolicyLike
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
 GATED = "_glu"
+_CALL = Dense.__call__
 
 
 class MLP(nnx.Module):
@@ -89,10 +90,11 @@ class MLP(nnx.Module):
     def _recomputes(self) -> bool:
         """Whether the backward computes hidden units again.
 
-        Scales of other strategies come from the hidden units, which would be read once more, and
-        a layer of another kind in the place of ``down`` may change when it is called.
+        Scales of other strategies come from the hidden units, which would be read once more. A
+        layer of another kind in the place of ``down`` may keep what it sees, and so may who watches
+        `Dense`, as `nnx.tabulate` does: nothing may leave the trace of what is computed again.
         """
-        if not isinstance(self.down, Dense):
+        if type(self.down).__call__ is not _CALL:
             return False
         config = self.down.policy.matmul_for(self.down.role)
         return config is not None and isinstance(config.strategy, Unit)
