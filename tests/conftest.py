@@ -30,7 +30,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("deterministic")
 collect_ignore = ["mutation"]  # a program, which needs packages of its own
-_MOST_MEMORY = 5 * 2**29
+_MOST_MEMORY = 5 * 2**29  # bytes, of each process
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {
     "gpu": "a GPU and JAX_PLATFORMS=cuda",
@@ -95,7 +95,10 @@ def _thinned(items: list[pytest.Item], every: int) -> list[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests whose hardware or plugin is not here; the summary says so."""
+    """Leaves out what `--every` does, and the tests whose hardware or plugin is not here.
+
+    Of those the summary says so.
+    """
     items[:] = _thinned(items, config.getoption("every"))
     missing = [mark for mark in _NEEDS if not _can_run(mark)]
     left_out = {m: [i for i in items if i.get_closest_marker(m)] for m in missing}

@@ -14,8 +14,9 @@ def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
 
 
-_recomputed = custom_vjp(_evaluate, nondiff_argnums=(0,))
-_recomputed.__name__ = "recomputed"
+@partial(custom_vjp, nondiff_argnums=(0,))
+def _recomputed(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+    return _evaluate(jaxpr, consts, args)
 
 
 def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Any]:

@@ -139,4 +139,4 @@ def _turned(x: Any) -> ScaledArray | None:
     one_scale = is_scaled(x) and (x.scale is None or x.scale.ndim == 0)
     if not one_scale or x.dtype.itemsize > 1:
         return None
-    return x.map_data(lambda data: data.T)
+    return x.T
