@@ -1,10 +1,12 @@
 """What every test run shares: platform, quick compilation, deterministic property tests, marks."""
 
+import ctypes
+import gc
 import importlib.util
 import os
 import zlib
 
-from tests.compilation import cache_folder, xla_flags
+from tests.compilation import cache_folder, keep_mlir_contexts, xla_flags
 
 # Before jax and NumPy are imported. A value that the user has set wins:
 # `JAX_PLATFORMS=cuda pytest -m gpu`.
@@ -29,6 +31,8 @@ hypothesis.settings.register_profile(
     "deterministic", derandomize=True, database=None, deadline=None, print_blob=True
 )
 hypothesis.settings.load_profile("deterministic")
+keep_mlir_contexts()
+gc.set_threshold(100_000, 50, 100)  # tracing makes many objects, few of them garbage
 collect_ignore = ["mutation"]  # a program, which needs packages of its own
 _MOST_MEMORY = 5 * 2**29  # bytes, of each process
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
@@ -61,6 +65,14 @@ def compiled_programs_are_dropped() -> Iterator[None]:
     yield
     if _memory() > _MOST_MEMORY:
         jax.clear_caches()
+        gc.collect()
+        _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """glibc keeps what is freed, and memory would look as full after caches are dropped."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _memory() -> int:

@@ -42,7 +42,8 @@ SMALL = ("data.batch_size=16", "optimizer.learning_rate=0.002", "optimizer.b1=0.
 FP8 = "scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}"
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "quickstart": ("gpt/quickstart", WARM),
+    # At its own rate, 1.0, one value that rounds the other way moves a loss by percents.
+    "quickstart": ("gpt/quickstart", WARM, "optimizer.learning_rate=0.05"),
     "parity": ("gpt/parity", WARM),
     "books": (
         "bert/books",
@@ -63,9 +64,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "cnn-fp8": ("mnist/cnn", *SMALL, FP8),
 }
 
-# The quick start trains a whole Transformer in FP8 at a high rate, where one value that rounds the
-# other way moves a loss by a percent: the same commit was 1.8% off on another processor.
-TOLERANCE = {"quickstart": 2.5e-2, "mlp-fp8": 5e-3, "cnn-fp8": 5e-3}
+# Of products in FP8: the quick start with another emitter of XLA, or unoptimized, is 1e-4 off.
+TOLERANCE = {"quickstart": 1e-3, "mlp-fp8": 5e-3, "cnn-fp8": 5e-3}
 
 
 def write_text(path: Path) -> Path:
