@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,23 +46,3 @@ def _processor() -> str:
         lines = [platform.processor()]
     facts = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
     return hashlib.sha256("\n".join(sorted(facts)).encode()).hexdigest()[:12]
-
-
-def keep_mlir_contexts() -> None:
-    """One context of MLIR for each thread, where JAX makes one, with every dialect, a program.
-
-    That is half of what a small program takes to be lowered. One that is lowered while another is
-    has a context of its own, as its module would be put into the other's.
-    """
-    from jax._src.interpreters import mlir
-
-    make, of_thread = mlir.make_ir_context, threading.local()
-
-    def kept() -> object:
-        if mlir.ir.Context.current is not None:
-            return make()
-        if not hasattr(of_thread, "context"):
-            of_thread.context = make()
-        return of_thread.context
-
-    mlir.make_ir_context = kept

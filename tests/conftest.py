@@ -6,7 +6,7 @@ import importlib.util
 import os
 import zlib
 
-from tests.compilation import cache_folder, keep_mlir_contexts, xla_flags
+from tests.compilation import cache_folder, xla_flags
 
 # Before jax and NumPy are imported. A value that the user has set wins:
 # `JAX_PLATFORMS=cuda pytest -m gpu`.
@@ -26,6 +26,8 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+
+from tests.lowering import keep_mlir_contexts
 
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, database=None, deadline=None, print_blob=True

@@ -1,21 +1,35 @@
-"""What programs multiply."""
+"""What programs multiply, and what they convert."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 PRODUCTS = "dot_general", "conv_general_dilated"
+CONVERSIONS = "convert_element_type", "bitcast_convert_type"
 
 
 def products(jaxpr: Any) -> list[tuple[str, ...]]:
-    """Primitive and operand types of every product of a jaxpr, inner ones included.
+    """Primitive and operand types of every product of a jaxpr."""
+    return [
+        (eqn.primitive.name, *(x.aval.dtype.name for x in eqn.invars))
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in PRODUCTS
+    ]
 
-    Of what differs between platforms, this machine's counts.
-    """
-    found = []
+
+def conversions(jaxpr: Any, dtype: str) -> list[tuple[int, ...]]:
+    """The shape of every array of a jaxpr that is converted to a dtype."""
+    return [
+        eqn.outvars[0].aval.shape
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in CONVERSIONS and eqn.outvars[0].aval.dtype == dtype
+    ]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, after inner ones; of what differs by platform, this machine's."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in PRODUCTS:
-            found.append((eqn.primitive.name, *(x.aval.dtype.name for x in eqn.invars)))
         params = eqn.params
         if platforms := params.get("branches_platforms"):
             own = jax.default_backend()
@@ -23,8 +37,8 @@ def products(jaxpr: Any) -> list[tuple[str, ...]]:
             params = {"branch": params["branches"][index]}
         for inner in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                found += products(inner)
-    return found
+                yield from equations(inner)
+        yield eqn
 
 
 def _is_jaxpr(x: Any) -> bool:

@@ -23,6 +23,11 @@ from ._factor import (
     scale_bwd as scale_bwd,
     scale_fwd as scale_fwd,
 )
+from ._float8 import (
+    decode_float8 as decode_float8,
+    encode_float8 as encode_float8,
+    is_float8 as is_float8,
+)
 from ._formats import Format as Format, format_of as format_of, wide_dtype as wide_dtype
 from ._gradients import (
     grad as grad,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._float8 import encode_float8, is_float8
 from ._formats import Format, format_of, wide_dtype
 from ._noise import rounding_noise
 from ._pow2 import exponent_of, pow2
@@ -165,6 +166,19 @@ def _within(fmt: Format, dtype: Any) -> Format:
     return dataclasses.replace(fmt, max=largest)
 
 
+def _convert(x: jax.Array, fmt: Format) -> jax.Array:
+    """Clamps, and rounds by XLA's own conversion."""
+    if fmt.has_nan and not fmt.has_inf:
+        # An infinity plus 0 times itself is NaN. Wide, as what makes and what rounds x is: they
+        # fuse, and XLA drops the conversions in between.
+        x = widen(x)
+        x = _clamp(x + 0 * x, fmt)
+    else:
+        x = _saturate(x, fmt, jnp.isinf(x))
+    return x.astype(fmt.dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
 def _cast_array(x, key, fmt, stochastic, saturate):
     noise = rounding_noise(key, x.shape) if stochastic else None
     if fmt.dtype == jnp.float8_e8m0fnu:
@@ -172,14 +186,11 @@ def _cast_array(x, key, fmt, stochastic, saturate):
     # XLA converts float64 to 16 bits by way of float32, which rounds twice.
     twice = x.dtype == jnp.float64 and fmt.dtype is not None and fmt.dtype.itemsize == 2
     if not (fmt.simulated or stochastic or twice):
-        if saturate and fmt.has_nan and not fmt.has_inf:
-            # An infinity plus 0 times itself is NaN. Wide, as what makes and what rounds x is: they
-            # fuse, and XLA drops the conversions in between.
-            x = widen(x)
-            x = _clamp(x + 0 * x, fmt)
-        elif saturate:
-            x = _saturate(x, fmt, jnp.isinf(x))
-        return x.astype(fmt.dtype)
+        if not saturate:
+            return x.astype(fmt.dtype)
+        if is_float8(fmt.dtype) and wide_dtype(x.dtype) == jnp.float32:
+            return encode_float8(x, fmt, partial(_convert, fmt=fmt), infinity=True)
+        return _convert(x, fmt)
     y = _round_to_grid(x, fmt, noise)
     if fmt.simulated:
         fmt = _within(fmt, x.dtype)

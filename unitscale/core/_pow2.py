@@ -1,9 +1,11 @@
 """Powers of two, exactly: rounding to them, reading and building exponents.
 
 All of it is integer arithmetic on the bits of float32, because XLA may flush subnormal numbers and
-because log2 and exp2 are not exact on every backend.
+because log2 and exp2 are not exact on every backend. Each function is one program where nothing is
+traced, and is traced once for each shape where something is.
 """
 
+import functools
 import math
 from typing import Literal, get_args
 
@@ -22,6 +24,7 @@ _MIN_EXPONENT = -126 - _MANTISSA_BITS
 _MAX_EXPONENT = 127
 
 
+@functools.partial(jax.jit, static_argnames="rounding", inline=True)
 def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
     """Rounds the magnitude of every element to a power of two, keeping its sign.
 
@@ -71,6 +74,7 @@ def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
     return lax.bitcast_convert_type(rounded | sign, jnp.float32)
 
 
+@functools.partial(jax.jit, inline=True)
 def exponent_of(x: jax.Array) -> jax.Array:
     """Returns floor(log2(abs(x))) as int32, exactly, subnormal numbers included.
 
@@ -87,6 +91,7 @@ def exponent_of(x: jax.Array) -> jax.Array:
     return jnp.where(magnitude > _MANTISSA, exponent, leading + _MIN_EXPONENT)
 
 
+@functools.partial(jax.jit, inline=True)
 def pow2(exponent: jax.Array) -> jax.Array:
     """Returns 2**exponent as float32, exactly, from an integer array.
 

@@ -1,5 +1,6 @@
 """Statistics from which scales are chosen: amax, RMS, and the scale of least quantization error."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
         >>> print(amax(jnp.array([1.0, -3.0])))
         3.0
     """
-    return jnp.max(jnp.abs(widen(x)), axis=axis, keepdims=axis is not None, initial=0.0)
+    return _amax(x, _hashable(axis))
 
 
 def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
@@ -36,6 +37,21 @@ def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
         >>> print(rms(jnp.full(4, 1e30)))
         1e+30
     """
+    return _rms(x, _hashable(axis))
+
+
+def _hashable(axis: Axis) -> int | tuple[int, ...] | None:
+    return tuple(axis) if isinstance(axis, Sequence) else axis
+
+
+# One program where nothing is traced; traced once for each shape where something is.
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _amax(x: jax.Array, axis: Axis) -> jax.Array:
+    return jnp.max(jnp.abs(widen(x)), axis=axis, keepdims=axis is not None, initial=0.0)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _rms(x: jax.Array, axis: Axis) -> jax.Array:
     x = widen(x)
     if x.size == 0:
         return jnp.sum(x, axis=axis, keepdims=axis is not None)

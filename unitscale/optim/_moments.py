@@ -14,14 +14,15 @@ from ..core import (
     Format,
     ScaledArray,
     cast,
+    decode_float8,
     exponent_of,
     format_of,
+    is_float8,
     is_scaled,
     pow2,
     to_float,
     widen,
 )
-from ._float8 import decode, encode, has_fast_path
 from ._rounding import round_finite
 from ._sample import columns, is_sampled, rows
 
@@ -318,11 +319,7 @@ def _stored(
         # then is one more to read.
         y = jnp.where(_magnitude(x) != 0, jnp.maximum(y, fmt.smallest_subnormal), y)
         y = _with_sign(y, x)
-    if rounding == "nearest" and has_fast_path(moment.dtype):
-        data = encode(y, moment.dtype)
-    else:
-        data = round_finite(y, fmt, rounding, key)
-    stored = ScaledArray(data, scale, block_shape=block)
+    stored = ScaledArray(round_finite(y, fmt, rounding, key), scale, block_shape=block)
     return SquareRoot(stored) if moment.root else stored
 
 
@@ -352,7 +349,7 @@ def load(stored: Any) -> Any:
     if not is_stored(stored):
         return stored
     inner = _inner(stored)
-    if not has_fast_path(inner.dtype):
+    if not is_float8(inner.dtype):
         return widen(stored.value)
-    x = decode(inner.data) * to_float(inner.full_scale)
+    x = decode_float8(inner.data) * to_float(inner.full_scale)
     return x * jnp.abs(x) if isinstance(stored, SquareRoot) else x

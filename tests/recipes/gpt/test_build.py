@@ -16,6 +16,7 @@ from recipes.gpt.task import load_tokenizer
 from recipes.run.probe import probe
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
+from tests.products import conversions
 from unitscale.nn import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
@@ -23,7 +24,7 @@ IDS = jnp.zeros((1, 16), jnp.int32)
 
 
 def products_in_fp8(model: Any) -> int:
-    return str(jax.make_jaxpr(model)(IDS)).count("dtype=float8_e4m3fn")
+    return len(conversions(jax.make_jaxpr(model)(IDS), "float8_e4m3fn"))
 
 
 def test_products_of_layers_are_converted_and_weights_are_not(make_config: MakeConfig) -> None:
