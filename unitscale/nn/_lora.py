@@ -93,7 +93,7 @@ class LoRA(nnx.Module):
     def __call__(self, x: ops.ArrayLike, **kwargs: Any) -> ScaledArray:
         """Maps (..., in_features) to (..., out_features); further arguments are the base's."""
         base = None if self.base_module is None else self.base_module(x, **kwargs)
-        return self.update(x, base)
+        return self.update(x=x, base=base)
 
     def update(self, x: ops.ArrayLike, base: ops.ArrayLike | None) -> ScaledArray:
         """Returns what ``base``, the output of a layer for ``x``, becomes."""
@@ -170,4 +170,4 @@ class LoRALinear(Dense):
 
     def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
         """Maps (..., in_features) to (..., out_features), divided over explicit axes as asked."""
-        return placed(self.lora.update(x, super().__call__(x)), out_sharding)
+        return placed(self.lora.update(x=x, base=super().__call__(x)), out_sharding)

@@ -8,6 +8,7 @@ from .. import ops
 from ..core import ScaledArray, recomputed
 from ..quant import Unit
 from ._dropout import Dropout
+from ._given import given
 from ._linear import Dense
 from ._policy import PolicyLike
 
@@ -82,7 +83,7 @@ class MLP(nnx.Module):
         """Maps (..., in_features) to (..., out_features)."""
         inner = (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
         project = recomputed(self._project) if self._recomputes() else self._project
-        return self.dropout(project(*inner), deterministic=deterministic)
+        return self.dropout(project(*inner), **given(deterministic=deterministic))
 
     def _project(self, *inner: ScaledArray) -> ScaledArray:
         return self.down(getattr(ops, self.activation)(*inner, mult=self.mult))

@@ -8,6 +8,7 @@ from .. import ops
 from ..core import ScaledArray
 from ._amax_state import amax_state, read_state
 from ._dropout import Dropout
+from ._given import given
 from ._mlp import GATED, Activation
 from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, vector, weight, zeros
 from ._policy import PolicyLike, as_policy
@@ -225,7 +226,7 @@ class MoE(nnx.Module):
         ):
             if coefficient:
                 y = ops.attach_loss(y, loss(), coefficient / routing.shards)
-        return self.dropout(y, deterministic=deterministic)
+        return self.dropout(y, **given(deterministic=deterministic))
 
     def _apply(self, x: ScaledArray, values: dict[str, Any], groups: ops.Groups) -> ScaledArray:
         def dense(name: str, h: ops.ArrayLike) -> ScaledArray:

@@ -10,6 +10,7 @@ from flax import nnx
 from .. import ops, rules
 from ..core import ScaledArray, stream
 from ._attention import KVCache, MultiHeadAttention
+from ._given import given
 from ._layer_scan import scan_layers, stack_layers, unstack_layers
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
@@ -170,16 +171,12 @@ class TransformerLayer(nnx.Module):
 
         ``factors`` take the place of the layer's own where a `TransformerStack` scans over layers.
         """
-        options: dict[str, Any] = {} if factors is None else {"factor": factors.attention}
-        x = self._branch(
-            stream(self.policy.activation(x)),
-            0,
-            lambda h: self.attention(
-                h, mask=mask, positions=positions, deterministic=deterministic, **options
-            ),
-            factors,
-        )
-        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=deterministic), factors)
+        dropout = given(deterministic=deterministic)
+        factor = None if factors is None else factors.attention
+        options = dropout | given(mask=mask, positions=positions, factor=factor)
+        x = stream(self.policy.activation(x))
+        x = self._branch(x, 0, lambda h: self.attention(h, **options), factors)
+        return self._branch(x, 1, lambda h: self.mlp(h, **dropout), factors)
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
         """Maps the next tokens, given a cache of those before; returns the longer cache too."""
@@ -348,7 +345,7 @@ class TransformerStack(nnx.Module):
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
         """Maps (batch, time, features) to the same shape; arguments as for the attention."""
-        options = {"mask": mask, "positions": positions, "deterministic": deterministic}
+        options = given(mask=mask, positions=positions, deterministic=deterministic)
         if self.scan:
             return scan_layers(
                 lambda layer, h, factors: layer(h, **options, factors=factors),
