@@ -291,6 +291,8 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
         inf 448
     """
     dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
     return _cast_array(x, None, format_of(dtype), False, dtype.itemsize == 1)
 
 
