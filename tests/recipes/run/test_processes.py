@@ -57,6 +57,7 @@ class Pair:
         environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "",
+            "PYTHONFAULTHANDLER": "1",
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
             "JAX_NUM_PROCESSES": "2",
             "JAX_COMPILATION_CACHE_DIR": str(config.with_name("compiled")),
@@ -76,7 +77,12 @@ class Pair:
 
     def end(self, index: int) -> Ended:
         process = self.processes[index]
-        output, errors = process.communicate(timeout=TIMEOUT)
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            for one in self.processes:  # to say where it stands
+                one.send_signal(signal.SIGABRT)
+            raise AssertionError([one.communicate() for one in self.processes]) from None
         said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
         return Ended(process.returncode, "\n".join(said), errors)
 
