@@ -14,6 +14,7 @@ from recipes.bench._runs import Told
 from recipes.cli import main
 from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
+from tests.products import conversions
 
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
 pytestmark = pytest.mark.slow
@@ -85,7 +86,7 @@ def test_qwix_takes_the_products_that_are_converted(config_file: Path) -> None:
         (config, *_) = configs_of(comparison("converted"), Told(str(config_file)), name)
         assert isinstance(config, GPTConfig)
         program = jax.make_jaxpr(build(config))(ids)
-        counts.append(str(program).count("dtype=float8_e4m3fn"))
+        counts.append(len(conversions(program, "float8_e4m3fn")))
     # Both operands of query, key, value, out, up and down.
     assert counts == [12, 12]
 
