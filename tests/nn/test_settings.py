@@ -112,14 +112,3 @@ def test_views_are_as_those_of_flax() -> None:
     shown = nnx.view_info(model)
     assert "nothing is dropped" in shown
     assert "statistics of the batch" in shown
-
-
-@pytest.mark.parametrize("name", ["lora", "layer"])
-def test_a_table_of_a_model(name) -> None:
-    """Flax's, which shows the arguments of every layer, ScaledArrays among them."""
-    model, layer = make(name, "bfloat16")
-    calls = {type(one): type(one).__call__ for _, one in nnx.iter_modules(model)}
-    table = nnx.tabulate(model, layer.input(), console_kwargs={"width": 200})
-    for path, _ in nnx.iter_modules(model):
-        assert "/".join(map(str, path)) in table
-    assert all(kind.__call__ is call for kind, call in calls.items())
