@@ -8,7 +8,7 @@ from jax._src.interpreters import mlir
 def keep_mlir_contexts() -> None:
     """One context of MLIR for each thread, where JAX makes one, with every dialect, a program.
 
-    That is half of what a small program takes to be lowered. One that is lowered while another is
+    For a small program that takes longer than to lower it. One that is lowered while another is
     has a context of its own, as its module would be put into the other's.
     """
     make, of_thread = mlir.make_ir_context, threading.local()

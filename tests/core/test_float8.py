@@ -10,7 +10,7 @@ from jax import lax
 
 from unitscale.core import cast, decode_float8, format_of, is_float8
 from unitscale.core._cast import _convert
-from unitscale.optim._rounding import round_finite
+from unitscale.optim._rounding import _round_by_cast, round_finite
 
 FORMATS = ["float8_e4m3fn", "float8_e5m2"]
 
@@ -49,6 +49,15 @@ def test_rounds_and_saturates_as_xla_does(dtype: str, source: str) -> None:
     x = jnp.asarray(numbers(dtype)).astype(source)
     expected = jax.jit(partial(_convert, fmt=format_of(dtype)))(x)
     np.testing.assert_array_equal(bits(cast(x, dtype)), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_optimizers_round_alike_on_other_devices(dtype: str) -> None:
+    x = jnp.asarray(numbers(dtype))
+    expected = jax.jit(partial(_round_by_cast, fmt=format_of(dtype)))(x)
+    found = round_finite(x, dtype)
+    np.testing.assert_array_equal(bits(found), bits(expected))
+    np.testing.assert_array_equal(jax.jit(decode_float8)(found), found.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

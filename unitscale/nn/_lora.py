@@ -93,7 +93,7 @@ class LoRA(nnx.Module):
     def __call__(self, x: ops.ArrayLike, **kwargs: Any) -> ScaledArray:
         """Maps (..., in_features) to (..., out_features); further arguments are the base's."""
         base = None if self.base_module is None else self.base_module(x, **kwargs)
-        return self.update(x=x, base=base)
+        return self.update(x=x, base=base)  # by keyword, as `given` explains
 
     def update(self, x: ops.ArrayLike, base: ops.ArrayLike | None) -> ScaledArray:
         """Returns what ``base``, the output of a layer for ``x``, becomes."""

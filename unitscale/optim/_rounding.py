@@ -1,11 +1,12 @@
 """Rounding of weights and moments into their formats."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..core import CastRounding, cast, encode_float8, format_of, is_float8
+from ..core import CastRounding, Format, cast, encode_float8, format_of, is_float8
 
 
 def round_finite(
@@ -16,13 +17,15 @@ def round_finite(
     In fewer operations than a `cast` that saturates, which lets infinity be.
     """
     fmt = format_of(dtype)
-
-    def by_cast(x: jax.Array) -> jax.Array:
-        x = jnp.where(jnp.isinf(x), jnp.nan, x)
-        if fmt.exponent_bits >= 8:
-            return cast(x, fmt, rounding, key)
-        return cast(jnp.clip(x, -fmt.max, fmt.max), fmt, rounding, key, saturate=False)
-
     if rounding == "nearest" and is_float8(fmt.dtype):
-        return encode_float8(x, fmt, by_cast, infinity=False)
-    return by_cast(x)
+        return encode_float8(x, fmt, partial(_round_by_cast, fmt=fmt), infinity=False)
+    return _round_by_cast(x, fmt, rounding, key)
+
+
+def _round_by_cast(
+    x: jax.Array, fmt: Format, rounding: CastRounding = "nearest", key: jax.Array | None = None
+) -> jax.Array:
+    x = jnp.where(jnp.isinf(x), jnp.nan, x)
+    if fmt.exponent_bits >= 8:
+        return cast(x, fmt, rounding, key)
+    return cast(jnp.clip(x, -fmt.max, fmt.max), fmt, rounding, key, saturate=False)
