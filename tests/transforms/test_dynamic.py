@@ -70,3 +70,5 @@ ROOMS: dict[str, tuple[list[float], float]] = {
 def test_room_for_an_array(name: str) -> None:
     numbers, expected = ROOMS[name]
     assert float(jax.jit(room_of)(jnp.asarray(numbers, jnp.float32))) == expected
+    nonzero = jnp.asarray([n for n in numbers if n] or [0.0], jnp.float32)
+    assert float(room_of(nonzero, zeros=True)) == float(room_of(jnp.append(nonzero, 0.0)))

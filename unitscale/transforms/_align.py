@@ -170,6 +170,8 @@ def scale_of_array(value: Value, dtype: Any) -> LazyScale:
     data = value.data
     if spans(dtype) or not jnp.issubdtype(data.dtype, jnp.floating) or not jnp.size(data):
         return LazyScale(round(value.drift))
+    if (nonzero := value.nonzero) is not None:
+        return nonzero.once("room", lambda: LazyScale.of(room_of(nonzero.data, zeros=True)))
     return value.once("room", lambda: LazyScale.of(room_of(data)))
 
 

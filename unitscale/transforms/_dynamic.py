@@ -42,10 +42,12 @@ def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
     if not data.size:
         return jnp.ones((), jnp.float32)
     size = lax.abs(lax.convert_element_type(data, wide_dtype(data.dtype)))
-    size = lax.select(lax.is_finite(size), size, lax.full_like(size, 0))
+    # A comparison, as XLA makes an array of `is_finite`. Neither infinity nor NaN is less.
+    finite = lax.le(size, _as(jnp.finfo(size.dtype).max, size))
+    finite = lax.select(finite, size, lax.full_like(size, 0))
     if size.ndim:
         axes = tuple(range(size.ndim))
-        largest = lax.reduce_max(size, axes)
+        largest = lax.reduce_max(finite, axes)
         if statistic == "rms":
             number = np.asarray(1 / size.size, size.dtype)
             usual = lax.select(lax.lt(size, _as(_MASK, size)), size, lax.full_like(size, 0))
@@ -56,15 +58,21 @@ def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
             size = lax.select(lax.eq(kept, mean), root, largest)
         else:
             size = largest
+    else:
+        size = finite
     return _nearest_pow2(lax.convert_element_type(size, np.float32))
 
 
-def room_of(data: Any) -> Any:
+def room_of(data: Any, *, zeros: bool = False) -> Any:
     """Returns the power of two nearest the largest finite element, masks left out.
 
     A mask is one number beyond 2^22, or several of nearly its size, beside others: an array such as
     0 and -1e9, added to logits. What is left of it has at least 2^-6. The smallest power of float32
     for zeros, which have room anywhere. Not differentiated.
+
+    Args:
+        data: an array.
+        zeros: whether zeros stand beside its elements, that are not in it.
 
     Example:
         >>> print(room_of(jnp.array([3.0, -1e9])), room_of(jnp.array([1e5, -1e9, 1e12])))
@@ -77,7 +85,8 @@ def room_of(data: Any) -> Any:
     beyond = lax.ge(size, _as(MASK, size))
     usual = lax.reduce_max(lax.select(beyond, lax.full_like(size, 0), size), axes)
     least = lax.reduce_min(lax.select(beyond, size, lax.full_like(size, np.inf)), axes)
-    largest, smallest = lax.reduce_max(size, axes), lax.reduce_min(size, axes)
+    largest = lax.reduce_max(size, axes)
+    smallest = lax.full_like(largest, 0) if zeros else lax.reduce_min(size, axes)
     one_cluster = lax.le(largest, lax.mul(least, _as(4.0, least)))
     beside = lax.ne(lax.lt(smallest, _as(MASK, smallest)), lax.lt(largest, _as(MASK, largest)))
     masked = lax.bitwise_and(one_cluster, beside)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ..core._last_uses import last_uses
 from ..core._lazy_scale import Atom, LazyScale, largest
 from ._decouple import Branches, decoupled, limits
+from ._plain import result_of_plain
 from ._registry import rule_of
 from ._report import Default, Exponent, Report
 from ._settle import measured
@@ -174,7 +174,7 @@ class Interpreter:
             results = self.bind(eqn, [v.data for v in operands])
             if eqn.primitive.multiple_results:
                 return [Value(r) for r in results]
-            return [Value(results, const=_constant(eqn.primitive.name, operands))]
+            return [result_of_plain(eqn, operands, results)]
         apply = Interpreter.default if rule is None else rule.function
         results = apply(self, eqn, operands)
         results = list(results) if eqn.primitive.multiple_results else [results]
@@ -183,39 +183,6 @@ class Interpreter:
             made = known_atoms(results) - known_atoms(operands)
             self.settings.see(eqn.primitive.name, None, made)
         return results
-
-
-# Primitives that spread a constant over a shape: the result is the same constant.
-_SPREADING = {
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "copy",
-    "convert_element_type",
-    "expand_dims",
-}
-_FOLDED = {
-    "mul": operator.mul,
-    "add": operator.add,
-    "add_any": operator.add,
-    "sub": operator.sub,
-}
-
-
-def _constant(primitive: str, operands: Sequence[Value]) -> float | None:
-    """The number that a result of constants is, where that matters: a moment starts at 0.9 * 0.
-
-    So do cotangents that cancel: 1 + -1 where two paths of a difference meet.
-    """
-    known = [v.const for v in operands if v.const is not None]
-    if primitive in _SPREADING and operands:
-        return operands[0].const
-    if primitive == "neg" and known:
-        return -known[0]
-    if primitive not in _FOLDED or len(known) < len(operands):
-        return None
-    number = _FOLDED[primitive](*known)
-    return number if number == 0 else None
 
 
 def rescaled(data: Any, dtype: Any) -> Value:

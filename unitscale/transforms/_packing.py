@@ -18,7 +18,10 @@ from ._values import Value
 
 
 class Spec(NamedTuple):
-    """What is known of a value: the scale's log2 and powers by atom position, and the rest."""
+    """What is known of a value: the scale's log2 and powers by atom position, and the rest.
+
+    The position of ``nonzero`` is that among the operands.
+    """
 
     log2: float | None
     powers: tuple[tuple[int, int], ...]
@@ -26,22 +29,27 @@ class Spec(NamedTuple):
     dtype: Any
     const: str | None
     doubt: float
+    nonzero: int | None = None
 
-    def unpack(self, data: Any, atoms: Sequence[Atom]) -> Value:
+    def unpack(self, data: Any, atoms: Sequence[Atom], operands: Sequence[Value] = ()) -> Value:
         """Rebuilds the value."""
         const = None if self.const is None else float(self.const)
         if self.log2 is None:
-            return Value(data, const=const)
+            if self.nonzero is None or not operands:
+                return Value(data, const=const)
+            source = operands[self.nonzero]
+            return Value(data, const=const, nonzero=source.nonzero or source)
         scale = LazyScale(self.log2, {atoms[i]: power for i, power in self.powers})
         return Value(data, scale, self.drift, self.dtype, const, self.doubt)
 
 
-def spec_of(value: Value, atoms: list[Atom]) -> Spec:
+def spec_of(value: Value, atoms: list[Atom], operands: Sequence[Value] = ()) -> Spec:
     """Describes a value; atoms that are not in the list yet are appended to it."""
     # A string, because NaN is not equal to itself and -0.0 is equal to 0.0.
     const = None if value.const is None else repr(float(value.const))
     if value.scale is None:
-        return Spec(None, (), 0.0, None, const, 0.0)
+        nonzero = next((i for i, x in enumerate(operands) if x is value.nonzero), None)
+        return Spec(None, (), 0.0, None, const, 0.0, nonzero)
     powers = []
     for atom, power in value.scale.powers.items():
         if atom not in atoms:
@@ -58,8 +66,9 @@ def spec_of(value: Value, atoms: list[Atom]) -> Spec:
 
 
 class Packed(NamedTuple):
-    """Values as arrays (data first, then atoms) and specs."""
+    """Values, and the same as arrays (data first, then atoms) and specs."""
 
+    values: Sequence[Value]
     data: list[Any]
     atoms: list[Atom]
     specs: tuple[Spec, ...]
@@ -74,7 +83,7 @@ def pack(values: Sequence[Value]) -> Packed:
     """Splits values into arrays and specs."""
     atoms: list[Atom] = []
     specs = tuple(spec_of(v, atoms) for v in values)
-    return Packed([v.data for v in values], atoms, specs)
+    return Packed(values, [v.data for v in values], atoms, specs)
 
 
 def unpack(specs: Sequence[Spec], arrays: Sequence[Any]) -> tuple[list[Value], list[Atom]]:
@@ -93,11 +102,14 @@ class Traced(NamedTuple):
     closed: ClosedJaxpr
     specs: tuple[Spec, ...]
 
-    def rebuild(self, results: Sequence[Any], atoms: Sequence[Atom]) -> list[Value]:
+    def rebuild(
+        self, results: Sequence[Any], atoms: Sequence[Atom], operands: Sequence[Value] = ()
+    ) -> list[Value]:
         """Turns results into values; ``atoms`` are those of the operands."""
         count = len(self.specs)
         known = [*atoms, *(Atom(array) for array in results[count:])]
-        return [s.unpack(r, known) for s, r in zip(self.specs, results[:count], strict=True)]
+        specs = zip(self.specs, results[:count], strict=True)
+        return [s.unpack(r, known, operands) for s, r in specs]
 
 
 def _key_of(array: Any) -> Any:
@@ -125,7 +137,7 @@ def trace(settings: Settings, jaxpr: ClosedJaxpr, packed: Packed) -> Traced:
             values, atoms = unpack(packed.specs, inner)
             results = Interpreter(settings).run(jaxpr.jaxpr, jaxpr.consts, values)
             known = list(atoms)
-            specs.append(tuple(spec_of(v, known) for v in results))
+            specs.append(tuple(spec_of(v, known, values) for v in results))
             return [*(v.data for v in results), *(a.array for a in known[len(atoms) :])]
 
         closed = jax.make_jaxpr(scaled)(*arrays)

@@ -51,7 +51,7 @@ def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Va
         out_shardings=extended("out_shardings", _UNSPECIFIED, 0, made),
         out_layouts=extended("out_layouts", None, 0, made),
     )
-    return traced.rebuild(results, packed.atoms)
+    return traced.rebuild(results, packed.atoms, packed.values)
 
 
 @register("call", "remat2", "remat_opt", "checkpoint")
@@ -62,7 +62,7 @@ def remat(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[
     traced = trace(interpreter.settings, _kept(interpreter, inner), packed)
     closed, consts = without_consts(traced, packed)
     results = interpreter.bind(eqn, [*consts, *packed.arrays], jaxpr=closed.jaxpr)
-    return traced.rebuild(results, packed.atoms)
+    return traced.rebuild(results, packed.atoms, packed.values)
 
 
 def _kept(interpreter: Interpreter, closed: ClosedJaxpr) -> ClosedJaxpr:

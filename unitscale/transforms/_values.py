@@ -82,9 +82,11 @@ class Value:
             widens the data that it meets.
         doubt: by how many powers of two the estimate may be wrong, if every factor was off by half.
         const: the number that every element is, if known while tracing (the value, not the data).
+        nonzero: a plain value with all elements but for signs and zeros, of a plain array that has
+            zeros beside them.
     """
 
-    __slots__ = ("_data", "_made", "const", "doubt", "drift", "dtype", "scale")
+    __slots__ = ("_data", "_made", "const", "doubt", "drift", "dtype", "nonzero", "scale")
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class Value:
         dtype: Any = None,
         const: float | None = None,
         doubt: float = DOUBT,
+        nonzero: Value | None = None,
     ):
         """Builds a value; see the class. Data may be a `Multiple`, made when it is asked for."""
         self._made: dict[str, tuple[Any, Any]] = {}
@@ -103,6 +106,7 @@ class Value:
         self.drift = drift
         self.dtype = dtype if scale is None or dtype is not None else result_dtype(data)
         self.const = const
+        self.nonzero = nonzero
 
     @property
     def data(self) -> Any:

@@ -1,0 +1,73 @@
+"""What is known of plain arrays: the size of what is scattered into zeros is read before it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.products import equations
+from unitscale import as_scaled, scalify, to_array
+
+ROWS, COLUMNS = 4, 256
+LABELS = jnp.asarray([3, 0, 255, 7])
+
+
+def _labels(x: Any, n: Any) -> Any:
+    return x + jax.grad(lambda z: (n * jnp.take_along_axis(z, LABELS[:, None], -1)).sum())(x)
+
+
+def _row(x: Any, n: Any) -> Any:
+    return x + jnp.zeros_like(x).at[2].add(-n * jnp.arange(1.0, COLUMNS + 1))
+
+
+def _promised(x: Any, n: Any) -> Any:
+    at = jnp.zeros(COLUMNS).at[LABELS].add(n * jnp.ones(ROWS), unique_indices=True)
+    return x - at[::-1].reshape(1, COLUMNS)
+
+
+def _twice(x: Any, n: Any) -> Any:
+    return x + jnp.zeros(COLUMNS).at[jnp.zeros(200, int)].add(n * jnp.ones(200))
+
+
+# A program, and how many elements are read for the size of what has no scale.
+PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
+    "gradient of labels' logits": (_labels, ROWS),
+    "one row": (_row, COLUMNS),
+    "indices that are promised to differ": (_promised, ROWS),
+    "an index that comes back": (_twice, COLUMNS),
+}
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e5])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_size_of_what_is_scattered(name: str, size: float) -> None:
+    program, count = PROGRAMS[name]
+    x = size * np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
+    half, n = as_scaled(x, dtype=jnp.float16), jnp.float32(2 * size)
+    found = to_array(scalify(program)(half, n))
+    expected = program(to_array(half), n)
+    # The step of the largest element: all of a result share one scale.
+    step = 2 * float(jnp.finfo(jnp.float16).eps) * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=step)
+    read = [
+        eqn.invars[0].aval.size
+        for eqn in equations(jax.make_jaxpr(scalify(program))(half, n))
+        if eqn.primitive is lax.reduce_min_p  # a room is read with it, and a scale is not
+    ]
+    assert max(read) == count
+
+
+def test_a_mask_that_is_scattered_is_one() -> None:
+    """Beside the zeros that it stands in, which are not among what is scattered."""
+
+    def program(x: Any, at: Any) -> Any:
+        return jax.nn.softmax(x + jnp.zeros(8).at[at].add(-1e9 * jnp.ones(3), unique_indices=True))
+
+    x = as_scaled(np.linspace(-3.0, 3.0, 8, dtype=np.float32), dtype=jnp.float16)
+    at = jnp.asarray([1, 4, 6])
+    found, expected = to_array(scalify(program)(x, at)), program(to_array(x), at)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
