@@ -29,10 +29,8 @@ def test_nearest_power_of_two(name: str) -> None:
     for statistic, size in (("rms", rms), ("amax", amax)):
         unit = float(jax.jit(unit_of, static_argnums=1)(jnp.asarray(x, jnp.float32), statistic))
         assert np.frexp(unit)[0] == 0.5
-        # Where squares leave the range of float32, the largest magnitude stands for the RMS.
-        least = 0.75 if 1e-13 < size < 1e18 else 0.75 * size / amax
-        assert least <= size / unit * (1 + 1e-6) or amax / unit >= 0.75
-        assert size / unit < 1.5
+        assert 0.75 <= size / unit * (1 + 1e-6)
+        assert size / unit * (1 - 1e-6) < 1.5
 
 
 @pytest.mark.parametrize("x", [np.zeros(3), np.zeros(()), np.full(2, np.nan), np.zeros((0, 2))])
@@ -44,11 +42,34 @@ def test_not_differentiated() -> None:
     assert float(jax.grad(lambda x: unit_of(x) * 1.0)(jnp.float32(3.0))) == 0.0
 
 
-@pytest.mark.parametrize("exponent", [-70, -56, -20, 0, 28])
-def test_rms_of_small_and_large_numbers_is_not_their_largest(exponent: int) -> None:
-    data = np.float32(2.0**exponent) * np.append(np.ones(1023, np.float32), np.float32(16))
-    assert float(unit_of(data)) == 2.0**exponent
-    assert float(unit_of(data, "amax")) == 2.0 ** (exponent + 4)
+@pytest.mark.parametrize("log2", [1, 10, 20])
+def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
+    """Of equal numbers but one, which is four times as large, and of one beside zeros."""
+    units = jax.jit(lambda x: [unit_of(x), unit_of(x, "amax")])
+    last = np.arange(2**log2) == 2**log2 - 1
+    larger = 1.0 if log2 == 1 else 4.0
+    for exponent in (-104, -70, -48, -20, -5, 0, 28, 90, 103):
+        unit = 2.0**exponent
+        data = np.where(last, larger * unit, unit).astype(np.float32)
+        assert list(map(float, units(data))) == [unit, larger * unit]
+        data = np.where(last, unit, 0).astype(np.float32)
+        assert list(map(float, units(data))) == [unit / 2.0 ** ((log2 + 1) // 2), unit]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([3e38, 0.0], 2.0**126),
+        ([-3e38, np.inf], 2.0**126),
+        ([1e33, 1.0, 1.0, 1.0], 1.0),
+        ([-3e38, 1e-30], 2.0**-100),
+        ([2e31, 1.0], 2.0**104 / 2),
+    ],
+)
+def test_what_stands_for_infinity_is_left_out_beside_others(
+    numbers: list[float], expected: float
+) -> None:
+    assert float(unit_of(jnp.asarray(numbers, jnp.float32))) == expected
 
 
 # An array, and the size of what is not a mask.

@@ -14,25 +14,25 @@ Statistic = Literal["rms", "amax"]
 """What `dynamic_rescale` takes the size of data for."""
 
 _EXPONENT_BITS = np.int32(0x7F800000)
-# Beyond these the mean of squares has lost what it was to measure.
-_SMALLEST_MEAN, _LARGEST_MEAN = np.float32(2.0**-90), np.float32(2.0**120)
-# Squares are taken of numbers times this: what programs measure is small more often than large.
-_UP = np.float32(2.0**30)
 # A number of a program beyond this is taken for a mask where it is chosen, and beside smaller ones.
 MASK = np.float32(2.0**22)
 # At this scale the largest float16 is far beyond everything that an exponential distinguishes.
 MASK_ROOM = np.float32(2.0**-6)
 _TINY = np.float32(2.0**-126)
 # What is larger stands for infinity: beside it other numbers would be lost, at a scale of its size.
-_MASK = np.float32(2.0**120)
+_MASK = np.float32(2.0**108)
+# Squares of float32 are taken of numbers times either of these: they do not overflow below a mask,
+# and where sums of the first are less than this the second have not either, nor lost anything.
+_DOWN, _UP, _LEAST = np.float32(2.0**-46), np.float32(2.0**64), np.float32(2.0**-95)
+# What a mask counts among the first: 2^30 of them are less than the least.
+_TRACE = np.float32(2.0**-63)
 
 
 def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
     """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
-    The RMS is that of elements below 2^120, if there are any but zeros. 1 for data without finite
-    elements other than zero. Not differentiated. A program measures often, so this is written in
-    few operations, in two reductions that do not wait for each other.
+    The RMS is that of elements below 2^108, if there are any but zeros; 2^126 for larger ones, and
+    1 for data without finite elements other than zero. Not differentiated.
 
     Example:
         >>> print(unit_of(jnp.array([3e5, jnp.inf])))
@@ -45,22 +45,35 @@ def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
     # A comparison, as XLA makes an array of `is_finite`. Neither infinity nor NaN is less.
     finite = lax.le(size, _as(jnp.finfo(size.dtype).max, size))
     finite = lax.select(finite, size, lax.full_like(size, 0))
-    if size.ndim:
-        axes = tuple(range(size.ndim))
-        largest = lax.reduce_max(finite, axes)
-        if statistic == "rms":
-            number = np.asarray(1 / size.size, size.dtype)
-            usual = lax.select(lax.lt(size, _as(_MASK, size)), size, lax.full_like(size, 0))
-            raised = lax.mul(usual, _as(_UP, usual))
-            mean = lax.mul(lax.reduce_sum(lax.mul(raised, raised), axes), number)
-            kept = lax.clamp(_as(_SMALLEST_MEAN, mean), mean, _as(_LARGEST_MEAN, mean))
-            root = lax.mul(lax.sqrt(mean), _as(1 / _UP, mean))
-            size = lax.select(lax.eq(kept, mean), root, largest)
-        else:
-            size = largest
-    else:
+    if not size.ndim:
         size = finite
+    elif statistic == "rms":
+        size = _rms(finite)
+    else:
+        size = lax.reduce_max(finite, tuple(range(size.ndim)))
     return _nearest_pow2(lax.convert_element_type(size, np.float32))
+
+
+def _rms(size: Any) -> Any:
+    """Returns the RMS of magnitudes below 2^108; infinity if they are zero, and others are not.
+
+    A program measures often, so this is one reduction, which XLA fuses into what made the data: two
+    sums of squares, of large and of small numbers, as the parts of a complex one.
+    """
+    usual = lax.lt(size, _as(_MASK, size))
+    each = 1 / np.sqrt(size.size)
+    large = lax.select(usual, lax.mul(size, _as(_DOWN * each, size)), lax.full_like(size, _TRACE))
+    small = lax.select(usual, lax.mul(size, _as(_UP * each, size)), lax.full_like(size, 0))
+    squares = lax.complex(lax.mul(large, large), lax.mul(small, small))
+    sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
+    large, small = lax.real(sums), lax.imag(sums)
+    root = lax.select(
+        lax.ge(large, _as(_LEAST, large)),
+        lax.mul(lax.sqrt(large), _as(1 / _DOWN, large)),
+        lax.mul(lax.sqrt(small), _as(1 / _UP, small)),
+    )
+    alone = lax.bitwise_and(lax.eq(small, _as(0, small)), lax.gt(large, _as(0, large)))
+    return lax.select(alone, _as(np.inf, large), root)
 
 
 def room_of(data: Any, *, zeros: bool = False) -> Any:
