@@ -44,6 +44,35 @@ def reference(layer, x, source=None, *, mask=None, kv_heads=HEADS) -> np.ndarray
     return affine(layer.out, y.reshape(*y.shape[:2], -1))
 
 
+# The shape of a mask, by that of a batch.
+MASKS = {
+    "times": lambda batch: (TIME, TIME),
+    "heads": lambda batch: (HEADS, 1, TIME),
+    "one head of each": lambda batch: (*batch, 1, TIME, TIME),
+    "all": lambda batch: (*batch, HEADS, TIME, TIME),
+}
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (3, 2)])
+@pytest.mark.parametrize("kind", [None, *MASKS])
+def test_any_number_of_batch_axes(batch, kind) -> None:
+    """As one sequence at a time."""
+    options = {"num_kv_heads": 2, "rotary_base": 100.0, "is_causal": kind is None}
+    layer = attention(**options)
+    x, source = jax.random.normal(jax.random.key(0), (2, *batch, TIME, WIDTH))
+    mask = kind and jax.random.bernoulli(jax.random.key(2), 0.7, MASKS[kind](batch))
+    places = jax.random.randint(jax.random.key(3), (*batch, TIME), 0, 50)
+    y = layer(x, source, mask=mask, positions=places)
+    assert y.shape == x.shape
+    for index in np.ndindex(*batch):
+        own = mask if mask is None or mask.ndim < 3 + len(batch) else mask[index]
+        alone = layer(x[index], source[index], mask=own, positions=places[index])
+        one = layer(x[index][None], source[index][None], mask=own, positions=places[index])
+        np.testing.assert_allclose(y.value[index], alone.value, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(alone.value, one.value[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer(x).value, layer(x, x, x).value)
+
+
 @pytest.mark.parametrize(
     ("options", "kv_heads"),
     [

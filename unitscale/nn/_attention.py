@@ -253,21 +253,21 @@ class MultiHeadAttention(nnx.Module):
         """Attends from ``inputs_q`` to ``inputs_k`` (itself by default).
 
         Args:
-            inputs_q: (batch, time, in_features).
-            inputs_k: (batch, source, in_kv_features), or None for self-attention.
+            inputs_q: (..., time, in_features).
+            inputs_k: (..., source, in_kv_features), or None for self-attention.
             inputs_v: as inputs_k, which it defaults to.
-            mask: booleans or numbers, as of `nnx.make_causal_mask`, broadcasting to (batch, heads,
+            mask: booleans or numbers, as of `nnx.make_causal_mask`, broadcasting to (..., heads,
                 time, source); what is not zero attends.
-            positions: (time,) or (batch, time) for rotary positions; 0, 1, ... by default.
+            positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
             factor: multiplies the average over values, where the factor of this layer is data: a
                 number of `factor_over`.
             out_sharding: how the output is divided over explicit axes; None for as it comes.
-            qkv_sharding: that of queries, keys and values (batch, time, heads, head features).
+            qkv_sharding: that of queries, keys and values (..., time, heads, head features).
 
         Returns:
-            ScaledArray (batch, time, out_features).
+            ScaledArray (..., time, out_features).
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
@@ -341,8 +341,8 @@ class MultiHeadAttention(nnx.Module):
         k = _split_heads(self.key(inputs_k), self.num_kv_heads)
         v = _split_heads(self.value(inputs_v), self.num_kv_heads)
         if self.rotary_base is not None:
-            for_q = jnp.arange(q.shape[1]) if positions is None else positions
-            for_k = jnp.arange(k.shape[1]) if positions is None else positions
+            for_q = jnp.arange(q.shape[-3]) if positions is None else positions
+            for_k = jnp.arange(k.shape[-3]) if positions is None else positions
             q = ops.rotary(q, for_q, base=self.rotary_base)
             k = ops.rotary(k, for_k, base=self.rotary_base)
         return q, k, v
@@ -360,15 +360,22 @@ class MultiHeadAttention(nnx.Module):
         implementation: ops.Implementation = "auto",
     ):
         key = self.dropout.key(deterministic, rngs)
-        length = k.shape[1] if self.max_length is None else self.max_length
+        length = k.shape[-3] if self.max_length is None else self.max_length
         mean_square = self.context and self.context.mean_square(
             self.head_dim, length, is_causal=self.is_causal, mult=self.mult
         )
-        return ops.dot_product_attention(
+        batch = q.shape[:-3]
+        mask = None if mask is None else jnp.asarray(mask) != 0
+        if len(batch) != 1:  # the operation has one axis of them
+            q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+            if mask is not None and mask.ndim > 3:
+                mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))
+                mask = mask.reshape(-1, *mask.shape[-3:])
+        y = ops.dot_product_attention(
             q,
             k,
             v,
-            mask=None if mask is None else jnp.asarray(mask) != 0,
+            mask=mask,
             is_causal=is_causal,
             mult=self.mult,
             dropout_rate=self.dropout.rate,
@@ -379,9 +386,10 @@ class MultiHeadAttention(nnx.Module):
             mean_square=mean_square,
             implementation=implementation,
         )
+        return y if len(batch) == 1 else y.reshape(*batch, *y.shape[-3:])
 
     def _merge(self, y: ScaledArray) -> ScaledArray:
-        return self.out(y.reshape(*y.shape[:2], self.num_heads * self.head_dim))
+        return self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim))
 
 
 def _split_heads(x: ScaledArray, heads: int) -> ScaledArray:
