@@ -168,6 +168,7 @@ VALID: dict[str, Callable[[], Model]] = {
     "stack fp8": stack("fp8", activation="silu_glu"),
     "stack fp8_dynamic": stack("fp8_dynamic", rotary_base=50.0, num_kv_heads=1, remat="layer"),
     "conv": module(lambda rngs: nn.Conv(4, 6, 3, rngs=rngs)),
+    "mixture of experts": module(lambda rngs: nn.MoE(4, 6, experts=3, rngs=rngs)),
 }
 BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     "dense": ({"dense"}, functional(beside(dense(None)))),

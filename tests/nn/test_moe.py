@@ -177,6 +177,15 @@ def test_experts_without_tokens_and_one_with_all() -> None:
         assert grad[2].any(), path
 
 
+def test_no_tokens() -> None:
+    """As the last, smaller batch of a loader that was divided may have none."""
+    model = make("fp8", activation="gelu", load_balancing=0.1, z_loss=0.1)
+    x = jnp.ones((2, 0, WIDTH))
+    assert model(x).shape == x.shape
+    grads = nn.grad(lambda model: jnp.sum(model(x).value))(model)
+    assert not any(map(jnp.any, jax.tree.leaves(grads)))
+
+
 @pytest.mark.parametrize("name", ["load_balancing", "z_loss"])
 def test_losses_of_the_router(name) -> None:
     """A weight adds the gradient of that loss, and changes no value."""

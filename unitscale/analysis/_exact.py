@@ -175,6 +175,19 @@ def _custom_vjp(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
 _UNSEEN = _Evaluator(None, ())
 
 
+def has_while(jaxpr: Jaxpr) -> bool:
+    """Whether a program, or one inside of it, has a loop that ends as its values tell.
+
+    Example:
+        >>> has_while(jax.make_jaxpr(lambda n: lax.fori_loop(0, n, lambda i, c: c + i, 0))(3).jaxpr)
+        True
+    """
+    return any(
+        eqn.primitive.name == "while" or any(has_while(c.jaxpr) for c in _closed(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
 def is_cast(eqn: Any) -> bool:
     """Whether an equation is `unitscale.cast`: rounding, whose own rule is the identity.
 
@@ -255,11 +268,21 @@ def _while(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
     )
     if at.watch is not None:
         at.run(body.jaxpr, body.consts, [*of_body, *init])
-    return lax.while_loop(
-        lambda c: _UNSEEN.run(test.jaxpr, test.consts, [*of_test, *c])[0],
-        lambda c: _UNSEEN.run(body.jaxpr, body.consts, [*of_body, *c]),
-        list(init),
-    )
+
+    def goes_on(carry: list[Any]) -> Any:
+        return _UNSEEN.run(test.jaxpr, test.consts, [*of_test, *carry])[0]
+
+    def turn(carry: list[Any]) -> list[Any]:
+        return _UNSEEN.run(body.jaxpr, body.consts, [*of_body, *carry])
+
+    carry = list(init)
+    try:
+        # Where arrays are there, turn by turn, as what is differentiated backwards must be.
+        while bool(goes_on(carry)):
+            carry = turn(carry)
+    except jax.errors.ConcretizationTypeError:
+        return lax.while_loop(goes_on, turn, list(init))
+    return carry
 
 
 def _cond(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:

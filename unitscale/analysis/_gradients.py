@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..core import is_scaled
 from ._blame import Guilty, blame
-from ._exact import evaluate
+from ._exact import evaluate, has_while
 from ._graph import build, is_float
 from ._ratios import Ratio, local_ratios
 from ._tracing import traced
@@ -157,7 +158,8 @@ def check_gradients(
 
     with jax.enable_x64(True):
         wide = [np.asarray(x, np.float64) if i in chosen else x for i, x in enumerate(args)]
-        given, (value, true) = _run(both, *wide)
+        # JAX does not differentiate such a loop backwards; where nothing is traced it is unrolled.
+        given, (value, true) = (both if has_while(closed.jaxpr) else partial(_run, both))(*wide)
         if not np.isfinite(value):
             raise ValueError(
                 "unitscale.analysis.check_gradients: expected a finite loss; got "
