@@ -67,11 +67,9 @@ def _rms(size: Any) -> Any:
     squares = lax.complex(lax.mul(large, large), lax.mul(small, small))
     sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
     large, small = lax.real(sums), lax.imag(sums)
-    root = lax.select(
-        lax.ge(large, _as(_LEAST, large)),
-        lax.mul(lax.sqrt(large), _as(1 / _DOWN, large)),
-        lax.mul(lax.sqrt(small), _as(1 / _UP, small)),
-    )
+    is_large = lax.ge(large, _as(_LEAST, large))
+    unit = lax.select(is_large, _as(1 / _DOWN, large), _as(1 / _UP, large))
+    root = lax.mul(lax.sqrt(lax.select(is_large, large, small)), unit)
     alone = lax.bitwise_and(lax.eq(small, _as(0, small)), lax.gt(large, _as(0, large)))
     return lax.select(alone, _as(np.inf, large), root)
 
