@@ -29,6 +29,7 @@ LAYERS: dict[str, Layer] = {
     "einsum": Layer(lambda **k: nn.Einsum("bd,dhk->bhk", (WIDTH, 2, 3), (2, 3), **k), (WIDTH,)),
     "lora": Layer(lambda **k: nn.LoRALinear(WIDTH, 6, lora_rank=2, **k), (WIDTH,)),
     "conv": Layer(lambda **k: nn.Conv(4, 6, (3,), 2, **k), (7, 4)),
+    "conv transpose": Layer(lambda **k: nn.ConvTranspose(4, 6, (4,), 2, **k), (3, 4)),
     "layer_norm": Layer(lambda **k: nn.LayerNorm(WIDTH, **k), (WIDTH,)),
     "rms_norm": Layer(lambda **k: nn.RMSNorm(WIDTH, **k), (WIDTH,)),
     "group_norm": Layer(lambda **k: nn.GroupNorm(WIDTH, 2, **k), (3, WIDTH)),

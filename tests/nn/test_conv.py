@@ -20,6 +20,7 @@ CASES = {
     "grouped": ((4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (6, 5)),
     "depthwise": ((4, 4, (3,)), {"feature_group_count": 4}, (9,)),
     "3d": ((4, 6, (2, 2, 2)), {}, (3, 3, 3)),
+    "zeros between": ((4, 6, 4), {"input_dilation": 2, "padding": ((1, 2),)}, (9,)),
 }
 
 
@@ -34,6 +35,39 @@ def test_conv_is_the_layer_of_flax_over_the_root_of_its_fan_in(name) -> None:
         ours.bias.set_value(jnp.arange(float(args[1])))
         flax.bias.set_value(ours.bias.get_value())
     x = jax.random.normal(jax.random.key(0), (2, *spatial, 4))
+    found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+TRANSPOSED = {
+    "1d": ((4, 6, 3), {"strides": 2}, (9,)),
+    "one tap": ((4, 6, 1), {"strides": 2}, (5,)),
+    "even": ((4, 6, (4, 4), 2), {}, (6, 5)),
+    "valid": ((4, 6, (3, 2)), {"padding": "VALID", "strides": (2, 3)}, (6, 5)),
+    "dilated": ((4, 6, (3, 2)), {"kernel_dilation": (2, 1), "strides": 2}, (6, 5)),
+    "pairs": ((4, 6, 3), {"padding": ((2, 1),), "strides": 2, "use_bias": False}, (9,)),
+    "integer": ((4, 6, 3), {"padding": 1, "strides": None, "kernel_dilation": None}, (9,)),
+    "3d": ((4, 6, (2, 2, 2)), {"strides": 2}, (3, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("batch", [(2,), (), (2, 3)])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_is_the_layer_of_flax_over_the_root_of_its_fan_in(name, batch) -> None:
+    args, options, spatial = TRANSPOSED[name]
+    ours, flax = (
+        kind.ConvTranspose(*args, **options, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
+        for kind in (nn, nnx)
+    )
+    assert flax.kernel.shape == ours.kernel.shape
+    strides = np.broadcast_to(
+        args[3] if len(args) > 3 else options.get("strides") or 1, len(spatial)
+    )
+    fan_in = ours.kernel.get_value()[..., 0].size / np.prod(strides)
+    flax.kernel.set_value(ours.kernel.get_value() / fan_in**0.5)
+    if ours.bias is not None:
+        flax.bias.set_value(ours.bias.get_value())
+    x = jax.random.normal(jax.random.key(0), (*batch, *spatial, 4))
     found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

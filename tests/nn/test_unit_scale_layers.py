@@ -23,6 +23,16 @@ LAYERS = {
         (2, 7, 4),
         nn.Conv,
     ),
+    "zeros between": (
+        nnx.Conv(4, 6, (3,), padding=((1, 2),), input_dilation=2, bias_init=NORMAL, rngs=RNGS),
+        (2, 7, 4),
+        nn.Conv,
+    ),
+    "conv transpose": (
+        nnx.ConvTranspose(3, 6, (3, 1), (2, 4), bias_init=NORMAL, rngs=RNGS),
+        (2, 5, 4, 3),
+        nn.ConvTranspose,
+    ),
     "layer norm": (
         nnx.LayerNorm(8, bias_init=NORMAL, scale_init=NORMAL, rngs=RNGS),
         (3, 8),
@@ -70,8 +80,15 @@ def test_dtypes_and_shardings_of_a_layer_are_kept() -> None:
 
 
 LEFT = {
-    "mask": (nnx.Conv(2, 2, 3, mask=jnp.ones((3, 2, 2)), rngs=RNGS), "mask or an input_dilation"),
-    "dilated": (nnx.Conv(2, 2, 3, input_dilation=2, rngs=RNGS), "mask or an input_dilation"),
+    "mask": (nnx.Conv(2, 2, 3, mask=jnp.ones((3, 2, 2)), rngs=RNGS), "it has a mask"),
+    "transposed": (
+        nnx.ConvTranspose(2, 2, 3, transpose_kernel=True, rngs=RNGS),
+        "a transposed kernel or circular padding",
+    ),
+    "circular": (
+        nnx.ConvTranspose(2, 2, 3, padding="CIRCULAR", rngs=RNGS),
+        "a transposed kernel or circular padding",
+    ),
     "axes": (nnx.LayerNorm(2, reduction_axes=(-2, -1), rngs=RNGS), "axes are not the usual"),
     "batch axis": (nnx.BatchNorm(2, axis=1, rngs=RNGS), "axes are not the usual"),
     "axis name": (nnx.BatchNorm(2, axis_name="d", rngs=RNGS), "it has an axis_name"),

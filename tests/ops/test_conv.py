@@ -23,10 +23,20 @@ from .conformance import (
 )
 
 
-def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, groups=1):
+def apart(x, gaps):
+    """Puts zeros between the positions of ``x``."""
+    steps = (slice(None), *(slice(None, None, gap) for gap in gaps), slice(None))
+    shape = (1 + (np.array(x.shape[1:-1]) - 1) * gaps, x.shape[-1])
+    dilated = np.zeros((x.shape[0], *shape[0], shape[1]))
+    dilated[steps] = x
+    return dilated
+
+
+def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, input_dilation=1, groups=1):
     """One product per tap of the kernel and per group."""
     *window, fan, out = kernel.shape
     rank = len(window)
+    x = apart(x, np.broadcast_to(input_dilation, rank))
     strides, dilation = np.broadcast_to(strides, rank), np.broadcast_to(dilation, rank)
     size = np.array(x.shape[1:-1])
     reach = (np.array(window) - 1) * dilation
@@ -67,25 +77,47 @@ CASES = {
         {"strides": (2, 1), "dilation": (1, 2), "groups": 2, "padding": "VALID"},
     ),
     "3d": ((1, 2, 3, 2, 2), (2, 1, 2, 2, 2), {}),
+    "1d of zeros between": ((2, 5, 2), (3, 2, 3), {"input_dilation": 2, "padding": ((2, 1),)}),
+    "2d of zeros between": (
+        (1, 3, 4, 4),
+        (2, 3, 2, 4),
+        {"input_dilation": (2, 3), "padding": "VALID", "strides": (1, 2), "groups": 2},
+    ),
+    "1d transposed": ((2, 5, 2), (3, 2, 3), {"transposed": 2, "padding": ((2, 1),)}),
+    "2d transposed": (
+        (1, 3, 4, 2),
+        (2, 3, 2, 3),
+        {"transposed": (2, 1), "padding": ((1, 0), (2, 2)), "dilation": (1, 2)},
+    ),
 }
 
 
 def arguments(name: str):
     x, kernel, options = CASES[name]
-    given = dict(options)
+    given, options = dict(options), dict(options)
     if "groups" in given:
         given["feature_group_count"] = given.pop("groups")
-    return x, kernel, functools.partial(ops.conv, **given), functools.partial(conv, **options)
+    op = ops.conv
+    if "transposed" in options:
+        op = ops.conv_transpose
+        options["input_dilation"] = given["strides"] = given.pop("transposed")
+        del options["transposed"]
+    return x, kernel, functools.partial(op, **given), functools.partial(conv, **options)
 
 
 def factors(name: str):
     """Roots of the number of terms that each of the three products sums."""
-    x, kernel, options = CASES[name]
-    y = conv(np.zeros(x), np.zeros(kernel), **options)
+    x, kernel, _, reference = arguments(name)
+    options = reference.keywords
+    y = reference(np.zeros(x), np.zeros(kernel))
     window = np.prod(kernel[:-2])
-    strides = np.prod(np.broadcast_to(options.get("strides", 1), len(x) - 2))
+    strides, gaps = (
+        np.prod(np.broadcast_to(options.get(name, 1), len(x) - 2))
+        for name in ("strides", "input_dilation")
+    )
     dx = window * kernel[-1] / options.get("groups", 1) / strides
-    return (window * kernel[-2]) ** -0.5, dx**-0.5, np.prod(y.shape[:-1]) ** -0.5
+    fan_in, positions = window * kernel[-2] / gaps, np.prod(y.shape[:-1]) / gaps
+    return fan_in**-0.5, dx**-0.5, positions**-0.5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -197,6 +229,17 @@ def test_unit_variance() -> None:
     )
 
 
+@pytest.mark.parametrize(("window", "strides"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 3)])
+def test_unit_variance_transposed(window: int, strides: int) -> None:
+    """On average over the outputs, which have different numbers of inputs."""
+    assert_unit(
+        lambda x, w: ops.conv_transpose(x, w, strides=strides, constraint=None),
+        (2, 64, 8),
+        (window, 8, 16),
+        bias=window / 64,
+    )
+
+
 x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
 ERRORS = [
     (ValueError, lambda: ops.conv(x, w[0]), r"ops\.conv: x must .* x \(2, 6, 6, 4\), kernel"),
@@ -207,6 +250,14 @@ ERRORS = [
     (ValueError, lambda: ops.conv(x, w, dilation=0), "dilation must be a positive integer"),
     (ValueError, lambda: ops.conv(x, w, padding="CAUSAL"), "padding must be 'SAME'.*got 'CAUSAL'"),
     (ValueError, lambda: ops.conv(x, w, padding=((1, 1),)), "padding must be 'SAME'"),
+    (ValueError, lambda: ops.conv(x, w, input_dilation=2), "got input_dilation 2; .*transpose"),
+    (
+        ValueError,
+        lambda: ops.conv_transpose(x[0], w[0], padding="CAUSAL"),
+        r"conv_transpose: padding must be 'SAME', 'VALID', an integer.*got 'CAUSAL'",
+    ),
+    (ValueError, lambda: ops.conv_transpose(x, w, strides=(2,)), "conv_transpose: strides must"),
+    (ValueError, lambda: ops.conv_transpose(x, w[:, :, :2]), "conv_transpose: x must be"),
     (ValueError, lambda: ops.conv(x, w, jnp.ones(3)), r"conv: bias must .* got bias"),
     (ValueError, lambda: ops.conv(x, w, constraint="to_output"), "to_output_scale"),
     (TypeError, lambda: ops.conv(x > 0, w), r"ops\.conv: x must be a floating array"),

@@ -81,18 +81,20 @@ def test_readout_is_unconstrained_by_default() -> None:
     assert rules.readout(16, 64, 4) == rules.Factors(1 / 16, (1 / 8, 0.5, 0.5))
 
 
-@pytest.mark.parametrize(("groups", "stride"), [(1, 1), (2, 1), (4, 2), (1, 2)])
-def test_conv_is_unit_without_borders(groups, stride, assert_unit) -> None:
+@pytest.mark.parametrize(
+    ("groups", "stride", "gap"), [(1, 1, 1), (2, 1, 1), (4, 2, 1), (1, 2, 1), (2, 1, 3), (1, 2, 3)]
+)
+def test_conv_is_unit_without_borders(groups, stride, gap, assert_unit) -> None:
     # Circular padding in one dimension: every position is an interior pixel.
     batch, width, window, n_in, n_out = 3, 24, 4, 8, 16
     shape = (window, n_in // groups, n_out)
-    factors = rules.conv(
-        shape, batch, width // stride, strides=stride, feature_group_count=groups, constraint=None
-    )
+    options = {"strides": stride, "input_dilation": gap, "feature_group_count": groups}
+    factors = rules.conv(shape, batch, width // stride, constraint=None, **options)
     positions = (np.arange(0, width, stride)[:, None] + np.arange(window)) % width
 
     def trial(rng):
-        x = rng.standard_normal((batch, width, groups, n_in // groups))
+        x = np.zeros((batch, width, groups, n_in // groups))
+        x[:, ::gap] = rng.standard_normal(x[:, ::gap].shape)
         kernel = rng.standard_normal((window, n_in // groups, groups, n_out // groups))
         g = rng.standard_normal((batch, width // stride, groups, n_out // groups))
         patches = x[:, positions]
@@ -101,7 +103,7 @@ def test_conv_is_unit_without_borders(groups, stride, assert_unit) -> None:
         np.add.at(dx, (slice(None), positions), dpatches)
         return (
             factors.fwd * np.einsum("bpwgi,wigo->bpgo", patches, kernel),
-            factors.bwd[0] * dx,
+            factors.bwd[0] * dx[:, ::gap],
             factors.bwd[1] * np.einsum("bpwgi,bpgo->wigo", patches, g),
             factors.bwd[2] * g.sum((0, 1)),
         )
@@ -122,6 +124,7 @@ test_errors_name_the_argument = refuses(
         (ValueError, lambda: rules.conv((3,), 1, 1), r"must be \(\*spatial, in / groups, out\)"),
         (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, feature_group_count=4), "must divide"),
         (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, strides=(1, 1)), "one entry per spatial"),
+        (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, input_dilation=0), r"dilation\[0\] must"),
         (ValueError, lambda: rules.dense(4, 4, 4, constraint="to_left_grad_scale"), "use 'to_gr"),
     ]
 )

@@ -19,7 +19,7 @@ from ._amax_state import (
 )
 from ._attention import KVCache as KVCache, MultiHeadAttention as MultiHeadAttention
 from ._calibrate import calibrate as calibrate
-from ._conv import Conv as Conv
+from ._conv import Conv as Conv, ConvTranspose as ConvTranspose
 from ._conversion import Conversion as Conversion, ConversionReport as ConversionReport
 from ._conversion_rules import CONVERSIONS as CONVERSIONS, ConfigLike as ConfigLike
 from ._convert import convert as convert, restore as restore

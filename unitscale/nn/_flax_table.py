@@ -11,7 +11,7 @@ import flax
 from flax import nnx
 
 from ._attention import MultiHeadAttention
-from ._conv import Conv
+from ._conv import Conv, ConvTranspose
 from ._dropout import Dropout
 from ._einsum import Einsum
 from ._embed import Embed
@@ -29,6 +29,7 @@ TWINS: dict[type, type] = {
     LoRA: nnx.LoRA,
     LoRALinear: nnx.LoRALinear,
     Conv: nnx.Conv,
+    ConvTranspose: nnx.ConvTranspose,
     Embed: nnx.Embed,
     LayerNorm: nnx.LayerNorm,
     RMSNorm: nnx.RMSNorm,
@@ -46,7 +47,6 @@ TWINS: dict[type, type] = {
 
 MISSING: dict[str, str] = {
     "Bidirectional": "that of `flax.nnx` takes two `RNN` of this package",
-    "ConvTranspose": "no rule for its border yet",
     "InstanceNorm": "`GroupNorm(features, features)` is the same function",
     "LSTMCell": "`OptimizedLSTMCell` is the same function",
     "LinearGeneral": "`Einsum`, or a reshape around `Dense`",
@@ -89,8 +89,8 @@ REASONS: dict[str, str] = {
     "qkv_dot_general_cls": _FORMATS,
     "out_dot_general_cls": _FORMATS,
     "conv_general_dilated": _FORMATS,
+    "transpose_kernel": "kernels that come from elsewhere are flipped and their axes swapped once",
     "mask": "a masked kernel sums fewer terms than the factor counts",
-    "input_dilation": "the zeros between would be counted as terms",
     "axis": _OUR_AXES,
     "GroupNorm.reduction_axes": "always all but the first",
     "reduction_axes": _OUR_AXES,

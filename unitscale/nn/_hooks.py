@@ -192,4 +192,5 @@ def kernel_rank(layer: Any) -> int:
     """How many dimensions the kernel of one layer has, of however many it is stacked."""
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
-    return len(layer.kernel_shape) if isinstance(layer, nnx.Einsum | nnx.Conv) else 2
+    has_shape = isinstance(layer, nnx.Einsum | nnx.Conv | nnx.ConvTranspose)
+    return len(layer.kernel_shape) if has_shape else 2

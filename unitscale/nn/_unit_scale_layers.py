@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn.attention import dot_product_attention
 from flax.nnx.nn.dtypes import promote_dtype
@@ -14,7 +13,7 @@ from jax import lax
 from .. import rules
 from ..quant._einsum import einsum_problem
 from ._attention import MultiHeadAttention
-from ._conv import Conv
+from ._conv import Conv, ConvTranspose
 from ._dropout import Dropout
 from ._einsum import Einsum
 from ._embed import Embed
@@ -59,6 +58,10 @@ class _Einsum(_Arrays, Einsum):
 
 
 class _Conv(_Arrays, Conv):
+    pass
+
+
+class _ConvTranspose(_Arrays, ConvTranspose):
     pass
 
 
@@ -172,37 +175,48 @@ def linear(layer: nnx.Linear, options: Options) -> Any:
     return new
 
 
-def _product(kind: type, layer: Any, options: Options, *args: Any, **given: Any) -> Any:
+def _conv(layer: nnx.Conv | nnx.ConvTranspose, options: Options) -> Any:
+    if layer.mask is not None:
+        return "it has a mask"
+    given: dict[str, Any] = {
+        "padding": layer.padding,
+        "kernel_dilation": layer.kernel_dilation,
+        "use_bias": layer.bias is not None,
+    }
+    if isinstance(layer, nnx.ConvTranspose):
+        if layer.transpose_kernel or layer.padding == "CIRCULAR":
+            return "it has a transposed kernel or circular padding"
+        kind, gaps = _ConvTranspose, layer.strides
+    else:
+        kind, gaps = _Conv, layer.input_dilation
+        given |= {"input_dilation": gaps, "feature_group_count": layer.feature_group_count}
     new = kind(
-        *args, **given, **options.of(layer), **_metadata(kernel=layer.kernel, bias=layer.bias)
-    )
-    if options.keep_function:
-        _copy(new, layer, rules.dense(new.kernel.fan_in, new.kernel.fan_out, 1).fwd)
-    return new
-
-
-def _conv(layer: nnx.Conv, options: Options) -> Any:
-    if layer.mask is not None or np.any(np.asarray(layer.input_dilation or 1) != 1):
-        return "it has a mask or an input_dilation"
-    return _product(
-        _Conv,
-        layer,
-        options,
         layer.in_features,
         layer.out_features,
         layer.kernel_size,
         layer.strides,
-        padding=layer.padding,
-        kernel_dilation=layer.kernel_dilation,
-        feature_group_count=layer.feature_group_count,
-        use_bias=layer.bias is not None,
+        **given,
+        **options.of(layer),
+        **_metadata(kernel=layer.kernel, bias=layer.bias),
     )
+    if options.keep_function:
+        _copy(new, layer, rules.conv(new.kernel.shape, 1, 1, input_dilation=gaps or 1).fwd)
+    return new
 
 
 def _einsum(layer: nnx.Einsum, options: Options) -> Any:
     if problem := einsum_problem(layer.einsum_str):
         return problem
-    return _product(_Einsum, layer, options, layer.einsum_str, layer.kernel_shape, layer.bias_shape)
+    new = _Einsum(
+        layer.einsum_str,
+        layer.kernel_shape,
+        layer.bias_shape,
+        **options.of(layer),
+        **_metadata(kernel=layer.kernel, bias=layer.bias),
+    )
+    if options.keep_function:
+        _copy(new, layer, rules.dense(new.kernel.fan_in, new.kernel.fan_out, 1).fwd)
+    return new
 
 
 def _embed(layer: nnx.Embed, options: Options) -> Any:
@@ -300,6 +314,7 @@ def _attention(layer: nnx.MultiHeadAttention, options: Options) -> Any:
 KINDS: dict[type, Callable[[Any, Options], Any]] = {
     nnx.Linear: linear,
     nnx.Conv: _conv,
+    nnx.ConvTranspose: _conv,
     nnx.Einsum: _einsum,
     nnx.Embed: _embed,
     nnx.LayerNorm: _norm,
@@ -309,4 +324,4 @@ KINDS: dict[type, Callable[[Any, Options], Any]] = {
     nnx.Dropout: _dropout,
     nnx.MultiHeadAttention: _attention,
 }
-OTHERS = (nnx.LinearGeneral, nnx.ConvTranspose, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase)
+OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase)

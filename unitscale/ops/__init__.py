@@ -16,7 +16,7 @@ from ._attention_path import (
     attention_path as attention_path,
     attention_paths as attention_paths,
 )
-from ._conv import conv as conv
+from ._conv import conv as conv, conv_transpose as conv_transpose
 from ._dropout import dropout as dropout
 from ._einsum import einsum as einsum
 from ._elementwise import (

@@ -155,22 +155,27 @@ def conv(
     output_spatial_size: int | Sequence[int],
     *,
     strides: int | Sequence[int] = 1,
+    input_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of a convolution, channels last.
+    """Return the factors of a convolution, channels last; of a transposed one too.
 
     Scaling:
-        Forward `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups`. The input gradient sums
+        Forward `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups / prod(input_dilation)`,
+        the terms that are not between inputs, on average over positions. The input gradient sums
         `out / groups * prod(spatial) / prod(strides)` taps on average. Kernel and bias are cut
-        edges and sum over `batch * output positions`. Assumes interior pixels: zero padding, which
-        leaves fewer terms in the sums near the border, is not counted. Dilation changes no count.
+        edges: the bias sums over `batch * output positions`, the kernel over `prod(input_dilation)`
+        times fewer. Assumes interior pixels: zero padding, which leaves fewer terms in the sums
+        near the border, is not counted. Dilation of the kernel changes no count.
 
     Args:
         kernel_shape: `(*spatial, in / groups, out)`.
         batch: Number of examples.
         output_spatial_size: Number of output positions per example, or the output's spatial shape.
         strides: One stride for all spatial dimensions, or one for each.
+        input_dilation: Distance of inputs that zeros are put between, likewise. A transposed
+            convolution of stride n is a convolution of stride 1 and this input dilation.
         feature_group_count: Number of channel groups.
         constraint: How the output and the input gradient come to share a factor.
 
@@ -179,8 +184,8 @@ def conv(
 
     Raises:
         TypeError: If a size is not a static integer.
-        ValueError: If a size is not positive, strides do not match the kernel's rank, or the groups
-            do not divide the output channels.
+        ValueError: If a size is not positive, strides or input dilation do not match the kernel's
+            rank, or the groups do not divide the output channels.
 
     Example:
         >>> conv((2, 2, 4, 16), batch=1, output_spatial_size=(8, 8))
@@ -196,17 +201,18 @@ def conv(
             f"{kernel_shape}."
         )
     *spatial, in_features, out_features = kernel_shape
-    strides = _sizes(strides, len(spatial))
+    strides, gaps = (_sizes(sizes, len(spatial)) for sizes in (strides, input_dilation))
     positions = _sizes(output_spatial_size, 1)
     positive_sizes("conv", {f"kernel_shape[{i}]": size for i, size in enumerate(kernel_shape)})
     positive_sizes("conv", {"batch": batch, "feature_group_count": feature_group_count})
-    positive_sizes("conv", {f"strides[{i}]": size for i, size in enumerate(strides)})
     positive_sizes("conv", {f"output_spatial_size[{i}]": size for i, size in enumerate(positions)})
-    if len(strides) != len(spatial):
-        raise ValueError(
-            f"unitscale.rules.conv: strides must have one entry per spatial dimension "
-            f"({len(spatial)}); got {strides}."
-        )
+    for name, sizes in (("strides", strides), ("input_dilation", gaps)):
+        positive_sizes("conv", {f"{name}[{i}]": size for i, size in enumerate(sizes)})
+        if len(sizes) != len(spatial):
+            raise ValueError(
+                f"unitscale.rules.conv: {name} must have one entry per spatial dimension "
+                f"({len(spatial)}); got {sizes}."
+            )
     if out_features % feature_group_count:
         raise ValueError(
             "unitscale.rules.conv: feature_group_count must divide the output channels; got "
@@ -214,9 +220,10 @@ def conv(
         )
     window = math.prod(spatial)
     taps = out_features // feature_group_count * window / math.prod(strides)
-    output, x = constrain(constraint, _rsqrt(window * in_features), _rsqrt(taps))
-    weight = _rsqrt(batch * math.prod(positions))
-    return Factors(output, (x, weight, weight))
+    terms = window * in_features / math.prod(gaps)
+    output, x = constrain(constraint, _rsqrt(terms), _rsqrt(taps))
+    total = batch * math.prod(positions)
+    return Factors(output, (x, _rsqrt(total / math.prod(gaps)), _rsqrt(total)))
 
 
 def _rsqrt(terms: float) -> float:
