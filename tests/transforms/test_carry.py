@@ -5,7 +5,7 @@ import numpy as np
 
 from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._carry import Form, crossing, enter, first_form, joined
-from unitscale.transforms._values import Value
+from unitscale.transforms._values import MOST_DOUBT, Value
 
 SCALED = Value(jnp.ones(2, jnp.float16), LazyScale(3))
 
@@ -15,11 +15,23 @@ def test_forms_only_move_up() -> None:
     assert first_form(Value(jnp.ones(2))) == plain
     assert first_form(SCALED) == fixed
     assert joined(fixed, SCALED) == fixed
-    assert joined(plain, SCALED).is_variable
+    wide = joined(plain, SCALED)
+    assert wide == Form(LazyScale(), jnp.dtype("float16"), wide=True)
+    assert joined(wide, SCALED) == joined(wide, Value(jnp.ones(2))) == wide
     assert joined(fixed, Value(jnp.ones(2, jnp.float16), LazyScale(4))).is_variable
     assert joined(fixed, Value(jnp.ones(2))).is_variable
     uncertain = Value(SCALED.data, SCALED.scale, doubt=2.0)
     assert joined(fixed, uncertain).is_variable, "its doubt would add up"
+
+
+def test_what_starts_plain_crosses_unrounded() -> None:
+    form = Form(LazyScale(), jnp.dtype("float16"), wide=True)
+    numbers = jnp.asarray([1e-20, 1 / 3, 1e20], jnp.float32)
+    (data,) = crossing([Value(numbers / 8, LazyScale(3), dtype=jnp.float16)], [form])
+    np.testing.assert_allclose(data, numbers, rtol=1e-6)
+    (value,) = enter([data], [form])
+    assert value.dtype == jnp.float16
+    assert value.doubt > MOST_DOUBT, "it is measured where it is rounded"
 
 
 def test_what_changes_has_a_scale_of_its_own_or_one() -> None:

@@ -14,6 +14,7 @@ from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
 from ._dynamic import MASK, MASK_ROOM, room_of
 from ._interpreter import Interpreter
+from ._settle import is_wide
 from ._values import (
     DOUBT,
     MOST_DOUBT,
@@ -221,10 +222,12 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
 def align_uniform(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
     """As `align`, with one scale per tensor and data rounded to the type of the result.
 
-    For primitives that move elements between places. Data of which the size is in doubt is wide.
+    For primitives that move elements between places. Data of which the size is in doubt is wide,
+    and so is all where some of it is.
     """
-    found = align(interpreter, [uniform(v) for v in values], masks=True)
-    if found.doubt > MOST_DOUBT:
+    values = [uniform(v) for v in values]
+    found = align(interpreter, values, masks=True)
+    if found.doubt > MOST_DOUBT or any(map(is_wide, values)):
         return found
     return found._replace(
         arrays=[narrow(saturate(a, found.dtype), found.dtype) for a in found.arrays]

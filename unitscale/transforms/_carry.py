@@ -20,6 +20,7 @@ from ._values import (
     ONE,
     UNKNOWN,
     Value,
+    is_complex,
     is_float,
     narrow,
     saturate,
@@ -35,11 +36,14 @@ class Form(NamedTuple):
     Attributes:
         scale: None for a plain leaf, a formula for a scale that no iteration changes (1 where those
             of data with the range of float32 differ), "variable".
-        dtype: type of the data.
+        dtype: type of what is computed from it, and of the data unless that is wide.
+        wide: whether data crosses in float32, at scale 1: where the program starts with a plain
+            array of its own, such as a sum with zeros, which rounding in every turn would stop.
     """
 
     scale: LazyScale | str | None
     dtype: Any
+    wide: bool = False
 
     @property
     def is_variable(self) -> bool:
@@ -73,10 +77,14 @@ def first_form(value: Value) -> Form:
 def joined(form: Form, result: Value) -> Form:
     """Returns the form that holds both what went in and what came out of an iteration."""
     if result.scale is None:
-        return form if form.scale is None else changing(form.dtype)
+        return form if form.scale is None or form.wide else changing(form.dtype)
+    if form.scale is None and is_float(form.dtype):
+        return Form(ONE, np.dtype(result.dtype), wide=not is_complex(result.data))
     if form.scale is None:
-        return changing(result.dtype if is_float(form.dtype) else form.dtype)
+        return changing(form.dtype)
     dtype = np.dtype(jnp.result_type(form.dtype, result.dtype))
+    if form.wide:
+        return form._replace(dtype=dtype)
     if form.is_variable or _fixed_scale(result) != form.scale:
         return changing(dtype)
     return Form(form.scale, dtype)
@@ -86,6 +94,8 @@ def leave(value: Value, form: Form) -> list[Any]:
     """Returns the arrays that a value crosses as: data, and its scale if that is variable."""
     if form.scale is None:
         return [value.data]
+    if form.wide:
+        return [widen(at_scale(uniform(value), ONE, form.dtype))]
     if isinstance(form.scale, LazyScale):
         data = at_scale(uniform(value), form.scale, form.dtype)
         return [narrow(saturate(data, form.dtype), form.dtype)]
@@ -106,7 +116,7 @@ def enter(arrays: list[Any], forms: list[Form]) -> list[Value]:
         else:
             scale = LazyScale.of(next(scales)) if form.is_variable else form.scale
             assert isinstance(scale, LazyScale), "a scaled leaf has a scale"
-            doubt = UNKNOWN if scale == ONE and spans(form.dtype) else DOUBT
+            doubt = UNKNOWN if form.wide or (scale == ONE and spans(form.dtype)) else DOUBT
             values.append(Value(data, scale, 0.0, form.dtype, doubt=doubt))
     return values
 

@@ -77,14 +77,16 @@ def finish(
     return value if wide and abs(drift) <= _SLACK else ready(value)
 
 
+def is_wide(value: Value) -> bool:
+    """Whether data is wider than the type that it is to be rounded to."""
+    if value.scale is None:
+        return False
+    return np.dtype(value.dtype).itemsize < 4 <= jnp.result_type(value.data).itemsize
+
+
 def keeps_wide(shape: tuple[int, ...], *values: Value) -> bool:
     """Whether an element-wise result stays wide: one of its operands, as large as it, is."""
-    return any(
-        v.scale is not None
-        and v.shape == shape
-        and np.dtype(v.dtype).itemsize < 4 <= jnp.result_type(v.data).itemsize
-        for v in values
-    )
+    return any(v.shape == shape and is_wide(v) for v in values)
 
 
 def ready(value: Value) -> Value:
