@@ -101,3 +101,15 @@ def test_gradient() -> None:
         with entry(name):
             np.testing.assert_allclose(grad.data, expected, rtol=1e-6)
             np.testing.assert_array_equal(grad.scale, np.zeros(grad.scale.shape))
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+def test_options_are_those_of_arrays(name: str) -> None:
+    """As losses of optax, and functions of NumPy, give them to what has such methods."""
+    x = ScaledArray(jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), 4.0)
+    numbers = np.asarray(x.value)
+    options = {"axis": 0, "where": numbers > 0}
+    options |= {} if name == "mean" else {"initial": 1.0}
+    found = getattr(x, name)(**options).value
+    np.testing.assert_allclose(found, getattr(numbers, name)(**options))
+    assert getattr(np, name)(x).value == getattr(numbers, name)()

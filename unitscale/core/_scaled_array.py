@@ -354,31 +354,43 @@ class ScaledArray:
 
     # -- reductions, in float32 --------------------------------------------------------------
 
-    def _reduce(self, fn: Callable[..., jax.Array], axis: Any, keepdims: bool) -> "ScaledArray":
+    def _reduce(
+        self, fn: Callable[..., jax.Array], axis: Any, keepdims: bool, options: dict[str, Any]
+    ) -> "ScaledArray":
         data, scale = self.pair
-        if arithmetic.varies_over(data, scale, axis):
-            return ScaledArray(fn(self.value, axis=axis, keepdims=keepdims))
+        options = {name: option for name, option in options.items() if option is not None}
+        if options or arithmetic.varies_over(data, scale, axis):
+            return ScaledArray(fn(self.value, axis=axis, keepdims=keepdims, **options))
+        if fn is jnp.sum:
+            return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
         reduced = fn(widen(data), axis=axis, keepdims=keepdims)
         scale = arithmetic.reduce_scale(scale, data, axis, keepdims)
         return ScaledArray(reduced.astype(arithmetic.result_dtype(data)), scale)
 
-    def sum(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the sum; its scale grows by the power of two nearest sqrt(count)."""
-        if arithmetic.varies_over(*self.pair, axis):
-            return self._reduce(jnp.sum, axis, keepdims)
-        return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
+    def sum(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
+        """Returns the sum; its scale grows by the power of two nearest sqrt(count).
 
-    def mean(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the mean; data is averaged in float32."""
-        return self._reduce(jnp.mean, axis, keepdims)
+        With other ``options`` of `jnp.sum`, such as ``where``, that of the value.
+        """
+        return self._reduce(jnp.sum, axis, keepdims, options)
 
-    def max(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the maximum, exactly where the reduced elements share a scale."""
-        return self._reduce(jnp.max, axis, keepdims)
+    def mean(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
+        """Returns the mean; data is averaged in float32. ``options`` as of `sum`."""
+        return self._reduce(jnp.mean, axis, keepdims, options)
 
-    def min(self, axis: Any = None, keepdims: bool = False) -> "ScaledArray":
-        """Returns the minimum, exactly where the reduced elements share a scale."""
-        return self._reduce(jnp.min, axis, keepdims)
+    def max(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
+        """Returns the maximum, exactly where the reduced elements share a scale.
+
+        ``options`` as of `sum`.
+        """
+        return self._reduce(jnp.max, axis, keepdims, options)
+
+    def min(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
+        """Returns the minimum, exactly where the reduced elements share a scale.
+
+        ``options`` as of `sum`.
+        """
+        return self._reduce(jnp.min, axis, keepdims, options)
 
     # -- what has no scale to keep: methods of the value, with plain results ------------------
 
