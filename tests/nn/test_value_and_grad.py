@@ -137,3 +137,24 @@ def test_trees_are_for_the_function_of_trees() -> None:
 def test_an_optimizer_that_knows_no_scales_is_refused() -> None:
     with pytest.raises(TypeError, match=r"parameters that are ScaledArrays, such as first\.bias"):
         nn.Optimizer(stored(), optax.sgd(0.1), wrt=nnx.Param)
+
+
+def test_where_models_are_trees() -> None:
+    """As code that has left graphs behind; `nnx.value_and_grad` takes models in either mode."""
+    x = jnp.ones((4, 8))
+
+    def losses() -> list[float]:
+        model = nn.MLP(8, 16, policy="fp8_delayed", rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss, grads = nn.value_and_grad(lambda m: jnp.mean(m(x).value ** 2))(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return [float(step(model, optimizer, x)) for _ in range(3)]
+
+    expected = losses()
+    with nnx.set_graph_mode(False):
+        assert losses() == expected

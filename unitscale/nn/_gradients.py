@@ -107,6 +107,7 @@ def value_and_grad(
             lambda data, *args: by_data(wanted, bound.kwargs, data, args),
             argnums=(0, *moved),
             has_aux=has_aux,
+            graph=True,  # whatever `nnx.set_graph_mode` says: filters are of graphs
         )
         value, (of_data, *gradients) = differentiate(data, *bound.args)
         kept = []
