@@ -30,6 +30,12 @@ def peaks(x: Any) -> Any:
     return jnp.where(heights == highest, heights, 0)
 
 
+def chosen(x: Any) -> Any:
+    heights = jnp.tanh(x)
+    one = lax.cond(x[0] > 0, lambda: heights.max(), lambda: heights.min())
+    return jnp.where(heights == one, heights, 0)
+
+
 def warped(costs: Any, most: float = 1e10) -> Any:
     """Soft dynamic time warping, with a number that stands for no way."""
 
@@ -81,6 +87,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     "warped time": (warped, jnp.abs(normal(5, 6, 6))),
     "labels without alignment": (ctc, 2 * normal(6, 40, 5)),
     "peaks": (peaks, normal(7, 9)),
+    "the highest or the lowest": (chosen, normal(9, 7)),
     **{
         f"{f.__name__} of {function.__name__}": (extreme(f, function), normal(8, 5, 3))
         for f in (jax.ops.segment_max, jax.ops.segment_min)

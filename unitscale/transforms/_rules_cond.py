@@ -15,8 +15,8 @@ from ..core._lazy_scale import Atom
 from ._carry import Form, changing, crossing, enter
 from ._interpreter import Interpreter
 from ._registry import register
-from ._settle import ready, settle
-from ._values import Value, data_dtype, known_atoms, numeric, uniform
+from ._settle import is_wide, ready, settle
+from ._values import ONE, Value, data_dtype, is_complex, known_atoms, numeric, uniform
 
 
 def _agreed(results: Sequence[Value], known: set[Atom]) -> Form:
@@ -24,11 +24,18 @@ def _agreed(results: Sequence[Value], known: set[Atom]) -> Form:
     scaled = [v for v in results if v.scale is not None]
     if not scaled:
         return Form(None, jnp.result_type(results[0].data))
+    if any(_goes_on(v) for v in scaled):
+        return Form(ONE, data_dtype(*scaled), wide=True)
     scales = {v.scale for v in results if v.const != 0.0}
     scale = scales.pop() if len(scales) == 1 else None
     if scale is None or not set(scale.powers) <= known:
         return changing(data_dtype(*scaled))
     return Form(scale, data_dtype(*scaled))
+
+
+def _goes_on(value: Value) -> bool:
+    """Whether a chain of wide results does not end with a branch."""
+    return is_wide(value) and not is_complex(value.data)
 
 
 @register("control flow", "cond")
@@ -38,7 +45,7 @@ def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
 
     def results_of(branch: Any) -> list[Value]:
         results = Interpreter(interpreter.settings).run(branch.jaxpr, branch.consts, operands)
-        return [ready(settle(uniform(v))) for v in results]
+        return [v if _goes_on(v) else ready(settle(v)) for v in map(uniform, results)]
 
     found: list[list[Value]] = []
 
