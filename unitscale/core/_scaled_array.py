@@ -368,10 +368,7 @@ class ScaledArray:
         return ScaledArray(reduced.astype(arithmetic.result_dtype(data)), scale)
 
     def sum(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the sum; its scale grows by the power of two nearest sqrt(count).
-
-        With other ``options`` of `jnp.sum`, such as ``where``, that of the value.
-        """
+        """Returns the sum; its scale grows by sqrt(count). With ``options`` that of the value."""
         return self._reduce(jnp.sum, axis, keepdims, options)
 
     def mean(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
@@ -379,17 +376,11 @@ class ScaledArray:
         return self._reduce(jnp.mean, axis, keepdims, options)
 
     def max(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the maximum, exactly where the reduced elements share a scale.
-
-        ``options`` as of `sum`.
-        """
+        """Returns the maximum, exactly where elements share a scale. ``options`` as of `sum`."""
         return self._reduce(jnp.max, axis, keepdims, options)
 
     def min(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the minimum, exactly where the reduced elements share a scale.
-
-        ``options`` as of `sum`.
-        """
+        """Returns the minimum, exactly where elements share a scale. ``options`` as of `sum`."""
         return self._reduce(jnp.min, axis, keepdims, options)
 
     # -- what has no scale to keep: methods of the value, with plain results ------------------
