@@ -131,6 +131,24 @@ def module(make: Callable[[nnx.Rngs], Any]) -> Callable[[], Model]:
     return model
 
 
+def beside_experts(activation: Callable[..., Any]) -> Callable[[], Model]:
+    """An activation beside a mixture, whose products loop as often as the router tells."""
+
+    def model() -> Model:
+        graphdef, params, rest = nnx.split(
+            nn.MoE(4, 6, experts=3, rngs=nnx.Rngs(3)), nnx.Param, ...
+        )
+
+        def loss(p, x):
+            h = ops.dense(x, p["c"])
+            experts = nnx.merge(graphdef, p["experts"], rest, copy=True)
+            return loss_of(experts(h)) + loss_of(activation(h))
+
+        return loss, {"c": WEIGHTS["c"], "experts": params}
+
+    return model
+
+
 def stack(policy: str, **options: Any) -> Callable[[], Model]:
     return module(lambda rngs: nn.TransformerStack(1, 4, 2, 6, policy=policy, rngs=rngs, **options))
 
@@ -181,6 +199,10 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
         functional(beside(lambda p, h: ops.readout(h, p["d"]))),
     ),
     "activation": ({"gelu"}, functional(beside(lambda p, h: ops.gelu(h, constraint=None)))),
+    "activation beside experts": (
+        {"gelu"},
+        beside_experts(lambda h: ops.gelu(h, constraint=None)),
+    ),
     "own activation": (
         {"elementwise"},
         functional(beside(lambda p, h: ops.elementwise(jnp.square, h, constraint=None))),

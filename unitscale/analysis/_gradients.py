@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -158,8 +157,8 @@ def check_gradients(
 
     with jax.enable_x64(True):
         wide = [np.asarray(x, np.float64) if i in chosen else x for i, x in enumerate(args)]
-        # JAX does not differentiate such a loop backwards; where nothing is traced it is unrolled.
-        given, (value, true) = (both if has_while(closed.jaxpr) else partial(_run, both))(*wide)
+        run = _run_unrolled if has_while(closed.jaxpr) else _run
+        given, (value, true) = run(both, *wide)
         if not np.isfinite(value):
             raise ValueError(
                 "unitscale.analysis.check_gradients: expected a finite loss; got "
@@ -170,7 +169,7 @@ def check_gradients(
         report = GradientReport(found, (), float(value))
         if not report:
             graph = build(closed.jaxpr, [i in chosen for i in range(len(args))])
-            guilty = blame(graph, local_ratios(closed, wide, _run))
+            guilty = blame(graph, local_ratios(closed, wide, run))
             report = dataclasses.replace(report, guilty=guilty)
     return report
 
@@ -179,6 +178,12 @@ def _run(f: Callable[..., Any], *args: Any) -> Any:
     # The program runs once: compiling it well would take longer than running it.
     compiled = jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
     return compiled(*args)
+
+
+def _run_unrolled(f: Callable[..., Any], *args: Any) -> Any:
+    # JAX does not differentiate a loop backwards whose turns it cannot count, and nothing is traced
+    # here that could not be: `evaluate` takes turn by turn.
+    return f(*args)
 
 
 def _flat(params: Any) -> tuple[list[str], list[Any], list[int], Any]:
