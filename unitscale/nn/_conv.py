@@ -22,7 +22,7 @@ from ._param import (
     zeros,
 )
 from ._placement import OutSharding, placed
-from ._policy import Policy, PolicyLike, as_policy
+from ._policy import PolicyLike, as_policy
 
 
 class _Convolution(nnx.Module):
@@ -30,35 +30,49 @@ class _Convolution(nnx.Module):
 
     def __init__(
         self,
-        kernel_shape: tuple[int, ...],
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None,
         *,
-        fans: tuple[int, int],
+        padding: str | int | Sequence[int | tuple[int, int]],
+        kernel_dilation: int | Sequence[int] | None,
+        input_dilation: int | Sequence[int] | None,
+        feature_group_count: int = 1,
         use_bias: bool,
         constraint: Constraint,
-        policy: Policy,
+        dtype: Any,
+        param_dtype: Any,
         kernel_init: Initializer,
         bias_init: Initializer,
+        policy: PolicyLike,
         rngs: nnx.Rngs,
         kernel_metadata: Metadata,
         bias_metadata: Metadata,
     ) -> None:
-        self.policy = policy
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         self.constraint: Constraint = constraint
+        self.kernel_size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
+        self.strides, self.kernel_dilation = _sizes(strides), _sizes(kernel_dilation)
+        self.padding = padding if isinstance(padding, (str, int)) else tuple(padding)
+        taps, gaps = math.prod(self.kernel_size), _sizes(input_dilation)
+        gaps = gaps ** len(self.kernel_size) if isinstance(gaps, int) else math.prod(gaps)
+        terms = in_features // feature_group_count
         self.kernel = weight(
             rngs,
-            kernel_shape,
-            policy,
-            fan_in=fans[0],
-            fan_out=fans[1],
+            (*self.kernel_size, terms, out_features),
+            self.policy,
+            fan_in=max(taps * terms // gaps, 1),
+            fan_out=taps * out_features // feature_group_count,
             init=kernel_init,
             metadata=kernel_metadata,
         )
         bias = None
         if use_bias:
-            shape = kernel_shape[-1:]
-            bias = vector(bias_init, rngs, shape, policy, role="bias", metadata=bias_metadata)
+            shape = (out_features,)
+            bias = vector(bias_init, rngs, shape, self.policy, role="bias", metadata=bias_metadata)
         self.bias = nnx.data(bias)
-        self.amax = nnx.data(amax_state(policy.matmul_for("weight")))
+        self.amax = nnx.data(amax_state(self.policy.matmul_for("weight")))
 
     def _convolve(
         self, op: Callable[..., ScaledArray], x: ops.ArrayLike, out_sharding: OutSharding
@@ -144,26 +158,29 @@ class Conv(_Convolution):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ) -> None:
-        groups = feature_group_count
-        if in_features % groups or out_features % groups:
+        if in_features % feature_group_count or out_features % feature_group_count:
             raise ValueError(
                 "unitscale.nn.Conv: feature_group_count must divide in_features and out_features; "
-                f"got {groups}, {in_features}, {out_features}"
+                f"got {feature_group_count}, {in_features}, {out_features}"
             )
-        self.kernel_size = _window(kernel_size)
-        self.strides, self.padding = _sizes(strides), _padding(padding)
         self.input_dilation = _sizes(input_dilation)
-        self.kernel_dilation = _sizes(kernel_dilation)
-        self.feature_group_count = groups
-        taps, gaps = math.prod(self.kernel_size), _positions(self.input_dilation, self.kernel_size)
+        self.feature_group_count = feature_group_count
         super().__init__(
-            (*self.kernel_size, in_features // groups, out_features),
-            fans=(max(taps * in_features // groups // gaps, 1), taps * out_features // groups),
+            in_features,
+            out_features,
+            kernel_size,
+            strides,
+            padding=padding,
+            kernel_dilation=kernel_dilation,
+            input_dilation=input_dilation,
+            feature_group_count=feature_group_count,
             use_bias=use_bias,
             constraint=constraint,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
+            dtype=dtype,
+            param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
+            policy=policy,
             rngs=rngs,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
@@ -240,18 +257,21 @@ class ConvTranspose(_Convolution):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ) -> None:
-        self.kernel_size = _window(kernel_size)
-        self.strides, self.padding = _sizes(strides), _padding(padding)
-        self.kernel_dilation = _sizes(kernel_dilation)
-        taps, gaps = math.prod(self.kernel_size), _positions(self.strides, self.kernel_size)
         super().__init__(
-            (*self.kernel_size, in_features, out_features),
-            fans=(max(taps * in_features // gaps, 1), taps * out_features),
+            in_features,
+            out_features,
+            kernel_size,
+            strides,
+            padding=padding,
+            kernel_dilation=kernel_dilation,
+            input_dilation=strides,  # as a convolution sees it
             use_bias=use_bias,
             constraint=constraint,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
+            dtype=dtype,
+            param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
+            policy=policy,
             rngs=rngs,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
@@ -268,17 +288,5 @@ class ConvTranspose(_Convolution):
         return self._convolve(op, x, out_sharding)
 
 
-def _window(size: int | Sequence[int]) -> tuple[int, ...]:
-    return (size,) if isinstance(size, int) else tuple(size)
-
-
-def _padding(padding: Any) -> Any:
-    return padding if isinstance(padding, (str, int)) else tuple(padding)
-
-
 def _sizes(value: int | Sequence[int] | None) -> int | tuple[int, ...]:
     return 1 if value is None else value if isinstance(value, int) else tuple(value)
-
-
-def _positions(sizes: int | tuple[int, ...], window: tuple[int, ...]) -> int:
-    return sizes ** len(window) if isinstance(sizes, int) else math.prod(sizes)

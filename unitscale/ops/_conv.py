@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,8 +121,7 @@ def conv(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (conv1d).
     """
-    operands = _operands("conv", x, kernel, feature_group_count)
-    (data, _), (w, _) = operands
+    (data, x_scale), (w, w_scale) = _operands("conv", x, kernel, feature_group_count)
     if w.shape[-1] % feature_group_count:
         raise ValueError(
             "unitscale.ops.conv: feature_group_count must divide the output channels; got "
@@ -133,7 +133,6 @@ def conv(
     gaps = per_axis("conv", "input_dilation", input_dilation, rank)
     if isinstance(padding, str) and padding.upper() in _BEYOND:
         data, padding = _padded(data, _BEYOND[padding.upper()], w.shape, dilation), "VALID"
-        operands = (data, operands[0][1]), operands[1]
     around = sides("conv", padding, w.shape, dilation)
     if max(gaps) > 1 and around == "SAME":
         raise ValueError(
@@ -142,13 +141,15 @@ def conv(
         )
     around = ((0, 0),) * rank if around == "VALID" else around
     op = _Conv(strides, around, dilation, gaps, feature_group_count)
-
-    def factors(positions: tuple[int, ...], batch: int) -> Factors:
-        options: dict[str, Any] = {"strides": strides, "input_dilation": gaps}
-        options |= {"feature_group_count": feature_group_count, "constraint": constraint}
-        return rules.conv(w.shape, batch, positions, **options)
-
-    return _scaled("conv", op, operands, bias, factors, output_dtype(x), config, state)
+    rule = partial(
+        rules.conv,
+        strides=strides,
+        input_dilation=gaps,
+        feature_group_count=feature_group_count,
+        constraint=constraint,
+    )
+    operands = (data, x_scale), (w, w_scale)
+    return _scaled("conv", op, operands, bias, rule, output_dtype(x), config, state)
 
 
 def conv_transpose(
@@ -203,11 +204,8 @@ def conv_transpose(
     dilation = per_axis("conv_transpose", "dilation", dilation, rank)
     around = sides("conv_transpose", padding, w.shape, dilation, causal=False)
     op = _ConvTranspose(strides, around, dilation)
-
-    def factors(positions: tuple[int, ...], batch: int) -> Factors:
-        return rules.conv(w.shape, batch, positions, input_dilation=strides, constraint=constraint)
-
-    return _scaled("conv_transpose", op, operands, bias, factors, output_dtype(x), config, state)
+    rule = partial(rules.conv, input_dilation=strides, constraint=constraint)
+    return _scaled("conv_transpose", op, operands, bias, rule, output_dtype(x), config, state)
 
 
 _Operand = tuple[jax.Array, Any]
@@ -234,23 +232,23 @@ def _scaled(
     op: _Conv | _ConvTranspose,
     operands: tuple[_Operand, _Operand],
     bias: ArrayLike | None,
-    factors: Callable[[tuple[int, ...], int], Factors],
+    rule: Callable[..., Factors],
     out_dtype: Any,
     config: MatmulConfig | None,
     state: QuantState | None,
 ) -> ScaledArray:
-    """Convolves data, and multiplies by the factors for output positions and batch."""
+    """Convolves data, and multiplies by the factors that a rule has for its shapes."""
     (data, x_scale), (w, w_scale) = operands
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
-    found = factors(out.shape[1:-1], max(out.shape[0], 1) * shards(data))
+    factors = rule(w.shape, max(out.shape[0], 1) * shards(data), out.shape[1:-1])
     if config is not None:
         axes = tuple(range(1, data.ndim)), tuple(range(data.ndim - 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
-    y = _convolve(op, data, w, found.fwd, found.bwd[:2], out_dtype)
+    y = _convolve(op, data, w, factors.fwd, factors.bwd[:2], out_dtype)
     y, y_scale = times_scales(y, x_scale, w_scale)
     if bias is None:
         return ScaledArray(y, y_scale)
-    return add_bias(name, y, y_scale, bias, found.bwd[2])
+    return add_bias(name, y, y_scale, bias, factors.bwd[2])
 
 
 def _padded(x: jax.Array, mode: Any, window: Sequence[int], dilation: Sequence[int]) -> jax.Array:
