@@ -114,3 +114,36 @@ def test_what_has_no_scale_is_met_at_its_own_size(size: float) -> None:
             with entry(name):
                 step = float(jnp.finfo(jnp.float16).eps)
                 np.testing.assert_allclose(a, e, rtol=0, atol=4 * step * np.max(np.abs(e)))
+
+
+# Programs of an array near 1 with a scale and a plain array of large numbers: few are chosen.
+FEW: dict[str, Callable[..., Any]] = {
+    "where": lambda x, y: jnp.where(x < 2, x, y),
+    "where, in a sum": lambda x, y: jnp.cumsum(jnp.where(x < 2, x, y)[:3]),
+    "minimum": lambda x, y: jnp.minimum(x, y),
+    "maximum of negatives": lambda x, y: jnp.maximum(x, -y),
+    "clip": lambda x, y: jnp.clip(x, -y, y),
+    "clamp": lambda x, y: lax.clamp(-y, x, y),
+    "concatenate": lambda x, y: jnp.concatenate([x, y])[:3],
+    "stack": lambda x, y: jnp.stack([x, y])[0, :3],
+    "set": lambda x, y: y.at[:3].set(x[:3]),
+    "where, with a number": lambda x, y: jnp.where(x < 2, x, y[0]),
+    "maximum, with a number": lambda x, y: jnp.maximum(x, -y[0]),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("large", [1e4, 1e10, 1e30])
+def test_elements_beside_an_array_of_large_numbers_are_kept(large: float, dtype: Any) -> None:
+    x = jnp.asarray([0.3, -1.2, 1.7, 3.0], jnp.float32)
+    y = jnp.full(4, large) * jnp.asarray([1.0, 1.5, 2.0, 1.0])
+    given = as_scaled(x, dtype=dtype)
+
+    def both(f: Callable[..., Any]) -> Callable[..., Any]:
+        first = lambda x, y: 3 * f(x, y)[:3]  # noqa: E731
+        return lambda x, y: (first(to_array(x), y), to_array(scalify(first)(x, y)))
+
+    results = compute({name: (both(f), given, y) for name, f in FEW.items()})
+    for name, (expected, found) in jax.device_get(results).items():
+        with entry(name):
+            np.testing.assert_allclose(found, expected, rtol=2 * float(jnp.finfo(dtype).eps))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
@@ -194,8 +195,11 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
     Args:
         interpreter: remembers which scales have met before.
         values: plain and scaled operands.
-        masks: whether large fills among them may be masks: where one operand or another is chosen.
+        masks: whether elements of one or another are chosen: large fills may then be masks, and
+            arrays without a scale meet others at their values.
     """
+    if masks and any(v.scale is None and v.const is None for v in values):
+        return _at_their_values(values)
     dtype = data_dtype(*values)
     scale, doubt = meet(interpreter, values, dtype, masks=masks)
     arrays = []
@@ -217,6 +221,17 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
     met = all(scale_of(v).powers == scale.powers for v in deciding)
     drifts = own if met else [v.drift - round(v.drift) for v in deciding]
     return Aligned(arrays, scale, max(drifts, default=0.0), dtype, doubt)
+
+
+def _at_their_values(values: Sequence[Value]) -> Aligned:
+    """Operands as they are in the program: an array without a scale may have any size.
+
+    Beside numbers at a scale of that size those that are chosen in their place would be lost.
+    """
+    arrays = [value.wide() for value in values]
+    wide = jnp.result_type(*map(jnp.result_type, arrays))
+    arrays = [lax.convert_element_type(a, wide) for a in arrays]
+    return Aligned(arrays, ONE, 0.0, data_dtype(*values), UNKNOWN)
 
 
 def align_uniform(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:

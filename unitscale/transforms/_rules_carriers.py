@@ -10,16 +10,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ._align import Aligned, align_uniform
+from ._align import align_uniform
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import finish, is_wide, measured
-from ._values import ONE, UNKNOWN, Value, data_dtype, is_float, spans, uniform
+from ._values import UNKNOWN, Value, is_float, spans, uniform
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
@@ -116,24 +115,13 @@ def _put_together(
 ) -> Value:
     floats = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
     parts = [values[i] for i in floats]
-    if any(p.scale is None and p.const is None for p in parts):
-        # An array without a scale may be far larger than the others, which would be lost at its.
-        arrays, scale, drift, dtype, doubt = _at_their_values(parts)
-    else:
-        arrays, scale, drift, dtype, doubt = align_uniform(interpreter, parts)
+    arrays, scale, drift, dtype, doubt = align_uniform(interpreter, parts)
     operands: list[Any] = [v.data for v in values]
     for index, array in zip(floats, arrays, strict=True):
         operands[index] = array
     # A wide element stays as it is: a gradient asks which one an extreme is equal to.
     wide = any(map(is_wide, parts))
     return finish(apply(*operands), scale, drift, dtype, doubt=doubt, wide=wide)
-
-
-def _at_their_values(parts: list[Value]) -> Aligned:
-    arrays = [p.wide() for p in map(uniform, parts)]
-    wide = jnp.result_type(*(jnp.result_type(a) for a in arrays))
-    arrays = [lax.convert_element_type(a, wide) for a in arrays]
-    return Aligned(arrays, ONE, 0.0, data_dtype(*parts), UNKNOWN)
 
 
 @register("carrier", *_CHOICES)
