@@ -49,9 +49,25 @@ def test_exponents_name_path_and_line() -> None:
 
     x = as_scaled(jnp.ones(3), dtype=jnp.float16)
     report = scalify(program).report({"x": x, "y": as_scaled(2 * jnp.ones(3), dtype=jnp.float16)})
-    first, second, measured, _ = report.exponents
-    assert (first, second) == (Exponent("argument", "[0]['x']"), Exponent("argument", "[0]['y']"))
+    first, second, measured, left = report.exponents
+    assert first == Exponent("argument", "[0]['x']", "given")
+    assert second == Exponent("argument", "[0]['y']", "given")
+    assert left == Exponent("result", "", "the size of its data")
     line = program.__code__.co_firstlineno + 1
     assert str(measured).startswith(f"dot_general at {__file__}:{line} (")
-    assert str(report).splitlines()[0] == "exponent: argument at [0]['x']"
+    assert str(report).splitlines()[0] == "exponent: argument at [0]['x']: given"
     assert repr(report) == "Report(0 default rules, 4 exponents)"
+
+
+def test_exponents_say_why_they_are_known_at_run_time_only() -> None:
+    x = as_scaled(jnp.ones((4, 4)))
+    y = as_scaled(jnp.ones((4, 4)), dtype=jnp.float16)
+
+    def reasons(function: Callable[..., Any], *args: Any) -> list[str]:
+        return [e.reason for e in scalify(function).report(*args).exponents if e.reason != "given"]
+
+    assert reasons(lambda a, b: a + b, x, x) == ["the larger of two"]
+    carried = reasons(lambda a: lax.fori_loop(0, 3, lambda i, c: c @ a, a), y)
+    assert carried == ["changes from turn to turn"]
+    report = scalify(lambda a: {"loss": jnp.exp(a), "as it was": a}).report(y)
+    assert report.exponents[1:] == [Exponent("result", "['loss']", "the size of its data")]

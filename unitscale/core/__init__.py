@@ -3,6 +3,7 @@
 Everything else in the library stands on this package, which needs jax, numpy and ml_dtypes only.
 """
 
+from . import _export as _export
 from ._arithmetic import result_dtype as result_dtype
 from ._batch import batch_over as batch_over, shards as shards
 from ._cast import (

@@ -35,11 +35,12 @@ def made_once(made: dict[Any, tuple[Any, Any]], key: Any, make: Callable[[], Any
 class Atom:
     """A scale of which only the array is known; two atoms are equal if they are the same object."""
 
-    __slots__ = ("array", "made")
+    __slots__ = ("array", "made", "reason")
 
-    def __init__(self, array: jax.Array):
-        """Keeps a float32 array: a scalar, or of the rank of the data it belongs to."""
+    def __init__(self, array: jax.Array, reason: str = ""):
+        """Keeps a float32 array, a scalar or of the rank of its data, and why it is one."""
         self.array = array
+        self.reason = reason
         # What was computed from formulas in which this atom comes first, and where.
         self.made: dict[LazyScale, tuple[Any, jax.Array]] = {}
 
@@ -72,9 +73,9 @@ class LazyScale:
         self.powers = powers or {}
 
     @classmethod
-    def of(cls, array: jax.Array) -> LazyScale:
-        """Returns the scale that is this array."""
-        return cls(0, {Atom(array): 1})
+    def of(cls, array: jax.Array, reason: str = "") -> LazyScale:
+        """Returns the scale that is this array; the reason tells a user why it is no formula."""
+        return cls(0, {Atom(array, reason): 1})
 
     @property
     def is_static(self) -> bool:
@@ -190,7 +191,7 @@ def clipped(scale: LazyScale, limit: int) -> tuple[LazyScale, LazyScale]:
     """
     whole = scale.array()
     near = lax.clamp(np.float32(2.0**-limit), whole, np.float32(2.0**limit))
-    return LazyScale.of(near), LazyScale.of(lax.div(whole, near))
+    return LazyScale.of(near, "a product of many"), LazyScale.of(lax.div(whole, near))
 
 
 def ratio(x: LazyScale, y: LazyScale) -> LazyScale:
@@ -204,7 +205,8 @@ def ratio(x: LazyScale, y: LazyScale) -> LazyScale:
     quotient = x / y
     if quotient.degree <= 1:
         return quotient
-    return LazyScale.of(_bounded(lax.div(*_ranked(x.array(), y.array()))))
+    quotient = _bounded(lax.div(*_ranked(x.array(), y.array())))
+    return LazyScale.of(quotient, "a quotient of many")
 
 
 def largest(x: LazyScale, y: LazyScale) -> LazyScale:
@@ -217,4 +219,4 @@ def largest(x: LazyScale, y: LazyScale) -> LazyScale:
     """
     if x.powers == y.powers:
         return x if x.log2 >= y.log2 else y
-    return LazyScale.of(lax.max(*_ranked(x.array(), y.array())))
+    return LazyScale.of(lax.max(*_ranked(x.array(), y.array())), "the larger of two")

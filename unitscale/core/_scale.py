@@ -94,7 +94,7 @@ def broadcasts(scale_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         (True, False)
     """
     try:
-        return np.broadcast_shapes(scale_shape, shape) == shape
+        return jnp.broadcast_shapes(scale_shape, shape) == shape
     except ValueError:
         return False
 

@@ -1,5 +1,6 @@
 """Optimizer wrappers for unit-scaled models, over any optax transformation."""
 
+from . import _export as _export
 from ._convert import convert_state as convert_state
 from ._decay import independent_weight_decay as independent_weight_decay
 from ._moments import Moment as Moment, SquareRoot as SquareRoot

@@ -41,6 +41,7 @@ _MASK_LOG2 = round(math.log2(MASK))
 _MASK_SCALE_LOG2 = round(math.log2(MASK_ROOM))
 # Data this many powers of two below unit size keeps the precision of float16, or nearly.
 _ROOM = 8
+_OWN = "the size of an array that has no scale"
 
 
 def split(number: float) -> tuple[float, int]:
@@ -173,8 +174,8 @@ def scale_of_array(value: Value, dtype: Any) -> LazyScale:
     if spans(dtype) or not jnp.issubdtype(data.dtype, jnp.floating) or not jnp.size(data):
         return LazyScale(round(value.drift))
     if (nonzero := value.nonzero) is not None:
-        return nonzero.once("room", lambda: LazyScale.of(room_of(nonzero.data, zeros=True)))
-    return value.once("room", lambda: LazyScale.of(room_of(data)))
+        return nonzero.once("room", lambda: LazyScale.of(room_of(nonzero.data, zeros=True), _OWN))
+    return value.once("room", lambda: LazyScale.of(room_of(data), _OWN))
 
 
 def held(value: Value, dtype: Any) -> Value:

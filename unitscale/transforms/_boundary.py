@@ -32,7 +32,7 @@ def from_input(leaf: Any) -> Value:
         scale = jnp.reshape(scale, ())
     elif jnp.ndim(scale):
         scale = jnp.reshape(scale, (1,) * (data.ndim - scale.ndim) + scale.shape)
-    return Value(data, LazyScale.of(scale))
+    return Value(data, LazyScale.of(scale, "given"))
 
 
 def _check_scale(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:

@@ -29,6 +29,8 @@ from ._values import (
     widen,
 )
 
+_TURNS = "changes from turn to turn"
+
 
 class Form(NamedTuple):
     """How one carried leaf crosses from one iteration to the next.
@@ -114,7 +116,7 @@ def enter(arrays: list[Any], forms: list[Form]) -> list[Value]:
         if form.scale is None:
             values.append(Value(data))
         else:
-            scale = LazyScale.of(next(scales)) if form.is_variable else form.scale
+            scale = LazyScale.of(next(scales), _TURNS) if form.is_variable else form.scale
             assert isinstance(scale, LazyScale), "a scaled leaf has a scale"
             doubt = UNKNOWN if form.wide or (scale == ONE and spans(form.dtype)) else DOUBT
             values.append(Value(data, scale, 0.0, form.dtype, doubt=doubt))

@@ -61,9 +61,8 @@ def _rms(size: Any) -> Any:
     sums of squares, of large and of small numbers, as the parts of a complex one.
     """
     usual = lax.lt(size, _as(_MASK, size))
-    each = 1 / np.sqrt(size.size)
-    large = lax.select(usual, lax.mul(size, _as(_DOWN * each, size)), lax.full_like(size, _TRACE))
-    small = lax.select(usual, lax.mul(size, _as(_UP * each, size)), lax.full_like(size, 0))
+    large = lax.select(usual, lax.mul(size, _each(_DOWN, size)), lax.full_like(size, _TRACE))
+    small = lax.select(usual, lax.mul(size, _each(_UP, size)), lax.full_like(size, 0))
     squares = lax.complex(lax.mul(large, large), lax.mul(small, small))
     sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
     large, small = lax.real(sums), lax.imag(sums)
@@ -104,6 +103,13 @@ def room_of(data: Any, *, zeros: bool = False) -> Any:
     unmasked = lax.max(usual, _as(MASK_ROOM, usual))
     size = lax.convert_element_type(lax.select(masked, unmasked, largest), np.float32)
     return lax.select(lax.gt(size, np.float32(0)), _nearest_pow2(size), _TINY)
+
+
+def _each(number: Any, like: Any) -> Any:
+    """A number over the root of how many elements an array has, which an export may leave open."""
+    if isinstance(like.size, int):
+        return _as(number / np.sqrt(like.size), like)
+    return lax.mul(_as(number, like), lax.rsqrt(jnp.asarray(like.size, like.dtype)))
 
 
 def _as(number: Any, like: Any) -> Any:

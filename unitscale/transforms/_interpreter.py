@@ -61,7 +61,8 @@ class Settings:
         self.seen |= atoms
         if atoms:
             source = self.source() if source is None else source
-            self.report.exponents.extend([Exponent(maker, source)] * len(atoms))
+            reasons = sorted(atom.reason for atom in atoms)
+            self.report.exponents.extend(Exponent(maker, source, r) for r in reasons)
 
     def source(self) -> str:
         """Returns where the user's code made the equation being applied.

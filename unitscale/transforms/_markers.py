@@ -201,10 +201,12 @@ def dynamic_rescale(x: Any, statistic: Statistic = "rms", *, on: Direction = "fo
 
 
 def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
-    """Casts the data to a narrow format, saturating, while the program goes on as before.
+    """Casts the data to a format, saturating, while the program goes on as before.
 
     An 8-bit operand pair makes an 8-bit product: a cast before a dot is all that FP8 takes. Results
-    have the type that the data had before the cast.
+    have the type that the data had before the cast. Not so those of a cast to float32, with which a
+    part of a program begins that is float32, products included: up to where a result is cast to a
+    narrow type, as in ``y.astype(jnp.bfloat16)``.
 
     Args:
         x: floating array.
@@ -237,6 +239,13 @@ def _scaled(value: Value) -> Value:
     return Value(value.data, ONE, 0.0, jnp.result_type(value.data), value.const)
 
 
+def _widened(value: Value, dtype: Any) -> Value:
+    if np.dtype(value.dtype).itemsize >= np.dtype(dtype).itemsize:
+        return value
+    data = lax.convert_element_type(value.data, dtype)
+    return value.with_data(data, dtype=np.dtype(dtype))
+
+
 @register("marker", marker_p)
 def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """What `set_scaling`, `stop_scaling`, `dynamic_rescale` and `cast_data` say."""
@@ -250,15 +259,16 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
     x = uniform(_scaled(x))
     assert x.scale is not None, "a marked value is scaled"
     if kind == "cast":
-        return narrowed(x, argument)
+        is_wide = argument.dtype is not None and argument.dtype.itemsize >= 4
+        return _widened(x, argument.dtype) if is_wide else narrowed(x, argument)
     wide, dtype = widen(x.data), jnp.result_type(x.data)
     if kind == "set":
         (scale,) = rest
-        target = LazyScale.of(lax.stop_gradient(numeric(scale)))
+        target = LazyScale.of(lax.stop_gradient(numeric(scale)), "asked for")
         if scale.const is not None or not isinstance(scale.data, Tracer):
             target = _static(float(scale.data)) or target
         return Value(narrow(times(wide, x.scale / target), dtype), target, 0.0, x.dtype)
-    unit = LazyScale.of(unit_of(wide, argument))
+    unit = LazyScale.of(unit_of(wide, argument), "the size of its data")
     return Value(narrow(times(wide, ONE / unit), dtype), x.scale * unit, 0.0, x.dtype)
 
 

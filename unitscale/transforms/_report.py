@@ -34,18 +34,21 @@ class Exponent:
     Attributes:
         maker: "argument", "result" (of which the scale is read from the data as it leaves), or the
             primitive at which a scale was read from data, or operands met at the larger scale.
-        source: ``file:line (function)`` of the user's code; the path of an argument.
+        source: ``file:line (function)`` of the user's code; the path of an argument or a result.
+        reason: why it is known at run time only, such as "the larger of two".
 
     Example:
-        >>> print(Exponent("add", "model.py:7 (block)"))
-        add at model.py:7 (block)
+        >>> print(Exponent("add", "model.py:7 (block)", "the larger of two"))
+        add at model.py:7 (block): the larger of two
     """
 
     maker: str
     source: str
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.maker} at {self.source}" if self.source else self.maker
+        place = f"{self.maker} at {self.source}" if self.source else self.maker
+        return f"{place}: {self.reason}" if self.reason else place
 
 
 class Report(list[Default]):

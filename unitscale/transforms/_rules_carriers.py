@@ -18,7 +18,7 @@ from ._align import align_uniform
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import finish, is_wide, measured
-from ._values import UNKNOWN, Value, is_float, spans, uniform
+from ._values import UNKNOWN, Value, is_float, spans, uniform, widen
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
@@ -52,8 +52,6 @@ _MOVES = (
     "rev",
     "slice",
     "dynamic_slice",
-    "reduce_max",
-    "reduce_min",
     "cummax",
     "cummin",
     "reduce_window_max",
@@ -72,6 +70,13 @@ def move(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     x = uniform(x)
     # A dynamic slice may come with float indices only by mistake; they are integers, so plain.
     return x.with_data(interpreter.bind(eqn, [x.data, *(r.data for r in rest)]))
+
+
+@register("carrier", "reduce_max", "reduce_min")
+def reduce_extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; the result has the operand's scale, and what is compared with it is wide."""
+    x = uniform(values[0])
+    return x.with_data(widen(interpreter.bind(eqn, [x.data])))
 
 
 @register("carrier", "split", "unstack")

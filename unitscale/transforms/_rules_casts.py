@@ -13,7 +13,7 @@ from ._registry import register
 from ._rules_carriers import same_place
 from ._rules_functions import unbounded
 from ._settle import finish, sized
-from ._values import ONE, Value, aval_of, is_float, numeric, scale_of, spans, uniform, widen
+from ._values import ONE, Terms, Value, aval_of, is_float, numeric, scale_of, spans, uniform, widen
 
 
 def narrowed(value: Value, dtype: object) -> Value:
@@ -74,10 +74,8 @@ def make_complex(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -
 def fft(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Linear, so applied to data; it grows by the root of its length, the inverse shrinks."""
     x = uniform(values[0])
-    terms = 1
-    for length in eqn.params["fft_lengths"]:
-        terms *= length
-    growth = interpreter.growth("fft", terms)
+    terms = Terms.of(eqn.params["fft_lengths"])
+    growth = interpreter.growth("fft", terms.count)
     inverse = "I" in str(eqn.params["fft_type"]).rsplit(".", 1)[-1]
     data = interpreter.bind(eqn, [widen(x.data)])
     drift = x.drift + (-growth if inverse else growth)

@@ -46,7 +46,8 @@ def agreed(value: Value, axes: Sequence[str]) -> Value:
         return value
     if spans(value.dtype):
         return ready(value.at_one())
-    scale = LazyScale.of(lax.pmax(lax.stop_gradient(value.scale.array()), tuple(axes)))
+    most = lax.pmax(lax.stop_gradient(value.scale.array()), tuple(axes))
+    scale = LazyScale.of(most, "the largest of all devices")
     data = times(widen(value.data), value.scale / scale)
     data = narrow(data, jnp.result_type(value.data))
     return Value(data, scale, value.drift, value.dtype)
@@ -154,7 +155,9 @@ def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
 
     def whole(data: Any, dtype: Any) -> Value:
         doubt = UNKNOWN if spans(dtype) else DOUBT
-        return Value(data, LazyScale.of(next(scales)), 0.0, dtype, doubt=doubt)
+        return Value(
+            data, LazyScale.of(next(scales), "one for all devices"), 0.0, dtype, doubt=doubt
+        )
 
     return [
         whole(d, dtype) if scaled else Value(d)

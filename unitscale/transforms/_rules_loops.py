@@ -68,7 +68,7 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
         def body(carry: list[Any], xs: list[Any], scales: list[Any]) -> tuple[Any, Any, Any]:
             rest = iter(scales)
             seen = [
-                _item(x, v, None if s is None else LazyScale.of(next(rest)))
+                _item(x, v, None if s is None else LazyScale.of(next(rest), "one for each turn"))
                 for x, (v, s) in zip(xs, pairs, strict=True)
             ]
             inputs = [*constants, *enter(carry, forms), *seen]
@@ -111,7 +111,8 @@ def _array(value: Value) -> Any:
 def _stacked(data: Any, item: Value, scales: Any) -> Value:
     if scales is None:
         return item.with_data(data)
-    scale = LazyScale.of(jnp.reshape(scales, scales.shape + (1,) * (data.ndim - 1)))
+    stacked = jnp.reshape(scales, scales.shape + (1,) * (data.ndim - 1))
+    scale = LazyScale.of(stacked, "one for each turn")
     return Value(data, scale, item.drift, item.dtype)
 
 

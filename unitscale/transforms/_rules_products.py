@@ -22,6 +22,7 @@ from ._values import (
     ONE,
     UNKNOWN,
     Multiple,
+    Terms,
     Value,
     aval_of,
     data_dtype,
@@ -117,7 +118,8 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
             Multiple(data, number), scale * other_scale, drift, dtype, doubt=min(doubt, UNKNOWN)
         )
     product = shaped(lax.mul(*wide_operands(data, other)), x, y)
-    wide = keeps_wide(product.shape, *values)
+    # A square is not rounded before it is summed, however it is written.
+    wide = keeps_wide(product.shape, *values) or eqn.invars[0] is eqn.invars[1]
     return finish(product, scale * other_scale, drift, dtype, doubt=doubt, wide=wide)
 
 
@@ -161,7 +163,7 @@ def _product_type(dtype: Any, preferred: Any) -> Any:
 
 
 def _contract(
-    interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: int, **changes: Any
+    interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: Terms, **changes: Any
 ) -> Value:
     x, y, *rest = values
     x, y = shortened(ready(uniform(x)), ready(uniform(y)))
@@ -175,8 +177,8 @@ def _contract(
         changes["preferred_element_type"] = types[0] if wider else preferred
     scale = scale_of(x) * scale_of(y)
     (drift, doubt), (other, more) = size_of(x, x.data), size_of(y, y.data)
-    drift += other + interpreter.growth(eqn.primitive.name, terms)
-    doubt += more
+    drift += other + interpreter.growth(eqn.primitive.name, terms.count)
+    doubt += more + terms.doubt
 
     def wide(left: Any, right: Any) -> Any:
         return interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)
@@ -191,7 +193,7 @@ def _contract(
     def rounded(left: Any, right: Any) -> Any:
         # By the matrix unit, which writes two bytes then in place of four. What is summed is made
         # small before: the sum itself has no room in float16.
-        if np.size(left) < np.size(right):
+        if Terms.of(left.shape).count < Terms.of(right.shape).count:
             left = times(left, down)
         else:
             right = times(right, down)
@@ -216,7 +218,7 @@ def _is_sure(drift: float, doubt: float) -> bool:
 def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """X @ y: data is multiplied, the root of the contracted size is kept for the scale."""
     contracted = eqn.params["dimension_numbers"][0][0]
-    terms = math.prod(values[0].shape[axis] for axis in contracted)
+    terms = Terms.of(values[0].shape[axis] for axis in contracted)
     return _contract(interpreter, eqn, values, terms)
 
 
@@ -225,7 +227,7 @@ def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
     """As dot_general, for rows in groups."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contracted = numbers.dot_dimension_numbers[0][0]
-    terms = math.prod(values[0].shape[axis] for axis in contracted)
+    terms = Terms.of(values[0].shape[axis] for axis in contracted)
     return _contract(interpreter, eqn, values, terms)
 
 
@@ -234,5 +236,5 @@ def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[V
     """As dot_general; the terms of an output are the kernel's elements per output feature."""
     spec = eqn.params["dimension_numbers"].rhs_spec
     kernel = values[1].shape
-    terms = math.prod(kernel) // max(kernel[spec[0]], 1)
+    terms = Terms.of(n for axis, n in enumerate(kernel) if axis != spec[0])
     return _contract(interpreter, eqn, values, terms)

@@ -13,7 +13,7 @@ from ._registry import register
 from ._rules_carriers import scattered
 from ._rules_products import wide_operands
 from ._settle import finish, keeps_wide
-from ._values import Value, data_dtype, scale_of, shaped, uniform, widen
+from ._values import Terms, Value, data_dtype, scale_of, shaped, uniform, widen
 
 # A sum may be smaller than its operands, or larger by one power of two; never is it certain.
 _CANCELLED = 0.6
@@ -36,24 +36,24 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=wide)
 
 
-def _terms(before: tuple[int, ...], after: tuple[int, ...]) -> int:
-    return max(math.prod(before) // max(math.prod(after), 1), 1)
-
-
-def _doubt_of_sum(x: Value, terms: int) -> float:
+def _doubt_of_sum(x: Value, terms: Terms) -> float:
     # Terms of one sign grow by their number, not by its root.
-    return x.doubt + math.log2(max(terms, 1)) / 4
+    return x.doubt + math.log2(terms.count) / 4 + terms.doubt
 
 
 @register("sum", "reduce_sum")
 def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data; the scale grows by the root of the number of terms."""
+    """Applied to data; the scale grows by the root of the number of terms.
+
+    What is left is small, and not rounded: differences of sums, as the variance of a large mean is,
+    have the digits that float32 gives them.
+    """
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
-    terms = _terms(x.shape, data.shape)
-    growth = interpreter.growth("reduce_sum", terms)
+    terms = Terms.of(x.shape[axis] for axis in eqn.params["axes"])
+    growth = interpreter.growth("reduce_sum", terms.count)
     doubt = _doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt, wide=True)
 
 
 @register("sum", "cumsum")
@@ -61,8 +61,8 @@ def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
     """Applied to data; the scale grows by the root of the length."""
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
-    terms = x.shape[eqn.params["axis"]]
-    growth, doubt = interpreter.growth("cumsum", terms), _doubt_of_sum(x, terms)
+    terms = Terms.of([x.shape[eqn.params["axis"]]])
+    growth, doubt = interpreter.growth("cumsum", terms.count), _doubt_of_sum(x, terms)
     return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
@@ -71,8 +71,9 @@ def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Valu
     """Applied to data; the scale grows by the root of the window."""
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
-    terms = math.prod(eqn.params["window_dimensions"])
-    growth, doubt = interpreter.growth("reduce_window_sum", terms), _doubt_of_sum(x, terms)
+    terms = Terms.of(eqn.params["window_dimensions"])
+    growth = interpreter.growth("reduce_window_sum", terms.count)
+    doubt = _doubt_of_sum(x, terms)
     return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 

@@ -77,7 +77,7 @@ class Scalified:
             >>> scalify(jnp.linalg.cholesky).report(as_scaled(jnp.eye(2)))[0].primitive
             'cholesky'
             >>> print(scalify(lambda x, y: x * y).report(as_scaled(jnp.ones(2)), jnp.ones(2)))
-            exponent: argument at [0]
+            exponent: argument at [0]: given
         """
         found: list[Report] = []
 
@@ -153,18 +153,21 @@ class Scalified:
         closed = jax.make_jaxpr(flat)(*map(traced_aval, traced))
         settings = Settings(self._growth, self._decouple, branches)
         values = list(map(from_input, traced))
-        for value, path in zip(values, _paths(moving, named), strict=True):
+        for value, path in zip(values, _paths((moving, named), skip=1), strict=True):
             settings.see("argument", path, known_atoms([value]))
         results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
         left = [leaving(v) for v in results]
-        settings.see("result", "", known_atoms(left) - known_atoms(results))
-        return jax.tree.unflatten(structure[-1], map(to_output, left)), settings
+        returned = jax.tree.unflatten(structure[-1], map(to_output, left))
+        inside, paths = known_atoms(results), _paths(returned)
+        for value, path in zip(left, paths, strict=True):
+            settings.see("result", path, known_atoms([value]) - inside)
+        return returned, settings
 
 
-def _paths(args: list[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Where in the call each traced leaf stands, as ``[0].weights``."""
-    leaves = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_scaled)
-    return [jax.tree_util.keystr(path[1:]) for path, x in leaves if _is_array(x)]
+def _paths(tree: Any, skip: int = 0) -> list[str]:
+    """Where in a call or in what it returns each array stands, as ``[0].weights``."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_scaled)
+    return [jax.tree_util.keystr(path[skip:]) for path, x in leaves if _is_array(x)]
 
 
 def _is_array(x: Any) -> bool:
@@ -207,9 +210,12 @@ def scalify(
         results are at scale 1, and nothing is measured. Differentiating the scaled function gives
         derivatives with respect to data, scales being constant.
 
-        A cast to float32 in the program changes nothing: its arithmetic is float32 already, and is
-        rounded to the type of the arguments where a chain ends. What is to be stored in float32 is
-        passed in as float32.
+        A cast to float32 in the program changes nothing, since it is traced in float32. What
+        follows one is float32 nonetheless, rounded to the type of the arguments where a chain ends:
+        functions, reductions and what is made of them, such as a softmax, a loss or the variance of
+        a large mean. Not so products of matrices, whose operands and results have the type of the
+        arguments, nor what leaves the program or is carried by a loop. To have these in float32
+        too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass in float32.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an

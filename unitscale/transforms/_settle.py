@@ -85,8 +85,11 @@ def is_wide(value: Value) -> bool:
 
 
 def keeps_wide(shape: tuple[int, ...], *values: Value) -> bool:
-    """Whether an element-wise result stays wide: one of its operands, as large as it, is."""
-    return any(v.shape == shape and is_wide(v) for v in values)
+    """Whether an element-wise result stays wide: one of its operands, of its rank, is.
+
+    As large as the result, or what a reduction over some of its axes has left.
+    """
+    return any(len(v.shape) == len(shape) and is_wide(v) for v in values)
 
 
 def ready(value: Value) -> Value:
@@ -133,7 +136,7 @@ def measured(value: Value) -> Value:
     """Brings data to unit size by the power of two nearest its RMS, read at run time."""
     if value.scale is None or not jnp.size(value.data) or value.is_fill:
         return value
-    unit = LazyScale.of(unit_of(value.data))
+    unit = LazyScale.of(unit_of(value.data), "the size of its data")
     data = narrow(times(widen(value.data), ONE / unit), jnp.result_type(value.data))
     return Value(data, value.scale * unit, 0.0, value.dtype, doubt=_MEASURED)
 

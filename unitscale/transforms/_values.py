@@ -6,6 +6,7 @@ and how far its data may have drifted from unit size. So nothing is rescaled for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ class Value:
 
         def make() -> tuple[Any, LazyScale]:
             wide = widen(self.data)
-            unit = LazyScale.of(unit_of(wide))
+            unit = LazyScale.of(unit_of(wide), "the size of a number")
             return times(wide, ONE / unit), unit
 
         return self.once("split", make)
@@ -219,14 +220,33 @@ def spread(data: Any, like: Any) -> Any:
     return jnp.broadcast_to(data, jnp.shape(like), out_sharding=jax.typeof(like).sharding)
 
 
+class Terms(NamedTuple):
+    """How many numbers a sum adds up: a shape that is exported may have dimensions without one.
+
+    Attributes:
+        count: the product of those that are known.
+        doubt: what the size of the sum is in doubt by for the others.
+    """
+
+    count: int
+    doubt: float = 0.0
+
+    @classmethod
+    def of(cls, dims: Iterable[Any]) -> Terms:
+        """Counts the items of a shape."""
+        dims = list(dims)
+        known = [n for n in dims if isinstance(n, int)]
+        return cls(max(math.prod(known), 1), UNKNOWN if len(known) < len(dims) else 0.0)
+
+
 def shaped(data: Any, *values: Value) -> Any:
     """Broadcasts data to the shape that element-wise operands have together."""
-    shape = np.broadcast_shapes(*(v.shape for v in values))
+    shape = jnp.broadcast_shapes(*(v.shape for v in values))
     return data if jnp.shape(data) == shape else _together(data, *(v.data for v in values))
 
 
 def _together(data: Any, *arrays: Any) -> Any:
-    shape = np.broadcast_shapes(*map(jnp.shape, arrays))
+    shape = jnp.broadcast_shapes(*map(jnp.shape, arrays))
     whole = [a for a in arrays if jnp.shape(a) == shape]
     return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
 
@@ -283,7 +303,8 @@ def uniform(value: Value) -> Value:
     if spans(value.dtype):
         return value.at_one()
     scales = value.scale.array()
-    one = LazyScale.of(jnp.asarray(reduce_scale(scales, scales, None, False)))
+    most = jnp.asarray(reduce_scale(scales, scales, None, False))
+    one = LazyScale.of(most, "one in place of several")
     dtype = jnp.result_type(value.data)
     data = narrow(times(widen(value.data), value.scale / one), dtype)
     return Value(data, one, value.drift, value.dtype, value.const)
