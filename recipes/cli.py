@@ -236,6 +236,12 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         complain(str(error))
         return error.exit_code
+    except (TypeError, ValueError) as error:
+        # What the library says of a call it says to the user: an option of YAML was handed on.
+        if wants_traceback or not str(error).startswith("unitscale."):
+            raise
+        complain(str(error))
+        return 2
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0

@@ -115,7 +115,7 @@ def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         path = attention_path(SHORT, SHORT, "bfloat16")
         assert path.implementation == "plain"
         assert path.reason.endswith("no cuDNN: needs cuDNN 99")
-        with pytest.raises(ValueError, match=r"'cudnn' was .* needs cuDNN 99. Use impl"):
+        with pytest.raises(ValueError, match=r"'cudnn' was .* needs cuDNN 99; use impl"):
             attention_path(SHORT, SHORT, "bfloat16", implementation="cudnn")
 
 

@@ -1,6 +1,7 @@
 """Losses: ordinary values, unit-scaled gradients."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,23 @@ def test_no_token_counts() -> None:
         value, (grad,) = pulled(f, jnp.ones((2, 3, VOCAB)))
         np.testing.assert_array_equal(value, 0)
         np.testing.assert_array_equal(grad, 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_of_no_token_at_all(reduction: Any) -> None:
+    labels = jnp.zeros((0, 3), jnp.int32)
+
+    def whole(x: Any) -> Any:
+        return ops.softmax_cross_entropy(x, labels, reduction=reduction).sum()
+
+    def chunked(x: Any, kernel: Any) -> Any:
+        return ops.readout_cross_entropy(x, kernel, labels, reduction=reduction).sum()
+
+    x, kernel = jnp.ones((0, 3, VOCAB)), jnp.ones((VOCAB, VOCAB))
+    assert jax.value_and_grad(whole)(x)[0] == 0
+    value, (_, grad) = jax.value_and_grad(chunked, (0, 1))(x, kernel)
+    assert value == 0
+    np.testing.assert_array_equal(grad, jnp.zeros_like(kernel))
 
 
 def test_tokens_that_do_not_count_may_hold_anything() -> None:

@@ -350,6 +350,7 @@ ERRORS = [
     (ValueError, lambda: fused(x, kernel[:, :1]), "vocab must be at least 2 .*; got 1"),
     (ValueError, lambda: fused(x, kernel, vocab=6), "at most the columns of the kernel; got 6"),
     (ValueError, lambda: fused(x, kernel, chunk_size=0), "chunk_size must .* got 0"),
+    (ValueError, lambda: fused(x, kernel, chunk_size=2.5), "chunk_size must .* got 2.5"),
     (ValueError, lambda: fused(x, kernel, mult=0), "mult must be positive"),
     (ValueError, lambda: fused(x, kernel, constraint="gmaen"), "unknown constraint 'gmaen'"),
     (TypeError, lambda: fused(x, kernel, where=WHERE + 0), "where must be boolean; got dtype int"),

@@ -125,3 +125,22 @@ def test_errors() -> None:
         scalify(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"static_scaling must be one of unit, identity"):
         scalify(jnp.sin, static_scaling="rms")
+    scaled = scalify(jnp.sin)
+    assert scalify(scaled) is scaled
+    with pytest.raises(ValueError, match="scalified already"):
+        scalify(scaled, decouple=True)
+    with pytest.raises(ValueError, match=r"decoupled\(fn\)"):
+        scaled.branches(as_scaled(jnp.ones(2)))
+
+    def reshaped(x: jax.Array, n: int, *, order: str = "C") -> jax.Array:
+        return x.reshape(n, -1, order=order)
+
+    with pytest.raises(ValueError, match=r"static_argnames .* x, n, order; got m"):
+        scalify(reshaped, static_argnames=("n", "m"))
+    for number in (2, -3):
+        with pytest.raises(ValueError, match=f"static_argnums .*; got {number}"):
+            scalify(reshaped, static_argnums=number)
+    x = as_scaled(jnp.ones(6))
+    for options in ({"static_argnums": -1}, {"static_argnames": ("n", "order")}):
+        assert scalify(reshaped, **options)(x, 2).shape == (2, 3)
+    assert scalify(lambda *x, **named: x[0], static_argnums=5, static_argnames="any")(x) is not None

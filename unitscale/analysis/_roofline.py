@@ -173,6 +173,11 @@ def roofline(compiled: "jax.stages.Compiled | str", device: Device = H200) -> Ro
             "unitscale.analysis.roofline: compiled must be what jax.jit(f).lower(...).compile() "
             f"returns, or its text; got {type(compiled).__name__}"
         )
+    if not isinstance(device, Device):
+        raise TypeError(
+            "unitscale.analysis.roofline: device must be a unitscale.analysis.Device, such as "
+            f"unitscale.analysis.H200; got {device!r}"
+        )
     program = parse(text)
     if not program.computations.get(program.entry):
         raise ValueError(

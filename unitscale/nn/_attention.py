@@ -1,7 +1,7 @@
 """Multi-head attention and its cache."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +188,11 @@ class MultiHeadAttention(nnx.Module):
             raise ValueError(
                 "unitscale.nn.MultiHeadAttention: num_kv_heads must divide num_heads; got "
                 f"num_kv_heads {num_kv_heads}, num_heads {num_heads}"
+            )
+        if implementation not in get_args(ops.Implementation):
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: implementation must be one of "
+                f"{', '.join(get_args(ops.Implementation))}; got {implementation!r}"
             )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = qkv_features // num_heads

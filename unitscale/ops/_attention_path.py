@@ -49,8 +49,8 @@ _TRACING: ContextVar[_Tracing] = ContextVar("attention", default=_NOTHING)
 
 
 def attention_path(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
+    q_shape: Any,
+    k_shape: Any,
     dtype: Any,
     *,
     mask: bool = False,
@@ -70,8 +70,8 @@ def attention_path(
     "plain".
 
     Args:
-        q_shape: (batch, time, heads, d).
-        k_shape: (batch, source, kv_heads, d).
+        q_shape: (batch, time, heads, d), or q itself.
+        k_shape: (batch, source, kv_heads, d), or k itself.
         dtype: that q, k and v have in common; 8-bit data counts as bfloat16.
         mask: whether there is one.
         is_causal: as for the op.
@@ -90,7 +90,8 @@ def attention_path(
         >>> attention_path(shape, shape, "float32").implementation
         'chunked'
     """
-    dtype = jnp.dtype(dtype)
+    dtype = jnp.dtype(getattr(dtype, "dtype", dtype))
+    q_shape, k_shape = (tuple(getattr(x, "shape", x)) for x in (q_shape, k_shape))
     tracing = _TRACING.get()
     wanted: Any = {None: "auto", "xla": "plain"}.get(implementation, implementation)
     wanted = wanted if tracing.forced == "auto" else tracing.forced
@@ -108,8 +109,8 @@ def attention_path(
         refusal = {"plain": lambda: None, "chunked": lambda: whole, "cudnn": no_kernel}[wanted]()
         if refusal is not None:
             raise ValueError(
-                f"{_NAME}: implementation {wanted!r} was asked for, and cannot be had: {refusal}. "
-                'Use implementation="auto", which takes another one.'
+                f"{_NAME}: implementation {wanted!r} was asked for, and cannot be had: "
+                f'{refusal.rstrip(".")}; use implementation="auto", which takes another one.'
             )
         return AttentionPath(wanted, "asked for")
     refusal = (None if tracing.for_nvidia else _no_gpu()) or no_kernel()

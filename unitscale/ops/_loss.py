@@ -165,7 +165,7 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
     if reduction == "sum":
         return jnp.sum(losses, where=where)
     if where is None:
-        return jnp.mean(losses)
+        return jnp.mean(losses) if losses.size else jnp.sum(losses)
     return jnp.sum(losses, where=where) / jnp.maximum(jnp.sum(where), 1)
 
 

@@ -307,9 +307,9 @@ def readout_cross_entropy(
             f"unitscale.ops.{OP}: vocab must be at least 2 and at most the columns of the kernel; "
             f"got {vocab}, and kernel {w.shape}"
         )
-    if chunk_size is not None and chunk_size < 1:
+    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
         raise ValueError(
-            f"unitscale.ops.{OP}: chunk_size must be at least 1 token; got {chunk_size}"
+            f"unitscale.ops.{OP}: chunk_size must be a number of tokens from 1 on; got {chunk_size}"
         )
     lead = labels.shape
     tokens = math.prod(lead)

@@ -112,18 +112,19 @@ class Scalified:
             >>> [(b.narrow, b.wide) for b in f.branches(as_scaled(jnp.ones(2), dtype=jnp.float16))]
             [(1, 0)]
         """
+        if not self._decouple:
+            raise ValueError(
+                "unitscale.scalify: branches are those of a decoupled function; call "
+                "transforms.decoupled(fn), or scalify(fn, decouple=True)"
+            )
         counted = Branches()
         jax.block_until_ready(self._run(args, kwargs, counted)[0])
         return counted.found()
 
     def _static_positions(self, count: int) -> set[int]:
         positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
-        if self._static_argnames:
-            try:
-                names = list(inspect.signature(self._function).parameters)
-            except (TypeError, ValueError):
-                names = []
-            positions |= {names.index(n) for n in self._static_argnames if n in names}
+        names = list(_parameters(self._function))
+        positions |= {names.index(n) for n in self._static_argnames if n in names}
         return {i for i in positions if i < count}
 
     def _run(
@@ -168,6 +169,35 @@ def _paths(tree: Any, skip: int = 0) -> list[str]:
     """Where in a call or in what it returns each array stands, as ``[0].weights``."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_scaled)
     return [jax.tree_util.keystr(path[skip:]) for path, x in leaves if _is_array(x)]
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Those of a signature; none of a function of C without one."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_static(
+    function: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
+) -> None:
+    """Refuses static arguments that the function does not have, as `jax.jit` does."""
+    parameters = _parameters(function)
+    kinds = [p.kind for p in parameters.values()]
+    count = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
+    any_name = not kinds or inspect.Parameter.VAR_KEYWORD in kinds
+    any_number = not kinds or inspect.Parameter.VAR_POSITIONAL in kinds
+    wrong = {
+        "static_argnames": [n for n in argnames if not any_name and n not in parameters],
+        "static_argnums": [n for n in argnums if not any_number and not -count <= n < count],
+    }
+    for option, found in wrong.items():
+        if found:
+            raise ValueError(
+                f"unitscale.scalify: {option} must be of the function's arguments, "
+                f"{', '.join(parameters)}; got {', '.join(map(str, found))}"
+            )
 
 
 def _is_array(x: Any) -> bool:
@@ -252,12 +282,19 @@ def scalify(
         Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
         2024, arXiv 2407.17353.
     """
-    if isinstance(fn, Scalified):
-        return fn
     if not callable(fn):
         raise TypeError(f"unitscale.scalify: expected a function; got {type(fn).__name__}")
     argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if isinstance(fn, Scalified):
+        given = (argnums, argnames, static_scaling, scale_rounding, decouple)
+        if given == ((), (), "unit", "carried", False):
+            return fn
+        raise ValueError(
+            "unitscale.scalify: the function is scalified already, and options came with it again; "
+            "give them to the first call of scalify"
+        )
+    _check_static(fn, argnums, argnames)
     return Scalified(fn, argnums, argnames, static_scaling, scale_rounding, decouple)
 
 
