@@ -11,9 +11,10 @@ class RopeConfig(Section):
     """Rotary position embedding."""
 
     base: Positive = Field(default=10000.0, description="what the wavelengths are powers of")
-    scaling: Literal["none", "linear", "llama3"] = Field(
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
         default="none",
-        description="all frequencies over `factor`, or those of long wavelengths (Llama 3)",
+        description="all frequencies over `factor` (linear), or those of long wavelengths (llama3, "
+        "yarn); dynamic scales none up to `context`, and longer sequences are refused",
     )
     factor: Positive = Field(default=1.0, description="what frequencies are divided by")
     low_factor: Positive = Field(
@@ -23,7 +24,20 @@ class RopeConfig(Section):
         default=4.0, description="llama3: wavelengths below context over this are kept"
     )
     context: Count = Field(
-        default=8192, description="llama3: the longest sequence before it was scaled"
+        default=8192,
+        description="llama3, yarn, dynamic: the longest sequence before it was scaled",
+    )
+    fast: Positive = Field(
+        default=32.0, description="yarn: frequencies that turn more often in context are kept"
+    )
+    slow: Positive = Field(
+        default=1.0, description="yarn: those that turn less often are scaled wholly"
+    )
+    truncate: Flag = Field(
+        default=True, description="yarn: the band between the two is of whole pairs of features"
+    )
+    attention_factor: Positive = Field(
+        default=1.0, description="yarn: what rotated queries and keys are multiplied by"
     )
 
     @model_validator(mode="after")
@@ -32,6 +46,11 @@ class RopeConfig(Section):
             raise ValueError(
                 "rope scaling llama3 needs a high_factor above its low_factor; got "
                 f"{self.high_factor} and {self.low_factor}; correct them"
+            )
+        if self.scaling == "yarn" and (self.fast < self.slow or self.base <= 1):
+            raise ValueError(
+                "rope scaling yarn needs a beta_fast of at least its beta_slow, and a base above "
+                f"1; got {self.fast}, {self.slow} and {self.base}; correct them"
             )
         return self
 

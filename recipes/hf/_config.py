@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import RecipeError
+from ..errors import RecipeError, clipped
 from ._decoders import DECODERS
 from ._encoders import ENCODERS, BertConfig, ModernBertConfig
 from ._folder import CONFIG, read_config
@@ -49,12 +49,23 @@ TASKS: dict[str, dict[Task, str]] = {
 
 
 def model_type(config: dict[str, Any], path: Path) -> str:
-    """The model type of a config.json."""
+    """The model type of a config.json, which brings no code of its own for the model.
+
+    Such code may compute something else under the names of the standard classes (MosaicBERT is a
+    "BertForMaskedLM" with ALiBi). Code of a tokenizer is not needed, as tokenizer.json is read.
+    """
     kind = config.get("model_type")
     if kind not in TASKS:
         raise RecipeError(
             f"{path / CONFIG}: expected model_type {', '.join(TASKS)}; got {kind!r}; no other "
             "architecture is supported"
+        )
+    code = config.get("auto_map") or {}
+    if not isinstance(code, dict) or code.keys() - {"AutoTokenizer"}:
+        raise RecipeError(
+            f"{path / CONFIG}: auto_map: expected no code for the model but that of transformers; "
+            f"got {clipped(code)}, which is not run and may compute something else; if it does "
+            "not, remove auto_map"
         )
     return kind
 

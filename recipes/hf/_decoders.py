@@ -3,15 +3,16 @@
 The defaults are those of `transformers`, which leaves out of the file what is a default.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ..config import Count, DecoderConfig, Flag, GPTModelConfig, Positive, RopeConfig
-from ..errors import RecipeError, clipped
+from ..config import Count, DecoderConfig, Flag, GPTModelConfig, Positive
+from ..errors import RecipeError
 from ._folder import CONFIG
+from ._positions import read_rope, rope_of
 from ._schema import known_only, validated
 
 Activation = Annotated[
@@ -58,64 +59,6 @@ def gpt2_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
     return validated(GPTModelConfig, shape, path)
 
 
-class _RopeFile(BaseModel):
-    """`rope_parameters`, or the older `rope_scaling`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    rope_type: Literal["default", "linear", "llama3"] = "default"
-    rope_theta: Positive | None = None
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Count | None = None
-
-
-_SCALED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-"""What each kind of scaling needs to be told."""
-
-
-def _rope(values: Mapping[str, Any], base: float, context: int, path: Path, key: str) -> RopeConfig:
-    kind = values.get("rope_type", values.get("type", "default"))
-    given = {name: value for name, value in values.items() if name != "type"}
-    file = validated(_RopeFile, given | {"rope_type": kind}, path, key)
-    if missing := [name for name in _SCALED[file.rope_type] if getattr(file, name) is None]:
-        raise RecipeError(
-            f"{path / CONFIG}: {key}: expected rope_type {kind} with {', '.join(missing)}; got "
-            f"{clipped(dict(values))}; copy the file again"
-        )
-    shape = {"base": file.rope_theta or base}
-    if file.rope_type != "default":
-        shape |= {"scaling": file.rope_type, "factor": file.factor}
-    if file.rope_type == "llama3":
-        shape |= {
-            "low_factor": file.low_freq_factor,
-            "high_factor": file.high_freq_factor,
-            "context": file.original_max_position_embeddings or context,
-        }
-    return validated(RopeConfig, shape, path, key)
-
-
-def rope_of(
-    given: Mapping[str, Any] | None, bases: Mapping[str, float], context: int, path: Path
-) -> dict[str, RopeConfig]:
-    """Rotary positions of each kind of layer, from `rope_parameters` that has a part for each."""
-    given = given or {}
-    if extra := given.keys() - bases.keys():
-        raise RecipeError(
-            f"{path / CONFIG}: rope_parameters: expected {' and '.join(bases)}; got "
-            f"{min(extra)}; copy the file again"
-        )
-    return {
-        kind: _rope(given.get(kind) or {}, base, context, path, f"rope_parameters.{kind}")
-        for kind, base in bases.items()
-    }
-
-
 class _Decoder(BaseModel):
     """What every file of the family has, with Llama's defaults."""
 
@@ -144,7 +87,7 @@ class _Decoder(BaseModel):
         key = "rope_scaling" if self.rope_scaling else "rope_parameters"
         values = self.rope_scaling or self.rope_parameters or {}
         base, context = self.rope_theta or 10000.0, self.max_position_embeddings
-        return {"rope": _rope(values, base, context, path, key)}
+        return {"rope": read_rope(values, base, context, path, key)}
 
 
 def local_layers(types: list[LayerType] | None, usual: list[bool], path: Path) -> tuple[int, ...]:
@@ -166,6 +109,7 @@ class _Llama(_Decoder):
     hidden_act: Activation = "silu"
     attention_bias: Flag = False
     mlp_bias: Flag = False
+    rope_interleaved: Literal[False] | None = None  # SmolLM2: another layout of the pairs
 
     def variant(self, path: Path) -> dict[str, Any]:
         mlp = ("mlp",) if self.mlp_bias else ()
@@ -245,6 +189,7 @@ class _Gemma2(_Layered):
     tie_word_embeddings: Flag = True
     hidden_activation: Activation = "gelu_tanh"
     hidden_act: Any = None  # left over: hidden_activation counts
+    sliding_window_size: Count | None = None  # left over, of 9B: sliding_window counts
     attention_bias: Flag = False
     query_pre_attn_scalar: Positive = 256
     attn_logit_softcapping: Positive | None = 50.0
@@ -255,6 +200,11 @@ class _Gemma2(_Layered):
         return index % 2 == 0
 
     def variant(self, path: Path) -> dict[str, Any]:
+        if self.sliding_window_size not in (None, self.sliding_window):
+            raise RecipeError(
+                f"{path / CONFIG}: sliding_window_size: expected sliding_window, "
+                f"{self.sliding_window}; got {self.sliding_window_size}; correct the file"
+            )
         return {
             "activation": self.hidden_activation,
             "biases": attention_biases(self.attention_bias),

@@ -10,7 +10,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..config import Count, Flag, Fraction, GPTModelConfig, Positive, Section, Whole
-from ._decoders import Activation, LayerType, attention_biases, local_layers, rope_of
+from ._decoders import Activation, LayerType, attention_biases, local_layers
+from ._positions import rope_of
 from ._schema import known_only, validated
 
 
@@ -131,14 +132,15 @@ class _ModernFile(BaseModel):
     global_rope_theta: Positive | None = None
     local_rope_theta: Positive | None = None
     tie_word_embeddings: Flag = True
-    position_embedding_type: Literal["absolute"] = "absolute"  # left over: positions are rotary
+    # Left over: positions are rotary.
+    position_embedding_type: Literal["absolute", "sans_pos"] = "absolute"
     num_labels: Count | None = None
 
 
 # Beside those of every file, what only draws, pads or trains.
 _INERT = {
-    *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile", "problem_type"),
-    *("embedding_dropout", "classifier_dropout", "cls_token_id", "layer_norm_eps"),
+    *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile"),
+    *("embedding_dropout", "classifier_dropout", "layer_norm_eps"),
     *("repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"),
 }
 

@@ -17,7 +17,7 @@ from unitscale.core import stream
 
 from ..config import GPTModelConfig, ScalifyConfig
 from .layers import Parts, attend
-from .rope import frequencies, rotate
+from .rope import check_length, frequencies, rotate
 
 
 class KVCache(NamedTuple):
@@ -75,8 +75,9 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rope is not None:
-            turns = frequencies(self.head_dim, self.rope)
-            q, k = rotate(q, positions, turns), rotate(k, positions, turns)
+            check_length(self.rope, time if past is None else past[0].shape[1])
+            turns, factor = frequencies(self.head_dim, self.rope), self.rope.attention_factor
+            q, k = (rotate(x, positions, turns, factor) for x in (q, k))
         if past is not None:
             put = jax.lax.dynamic_update_slice_in_dim
             k, v = past = put(past[0], k, positions[0], 1), put(past[1], v, positions[0], 1)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from recipes.config import DecoderConfig, GPTModelConfig
 from recipes.errors import RecipeError
-from recipes.hf import load
+from recipes.hf import load, save
 from recipes.hf._decoders import FAMILY, family_shape
 from tests.recipes.make_pretrained_fixtures import DECODERS, LINEAR, LLAMA3
 from tests.recipes.pretrained import FIXTURES, change_config, copied, reference
@@ -115,6 +115,8 @@ def test_a_published_file() -> None:
 
 
 LOCAL = {"rope_type": "default", "rope_theta": 20.0}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0}
+YARN |= {"original_max_position_embeddings": 16, "beta_fast": 2.0}
 # folder, keys that change what is computed but no tensor
 COUNT = [
     ("llama2", {"rms_norm_eps": 0.1}),
@@ -126,6 +128,7 @@ COUNT = [
     ("llama3", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5}}),
     ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 3.0}}),
     ("llama3", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}}),
+    ("qwen3", {"rope_parameters": YARN}),
     ("mistral", {"sliding_window": 5}),
     ("qwen2", {"sliding_window": 4}),
     ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
@@ -162,6 +165,52 @@ def test_cached_logits_are_the_uncached_ones(folder: str) -> None:
         out, cache = step(state, jnp.asarray(piece), cache)
         pieces.append(out)
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), expected, atol=TOLERANCE)
+
+
+def scaled(rope: dict[str, Any], to: Path) -> Path:
+    """A Qwen3 whose rotary positions are scaled."""
+    folder = copied("qwen3", to)
+    change_config(folder, rope_parameters=rope)
+    return folder
+
+
+def test_yarn_is_cached_and_written_back(tmp_path: Path) -> None:
+    folder = scaled(YARN, tmp_path)
+    (ids,), _ = reference(folder)
+    read = load(folder)
+    whole = read.model(ids)
+    cache = read.model.init_cache(len(ids), ids.shape[1])
+    first, cache = read.model(ids[:, :7], cache=cache)
+    rest, _ = read.model(ids[:, 7:], cache=cache)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, atol=TOLERANCE)
+    save(read, tmp_path / "new")
+    for file in (tmp_path / "new").iterdir():
+        assert file.read_bytes() == (folder / file.name).read_bytes()
+
+
+def test_yarn_multiplies_the_scores(tmp_path: Path) -> None:
+    """A factor f of queries and keys is one of f^2 of the scores."""
+    folder = scaled(YARN | {"attention_factor": 1.5}, tmp_path)
+    (ids,), _ = reference(folder)
+    found = load(folder).model(ids)
+    other = load(scaled(YARN | {"attention_factor": 1.0}, tmp_path / "plain")).model
+    for layer in other.layers:
+        layer.attention.scale = 1.5**2 * layer.attention.head_dim**-0.5
+    np.testing.assert_allclose(found, other(ids), atol=TOLERANCE)
+    assert np.abs(np.asarray(found) - reference(folder)[1]).max() > 5 * TOLERANCE
+
+
+def test_dynamic_scaling_is_none_in_its_context(tmp_path: Path) -> None:
+    plain = json.loads((FIXTURES / "qwen3" / "config.json").read_text("utf-8"))["rope_parameters"]
+    folder = scaled(plain | {"rope_type": "dynamic", "factor": 4.0}, tmp_path)
+    (ids,), expected = reference(folder)
+    model = load(folder).model
+    np.testing.assert_allclose(model(ids), expected, atol=TOLERANCE)
+    longer = np.zeros((1, 65), np.int32)
+    with pytest.raises(ValueError, match=r"at most 64 positions, .*; got 65"):
+        model(longer)
+    with pytest.raises(ValueError, match=r"at most 64 positions, .*; got 65"):
+        model(ids, cache=model.init_cache(len(ids), 65))
 
 
 def test_what_is_off_changes_nothing() -> None:

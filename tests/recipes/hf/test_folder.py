@@ -122,7 +122,12 @@ MISTAKES = [
         r"quantization_config: .*; if it does",
     ),
     ("mistral", config(layer_types=["full_attention"] * 2), r"layer_types: expected no key"),
-    ("llama3", rope(rope_type="yarn", factor=2.0), r"rope_parameters\.rope_type: .*; got 'yarn'"),
+    ("llama3", rope(rope_type="longrope"), r"rope_parameters\.rope_type: .*; got 'longrope'"),
+    (
+        "llama3",
+        rope(rope_type="yarn", factor=2.0, beta_fast=0.5),
+        r"config\.json: .*beta_fast of at least its beta_slow, .*; got 0\.5, 1\.0 and 10000\.0",
+    ),
     ("llama3", rope(rope_type="llama3", factor=2.0), r"llama3 with low_freq_factor, high_freq_fa"),
     ("llama3", rope(partial_rotary_factor=0.5), r"partial_rotary_factor: expected no such key"),
     ("gemma3", rope(rope_theta=5.0), r"expected full_attention and sliding_attention; got rope_th"),
