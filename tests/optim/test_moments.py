@@ -144,19 +144,6 @@ def test_stochastic_rounding_is_unbiased(root: bool) -> None:
     assert abs(y.mean() - true) < 5 * step / 2 / n**0.5
 
 
-def test_a_square_root_is_a_tree() -> None:
-    root = SquareRoot(ScaledArray(jnp.array([3.0, -0.5]), 2.0))
-    np.testing.assert_array_equal(root.value, [36.0, -1.0])
-    again = jax.tree.map(lambda x: x, root)
-    assert is_stored(again)
-    np.testing.assert_array_equal(again.value, root.value)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(root)]
-    assert paths == [".root.data", ".root.scale"]
-    assert root.shape == (2,)
-    assert root.nbytes == 12
-    assert repr(root) == "SquareRoot(ScaledArray(float32[2], scale=2))"
-
-
 def test_errors() -> None:
     for bad in ("E4M3", "float4_e2m1fn", "float6_e2m3fn", "float8_e8m0fnu", "float64"):
         with pytest.raises(ValueError, match=r"Moment: dtype must be a float8, float16, bfloat16"):

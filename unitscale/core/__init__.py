@@ -5,7 +5,13 @@ Everything else in the library stands on this package, which needs jax, numpy an
 
 from . import _export as _export
 from ._arithmetic import result_dtype as result_dtype
-from ._batch import batch_over as batch_over, shards as shards
+from ._batch import (
+    batch_of as batch_of,
+    batch_over as batch_over,
+    batch_size as batch_size,
+    named_batch as named_batch,
+    shards as shards,
+)
 from ._cast import (
     CastRounding as CastRounding,
     cast as cast,
@@ -69,5 +75,6 @@ from ._scale import (
     to_float as to_float,
 )
 from ._scaled_array import ScaledArray as ScaledArray
+from ._square_root import SquareRoot as SquareRoot
 from ._statistics import amax as amax, optimal_scale as optimal_scale, rms as rms
 from ._vjp import custom_vjp as custom_vjp, vary_alike as vary_alike

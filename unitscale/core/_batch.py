@@ -1,4 +1,4 @@
-"""Into how many parts a batch is divided: factors that hold a batch size mean the whole batch."""
+"""The batch size that factors hold: that of the whole batch, whatever it is divided over."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from ._vjp import varying
 
 # A part of the keys of JAX's caches, so that what was traced inside is not used outside.
 _AXES: Any = jax.make_user_context(None)
+_ITEMS: Any = jax.make_user_context(None)
 
 
 @contextmanager
@@ -62,6 +63,61 @@ def batch_over(axis_name: str | Sequence[str]) -> Iterator[None]:
     """
     with _AXES((axis_name,) if isinstance(axis_name, str) else tuple(axis_name)):
         yield
+
+
+@contextmanager
+def batch_size(items: int) -> Iterator[None]:
+    """Says what every op takes for its batch size, while a function is traced.
+
+    Scaling:
+        A weight's gradient sums over the items that it meets, and has (number of items)^-1/2; a
+        mean loss keeps its 1/N out of the backward. Both are constants where a weight, or a loss,
+        stands once in a program. Where a loss uses weights on inputs of several sizes (one encoder
+        of queries and documents, one table of source and target, one head on levels of several
+        resolutions), or adds losses over several batches, each would count with a constant of its
+        own, and the gradient would have another direction. Within this context all have the same:
+        ``items``, best near the largest of them, for gradients near unit size.
+
+    Args:
+        items: tokens, rows or positions, from 1 on, of all devices together.
+
+    Raises:
+        ValueError: if it is no such number.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from unitscale import ops
+        >>> def loss(w):
+        ...     with batch_size(4):
+        ...         query = ops.dense(jnp.ones((1, 2)), w)
+        ...         documents = ops.dense(jnp.ones((4, 2)), w)
+        ...     return query.value.sum() + 2 * documents.value.sum()
+        >>> print(jax.grad(loss)(jnp.ones((2, 3)))[0])  # (1 + 2 * 4) / 4^1/2
+        [4.5 4.5 4.5]
+    """
+    if isinstance(items, bool) or not isinstance(items, int) or items < 1:
+        raise ValueError(
+            f"unitscale.batch_size: items must be a number of items from 1 on; got {items!r}"
+        )
+    with _ITEMS(items):
+        yield
+
+
+def batch_of(items: int, *activations: jax.Array) -> int:
+    """The batch size of an op: its items, on all devices together, or what `batch_size` says.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> with batch_size(64):
+        ...     print(batch_of(8, jnp.ones((8, 2))))
+        64
+    """
+    return max(items, 1) * shards(*activations) if _ITEMS.value is None else _ITEMS.value
+
+
+def named_batch() -> int | None:
+    """What `batch_size` says; None outside of it."""
+    return _ITEMS.value
 
 
 def shards(*activations: jax.Array) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 
 from flax import serialization
 
-from ..core import ScaledArray
-from ..optim import SquareRoot
+from ..core import ScaledArray, SquareRoot
 
 _PARTS = {ScaledArray: ("data", "scale"), SquareRoot: ("root",)}
 

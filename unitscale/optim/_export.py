@@ -2,7 +2,7 @@
 
 from jax import export
 
-from ._moments import SquareRoot
+from ..core import SquareRoot
 from ._nonfinite import SkipState
 from ._scaled import ScaledState
 

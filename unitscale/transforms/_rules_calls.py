@@ -13,7 +13,8 @@ from ._registry import register
 from ._values import Value
 
 # What jit says of a result whose sharding the compiler chooses; JAX has no public name for it.
-_UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
+with jax.disable_jit(False):  # as the environment may have it disabled
+    _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 
 
 def without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[Any]]:
