@@ -214,3 +214,18 @@ def test_a_strategy_with_a_state_needs_it() -> None:
     x = jnp.full((2, 2), 3.0)
     y = dot_general(config, QuantState.create(Delayed()))(x, x, (((1,), (0,)), ((), ())))
     np.testing.assert_array_equal(y, 18)
+
+
+def test_einsum_of_a_batch_of_one_is_broadcast() -> None:
+    x, y = jnp.ones((1, 3, 4)), jnp.ones((6, 4, 2))
+    found = einsum(MatmulConfig())("bij,bjk->bik", x, y)
+    np.testing.assert_array_equal(found, jnp.einsum("bij,bjk->bik", x, y))
+
+
+@pytest.mark.parametrize("strategy", [Unit(), Dynamic(), Block()])
+def test_gradients_of_a_product_of_vectors(strategy: Any) -> None:
+    x = jnp.arange(1.0, 65.0)
+    op = einsum(MatmulConfig(strategy=strategy))
+    found = jax.grad(lambda a, b: op("i,i->", a, b), (0, 1))(x, x)
+    for grad in found:
+        np.testing.assert_allclose(grad, x, rtol=2**-4)

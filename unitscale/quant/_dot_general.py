@@ -188,4 +188,12 @@ def _is_one_product(subscripts: Any, operands: list[jax.Array]) -> bool:
         and len(operands) == 2
         and all(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
         and not einsum_problem(subscripts)
+        and _has_one_size_per_label(subscripts, *operands)
     )
+
+
+def _has_one_size_per_label(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> bool:
+    """Whether nothing is broadcast: `jnp.einsum` takes 1 for any size."""
+    spec = einsum_contraction(subscripts, lhs.ndim)
+    sizes = dict(zip(spec.lhs, lhs.shape, strict=False))
+    return all(sizes.get(c, n) == n for c, n in zip(spec.rhs, rhs.shape, strict=False))

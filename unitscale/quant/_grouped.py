@@ -54,7 +54,7 @@ def group_of(sizes: jax.Array, index: jax.Array) -> jax.Array:
         [0 0 2 3]
     """
     # Not `jnp.searchsorted`, which jax 0.10.2 refuses inside of shard_map.
-    return jnp.sum(jnp.cumsum(sizes) <= index[:, None], axis=1, dtype=index.dtype)
+    return jnp.sum(jnp.cumsum(sizes)[None] <= index[:, None], axis=1, dtype=index.dtype)
 
 
 def _blocks(sizes: jax.Array, rows: int, size: int) -> _Blocks:

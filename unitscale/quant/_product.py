@@ -14,6 +14,7 @@ from ..core import ScaledArray, custom_vjp, format_of, result_dtype, to_float, w
 from ._amax import needs_scale, tensor_scale
 from ._config import MatmulConfig
 from ._contraction import Contraction, Factor, in_result, placed_as, product
+from ._once import differentiated_once
 from ._quantize import quantize, quantize_at
 from ._state import QuantState, Seen, check_state, measure, state_gradient
 from ._strategies import Block, Dynamic, Static
@@ -50,9 +51,23 @@ def quantize_tensor(
 
     Returns:
         The ScaledArray (or the array itself), and what a state is to see of it.
+
+    Raises:
+        TypeError: where it is differentiated: see `differentiated_once`.
     """
     if config is None:
         return x, None
+    quantized, seen = _quantized(x, which, axes, config, state)
+    return differentiated_once(quantized), seen
+
+
+def _quantized(
+    x: jax.Array,
+    which: int,
+    axes: tuple[int, ...],
+    config: MatmulConfig,
+    state: QuantState | None,
+) -> tuple[ScaledArray, Seen | None]:
     dtype = (config.lhs, config.rhs, config.cotangent)[which]
     strategy = config.strategy
     if state is not None:

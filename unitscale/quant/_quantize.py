@@ -49,7 +49,8 @@ def _block_shape(shape: tuple[int, ...], block: Block, summed: tuple[int, ...]) 
 def _block_amax(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """The largest magnitude of each block; ragged ends are blocks of their own."""
     pads = [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)]
-    x = jnp.pad(jnp.abs(widen(x)), pads)
+    x = jnp.abs(widen(x))
+    x = jnp.pad(x, pads) if pads else x  # of a number, JAX pads no axis
     split = [part for n, size in zip(x.shape, sizes, strict=True) for part in (n // size, size)]
     return jnp.max(x.reshape(split), axis=tuple(range(1, len(split), 2)), initial=0.0)
 
