@@ -26,6 +26,7 @@ from .core import (
     ScaledArray as ScaledArray,
     as_scaled as as_scaled,
     batch_over as batch_over,
+    batch_size as batch_size,
     cast as cast,
     grad as grad,
     map_values as map_values,

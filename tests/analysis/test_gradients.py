@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.analysis.models import BROKEN, VALID, WEIGHTS, X, beside
-from unitscale import as_scaled, ops
+from unitscale import as_scaled, batch_size, ops
 from unitscale.analysis import check_gradients
 
 
@@ -75,3 +75,24 @@ def test_bad_input_gets_an_answer() -> None:
         check_gradients(lambda p, x: jnp.sum(jnp.log(-jnp.abs(p["c"]))), WEIGHTS, X)
     with pytest.raises(ValueError, match="returns one floating scalar"):
         check_gradients(lambda p, x: p["c"] * x[:4], WEIGHTS, X)
+
+
+def test_weights_on_inputs_of_several_sizes() -> None:
+    """As of one encoder for queries and documents: each call would have a constant of its own."""
+    short = X[:2]
+
+    def encode(p, x):
+        return jnp.sum(ops.tanh(ops.dense(x, p["c"])).value, 0)
+
+    def loss(p, x):
+        return jnp.sum(encode(p, short) * encode(p, x))
+
+    def named(p, x):
+        with batch_size(len(x)):
+            return loss(p, x)
+
+    weights = {"c": WEIGHTS["c"]}
+    report = check_gradients(loss, weights, X)
+    assert [p.verdict for p in report.parameters] == ["wrong direction"]
+    assert "unitscale.batch_size(n)" in str(report)
+    assert check_gradients(named, weights, X)

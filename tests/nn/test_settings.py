@@ -50,6 +50,19 @@ def test_strict_promotion_of_a_step(tied) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_ranks_that_are_not_promoted(name) -> None:
+    model, layer = make(name, "float16")
+    with jax.numpy_rank_promotion("raise"):
+        nnx.eval_shape(nn.grad(loss), model, layer.input())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_that_are_not_promoted_in_a_step(tied) -> None:
+    with jax.numpy_rank_promotion("raise"):
+        assert nnx.eval_shape(step, *trained("bfloat16", tied=tied)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_x64_changes_no_format(name) -> None:
     with jax.enable_x64(True):
         model, layer = make(name, "float16")

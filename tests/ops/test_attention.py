@@ -167,6 +167,21 @@ def test_float16_takes_the_plain_path_to_the_same_result(kwargs) -> None:
         np.testing.assert_allclose(np.float32(half), single, atol=4 * 2**-10 * scale, rtol=0)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"mask": MASK}], ids=str)
+@pytest.mark.parametrize("implementation", ["plain", "chunked"])
+def test_strict_promotion(implementation, kwargs) -> None:
+    """Where it is lowered too: JAX's own attention then promotes bfloat16."""
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in normal("strict", *[(2, 3, 4, 8)] * 3))
+    f = functools.partial(ops.dot_product_attention, implementation=implementation, **kwargs)
+    expected = pulled(f, q, k, v)
+    with jax.numpy_dtype_promotion("strict"):
+        value, pull = jax.vjp(jax.jit(lambda *x: f(*x).value), q, k, v)
+        found = [value, *pull(jnp.ones_like(value))]
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, e = (np.asarray(x, np.float32) for x in (a, e))
+        np.testing.assert_allclose(a, e, rtol=0, atol=2**-6 * np.abs(e).max())
+
+
 def test_float16_gradients_overflow_only_where_they_are_beyond_its_range() -> None:
     """The weights' gradient, a sum over the head, is larger than those of q, k and v."""
     shape = (1, 64, 2, 64)

@@ -21,6 +21,10 @@ from ._source import Source, source_of
 # Factors are rounded to float32, and a few of them are multiplied in an op.
 _TOLERANCE = 1e-5
 _MOST = 100
+_SIZES = (
+    "one line is called on inputs of several sizes: trace the loss within unitscale.batch_size(n), "
+    "with n near the largest of them"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,8 @@ def blame(graph: Graph, ratios: dict[tuple[int, ...], list[Ratio | None]]) -> tu
             constants = tuple(constant for _, constant in suspects[call])
             advice = _advice(graph, inner, source, [edge for edge, _ in suspects[call]])
         known = found.get(source)
+        if call in guilty and known and not set(constants) <= set(known.ratios):
+            advice = _SIZES
         found[source] = Guilty(source, (*(known.ratios if known else ()), *constants), advice)
     return tuple(found.values())
 
@@ -158,7 +164,8 @@ def _advice(graph: Graph, inner: list[Edge], source: Source, edges: list[Edge]) 
     if shared:
         return (
             "a parameter is used several times with different factors: make the factors of its "
-            "uses agree, as nn.Embed and its attend do, or give each use a parameter of its own"
+            "uses agree, by unitscale.batch_size(n) around the loss if inputs of several sizes "
+            "meet it, or as nn.Embed and its attend do, or give each use a parameter of its own"
         )
     if source.op.startswith("residual"):
         return (

@@ -104,8 +104,7 @@ class MultiHeadAttention(nnx.Module):
         decode: False, as modules of Flax say it; `init_cache` and `decode` generate tokens.
         context: what lies below the layer, for a factor that counts what tokens share by then; by
             default values at different positions are taken as independent.
-        implementation: "auto", "plain", "chunked" or "cudnn": see `ops.dot_product_attention`.
-            `decode` is always "auto".
+        implementation: as for `ops.dot_product_attention`; `decode` is always "auto".
         policy: formats; a `Policy` or the name of a preset.
         rngs: streams of random keys ("params", and "dropout" if there is any).
         keep_rngs: whether a layer with dropout keeps a stream of keys; without, calls give rngs.

@@ -93,6 +93,11 @@ def unit_scale(
         stands between layers is not seen: residual sums, activations and losses stay as they are;
         write those with `unitscale.ops`.
 
+        Backward factors suit a loss that uses each layer once, and is differentiated by parameters.
+        A loss that uses layers on inputs of several sizes is traced within `unitscale.batch_size`.
+        One that holds a gradient by an input, as forces and gradient penalties are, needs plain
+        layers: of unit-scaled ones it is a multiple of the derivative.
+
     Args:
         model: a module, which is not changed.
         policy: formats of the new layers; a `Policy` or the name of a preset. A dtype that a

@@ -149,7 +149,7 @@ def dot_product_attention(
         y = _fused(qd, kd, vd, *call)
     elif path == "chunked":
         y = attend_in_chunks(qd, kd, vd, *call, tuple(scales))
-    elif rate or vd.dtype in (jnp.float64, jnp.float16):
+    elif rate or vd.dtype in (jnp.float64, jnp.float16) or _is_strict():
         y = _attend(qd, kd, vd, *call, scales, rate, dropout_key)
     else:
         y = _plain(qd, kd, vd, *call)
@@ -194,14 +194,18 @@ def _fused(q, k, v, mask, is_causal, logit_factor):
 
 
 def _plain(q, k, v, mask, is_causal, logit_factor):
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own does not run under the strict one
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=is_causal, scale=logit_factor, implementation="xla"
-        )
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=is_causal, scale=logit_factor, implementation="xla"
+    )
+
+
+def _is_strict() -> bool:
+    """Whether types are not promoted: JAX's own attention promotes, when it is lowered too."""
+    return jax.config.jax_numpy_dtype_promotion == "strict"
 
 
 def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
-    """What `_plain` has not: dropout, a softmax in float64, and float16.
+    """What `_plain` has not: dropout, a softmax in float64, strict promotion, and float16.
 
     It rounds the gradient of the weights to float16, which overflows long before those of q, k and
     v do; and the product of q with its scale may leave that range, so here logits are scaled.

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, shards
+from ..core import ScaledArray, batch_of
 from ..quant import MatmulConfig, QuantState, contract
 from ..quant._einsum import einsum_contraction, einsum_problem
 from ..rules import Constraint
@@ -84,7 +84,7 @@ def einsum(
     factors = rules.dense(
         max(math.prod(summed), 1),
         max(math.prod(given), 1),
-        max(math.prod(batch), 1) * shards(data),
+        batch_of(math.prod(batch), data),
         constraint=constraint,
     )
     y = contract(

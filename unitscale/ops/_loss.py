@@ -10,7 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import TENSOR_AXES, custom_vjp, dithered, narrow, shards, ways, widen
+from ..core import (
+    TENSOR_AXES,
+    custom_vjp,
+    dithered,
+    named_batch,
+    narrow,
+    scale_bwd,
+    shards,
+    ways,
+    widen,
+)
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
 
 Reduction = Literal["mean", "sum", "none"]
@@ -100,6 +110,11 @@ def token_losses(of_labels: jax.Array, norm: Normalizer) -> jax.Array:
     return norm.log_total + norm.largest - of_labels
 
 
+def _classes(z: jax.Array, dtype: Any) -> jax.Array:
+    """The class of every logit."""
+    return lax.broadcasted_iota(dtype, z.shape, z.ndim - 1)
+
+
 def without_padding(z: jax.Array, vocab: int) -> jax.Array:
     """Logits whose columns beyond the classes have probability 0.
 
@@ -109,7 +124,7 @@ def without_padding(z: jax.Array, vocab: int) -> jax.Array:
     if columns == vocab:
         return z
     if has_divided_classes(z):
-        return jnp.where(jnp.arange(columns) < vocab, z, least)
+        return jnp.where(_classes(z, jnp.int32) < vocab, z, least)
     return jnp.pad(z[:, :vocab], ((0, 0), (0, columns - vocab)), constant_values=least)
 
 
@@ -141,7 +156,7 @@ def token_gradients(
         losses: of the tokens; None where gradients are not rounded.
         mantissa_bits: of the 8-bit format that gradients are rounded to; None if they are not.
     """
-    hits = labels[..., None] == jnp.arange(z.shape[-1], dtype=labels.dtype)
+    hits = labels[..., None] == _classes(z, labels.dtype)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
     if losses is None or mantissa_bits is None:
         grad = grad - hits.astype(z.dtype)
@@ -167,6 +182,18 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
     if where is None:
         return jnp.mean(losses) if losses.size else jnp.sum(losses)
     return jnp.sum(losses, where=where) / jnp.maximum(jnp.sum(where), 1)
+
+
+def summed(reduction: Reduction) -> Reduction:
+    """How losses are reduced first: a mean under `batch_size` is a sum over its own number."""
+    return "sum" if reduction == "mean" and named_batch() is not None else reduction
+
+
+def over_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
+    """Divides the sum of `summed` by its number of terms; its backward then has N/count for 1."""
+    if summed(reduction) == reduction:
+        return loss
+    return scale_bwd(loss, float(named_batch() or 1)) / jnp.maximum(count, 1)
 
 
 @partial(custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -242,7 +269,8 @@ def softmax_cross_entropy(
         The value is the ordinary loss, in float32. dlogits = factor * (softmax - onehot) * mult
         for every token that counts, with factor = V / ((V - 1)^1/2 * mult); the 1/N of the mean is
         kept out of the backward, so that gradients do not shrink with the batch, on many devices
-        that of the whole batch (`unitscale.batch_over`). See `rules.softmax_cross_entropy`.
+        that of the whole batch (`unitscale.batch_over`); a loss over several batches is one of
+        `unitscale.batch_size`. See `rules.softmax_cross_entropy`.
 
     Args:
         logits: (..., V), floating array or ScaledArray, whose scale is folded in.
@@ -286,10 +314,10 @@ def softmax_cross_entropy(
     labels = classes_of(labels, data.shape[-1])
     (factor,) = rules.softmax_cross_entropy(data.shape[-1], mult=mult).bwd
     # Of a part of the batch: the mean over parts divides by their number, which is kept out too.
-    factor *= shards(data, labels) if reduction == "mean" else 1
-    return _cross_entropy(
-        data, labels, where, scale_argument(scale), float(mult), factor, reduction
-    )
+    first = summed(reduction)
+    factor *= shards(data, labels) if first == "mean" else 1
+    loss = _cross_entropy(data, labels, where, scale_argument(scale), float(mult), factor, first)
+    return over_count(loss, reduction, labels.size if where is None else jnp.sum(where))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,5 +388,8 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
             target=t.shape,
         )
     scales = (scale_argument(p_scale), scale_argument(t_scale))
-    factors = tuple(factor * shards(p, t) for factor in rules.mse_loss().bwd)
-    return _mean_square((p, t), scales, factors, max(math.prod(p.shape), 1))
+    count = max(math.prod(p.shape), 1)
+    items = named_batch()
+    kept = shards(p, t) if items is None else items / count
+    factors = tuple(factor * kept for factor in rules.mse_loss().bwd)
+    return _mean_square((p, t), scales, factors, count)

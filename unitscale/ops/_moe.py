@@ -77,7 +77,7 @@ class Routing:
             without the coefficient.
         """
         count = self.logits.shape[1]
-        hits = jnp.sum(self.experts[..., None] == jnp.arange(count), (0, 1), dtype=jnp.float32)
+        hits = jnp.sum(_hits(self.experts, count), (0, 1), dtype=jnp.float32)
         probabilities = dataclasses.replace(self, logits=self._kept_out()).probabilities
         shares = lax.stop_gradient(hits) / self.experts.size
         return count * jnp.sum(shares * jnp.mean(probabilities, 0))
@@ -162,6 +162,12 @@ def route(
     return Routing(logits, gates, experts, mult, renormalize, shards(logits))
 
 
+def _hits(experts: jax.Array, count: int) -> jax.Array:
+    """Which expert each is, as booleans along a new last axis."""
+    classes = lax.broadcasted_iota(experts.dtype, (*experts.shape, count), experts.ndim)
+    return experts[..., None] == classes
+
+
 class _Order:
     """Rows sorted by expert: one for each token and each of its experts."""
 
@@ -171,7 +177,7 @@ class _Order:
         ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
         self.token = order // experts.shape[1]
         self.row = ranks.reshape(experts.shape)
-        self.sizes = jnp.sum(experts.ravel()[:, None] == jnp.arange(count), 0, dtype=jnp.int32)
+        self.sizes = jnp.sum(_hits(experts.ravel(), count), 0, dtype=jnp.int32)
 
 
 @partial(custom_vjp, nondiff_argnums=(3,))

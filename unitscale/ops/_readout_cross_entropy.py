@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .. import rules
 from ..core import (
     TENSOR_AXES,
+    batch_of,
     bounded_product,
     custom_vjp,
     format_of,
@@ -28,7 +29,9 @@ from ._loss import (
     classes_of,
     label_logits,
     normalizer,
+    over_count,
     reduce_losses,
+    summed,
     token_gradients,
     token_losses,
     wide_logits,
@@ -314,7 +317,7 @@ def readout_cross_entropy(
     lead = labels.shape
     tokens = math.prod(lead)
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
-    readout = rules.readout(features, vocab, max(tokens, 1) * shards(data), constraint=constraint)
+    readout = rules.readout(features, vocab, batch_of(tokens, data), constraint=constraint)
     data, w = watched((data, w), state)
     scale = scale_argument(scale)
     per_token = None
@@ -338,12 +341,14 @@ def readout_cross_entropy(
         jnp.dtype(output_dtype(x, kernel) if config is None else output_dtype(x)),
         float(mult),
         # Of a part of the batch: the mean over parts divides by their number, which is kept out.
-        loss.bwd[0] * (shards(data, labels) if reduction == "mean" else 1),
-        reduction,
+        loss.bwd[0] * (shards(data, labels) if summed(reduction) == "mean" else 1),
+        summed(reduction),
         vocab,
         _chunks(tokens, columns, chunk_size, _devices(data)),
         None if logits_dtype is None else jnp.dtype(logits_dtype),
         token_axes(lead),
     )
     out = _cross_entropy(rows, shared, how)
-    return parted(out, lead) if reduction == "none" else out
+    if reduction == "none":
+        return parted(out, lead)
+    return over_count(out, reduction, tokens if where is None else jnp.sum(where))

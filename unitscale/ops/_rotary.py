@@ -17,8 +17,9 @@ class _Rotate:
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         half = x.shape[-1] // 2
         frequencies = self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        angles = positions[..., None].astype(jnp.float32) * frequencies
-        cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+        angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
+        of_heads = (1,) * (x.ndim - 1 - angles.ndim) + (*positions.shape, 1, half)
+        cos, sin = (f(angles).reshape(of_heads) for f in (jnp.cos, jnp.sin))
         first, second = x[..., :half], x[..., half:]
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
