@@ -94,6 +94,10 @@ def batch_size(items: int) -> Iterator[None]:
         ...     return query.value.sum() + 2 * documents.value.sum()
         >>> print(jax.grad(loss)(jnp.ones((2, 3)))[0])  # (1 + 2 * 4) / 4^1/2
         [4.5 4.5 4.5]
+
+    References:
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.2 (constraints where
+        an edge is not cut), appendix on scaled ops (the batch size in gradients of weights).
     """
     if isinstance(items, bool) or not isinstance(items, int) or items < 1:
         raise ValueError(
@@ -116,7 +120,12 @@ def batch_of(items: int, *activations: jax.Array) -> int:
 
 
 def named_batch() -> int | None:
-    """What `batch_size` says; None outside of it."""
+    """What `batch_size` says; None outside of it.
+
+    Example:
+        >>> print(named_batch())
+        None
+    """
     return _ITEMS.value
 
 

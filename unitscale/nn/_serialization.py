@@ -25,7 +25,7 @@ def _from_state(x: Any, state: dict[str, Any]) -> Any:
             f"{', '.join(parts)}; got {found}. Was it saved from plain arrays? Then restore into "
             "plain arrays, and call as_scaled or scale_params of what comes."
         )
-    restored = [
+    restored: list[Any] = [
         serialization.from_state_dict(getattr(x, part), state[part], name=part) for part in parts
     ]
     if isinstance(x, SquareRoot):

@@ -201,7 +201,8 @@ def _plain(q, k, v, mask, is_causal, logit_factor):
 
 def _is_strict() -> bool:
     """Whether types are not promoted: JAX's own attention promotes, when it is lowered too."""
-    return jax.config.jax_numpy_dtype_promotion == "strict"
+    promotion = jax.config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
+    return promotion == "strict"
 
 
 def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):

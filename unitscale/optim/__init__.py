@@ -1,10 +1,9 @@
 """Optimizer wrappers for unit-scaled models, over any optax transformation."""
 
-from ..core import SquareRoot as SquareRoot
 from . import _export as _export
 from ._convert import convert_state as convert_state
 from ._decay import independent_weight_decay as independent_weight_decay
-from ._moments import Moment as Moment
+from ._moments import Moment as Moment, SquareRoot as SquareRoot
 from ._nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
 from ._roles import Moments as Moments
 from ._scaled import (

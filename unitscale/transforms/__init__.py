@@ -15,6 +15,7 @@ from . import (
     _rules_ratios as _rules_ratios,
     _rules_sums as _rules_sums,
 )
+from ._align import Aligned as Aligned, align as align
 from ._coverage import coverage as coverage, coverage_page as coverage_page
 from ._decouple import Branch as Branch
 from ._dynamic import Statistic as Statistic
@@ -33,9 +34,11 @@ from ._registry import (
 )
 from ._report import Default as Default, Exponent as Exponent, Report as Report
 from ._scalify import Scalified as Scalified, decoupled as decoupled, scalify as scalify
+from ._settle import finish as finish
 from ._strategies import (
     STRATEGIES as STRATEGIES,
     ScaleRounding as ScaleRounding,
     StaticScaling as StaticScaling,
     growth_of as growth_of,
 )
+from ._values import Value as Value, data_dtype as data_dtype, scale_of as scale_of

@@ -104,6 +104,10 @@ class Aligned(NamedTuple):
         drift: expected log2 of the RMS of a result of their size.
         dtype: type of a result.
         doubt: by how many powers of two that may be wrong.
+
+    Example:
+        >>> Aligned([jnp.ones(2)], ONE, 0.0, jnp.float16, 0.5).scale == ONE
+        True
     """
 
     arrays: list[Any]
@@ -198,6 +202,13 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
         values: plain and scaled operands.
         masks: whether elements of one or another are chosen: large fills may then be masks, and
             arrays without a scale meet others at their values.
+
+    Example:
+        >>> from unitscale.transforms._interpreter import Settings
+        >>> x = Value(jnp.ones(2), LazyScale(3))
+        >>> found = align(Interpreter(Settings(lambda name, terms: 0.0)), [x, Value(jnp.ones(2))])
+        >>> print(found.arrays, found.scale.array())
+        [Array([1., 1.], dtype=float32), Array([0.125, 0.125], dtype=float32)] 8.0
     """
     if masks and any(v.scale is None and v.const is None for v in values):
         return _at_their_values(values)

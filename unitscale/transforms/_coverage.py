@@ -10,14 +10,15 @@ from ._registry import rules
 def coverage() -> str:
     """Returns the table of primitives and their rules, as Markdown.
 
-    One line per rule, with the primitives that it serves, sorted by category.
+    One line per rule of the library, with the primitives that it serves, sorted by category.
 
     Example:
         >>> print(coverage().splitlines()[0])
         | category | rule | primitives |
     """
     groups: dict[tuple[str, str], list[str]] = {}
-    for rule in sorted(rules(), key=lambda r: (r.category, _summary(r.function), r.name)):
+    own = [r for r in rules() if r.function.__module__.startswith("unitscale.")]
+    for rule in sorted(own, key=lambda r: (r.category, _summary(r.function), r.name)):
         groups.setdefault((rule.category, _summary(rule.function)), []).append(f"`{rule.name}`")
     lines = ["| category | rule | primitives |", "| --- | --- | --- |"]
     lines += [f"| {c} | {s} | {', '.join(names)} |" for (c, s), names in groups.items()]

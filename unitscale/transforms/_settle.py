@@ -61,6 +61,11 @@ def finish(
         dtype: the type of the result.
         doubt: by how many powers of two the estimate may be wrong.
         wide: whether rounding to ``dtype`` waits for `ready`.
+
+    Example:
+        >>> found = finish(jnp.full(2, 8.0), ONE, 3.0, jnp.float16)
+        >>> print(found.data, found.scale.array())
+        [1. 1.] 8.0
     """
     if scale.degree > _DEGREE or abs(scale.log2) > _LOG2:
         # Scales that multiply on and on leave the range of float32, data in the other direction.

@@ -85,6 +85,10 @@ class Value:
         const: the number that every element is, if known while tracing (the value, not the data).
         nonzero: a plain value with all elements but for signs and zeros, of a plain array that has
             zeros beside them.
+
+    Example:
+        >>> print(Value(jnp.ones(2), LazyScale(3)).wide())
+        [8. 8.]
     """
 
     __slots__ = ("_data", "_made", "const", "doubt", "drift", "dtype", "nonzero", "scale")
@@ -172,7 +176,12 @@ class Value:
 
 
 def scale_of(value: Value) -> LazyScale:
-    """Returns the scale of a value; 1 for a plain one."""
+    """Returns the scale of a value; 1 for a plain one.
+
+    Example:
+        >>> scale_of(Value(jnp.ones(2))) == ONE
+        True
+    """
     return ONE if value.scale is None else value.scale
 
 
@@ -311,7 +320,13 @@ def uniform(value: Value) -> Value:
 
 
 def data_dtype(*values: Value) -> Any:
-    """Returns the type of a result: that of the scaled operands; plain ones never widen it."""
+    """Returns the type of a result: that of the scaled operands; plain ones never widen it.
+
+    Example:
+        >>> x = Value(jnp.ones(2, jnp.float16), ONE)
+        >>> data_dtype(x, Value(jnp.ones(2)))
+        dtype('float16')
+    """
     types = [v.dtype for v in values if v.dtype is not None]
     return np.dtype(jnp.result_type(*types)) if len(types) > 1 else np.dtype(types[0])
 
