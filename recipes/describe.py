@@ -7,15 +7,17 @@ alike: each of the others costs what the second one does.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from unitscale import grad
 from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
+from unitscale.parallel import batch_axes, param_shardings
 
 from .config import RunConfig, TransformerConfig
 from .hf import Frozen
@@ -23,6 +25,25 @@ from .run.batch import make_loss, over_amax
 from .run.recipe import recipe_of
 from .run.state import TrainState
 from .run.step import abstract_step
+
+
+class Share(NamedTuple):
+    """Bytes on one device of a mesh, as `recipes.run.placement` lays a run out.
+
+    Args:
+      weights: Of trained parameters.
+      frozen: Of those that are not trained.
+      gradients: Of gradients, which lie as their parameters do.
+      optimizer: Of the optimizer's state.
+      activations: Of a step, of the device's examples and tokens; hidden units and heads count in
+        full, which `mesh.tensor` divides too.
+    """
+
+    weights: int
+    frozen: int
+    gradients: int
+    optimizer: int
+    activations: int
 
 
 class Description(NamedTuple):
@@ -40,6 +61,7 @@ class Description(NamedTuple):
       optimizer: Bytes of the optimizer's state.
       activations: Bytes of one example that the backward pass is given, before XLA fuses any.
       attention: The implementations that `ops.dot_product_attention` takes in the step, and why.
+      share: What each device of the config's mesh holds; None for one device.
     """
 
     parameters: dict[str, int]
@@ -52,6 +74,7 @@ class Description(NamedTuple):
     optimizer: int
     activations: int
     attention: tuple[str, ...]
+    share: Share | None = None
 
 
 def describe(config: RunConfig) -> Description:
@@ -59,10 +82,21 @@ def describe(config: RunConfig) -> Description:
     config = config.resumed  # the shapes are the config's: the weights of a folder are not read
     _, _, (state, _, _) = abstract_step(config)
     with attention_paths() as taken:
-        (gradients,) = _over_layers(config, _gradient_bytes)
+        gradients, own_gradients = _gradients(config)
     flops, activations = _over_layers(config, _cost)
     parameters: dict[str, int] = {}
-    frozen, _ = nnx.split_state(state.rest, Frozen, ...)
+    frozen = _frozen(state)
+    share, mesh = None, abstract_mesh(config)
+    if mesh is not None:
+        own = on_device(state, mesh)
+        ways = math.prod(mesh.shape[axis] for axis in (*batch_axes(mesh), "context"))
+        share = Share(
+            bytes_of(own.params),
+            bytes_of(_frozen(own)),
+            own_gradients,
+            bytes_of(own.opt_state),
+            config.data.batch_size * activations // ways,
+        )
     for tree in (state.params, frozen):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
             part = str(getattr(path[0], "key", path[0]))
@@ -79,7 +113,30 @@ def describe(config: RunConfig) -> Description:
         bytes_of(state.opt_state),
         activations,
         tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
+        share,
     )
+
+
+def _frozen(state: TrainState) -> Any:
+    return nnx.split_state(state.rest, Frozen, ...)[0]
+
+
+def abstract_mesh(config: RunConfig) -> AbstractMesh | None:
+    """The mesh of a config, of any number of devices; None for one device."""
+    axes = {} if config.mesh is None else config.mesh.model_dump(exclude={"gradients"})
+    if math.prod(axes.values()) == 1:
+        return None
+    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+
+
+def on_device(tree: Any, mesh: AbstractMesh) -> Any:
+    """The shapes of what one device of a mesh holds of a tree, by the rule of a run."""
+
+    def cut(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+
+    # Of the mesh its axes are read alone.
+    return jax.tree.map(cut, tree, param_shardings(tree, cast(Mesh, mesh)))
 
 
 def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
@@ -144,7 +201,14 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, (ClosedJaxpr, Jaxpr))
 
 
-def _gradient_bytes(config: RunConfig) -> tuple[int]:
+def _gradients(config: RunConfig) -> tuple[int, int]:
+    """Bytes of gradients, and of those on one device of the mesh."""
+    if getattr(getattr(config, "model", None), "scan", False):
+        return _gradient_bytes(config)  # a stack is cut as a whole, and traced as one layer
+    return _over_layers(config, _gradient_bytes)
+
+
+def _gradient_bytes(config: RunConfig) -> tuple[int, int]:
     """Those of gradients as the step has them: plain arrays, or scaled ones under scalify."""
     graphdef, _, (state, batch, _) = abstract_step(config)
     loss = make_loss(graphdef, deterministic=False)
@@ -154,7 +218,10 @@ def _gradient_bytes(config: RunConfig) -> tuple[int]:
         amax, of_amax = over_amax(loss, rest)
         return by(of_amax, (0, 1), allow_int=True)(params, amax, batch)[0]
 
-    return (bytes_of(jax.eval_shape(differentiate, state.params, state.rest, batch)),)
+    gradients = jax.eval_shape(differentiate, state.params, state.rest, batch)
+    mesh = abstract_mesh(config)
+    own = gradients if mesh is None else on_device(gradients, mesh)
+    return bytes_of(gradients), bytes_of(own)
 
 
 def report(config: RunConfig) -> Iterator[str]:
@@ -192,6 +259,21 @@ def report(config: RunConfig) -> Iterator[str]:
         )
     for line in facts.attention:
         yield f"attention     {line}"
+    mesh = abstract_mesh(config)
+    if mesh is not None and facts.share is not None:
+        yield from _of_device(mesh, facts.share)
+
+
+def _of_device(mesh: AbstractMesh, share: Share) -> Iterator[str]:
+    shown = ", ".join(f"{name} {n}" for name, n in mesh.shape.items() if n > 1)
+    yield f"on each of {mesh.size} devices, mesh {shown}"
+    most = ", at most: tensor divides hidden units and heads too"
+    most = most if mesh.shape["tensor"] > 1 else ""
+    for name, count in share._asdict().items():
+        if name != "frozen" or count:
+            note = f" a step{most}" if name == "activations" else ""
+            yield f"  {name:<12}{count:>22,} bytes{note}"
+    yield f"  {'in all':<12}{sum(share):>22,} bytes"
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:

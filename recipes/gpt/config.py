@@ -62,10 +62,15 @@ class GPTConfig(LanguageConfig):
                 "use policy float32, bfloat16 or float16, with model.products for FP8 products, or "
                 "model.library unitscale"
             )
-        if self.model.products and (self.model.library != "plain" or self.scalify or self.init):
+        if self.model.products and (self.model.library != "plain" or self.scalify or self.lora):
             raise ValueError(
-                "model.products needs model.library plain, scalify null and init null; got "
-                f"{self.model.library}, {self.scalify} and {self.init}; set model.products null"
+                "model.products needs model.library plain, scalify null and lora null; got "
+                f"{self.model.library}, {self.scalify} and {self.lora}; set model.products null"
+            )
+        if self.model.products == "qwix" and self.init:
+            raise ValueError(
+                f"model.products qwix needs init null; got {self.init}; set model.products "
+                "fp8_dynamic"
             )
         for name, off in (
             ("scan", False),
@@ -113,9 +118,9 @@ class GPTConfig(LanguageConfig):
                 f"{self.optimizer.weights} and optimizer.moments {self.optimizer.moments}; set "
                 "both null, and scalify.storage instead"
             )
-        if self.model.library == "plain" and self.optimizer.weights is not None:
+        if self.lora and self.optimizer.weights is not None:
             raise ValueError(
-                "optimizer.weights needs model.library unitscale; got model.library plain; "
-                "set optimizer.weights null (optimizer.moments works with both)"
+                "optimizer.weights is for models all of whose weights are trained; got lora; set "
+                "optimizer.weights null (optimizer.moments works with both)"
             )
         return self

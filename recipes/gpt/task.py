@@ -48,12 +48,12 @@ def _loaded(config: GPTConfig, folder: str) -> GPT:
         on_host=config.lora is not None,
         seed=config.seed,
     )
-    if pretrained.config != config.model:
+    if pretrained.config != config.model.model_copy(update={"products": None}):
         raise RecipeError(
             f"model: expected the shape of init {folder}; got another; read the config with "
             "recipes.registry, which fills it in"
         )
-    return cast(GPT, pretrained.model)
+    return _with_products(cast(plain.GPT, pretrained.model), config)
 
 
 def _drawn(config: GPTConfig) -> GPT:
@@ -62,6 +62,11 @@ def _drawn(config: GPTConfig) -> GPT:
     if config.model.library != "plain":
         return model.GPT(shape, policy=monitored(config), rngs=rngs)
     gpt = plain.GPT(shape, dtype=jnp.dtype(config.policy), scalify=config.scalify, rngs=rngs)
+    return _with_products(gpt, config)
+
+
+def _with_products(gpt: plain.GPT, config: GPTConfig) -> Any:
+    """The plain model with the products of `config.model.products` in its layers."""
     if config.model.products == "qwix":
         return _through_qwix(gpt, config.data.sequence_length)
     if config.model.products is not None:

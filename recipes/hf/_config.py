@@ -105,7 +105,7 @@ def with_shape(folder: str, given: Any) -> Any:
     if not isinstance(given, dict):
         return given  # for the config to complain about
     for key, value in given.items():
-        if key not in ("dropout", "remat") and key in shape and value != shape[key]:
+        if key not in ("dropout", "remat", "products") and key in shape and value != shape[key]:
             raise RecipeError(
                 f"model.{key}: expected {shape[key]!r}, that of init {folder}; got {value!r}; "
                 "remove it"

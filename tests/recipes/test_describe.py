@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -11,11 +12,13 @@ from flax import nnx
 
 from recipes.bert.config import BertConfig
 from recipes.cli import main
-from recipes.describe import Description, describe, program_flops
+from recipes.describe import Description, Share, describe, program_flops
 from recipes.gpt.config import GPTConfig
 from recipes.hf import Frozen
 from recipes.registry import load_config
+from recipes.run.placement import open_mesh, place
 from recipes.run.state import init_state
+from unitscale.core import is_scaled
 
 from .configs import CONFIGS
 from .pretrained import FIXTURES
@@ -80,6 +83,82 @@ def test_frozen_weights_are_counted(tmp_path: Path) -> None:
     other = describe(load_config(lora, [*words, "lora.base=null", "model.remat=none"]))
     assert kernels / 2 < other.frozen - facts.frozen < kernels
     assert other.activations > 2 * facts.activations
+
+
+def own_bytes(tree: Any) -> int:
+    """Bytes of arrays on the first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# Matrices of 4,096 numbers and more, which can be cut.
+WIDE = ("model.width=64", "data.batch_size=8", "model.dropout=0.0")
+NARROW = (UNITSCALE, "optimizer={weights: float16, moments: [float8_e4m3fn, float16]}")
+
+
+@pytest.mark.parametrize(
+    ("ways", "words"),
+    [
+        (8, ["mesh={fsdp: 8}"]),
+        (8, ["mesh={data: 8}"]),
+        (1, ["mesh={tensor: 8}"]),
+        (8, ["mesh={context: 8}"]),
+        (4, ["mesh={data: 2, fsdp: 2, tensor: 2}", *NARROW]),
+        (8, ["mesh={fsdp: 8}", "model.layers=4", "model.scan=true", *NARROW]),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_device_are_those_that_it_holds(
+    make_config: Callable[..., GPTConfig], ways: int, words: list[str]
+) -> None:
+    config = make_config(*WIDE, *words)
+    one, many = describe(make_config(*WIDE, *words, "mesh=null")), describe(config)
+    assert many._replace(share=None) == one
+    state = place(init_state(config)[2], open_mesh(config))
+    weights = [
+        leaf.data if is_scaled(leaf) else leaf
+        for leaf in jax.tree.leaves(state.params, is_leaf=is_scaled)
+    ]
+    assert many.share == Share(
+        weights=own_bytes(state.params),
+        frozen=0,
+        gradients=own_bytes([leaf.astype("float32") for leaf in weights]),
+        optimizer=own_bytes(state.opt_state),
+        activations=8 * one.activations // ways,
+    )
+
+
+def test_what_meshes_divide(make_config: Callable[..., GPTConfig]) -> None:
+    """Also where there are more devices than here: matrices, by those of fsdp and tensor."""
+    one = describe(make_config(*WIDE))
+    matrices = 4 * (2 * 256 * 64 + 4 * 64 * 64 + 2 * 64 * 256)
+    shares = {
+        mesh: describe(make_config(*WIDE, f"mesh={{{mesh}}}")).share
+        for mesh in ("data: 8", "fsdp: 8", "fsdp: 8, tensor: 8")
+    }
+    assert {mesh: share and share.weights for mesh, share in shares.items()} == {
+        "data: 8": one.weights,
+        "fsdp: 8": one.weights - matrices * 7 // 8,
+        "fsdp: 8, tensor: 8": one.weights - matrices * 63 // 64,
+    }
+
+
+def test_the_command_prints_what_a_device_holds(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", str(config_file)]) == 0
+    alone = capsys.readouterr().out
+    many = ["data.batch_size=64", "model.width=64", "mesh={fsdp: 8, tensor: 8}"]
+    assert main(["describe", str(config_file), *many]) == 0
+    printed = capsys.readouterr().out
+    assert "devices" not in alone
+    head, _, device = printed.partition("\non each of 64 devices, mesh fsdp 8, tensor 8\n")
+    rows = [line.split() for line in device.splitlines()]
+    assert [row[0] for row in rows] == ["weights", "gradients", "optimizer", "activations", "in"]
+    *parts, total = [int(number.replace(",", "")) for number in re.findall(r"[\d,]{3,}", device)]
+    assert sum(parts) == total
+    assert "at most: tensor divides hidden units and heads too" in device
+    assert main(["describe", str(config_file), *many[:2], "mesh=null"]) == 0
+    assert capsys.readouterr().out == f"{head}\n"
 
 
 def test_activations_grow_with_the_sequence_and_not_with_the_batch(

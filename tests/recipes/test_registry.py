@@ -46,7 +46,6 @@ WRONG = [
     (["model.vocab_multiple=128"], r"model\.vocab_multiple needs model\.library unitscale; got"),
     (["model.vocab_multiple=0"], r"model\.vocab_multiple .*expected greater than 0; got 0"),
     (["policy=mxfp8"], r"policy mxfp8 needs model\.library unitscale; got model\.library plain"),
-    (["optimizer.weights=float16"], r"optimizer\.weights needs model\.library unitscale; got"),
     (["optimizer.weights=fp16"], r"optimizer\.weights .*expected .*'float16'; got 'fp16'"),
     (["optimizer.moments=[float16]"], r"optimizer\.moments.*expected"),
     (["optimizer.rounding=stochastic"], r"rounding stochastic needs weights or moments"),

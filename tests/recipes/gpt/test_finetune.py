@@ -1,0 +1,119 @@
+"""The shipped config that tunes all of a Llama: FP8 products, 5 bytes a parameter, no scalify."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.config import RunConfig
+from recipes.describe import describe
+from recipes.errors import RecipeError
+from recipes.gpt import build
+from recipes.hf import load
+from recipes.registry import load_config
+from recipes.run.metrics import read_metrics
+from recipes.run.state import load_trained
+from tests.products import conversions
+from tests.recipes.pretrained import change_config, change_tensors, copied, one_layer
+
+from ..configs import CONFIGS
+from ..conftest import TEXT
+from ..runs import resumes_bit_for_bit
+
+LLAMA = CONFIGS / "llama" / "finetune.yaml"
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""Of multiples of 16, which FP8 kernels take."""
+SIZES = {16: 32, 24: 32, 12: 16}
+"""Those of the shared folder's tensors, and of these."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Llama of one layer, drawn: gains are 1, biases 0 and matrices small."""
+    draw = np.random.default_rng(0)
+
+    def drawn(name: str, old: np.ndarray) -> np.ndarray:
+        shape = tuple(SIZES.get(n, n) for n in old.shape)
+        vector = np.full(shape, float("norm" in name), np.float32)
+        return draw.normal(0, 0.1, shape).astype(np.float32) if old.ndim > 1 else vector
+
+    path = one_layer(copied("llama3", tmp_path))
+    change_config(path, **SHAPE)
+    change_tensors(path, lambda tensors: {name: drawn(name, old) for name, old in tensors.items()})
+    return path
+
+
+def make(folder: Path, *words: str) -> Any:
+    """The shipped config on a small text, from a folder."""
+    (folder.parent / "text.txt").write_text(TEXT, "utf-8")
+    small = [
+        f"init={folder}",
+        f"data.path={folder.parent / 'text.txt'}",
+        "data.sequence_length=16",
+        "data.batch_size=4",
+        f"train.runs_dir={folder.parent / 'runs'}",
+        "train={steps: 8, log_every: 1, eval_every: 4, eval_batches: 2, checkpoint_every: 4}",
+        "train.sample_tokens=0",
+        "optimizer.warmup_steps=0",
+        "optimizer.learning_rate=1.0e-2",
+    ]
+    return load_config(LLAMA, [*small, *words])
+
+
+def test_all_products_of_layers_are_in_fp8(folder: Path) -> None:
+    model: Any = build(make(folder, "model.remat=none"))
+    ids = jnp.zeros((1, 16), jnp.int32)
+    # Both operands of query, key, value, out, gate, up and down; not of the readout.
+    assert len(conversions(jax.make_jaxpr(model)(ids), "float8_e4m3fn")) == 14
+
+
+def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
+    config: RunConfig = make(folder, "name=whole")
+    outcome = resumes_bit_for_bit(config, make(folder, "name=stopped"))
+    losses = [
+        row["loss"] for row in read_metrics(outcome.folder / "metrics.jsonl") if "loss" in row
+    ]
+    assert losses[0] == pytest.approx(math.log(300), rel=0.2)
+    assert max(losses[-2:]) < losses[0] - 0.5
+    _, state = load_trained(config, pytest.fail)
+    kept = [leaf.get_value() for _, leaf in nnx.to_flat_state(state.params)]
+    tuned = nnx.to_flat_state(load(outcome.folder / "pretrained").params)
+    assert {leaf.dtype.name for leaf in kept} == {"float16"}
+    for own, (_, written) in zip(kept, tuned, strict=True):
+        np.testing.assert_array_equal(own.value, written.get_value())
+
+
+def test_a_parameter_has_five_bytes(folder: Path) -> None:
+    """And 4 of a gradient; scales are of whole arrays. The weights are not read."""
+    change_config(folder, hidden_size=512, intermediate_size=1536)
+    facts = describe(make(folder))
+    assert facts.trained == sum(facts.parameters.values())
+    each = [bytes / facts.trained for bytes in (facts.weights, facts.optimizer, facts.gradients)]
+    assert each == pytest.approx([2, 3, 4], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora={}"], r"model\.products needs .* lora null"),
+        (["lora={}", "model.products=null"], r"optimizer\.weights is for models all of whose"),
+        (["model.products=qwix"], r"qwix needs init null; got .*; set model\.products fp8_dynamic"),
+        (["scalify={}", "policy=float32"], r"model\.products needs .* scalify null"),
+        (["model.width=16"], r"model\.width: expected 32, that of init"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_go_together(folder: Path, words: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make(folder, *words)
