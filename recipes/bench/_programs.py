@@ -57,14 +57,16 @@ ROWS = {
 }
 """Overrides of each row."""
 
+CONVERTED = "converted"
 UNSCALED, SCALIFIED, DECOUPLED = "plain-float16", "scalify-float16", "decoupled-float16"
 _SCALIFIED = ("policy=float32", "scalify.storage=float16", *_PLAIN)
-IN_FLOAT16 = {
+MORE = {
+    CONVERTED: (*PLAIN, "model.products=fp8_dynamic"),
     UNSCALED: ("policy=float16", *_PLAIN),
     SCALIFIED: _SCALIFIED,
     DECOUPLED: ("scalify.decouple=true", *_SCALIFIED),
 }
-"""Rows that are looked at only where they are asked for: what scalify costs."""
+"""Rows that are looked at only where they are asked for: what `nn.convert` and scalify cost."""
 
 SHAPES = {
     "gpt2-small": ("model.vocab=50257", "model.tied_readout=true", "data.batch_size=8"),
@@ -104,7 +106,7 @@ def installed(rows: list[str]) -> tuple[list[str], list[str]]:
 
 def config_of(shape: str, row: str, *, toy: bool = False) -> GPTConfig:
     """The run whose step is looked at."""
-    words = [*SHAPES[shape], *(TOY if toy else ()), *{**ROWS, **IN_FLOAT16}[row]]
+    words = [*SHAPES[shape], *(TOY if toy else ()), *{**ROWS, **MORE}[row]]
     return load_kind(GPTConfig, CONFIGS / "gpt" / f"{shape}.yaml", words)
 
 

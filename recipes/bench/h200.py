@@ -24,7 +24,7 @@ from ..errors import RecipeError, refused
 from ..registry import CONFIGS
 from ._programs import (
     BEST,
-    IN_FLOAT16,
+    MORE,
     PEER,
     READOUT,
     REFERENCE,
@@ -57,7 +57,7 @@ def main(
     shapes: Annotated[str, typer.Option(help="configs, separated by commas")] = ",".join(SHAPES),
     rows: Annotated[
         str,
-        typer.Option(help=f"programs, separated by commas; also {', '.join(IN_FLOAT16)}"),
+        typer.Option(help=f"programs, separated by commas; also {', '.join(MORE)}"),
     ] = ",".join(ROWS),
     dump: Annotated[
         Path | None, typer.Option(help="keep each program's text as FOLDER/NAME.hlo")
@@ -69,7 +69,7 @@ def main(
 ) -> None:
     """Prints projected times, memory and FP8 kernels of training steps, and what is asked."""
     wanted = chosen("--shapes", shapes, SHAPES)
-    names, notes = installed(chosen("--rows", rows, {**ROWS, **IN_FLOAT16}))
+    names, notes = installed(chosen("--rows", rows, {**ROWS, **MORE}))
     if not h200_available():
         raise RecipeError(
             "bench h200: expected the CUDA plugin for JAX, which compiles for an H200 without one; "

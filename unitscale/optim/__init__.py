@@ -13,6 +13,7 @@ from ._scaled import (
 )
 from ._states import Role as Role
 from ._umup import umup as umup
+from ._umup_rates import UmupRate as UmupRate, UmupRates as UmupRates, umup_rates as umup_rates
 from ._values import (
     clip_by_global_norm as clip_by_global_norm,
     ema as ema,

@@ -10,12 +10,12 @@ import optax
 from .. import rules
 
 
-def _has_role(x: Any) -> bool:
+def has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def _factor(parameter: Any, **settings: Any) -> float:
-    if not _has_role(parameter):
+def factor_of(parameter: Any, **settings: Any) -> float:
+    if not has_role(parameter):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
             "as those of unitscale.nn layers (nnx.state(model, nnx.Param)); got "
@@ -88,7 +88,7 @@ def umup(
         Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
     """
     inner = optax.with_extra_args_support(inner)
-    variables, treedef = jax.tree.flatten(params, is_leaf=_has_role)
+    variables, treedef = jax.tree.flatten(params, is_leaf=has_role)
     settings = {"optimizer": optimizer, "readout_constraint": readout_constraint}
     own = dict(multipliers or {})
     for role, multiplier in own.items():
@@ -99,12 +99,12 @@ def umup(
                 f"{multiplier}"
             )
     factors = [
-        _factor(variable, **settings) * own.get(variable.role, 1.0) for variable in variables
+        factor_of(variable, **settings) * own.get(variable.role, 1.0) for variable in variables
     ]
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = inner.update(updates, state, params, **extra_args)
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_has_role)
+        leaves, structure = jax.tree.flatten(updates, is_leaf=has_role)
         if structure != treedef:
             raise ValueError(
                 "unitscale.optim.umup: updates must have the structure of the params given to "
