@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 from unitscale import as_scaled, scalify, to_array
@@ -76,19 +75,6 @@ def test_what_follows_a_cast_is_float32(name: str, mean: float, dtype: Any) -> N
     before = 8 * float(jnp.finfo(jnp.float32).eps) * (mean + 4) ** 2
     scale = np.max(np.abs(expected))
     np.testing.assert_allclose(found, expected, rtol=0, atol=step * scale + before * max(scale, 1))
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("mean", [0.0, 8.0, 32.0])
-def test_layer_norm_of_flax(mean: float, dtype: Any) -> None:
-    """Which takes the variance from the mean of squares."""
-    given, exact = around(mean, dtype)
-    graph, params = nnx.split(nnx.LayerNorm(512, rngs=nnx.Rngs(0)))
-    state = as_scaled(params, dtype=dtype)
-    found = to_array(jax.jit(scalify(lambda p, x: nnx.merge(graph, p)(x)))(state, given))
-    expected = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
-    atol = 2 * float(jnp.finfo(dtype).eps) * np.max(np.abs(expected))
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

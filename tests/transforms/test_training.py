@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import is_scaled
@@ -82,3 +83,18 @@ def test_losses_follow_float32_and_scales_have_a_fixed_point(task: str, optimize
             check_scales(end)
         floats = [x for x in jax.tree.leaves(end, is_leaf=is_scaled) if is_scaled(x)]
         assert {x.dtype for x in floats} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("mean", [0.0, 8.0, 32.0])
+def test_layer_norm_of_flax(mean: float, dtype: Any) -> None:
+    """Which takes the variance from the mean of squares."""
+    x = np.random.default_rng(0).normal(mean, 1, size=(16, 512)).astype(np.float32)
+    given = as_scaled(jnp.asarray(x), dtype=dtype)
+    exact = np.asarray(to_array(given), np.float64)
+    graph, params = nnx.split(nnx.LayerNorm(512, rngs=nnx.Rngs(0)))
+    state = as_scaled(params, dtype=dtype)
+    found = to_array(jax.jit(scalify(lambda p, x: nnx.merge(graph, p)(x)))(state, given))
+    expected = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
+    atol = 2 * float(jnp.finfo(dtype).eps) * np.max(np.abs(expected))
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
