@@ -294,3 +294,56 @@ def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None
             x = step(x)
         np.testing.assert_array_equal(x.value, start.value)
         assert 0.25 <= float(x.scale) <= 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("log2", "data", "number"),
+    [(100, 2.0**-12, 3.2e11), (-100, 2.0**12, 3.1e-11), (100, 0.5, 1e-20), (-100, 0.5, 1e30)],
+)
+def test_a_large_number_times_a_large_scale(
+    log2: int, data: float, number: float, dtype: Any
+) -> None:
+    """The product of the two may leave float32 where the value does not."""
+    x = ScaledArray(jnp.asarray([data, -data / 2], dtype), 2.0**log2)
+    found = jax.jit(scalify(lambda x: jnp.where(x != 0, x * number, 1.0)))(x)
+    expected = np.float64([data, -data / 2]) * 2.0**log2 * number
+    np.testing.assert_allclose(to_array(found), expected, rtol=2 * float(jnp.finfo(dtype).eps))
+
+
+def test_elements_far_below_the_largest_times_a_large_number() -> None:
+    x = as_scaled(jnp.asarray([1e30, 3e10, -2e10]))
+    run = jax.jit(scalify(lambda x: jnp.where(x < 1e29, x * 1e20, 0.0)))
+    np.testing.assert_allclose(to_array(run(x)), [0, 3e30, -2e30], rtol=1e-6)
+    over = jax.jit(scalify(lambda x: (x - x[0]) * 1e12))
+    x = as_scaled(1e30 * jnp.asarray([1.0, 1.01, 0.99]))
+    np.testing.assert_array_equal(to_array(over(x)), [0, np.inf, -np.inf])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x * 1e40,
+        lambda x: x / 1e50,
+        lambda x: (x * 1e50) ** 2 * 1e-100,
+        lambda x: jnp.sqrt(x * x * 1e80) * 1e-40,
+        lambda x: (x * 1e50 - x * 1e50 * 2) * 1e-50,
+    ],
+)
+def test_numbers_of_float64_beyond_a_scale(program: Any) -> None:
+    with jax.enable_x64(True):
+        x = as_scaled(jnp.asarray([1.5, -0.25]))
+        np.testing.assert_allclose(to_array(scalify(program)(x)), program(x.value), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "program",
+    [lambda b: jnp.log(1 - b), lambda b: (1 + b) - 1, lambda b: 1 - jnp.cumprod(1 - b)],
+)
+def test_what_is_left_of_one(program: Any, dtype: Any) -> None:
+    """As of the variances of a diffusion model: 1 - b is not rounded before what is asked of it."""
+    b = as_scaled(jnp.linspace(1e-4, 0.02, 64), dtype=dtype)
+    expected = program(np.asarray(to_array(b), np.float32))
+    found = to_array(jax.jit(scalify(program))(b))
+    np.testing.assert_allclose(found, expected, rtol=4 * float(jnp.finfo(dtype).eps))

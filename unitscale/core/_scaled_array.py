@@ -155,10 +155,11 @@ class ScaledArray:
 
     @property
     def block_shape(self) -> tuple[int, ...] | None:
-        """Block sizes, one per dimension of data; None without blocks."""
-        block = self._block_shape
-        missing = 0 if block is None else getattr(self.data, "ndim", 0) - len(block)
-        return block if missing <= 0 else (1,) * missing + (block or ())
+        """Block sizes, one per dimension that vmap and scan have left; None without blocks."""
+        if (block := self._block_shape) is None:
+            return None
+        missing = getattr(self.data, "ndim", len(block)) - len(block)
+        return (1,) * missing + block if missing >= 0 else block[-missing:]
 
     @property
     def shape(self) -> tuple[int, ...]:

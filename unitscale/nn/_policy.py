@@ -140,7 +140,8 @@ class Policy:
         """Returns an activation in the compute dtype.
 
         Values beyond the range of float16 saturate, as those beyond that of FP8 do in a quantized
-        product: a finite input gives a finite output. Infinity and NaN stay.
+        product. Infinity and NaN stay, and so does what leaves that range in a layer, as a product
+        of float16 does where inputs are a thousand times unit size: give such inputs a scale.
         """
         if not isinstance(x, ScaledArray):
             x = jnp.asarray(x)

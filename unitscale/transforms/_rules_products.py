@@ -19,6 +19,7 @@ from ._settle import finish, keeps_wide, ready, shortened
 from ._values import (
     DOUBT,
     MOST_DOUBT,
+    MOST_LOG2,
     ONE,
     UNKNOWN,
     Multiple,
@@ -52,7 +53,8 @@ def pair_of(value: Value, dtype: Any) -> tuple[Any, LazyScale]:
     number = value.const
     if number is None and not value.shape and not is_complex(value.data) and not spans(dtype):
         return value.split()
-    if number is None or number == 0 or not math.isfinite(number):
+    is_double = np.dtype(dtype).itemsize == 8  # whose numbers a scale, of float32, may not hold
+    if number is None or number == 0 or not math.isfinite(number) or is_double:
         return widen(value.data), ONE
     mantissa, exponent = split(number)
     if spans(dtype) and abs(mantissa) != 1 and abs(exponent) <= _WHOLE:
@@ -112,7 +114,7 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
             return Value(moved, scale * other_scale, x.drift, dtype, doubt=x.doubt)
     (drift, doubt), (other_drift, other_doubt) = size_of(x, data), size_of(y, other)
     drift, doubt = drift + other_drift, doubt + other_doubt
-    if _is_multiple(x, y, dtype):
+    if _is_multiple(x, y, dtype) and abs((scale * other_scale).log2) <= MOST_LOG2:
         number = np.asarray(other, jnp.result_type(data))
         return Value(
             Multiple(data, number), scale * other_scale, drift, dtype, doubt=min(doubt, UNKNOWN)

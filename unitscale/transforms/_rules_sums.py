@@ -32,7 +32,8 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     arrays, scale, drift, dtype, doubt = align(interpreter, [x, y])
     operation = lax.sub if eqn.primitive.name == "sub" else lax.add
     data = shaped(operation(*arrays), x, y)
-    wide = keeps_wide(data.shape, x, y)
+    # Nor is what a number of the program makes of an array: 1 - x, of which the log is asked.
+    wide = keeps_wide(data.shape, x, y) or x.is_plain or y.is_plain
     return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=wide)
 
 

@@ -12,6 +12,7 @@ from ._dynamic import unit_of
 from ._values import (
     DOUBT,
     MOST_DOUBT,
+    MOST_LOG2,
     ONE,
     UNKNOWN,
     Value,
@@ -25,9 +26,8 @@ from ._values import (
 
 # Data wider than 16 bits may drift this far (in powers of two) before it costs a multiplication.
 _SLACK = 24
-# A scale that is a longer product than this, or a larger power of two, becomes one array.
+# A scale that is a longer product than this becomes one array.
 _DEGREE = 4
-_LOG2 = 60
 # How far scales of narrow data may go, in powers of two, where they are chosen at run time.
 _LIMIT = 100
 # What leaves a program is the input of the next step: its scale is read from the data unless one
@@ -67,13 +67,12 @@ def finish(
         >>> print(found.data, found.scale.array())
         [1. 1.] 8.0
     """
-    if scale.degree > _DEGREE or abs(scale.log2) > _LOG2:
+    if abs(scale.log2) > MOST_LOG2 or (scale.degree > _DEGREE and spans(dtype)):
+        data, scale, drift, doubt = times(data, scale), ONE, 0.0, UNKNOWN
+    elif scale.degree > _DEGREE:
         # Scales that multiply on and on leave the range of float32, data in the other direction.
-        if spans(dtype):
-            data, scale, drift, doubt = times(data, scale), ONE, 0.0, UNKNOWN
-        else:
-            scale, rest = clipped(scale, _LIMIT)
-            data = times(data, rest)
+        scale, rest = clipped(scale, _LIMIT)
+        data = times(data, rest)
     value = Value(data, scale, drift, dtype, doubt=min(doubt, UNKNOWN))
     if is_complex(data):
         return value
@@ -122,8 +121,8 @@ def _with_type(value: Value, dtype: Any) -> Value:
 
 
 def _shifted(value: Value, steps: int) -> Value:
-    """Moves a power of two from the data to the scale."""
-    if not steps or value.scale is None:
+    """Moves a power of two from the data to the scale; not of data with a range that it lacks."""
+    if not steps or value.scale is None or jnp.result_type(value.data).itemsize > 4:
         return value
     data = times(widen(value.data), LazyScale(-steps))
     dtype = jnp.result_type(value.data)

@@ -29,6 +29,8 @@ DOUBT = 0.5
 
 # 16-bit data may be off by this many powers of two before its size is read from it.
 MOST_DOUBT = 4.0
+# Times this many powers of two a scale within 2^100 is one of float32 still.
+MOST_LOG2 = 26
 # Nothing is known of the size of data.
 UNKNOWN = 2 * MOST_DOUBT
 
@@ -261,9 +263,18 @@ def _together(data: Any, *arrays: Any) -> Any:
 
 
 def times(data: Any, scale: LazyScale) -> Any:
-    """Returns ``data * scale`` in the type of data, which must be wide."""
+    """Returns ``data * scale`` in the type of data, which must be wide.
+
+    A large static part is a factor of its own, since its product with the rest may leave float32
+    where data comes back: before the rest if it enlarges, and after it if not.
+    """
     if scale.is_static and scale.log2 == 0:
         return data
+    if not scale.is_static and abs(scale.log2) > MOST_LOG2:
+        parts = [LazyScale(scale.log2), scale.shift(-scale.log2)]
+        first, last = parts if scale.log2 > 0 else reversed(parts)
+        # Else XLA multiplies the factors first.
+        return times(lax.optimization_barrier(times(data, first)), last)
     factor = scale.array()
     if scale.is_static and abs(scale.log2) > 120:
         half = scale.log2 // 2
