@@ -28,7 +28,10 @@ app = typer.Typer(
 )
 
 ModelPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a Hugging Face folder")
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="a YAML file, the folder of a run, or a Hugging Face folder"
+    ),
 ]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
@@ -108,8 +111,8 @@ def sweep(
 
 @app.command()
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print the loss of a trained model over all validation data, and the scores of a task."""
-    settings = load_config(config, overrides or ())
+    """Print the loss of a trained model over its validation data, in whole batches, and scores."""
+    settings = load_config(_of_run(config), overrides or ())
     from .evaluate import evaluate as evaluate_run
 
     for line in evaluate_run(settings, _warn):
@@ -134,6 +137,7 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
+    config = _of_run(config)
     if not Path(config).is_dir():
         if adapter is not None:
             raise RecipeError(
@@ -245,6 +249,12 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
+
+
+def _of_run(path: str) -> str:
+    """The config that the folder of a run keeps; any other path as it is."""
+    kept = Path(path) / "config.yaml"
+    return str(kept) if kept.is_file() else path
 
 
 def _warn(message: str) -> None:

@@ -71,6 +71,16 @@ def test_a_run_is_used_with_its_own_tokenizer(trained_on_bpe: Path, capsys: Capt
     )
 
 
+def test_the_folder_of_a_run_is_its_config(trained: Path, capsys: Captured) -> None:
+    words = ["--prompt", "line", "--tokens", "5", "--temperature", "0"]
+    assert main(["generate", str(trained), *words]) == 0
+    expected = capsys.readouterr().out
+    (kept,) = (path for path in trained.parent.rglob("config.yaml") if path != trained)
+    assert main(["generate", str(kept.parent), *words]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["evaluate", str(kept.parent)]) == 0
+
+
 def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other.txt").write_text("something else " * 100, encoding="utf-8")
     assert main(["evaluate", str(trained), f"data.path={tmp_path / 'other.txt'}"]) == 0
