@@ -56,5 +56,7 @@ def test_a_scalified_program_of_any_batch(dtype: Any) -> None:
             exported = export.export(jax.jit(scalify(program)))(signature, w)
             found = to_array(exported.call(x, w))
             expected = program(to_array(x), to_array(w))
-            atol = 4 * float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(expected)))
+            # A few roundings, and XLA's tanh of float32, which errs by several units itself.
+            units = 16 if dtype == jnp.float32 else 4
+            atol = units * float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(expected)))
             np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
