@@ -36,7 +36,7 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table.
 
     Example:
-        >>> UmupRates([UmupRate("up.kernel", "weight", 2**-4, 2**-8)]).start(1e-3)
+        >>> print(f"{UmupRates([UmupRate('up.kernel', 'weight', 2**-4, 2**-8)]).start(1e-3):.3f}")
         0.256
     """
 
@@ -83,7 +83,7 @@ def umup_rates(params: Any) -> UmupRates:
         >>> from flax import nnx
         >>> from unitscale import nn
         >>> rates = umup_rates(nnx.state(nn.Dense(256, 8, rngs=nnx.Rngs(0)), nnx.Param))
-        >>> print(rates.start(2e-3))  # 256 times 2e-3
+        >>> print(f"{rates.start(2e-3):.3f}")  # 256 times 2e-3
         0.512
 
     References:
