@@ -158,9 +158,8 @@ def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..
 
     def op(subscripts: Any, *operands: Any, out_sharding: Any = None, **options: Any) -> jax.Array:
         arrays = [jnp.asarray(x) for x in operands]
-        if _is_one_product(subscripts, arrays):
+        if (spec := _one_product(subscripts, arrays)) is not None:
             lhs, rhs = arrays
-            spec = einsum_contraction(subscripts, lhs.ndim)
             dtype = options.get("preferred_element_type")
             return multiply(
                 lhs, rhs, spec, config, state, out_dtype=dtype, out_sharding=out_sharding
@@ -182,18 +181,18 @@ def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..
     return op
 
 
-def _is_one_product(subscripts: Any, operands: list[jax.Array]) -> bool:
-    return (
-        isinstance(subscripts, str)
-        and len(operands) == 2
-        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
-        and not einsum_problem(subscripts)
-        and _has_one_size_per_label(subscripts, *operands)
-    )
+def _one_product(subscripts: Any, operands: list[jax.Array]) -> Contraction | None:
+    """The contraction that an einsum of two matrices is; None for any other, and for a broadcast.
 
-
-def _has_one_size_per_label(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> bool:
-    """Whether nothing is broadcast: `jnp.einsum` takes 1 for any size."""
+    `jnp.einsum` takes a dimension of 1 for one of any size.
+    """
+    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
+    if not (isinstance(subscripts, str) and len(operands) == 2 and floating):
+        return None
+    if einsum_problem(subscripts):
+        return None
+    lhs, rhs = operands
     spec = einsum_contraction(subscripts, lhs.ndim)
     sizes = dict(zip(spec.lhs, lhs.shape, strict=False))
-    return all(sizes.get(c, n) == n for c, n in zip(spec.rhs, rhs.shape, strict=False))
+    broadcast = any(sizes.get(c, n) != n for c, n in zip(spec.rhs, rhs.shape, strict=False))
+    return None if broadcast else spec

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
@@ -224,8 +223,7 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
             arrays.append(spread(fill(value, scale, dtype), value.data))
         else:
             arrays.append(at_scale(value, scale, dtype))
-    wide = jnp.result_type(*(jnp.result_type(a) for a in arrays))
-    arrays = [a if jnp.result_type(a) == wide else jnp.asarray(a, wide) for a in arrays]
+    arrays = _of_one_type(arrays)
     if scale.ndim:
         arrays = [shaped(a, *values) for a in arrays]
     deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
@@ -235,14 +233,17 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
     return Aligned(arrays, scale, max(drifts, default=0.0), dtype, doubt)
 
 
+def _of_one_type(arrays: Sequence[Any]) -> list[Any]:
+    wide = jnp.result_type(*map(jnp.result_type, arrays))
+    return [a if jnp.result_type(a) == wide else jnp.asarray(a, wide) for a in arrays]
+
+
 def _at_their_values(values: Sequence[Value]) -> Aligned:
     """Operands as they are in the program: an array without a scale may have any size.
 
     Beside numbers at a scale of that size those that are chosen in their place would be lost.
     """
-    arrays = [value.wide() for value in values]
-    wide = jnp.result_type(*map(jnp.result_type, arrays))
-    arrays = [lax.convert_element_type(a, wide) for a in arrays]
+    arrays = _of_one_type([value.wide() for value in values])
     return Aligned(arrays, ONE, 0.0, data_dtype(*values), UNKNOWN)
 
 

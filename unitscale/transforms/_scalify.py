@@ -123,8 +123,9 @@ class Scalified:
 
     def _static_positions(self, count: int) -> set[int]:
         positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
-        names = list(_parameters(self._function))
-        positions |= {names.index(n) for n in self._static_argnames if n in names}
+        if self._static_argnames:  # a call without them need not look at the signature
+            names = list(_parameters(self._function))
+            positions |= {names.index(n) for n in self._static_argnames if n in names}
         return {i for i in positions if i < count}
 
     def _run(
@@ -183,6 +184,8 @@ def _check_static(
     function: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
 ) -> None:
     """Refuses static arguments that the function does not have, as `jax.jit` does."""
+    if not (argnums or argnames):
+        return
     parameters = _parameters(function)
     kinds = [p.kind for p in parameters.values()]
     count = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
