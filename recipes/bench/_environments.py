@@ -69,17 +69,30 @@ def _scaled_step(name: str, params: Any, grads: Any) -> Any:
     return params
 
 
+# Each halves what is far too large.
+_MOST_TURNS = 1000
+
+
 def _newton(x: Any) -> Any:
-    """The root of x^2 + 2, by a loop that stops on a tolerance, and two steps more."""
+    """The root of x^2 + 2, by a loop that stops on a tolerance, and two steps more.
+
+    What rounding is tried on may be a negative number, which has no root: so turns are counted.
+    """
     square = lax.stop_gradient(x * x) + 2
 
     def better(root: Any) -> Any:
         return (root + square / root) / 2
 
-    def far(root: Any) -> Any:
-        return jnp.any(abs(root * root - square) > 1e-3 * square)
+    def far(carry: Any) -> Any:
+        root, turns = carry
+        return jnp.any(abs(root * root - square) > 1e-3 * square) & (turns < _MOST_TURNS)
 
-    return better(better(lax.while_loop(far, better, square)))
+    def turn(carry: Any) -> Any:
+        root, turns = carry
+        return better(root), turns + 1
+
+    root, _ = lax.while_loop(far, turn, (square, 0))
+    return better(better(root))
 
 
 def _parts(function: Callable[[Any], Any], x: Any) -> Any:

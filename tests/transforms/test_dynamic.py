@@ -55,6 +55,15 @@ def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
         assert list(map(float, units(data))) == [unit / 2.0 ** ((log2 + 1) // 2), unit]
 
 
+@pytest.mark.parametrize("shape", [(2,), (1000, 2), (2, 3, 1)])
+def test_what_is_broadcast_has_the_size_of_what_it_was(shape: tuple[int, ...]) -> None:
+    """A sum of equal numbers is compiled to a product with their number."""
+    unit = jax.jit(lambda x: unit_of(jnp.broadcast_to(jnp.cos(x) + x, shape)))
+    for exponent in (-104, -20, 5, 60, 104):
+        row = jnp.full(shape[-1:], 2.0**exponent)
+        assert float(unit(row)) == pytest.approx(max(2.0**exponent, 1.0), rel=1)
+
+
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [

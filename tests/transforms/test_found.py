@@ -61,6 +61,21 @@ FOUND: dict[str, tuple[Callable[..., Any], Any]] = {
         jax.grad(lambda x: jnp.sum(x - (x * x + x))),
         scaled([1.0], 2.0**-40),
     ),
+    "a transform of what was small": (
+        lambda x: jnp.fft.irfft(jnp.fft.rfft(jax.lax.erf(x))),
+        scaled([1.0, 1.0, 1.0], 2.0**-26),
+    ),
+    "turns of a loop whose first is zero, laid out anew": (
+        lambda x: (
+            jax.lax.scan(lambda c, _: (0.9 * c + 0.1 * x, c), jnp.zeros_like(x), length=3)[1].T
+        ),
+        scaled([[1.0, 0.7]], [[2.0**-24]]),
+    ),
+    "rows of which one is zero, at a large scale": (
+        lambda x: x.reshape(-1) * 2,
+        scaled([[0.0, 0.0], [1.0, 1.5]], [[1.0], [2.0**-30]]),
+    ),
+    "the tail of a sigmoid": (lambda x: x * jax.nn.sigmoid(x), scaled([-1.0], 32.0)),
     "a convolution of 8 bits with a plain array": (lambda x: jnp.convolve(x, jnp.ones(2)), EIGHT),
     **{
         f"{f.__name__} near zero": (f, SMALL)
@@ -82,3 +97,18 @@ def test_found(name: str) -> None:
     step = float(jnp.finfo(jnp.bfloat16 if x.dtype.itemsize == 1 else jnp.float16).eps)
     for e, a in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, e, rtol=0, atol=8 * step * np.max(np.abs(e), initial=0))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_measured_of_a_broadcast(dtype: str) -> None:
+    """Compiled as one program, in which the sum of squares is a product."""
+    x = scaled([[1.0, 1.0, 1.0]], 2.0, dtype)
+    found = jax.jit(scalify(lambda x: jnp.prod(jnp.broadcast_to(x, (2, 1, 3)), axis=-1)))(x)
+    np.testing.assert_array_equal(to_array(found), [[8.0], [8.0]])
+
+
+def test_numbers_of_64_bits_of_no_rows() -> None:
+    with jax.enable_x64(True):
+        x = ScaledArray(jnp.zeros((0, 1), jnp.float64), jnp.float32(1.0))
+        found = scalify(jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2)))(x)
+    assert found.shape == (0, 1)

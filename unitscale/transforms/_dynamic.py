@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ MASK_ROOM = np.float32(2.0**-6)
 _TINY = np.float32(2.0**-126)
 # What is larger stands for infinity: beside it other numbers would be lost, at a scale of its size.
 _MASK = np.float32(2.0**108)
-# Squares of float32 are taken of numbers times either of these: they do not overflow below a mask,
-# and where sums of the first are less than this the second have not either, nor lost anything.
-_DOWN, _UP, _LEAST = np.float32(2.0**-46), np.float32(2.0**64), np.float32(2.0**-95)
+# Squares of float32 are taken of numbers times this: they do not overflow below a mask. Where their
+# mean is less than the second, an RMS below 2^-1.5, other squares count, as `_up` says.
+_DOWN, _LEAST = np.float32(2.0**-46), np.float32(2.0**-95)
 # What a mask counts among the first: 2^30 of them are less than the least.
 _TRACE = np.float32(2.0**-63)
 
@@ -61,13 +62,15 @@ def _rms(size: Any) -> Any:
     sums of squares, of large and of small numbers, as the parts of a complex one.
     """
     usual = lax.lt(size, _as(_MASK, size))
+    up = _up(size)
     large = lax.select(usual, lax.mul(size, _each(_DOWN, size)), lax.full_like(size, _TRACE))
-    small = lax.select(usual, lax.mul(size, _each(_UP, size)), lax.full_like(size, 0))
+    most = lax.full_like(size, up / 2)
+    small = lax.select(usual, lax.min(lax.mul(size, _each(up, size)), most), lax.full_like(size, 0))
     squares = lax.complex(lax.mul(large, large), lax.mul(small, small))
     sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
     large, small = lax.real(sums), lax.imag(sums)
     is_large = lax.ge(large, _as(_LEAST, large))
-    unit = lax.select(is_large, _as(1 / _DOWN, large), _as(1 / _UP, large))
+    unit = lax.select(is_large, _as(1 / _DOWN, large), _as(1 / up, large))
     root = lax.mul(lax.sqrt(lax.select(is_large, large, small)), unit)
     alone = lax.bitwise_and(lax.eq(small, _as(0, small)), lax.gt(large, _as(0, large)))
     return lax.select(alone, _as(np.inf, large), root)
@@ -103,6 +106,16 @@ def room_of(data: Any, *, zeros: bool = False) -> Any:
     unmasked = lax.max(usual, _as(MASK_ROOM, usual))
     size = lax.convert_element_type(lax.select(masked, unmasked, largest), np.float32)
     return lax.select(lax.gt(size, np.float32(0)), _nearest_pow2(size), _TINY)
+
+
+def _up(like: Any) -> np.float32:
+    """What small numbers are multiplied by before they are squared.
+
+    No number that counts is more than half of it then, and no sum of the squares overflows: of
+    equal numbers XLA makes a complex product, in which infinity times zero is NaN.
+    """
+    terms = max(like.size, 1) if isinstance(like.size, int) else 2**20
+    return np.float32(2.0 ** (64 - math.ceil(math.log2(terms) / 2)))
 
 
 def _each(number: Any, like: Any) -> Any:

@@ -39,11 +39,12 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     if dtype.itemsize == 1:
         return narrowed(x, dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return Value(lax.convert_element_type(x.data, dtype), x.scale, x.drift, x.dtype)
+        data = lax.convert_element_type(x.data, dtype)
+        return Value(data, x.scale, x.drift, x.dtype, doubt=x.doubt)
     if jnp.issubdtype(jnp.result_type(x.data), jnp.complexfloating):
-        return finish(lax.real(x.data), scale_of(x), x.drift, dtype)
+        return finish(lax.real(x.data), scale_of(x), x.drift, dtype, doubt=x.doubt)
     x = x if spans(dtype) else sized(x)
-    return finish(widen(x.data), scale_of(x), x.drift, dtype)
+    return finish(widen(x.data), scale_of(x), x.drift, dtype, doubt=x.doubt)
 
 
 @register("cast", "reduce_precision")
@@ -79,4 +80,4 @@ def fft(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     inverse = "I" in str(eqn.params["fft_type"]).rsplit(".", 1)[-1]
     data = interpreter.bind(eqn, [widen(x.data)])
     drift = x.drift + (-growth if inverse else growth)
-    return finish(data, scale_of(x), drift, x.dtype)
+    return finish(data, scale_of(x), drift, x.dtype, doubt=x.doubt)

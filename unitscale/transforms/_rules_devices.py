@@ -50,7 +50,7 @@ def agreed(value: Value, axes: Sequence[str]) -> Value:
     scale = LazyScale.of(most, "the largest of all devices")
     data = times(widen(value.data), value.scale / scale)
     data = narrow(data, jnp.result_type(value.data))
-    return Value(data, scale, value.drift, value.dtype)
+    return Value(data, scale, value.drift, value.dtype, doubt=value.doubt)
 
 
 def _count(axes: Any, shape: tuple[int, ...]) -> int:
@@ -67,7 +67,8 @@ def _summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> lis
         growth = interpreter.growth("psum", _count(axes, value.shape))
         if value.scale is not None and np.dtype(value.dtype).itemsize < 4:
             # Narrow data shrinks before it is summed: it travels narrow, and must not overflow.
-            value = ready(Value(value.data, value.scale, value.drift + growth, value.dtype))
+            drift = value.drift + growth
+            value = ready(Value(value.data, value.scale, drift, value.dtype, doubt=value.doubt))
             growth = 0.0
         prepared.append(value)
         drifts.append(value.drift + growth)

@@ -13,7 +13,6 @@ from ._settle import finish
 from ._values import ONE, UNKNOWN, Value, data_dtype, is_float, numeric, widen
 
 _BOUNDED = (
-    "logistic",
     "cos",
     "acos",
     "log",
@@ -26,6 +25,7 @@ _BOUNDED = (
 # What is unbounded, and what vanishes, at zero or in a tail: its result may be as small.
 _UNBOUNDED = (
     "tanh",
+    "logistic",
     "erf",
     "sin",
     "asin",

@@ -15,7 +15,7 @@ from ._align import is_neutral, split
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_functions import unbounded
-from ._settle import finish, keeps_wide, ready, shortened
+from ._settle import finish, is_uncertain, keeps_wide, ready, shortened
 from ._values import (
     DOUBT,
     MOST_DOUBT,
@@ -77,9 +77,23 @@ def size_of(value: Value, data: Any) -> tuple[float, float]:
     if is_neutral(value):
         return value.drift, 0.0
     if value.const is not None:
-        mantissa, exponent = split(value.const if np.ndim(data) else float(np.asarray(data)))
+        mantissa, exponent = split(_number(value, data))
         return value.drift + exponent, abs(math.log2(abs(mantissa)))
     return value.drift, MOST_DOUBT if value.shape else DOUBT
+
+
+def at_one(*values: Value) -> list[Any]:
+    """Returns the operands of a product whose result is to stay at scale 1.
+
+    Data in place of them, of which one may be far below unit size and the other too, might leave
+    the range though the product does not.
+    """
+    return [v.wide() for v in values]
+
+
+def _number(value: Value, data: Any) -> float:
+    """Returns what every element of the wide data of a known number is."""
+    return float(value.const if np.ndim(data) else np.asarray(data))
 
 
 def _is_multiple(x: Value, number: Value, dtype: Any) -> bool:
@@ -107,7 +121,7 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     dtype = data_dtype(x, y)
     (data, scale), (other, other_scale) = pair_of(x, dtype), pair_of(y, dtype)
     if y.is_plain and y.is_fill and not is_neutral(y):
-        mantissa = float(np.asarray(other))
+        mantissa = _number(y, other)
         if abs(mantissa) == 1:
             moved = x.data if mantissa > 0 else lax.neg(x.data)
             moved = shaped(moved, x, y)
@@ -119,6 +133,8 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         return Value(
             Multiple(data, number), scale * other_scale, drift, dtype, doubt=min(doubt, UNKNOWN)
         )
+    if is_uncertain(doubt, dtype):
+        (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     product = shaped(lax.mul(*wide_operands(data, other)), x, y)
     # A square is not rounded before it is summed, however it is written.
     wide = keeps_wide(product.shape, *values) or eqn.invars[0] is eqn.invars[1]

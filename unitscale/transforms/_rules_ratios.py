@@ -9,8 +9,8 @@ from jax.extend.core import JaxprEqn
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import pair_of, size_of, wide_operands
-from ._settle import finish, keeps_wide, shortened
+from ._rules_products import at_one, pair_of, size_of, wide_operands
+from ._settle import finish, is_uncertain, keeps_wide, shortened
 from ._values import ONE, UNKNOWN, Value, data_dtype, scale_of, shaped, widen
 
 
@@ -25,6 +25,8 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         moved = shaped(moved, x, y)
         return Value(moved, scale / other_scale, x.drift, dtype, doubt=x.doubt)
     (above, doubt), (below, more) = size_of(x, data), size_of(y, other)
+    if is_uncertain(doubt + more, dtype):
+        (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     quotient = shaped(lax.div(*wide_operands(data, other)), x, y)
     wide = keeps_wide(quotient.shape, *values)
     scale, drift = scale / other_scale, above - below

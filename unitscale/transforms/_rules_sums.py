@@ -95,4 +95,5 @@ def chosen_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     chosen = interpreter.bind(eqn, wide_operands(widen(source.data), widen(operand.data)))
     if source.is_plain:
         return Value(chosen)
-    return finish(chosen, scale_of(source), source.drift, data_dtype(source))
+    dtype = data_dtype(source)
+    return finish(chosen, scale_of(source), source.drift, dtype, doubt=source.doubt)

@@ -76,9 +76,14 @@ def finish(
     value = Value(data, scale, drift, dtype, doubt=min(doubt, UNKNOWN))
     if is_complex(data):
         return value
-    if doubt > MOST_DOUBT and not spans(dtype):
+    if is_uncertain(doubt, dtype):
         return value.at_one()
     return value if wide and abs(drift) <= _SLACK else ready(value)
+
+
+def is_uncertain(doubt: float, dtype: Any) -> bool:
+    """Whether a result of a type stays at scale 1 until it is measured."""
+    return doubt > MOST_DOUBT and not spans(dtype)
 
 
 def is_wide(value: Value) -> bool:
@@ -107,7 +112,7 @@ def ready(value: Value) -> Value:
 
 
 def _ready(value: Value, kept: np.dtype[Any]) -> Value:
-    if value.doubt > MOST_DOUBT and not spans(kept):
+    if is_uncertain(value.doubt, kept):
         value = measured(value)
     if kept.itemsize < 4 or abs(value.drift) > _SLACK:
         value = _shifted(value, round(value.drift))

@@ -17,7 +17,6 @@ from jax import lax
 from jax.core import Tracer
 
 from ..core import format_of, result_dtype, wide_dtype
-from ..core._arithmetic import reduce_scale
 from ..core._lazy_scale import Atom, LazyScale, made_once
 from ._dynamic import unit_of
 
@@ -322,12 +321,20 @@ def uniform(value: Value) -> Value:
         return Value(value.data, ONE, 0.0, value.dtype, value.const)
     if spans(value.dtype):
         return value.at_one()
-    scales = value.scale.array()
-    most = jnp.asarray(reduce_scale(scales, scales, None, False))
-    one = LazyScale.of(most, "one in place of several")
+    one = LazyScale.of(_largest_used(value), "one in place of several")
     dtype = jnp.result_type(value.data)
     data = narrow(times(widen(value.data), value.scale / one), dtype)
     return Value(data, one, value.drift, value.dtype, value.const)
+
+
+def _largest_used(value: Value) -> Any:
+    """Returns the largest scale of an element that is not zero; beside it zeros have none."""
+    assert value.scale is not None
+    scales = lax.stop_gradient(jnp.asarray(value.scale.array()))
+    used = lax.ne(value.data, jnp.zeros_like(value.data))
+    each = spread(scales, used)
+    most = jnp.max(lax.select(used, each, jnp.zeros_like(each)))
+    return lax.select(lax.gt(most, jnp.zeros_like(most)), most, jnp.ones_like(most))
 
 
 def data_dtype(*values: Value) -> Any:
