@@ -69,7 +69,7 @@ class TransformerConfig(Section):
         default=0.0, description="share of activations dropped in each branch"
     )
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
-    attention_implementation: Literal["auto", "plain", "chunked", "cudnn"] = Field(
+    attention_implementation: Literal["auto", "plain", "chunked", "cudnn", "splash"] = Field(
         default="auto",
         description="all attention weights at once, in chunks, or a fused kernel of NVIDIA GPUs; "
         "auto: whichever fits (unitscale models)",

@@ -128,7 +128,10 @@ DROPOUT: dict[str, Any] = {
     "deterministic": False,
 }
 ERRORS = [
-    (lambda: call(x, x, x, implementation="flash"), "one of auto, plain, chunked, cudnn; got 'fl"),
+    (
+        lambda: call(x, x, x, implementation="flash"),
+        "one of auto, plain, chunked, cudnn, splash; got 'fl",
+    ),
     (lambda: call(x, x, x, implementation="cudnn", mask=MASK), "no exact masks"),
     (
         lambda: call(x, x, x, implementation="cudnn", **DROPOUT),

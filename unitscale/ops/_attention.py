@@ -21,6 +21,7 @@ from ..core import (
 from ..rules import Constraint
 from ._attention_chunked import attend_in_chunks
 from ._attention_path import Implementation, take_path
+from ._attention_splash import splash
 from ._context_axis import by_heads, by_tokens, whole_heads
 from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
 
@@ -69,10 +70,10 @@ def dot_product_attention(
             for values that share a component between positions, as above the first layer of a
             stack (`rules.AttentionContext`); by default that of independent values.
         constraint: how output and gradients come to share a factor.
-        implementation: "cudnn", a fused kernel of NVIDIA GPUs; "chunked", which computes weights in
-            pieces, and again in the backward pass; "plain", which holds all of them; or "auto", the
-            first of these that is there and fits the call. `attention_path` says which and why.
-            None is "auto", "xla" is "plain".
+        implementation: "cudnn", a fused kernel of NVIDIA GPUs; "splash", one for TPUs; "chunked",
+            which computes weights in pieces, and again in the backward pass; "plain", which holds
+            all of them; or "auto", the first of these that is there and fits the call.
+            `attention_path` says which and why. None is "auto", "xla" is "plain".
 
     Returns:
         ScaledArray (batch, time, heads, d) in the dtype of ``v`` (bfloat16 for 8-bit data). A
@@ -147,6 +148,8 @@ def dot_product_attention(
         qd, kd, vd = map(by_heads, (qd, kd, vd))
     if path == "cudnn":
         y = _fused(qd, kd, vd, *call)
+    elif path == "splash":
+        y = splash(qd, kd, vd, is_causal, call[2])
     elif path == "chunked":
         y = attend_in_chunks(qd, kd, vd, *call, tuple(scales))
     elif rate or vd.dtype in (jnp.float64, jnp.float16) or _is_strict():

@@ -9,9 +9,10 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from ._attention_splash import LANES
 from ._context_axis import whole_heads
 
-Implementation = Literal["auto", "plain", "chunked", "cudnn"]
+Implementation = Literal["auto", "plain", "chunked", "cudnn", "splash"]
 """Of `dot_product_attention`."""
 
 _LONG = {"cpu": 128 * 128}
@@ -24,7 +25,7 @@ class AttentionPath(NamedTuple):
     """What a call of `dot_product_attention` takes, and why.
 
     Attributes:
-        implementation: "plain", "chunked" or "cudnn".
+        implementation: "plain", "chunked", "cudnn" or "splash".
         reason: one line for people.
 
     Example:
@@ -40,7 +41,7 @@ class _Tracing(NamedTuple):
     """What holds where a program is traced; never changed in place."""
 
     forced: Implementation = "auto"
-    for_nvidia: bool = False
+    target: str | None = None
     taken: tuple[list[AttentionPath], ...] = ()
 
 
@@ -64,7 +65,10 @@ def attention_path(
     "auto" is "cudnn", the fused kernel, where the default backend is an NVIDIA GPU and the kernel
     takes the call: 16-bit operands, head sizes that 8 divides up to 128, even lengths, no mask but
     the causal one, no dropout, and, under a mesh whose axis context divides the tokens, heads that
-    the devices of context and tensor divide. Else it is "chunked" for long sequences without
+    the devices of context and tensor divide. It is "splash", JAX's kernel for TPUs, where the
+    default backend is one and the call fits likewise: bfloat16, lengths that 128 divides, and, of
+    several devices, the mesh of `jax.set_mesh` to divide the batch and the heads over; not inside
+    of `jax.shard_map`. Else it is "chunked" for long sequences without
     dropout: from 128 queries times 128 keys on where the default backend is a CPU, on which that
     was measured to be faster, and from 1,024 x 1,024 on elsewhere, to save memory. Else it is
     "plain".
@@ -102,26 +106,39 @@ def attention_path(
         )
     whole = "dropout needs all weights at once" if dropout_rate else None
 
-    def no_kernel() -> str | None:
+    def no_cudnn() -> str | None:
         return _not_for_cudnn(q_shape, k_shape, dtype, mask, is_causal, dropout_rate, scaled)
 
+    def no_splash() -> str | None:
+        return _not_for_splash(q_shape, k_shape, dtype, mask, dropout_rate)
+
     if wanted != "auto":
-        refusal = {"plain": lambda: None, "chunked": lambda: whole, "cudnn": no_kernel}[wanted]()
+        refusal = {
+            "plain": lambda: None,
+            "chunked": lambda: whole,
+            "cudnn": no_cudnn,
+            "splash": no_splash,
+        }[wanted]()
         if refusal is not None:
             raise ValueError(
                 f"{_NAME}: implementation {wanted!r} was asked for, and cannot be had: "
                 f'{refusal.rstrip(".")}; use implementation="auto", which takes another one.'
             )
         return AttentionPath(wanted, "asked for")
-    refusal = (None if tracing.for_nvidia else _no_gpu()) or no_kernel()
-    if refusal is None:
-        return AttentionPath("cudnn", "a fused kernel of the NVIDIA GPU")
+    if target() == "tpu":
+        kernel, refusal = "splash", _unknown_devices() or no_splash()
+        if refusal is None:
+            return AttentionPath("splash", "a fused kernel of JAX for the TPU")
+    else:
+        kernel, refusal = "cuDNN", (None if tracing.target else _no_gpu()) or no_cudnn()
+        if refusal is None:
+            return AttentionPath("cudnn", "a fused kernel of the NVIDIA GPU")
     time, source = q_shape[1], k_shape[1]
     if whole is None and time * source >= _LONG.get(target(), _LONG_ELSEWHERE):
         reason = f"{time:,} x {source:,} weights of a head are not held at once"
-        return AttentionPath("chunked", f"{reason}; no cuDNN: {refusal}")
+        return AttentionPath("chunked", f"{reason}; no {kernel}: {refusal}")
     reason = whole or f"{time:,} x {source:,} weights of a head are few"
-    return AttentionPath("plain", f"{reason}; no cuDNN: {refusal}")
+    return AttentionPath("plain", f"{reason}; no {kernel}: {refusal}")
 
 
 @contextmanager
@@ -153,7 +170,14 @@ def attention_paths(implementation: Implementation = "auto") -> Iterator[list[At
 @contextmanager
 def for_nvidia() -> Iterator[None]:
     """Within the block, programs are traced as for an NVIDIA GPU, whatever this machine has."""
-    with _tracing(for_nvidia=True):
+    with _tracing(target="gpu"):
+        yield
+
+
+@contextmanager
+def for_tpu() -> Iterator[None]:
+    """Within the block, programs are traced as for one TPU, or those of the mesh around."""
+    with _tracing(target="tpu"):
         yield
 
 
@@ -176,7 +200,7 @@ def take_path(*args: Any, **kwargs: Any) -> Implementation:
 
 def target() -> str:
     """The platform that is traced for: "cpu", "gpu", "tpu"."""
-    return "gpu" if _TRACING.get().for_nvidia else jax.default_backend()
+    return _TRACING.get().target or jax.default_backend()
 
 
 def _no_gpu() -> str | None:
@@ -199,18 +223,27 @@ def _not_for_cudnn(
 ) -> str | None:
     """Why cuDNN does not take a call, wherever it runs, or None."""
     features = q_shape[-1]
-    if dropout_rate:
-        return "it has no dropout on the weights here"
-    if mask:
-        # It adds a finite number where the mask is False. What a row with nothing to attend to
-        # becomes depends on the dtype then, and its gradient has been NaN in some versions.
-        return "it has no exact masks but the causal one"
+    if (refusal := _not_for_kernels(q_shape, k_shape, mask, dropout_rate)) is not None:
+        return refusal
     if dtype not in (jnp.float16, jnp.bfloat16):
         return f"it takes float16 and bfloat16, not {dtype}"
     if dtype == jnp.float16 and scaled:
         return "scales of q and k may leave the range of float16"
     if features % 8 or features > _MOST_FEATURES:
         return f"it takes head sizes that 8 divides, up to {_MOST_FEATURES}, not {features}"
+    return _refused_by_jax(q_shape, k_shape, dtype, is_causal)
+
+
+def _not_for_kernels(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], mask: bool, dropout_rate: float
+) -> str | None:
+    """Why no fused kernel takes a call, or None."""
+    if dropout_rate:
+        return "it has no dropout on the weights here"
+    if mask:
+        # cuDNN adds a finite number where the mask is False. What a row with nothing to attend to
+        # becomes depends on the dtype then, and its gradient has been NaN in some versions.
+        return "it has no exact masks but the causal one"
     if 0 in (*q_shape, *k_shape):
         return "there is nothing to attend to or from"
     if whole_heads(q_shape[-2], k_shape[-2]) is False:
@@ -218,7 +251,30 @@ def _not_for_cudnn(
             "it needs all tokens of a head, and the devices of the mesh axes context and tensor do "
             f"not divide {q_shape[-2]} heads and {k_shape[-2]} of keys and values"
         )
-    return _refused_by_jax(q_shape, k_shape, dtype, is_causal)
+    return None
+
+
+def _unknown_devices() -> str | None:
+    """Why a program may be for several TPUs of which nothing is known while it is traced."""
+    if not jax.sharding.get_abstract_mesh().empty or _TRACING.get().target == "tpu":
+        return None
+    count = jax.device_count()
+    return None if count == 1 else f"there are {count} devices and no mesh of jax.set_mesh"
+
+
+def _not_for_splash(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, mask: bool, dropout_rate: float
+) -> str | None:
+    """Why JAX's kernel for TPUs does not take a call, or None."""
+    if (refusal := _not_for_kernels(q_shape, k_shape, mask, dropout_rate)) is not None:
+        return refusal
+    if dtype != jnp.bfloat16:
+        return f"it takes bfloat16, not {dtype}"
+    if q_shape[1] % LANES or k_shape[1] % LANES:
+        return f"it takes lengths that {LANES} divides, not {q_shape[1]} and {k_shape[1]}"
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return "its results have no types inside of jax.shard_map"
+    return None
 
 
 def _refused_by_jax(

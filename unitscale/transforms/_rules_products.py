@@ -93,7 +93,9 @@ def at_one(*values: Value) -> list[Any]:
 
 def _number(value: Value, data: Any) -> float:
     """Returns what every element of the wide data of a known number is."""
-    return float(value.const if np.ndim(data) else np.asarray(data))
+    number = value.const if np.ndim(data) else np.asarray(data)
+    assert number is not None, "the value is a known number"
+    return float(number)
 
 
 def _is_multiple(x: Value, number: Value, dtype: Any) -> bool:

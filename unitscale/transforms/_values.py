@@ -329,7 +329,7 @@ def uniform(value: Value) -> Value:
 
 def _largest_used(value: Value) -> Any:
     """Returns the largest scale of an element that is not zero; beside it zeros have none."""
-    assert value.scale is not None
+    assert value.scale is not None, "only scaled values have scales"
     scales = lax.stop_gradient(jnp.asarray(value.scale.array()))
     used = lax.ne(value.data, jnp.zeros_like(value.data))
     each = spread(scales, used)
