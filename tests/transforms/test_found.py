@@ -111,4 +111,6 @@ def test_numbers_of_64_bits_of_no_rows() -> None:
     with jax.enable_x64(True):
         x = ScaledArray(jnp.zeros((0, 1), jnp.float64), jnp.float32(1.0))
         found = scalify(jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2)))(x)
+        divided = scalify(lambda x: x / jnp.full((3, 0), 2.0))(x.T.reshape(1, 0))
     assert found.shape == (0, 1)
+    assert divided.shape == (3, 0)

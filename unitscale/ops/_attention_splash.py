@@ -106,4 +106,5 @@ def _attend(
         q_seq_shards=1,
         interpret=interpret,
     )
-    return jax.vmap(kernel)(q, k, v)
+    y: Any = jax.vmap(kernel)(q, k, v)
+    return y

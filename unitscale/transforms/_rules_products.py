@@ -77,7 +77,7 @@ def size_of(value: Value, data: Any) -> tuple[float, float]:
     if is_neutral(value):
         return value.drift, 0.0
     if value.const is not None:
-        mantissa, exponent = split(_number(value, data))
+        mantissa, exponent = split(number_of(value, data))
         return value.drift + exponent, abs(math.log2(abs(mantissa)))
     return value.drift, MOST_DOUBT if value.shape else DOUBT
 
@@ -91,7 +91,7 @@ def at_one(*values: Value) -> list[Any]:
     return [v.wide() for v in values]
 
 
-def _number(value: Value, data: Any) -> float:
+def number_of(value: Value, data: Any) -> float:
     """Returns what every element of the wide data of a known number is."""
     number = value.const if np.ndim(data) else np.asarray(data)
     assert number is not None, "the value is a known number"
@@ -123,7 +123,7 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     dtype = data_dtype(x, y)
     (data, scale), (other, other_scale) = pair_of(x, dtype), pair_of(y, dtype)
     if y.is_plain and y.is_fill and not is_neutral(y):
-        mantissa = _number(y, other)
+        mantissa = number_of(y, other)
         if abs(mantissa) == 1:
             moved = x.data if mantissa > 0 else lax.neg(x.data)
             moved = shaped(moved, x, y)

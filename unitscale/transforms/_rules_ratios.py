@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_products import at_one, pair_of, size_of, wide_operands
+from ._rules_products import at_one, number_of, pair_of, size_of, wide_operands
 from ._settle import finish, is_uncertain, keeps_wide, shortened
 from ._values import ONE, UNKNOWN, Value, data_dtype, scale_of, shaped, widen
 
@@ -20,8 +19,8 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     x, y = shortened(*values)
     dtype = data_dtype(x, y)
     (data, scale), (other, other_scale) = pair_of(x, dtype), pair_of(y, dtype)
-    if y.is_plain and y.is_fill and y.const and abs(float(np.asarray(other))) == 1:
-        moved = x.data if float(np.asarray(other)) > 0 else lax.neg(x.data)
+    if y.is_plain and y.is_fill and y.const and abs(number := number_of(y, other)) == 1:
+        moved = x.data if number > 0 else lax.neg(x.data)
         moved = shaped(moved, x, y)
         return Value(moved, scale / other_scale, x.drift, dtype, doubt=x.doubt)
     (above, doubt), (below, more) = size_of(x, data), size_of(y, other)
