@@ -39,8 +39,17 @@ class _Gpt2File(BaseModel):
     tie_word_embeddings: Flag = True
 
 
+# What only drops in training, is of heads that a language model has not, or is a second name.
+_GPT2_INERT = {
+    *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
+    *("summary_proj_to_labels", "n_special", "predict_special_tokens"),
+}
+
+
 def gpt2_shape(config: dict[str, Any], path: Path) -> GPTModelConfig:
     """The GPT that a GPT-2's config.json describes."""
+    known_only(config, _Gpt2File, path, _GPT2_INERT)
     file = validated(_Gpt2File, config, path)
     shape = {
         "library": "plain",

@@ -23,7 +23,7 @@ def _classes(file: dict[str, Any]) -> dict[str, int]:
 
 
 class BertConfig(Section):
-    """The shape of a BERT or RoBERTa, read from its config.json; what else is there is left."""
+    """The shape of a BERT or RoBERTa, read from its config.json."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
@@ -195,8 +195,17 @@ def modern_shape(config: dict[str, Any], path: Path) -> ModernBertConfig:
     return validated(ModernBertConfig, shape | _classes(config), path)
 
 
+# Dropout, and what multilingual BERTs say of their pooler, which is that of all others.
+_BERT_INERT = {
+    *("attention_probs_dropout_prob", "classifier_dropout", "directionality"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type"),
+}
+
+
 def bert_shape(config: dict[str, Any], path: Path) -> BertConfig:
     """The BERT or RoBERTa that a config.json describes."""
+    known_only(config, BertConfig, path, _BERT_INERT)
     return validated(BertConfig, config, path)
 
 

@@ -48,7 +48,8 @@ def known_only(
 
     `file` is the name of another such file.
     """
-    known = _INERT | inert | schema.model_fields.keys()
+    own = {field.alias or name for name, field in schema.model_fields.items()}
+    known = _INERT | inert | own
     for key, value in config.items():
         if key not in known and value not in _OFF:
             raise RecipeError(

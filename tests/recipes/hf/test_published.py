@@ -164,6 +164,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3-0.6B", {"auto_map": CODE}, r"auto_map: expected no code for the model"),
     ("ModernBERT-base", {"position_embedding_type": "alibi"}, r"_type: expected .*; got 'alibi'"),
     ("ModernBERT-base", {"rope_scaling": {"type": "yarn"}}, r"rope_scaling: expected None; got"),
+    ("gpt2-large", {"multi_query": True}, r"multi_query: expected no key .*; got True"),
+    ("bert-base-uncased", {"embedding_size": 128}, r"embedding_size: expected no key .*; got 128"),
     ("gemma-3-270m", {"model_type": "gemma3"}, r"expected model_type .*; got 'gemma3'; no other"),
     ("gemma-2-9b", {"model_type": "gemma"}, r"expected model_type .*; got 'gemma'; no other"),
 ]
