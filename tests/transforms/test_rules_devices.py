@@ -42,6 +42,28 @@ def test_collectives_inside_shard_map(name: str, mesh: Mesh) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_each_device_measures_by_itself(name: str, mesh: Mesh) -> None:
+    """In float16, of small numbers that functions made, which are larger on one of the devices."""
+    function, out = COLLECTIVES[name]
+    program = jax.shard_map(
+        lambda x: function(lax.erf(x)), mesh=mesh, in_specs=P("d"), out_specs=out, check_vma=False
+    )
+    x = X * jnp.where(jnp.arange(8) < 4, 2.0**-20, 2.0**-25)[:, None]
+    actual = to_array(jax.jit(scalify(program))(as_scaled(x, dtype=jnp.float16)))
+    np.testing.assert_allclose(actual, program(x), atol=2e-3 * np.abs(program(x)).max())
+
+
+def test_gradients_through_a_mean_over_devices(mesh: Mesh) -> None:
+    program = jax.shard_map(
+        lambda a: a / lax.pmean(1 + abs(a), "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+    )
+    gradient = jax.grad(lambda x: jnp.sum(jnp.asarray([1.0, 0.5], x.dtype) * program(x)))
+    x = as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16)
+    actual = to_array(jax.jit(scalify(gradient))(x))
+    np.testing.assert_allclose(actual, gradient(x.value), rtol=2e-3)
+
+
 def test_a_float16_sum_over_devices_does_not_overflow(mesh: Mesh) -> None:
     x = as_scaled(jnp.full((2, 4), 60000.0), dtype=jnp.float16)
     program = jax.shard_map(

@@ -63,12 +63,13 @@ def _summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> lis
     axes = eqn.params["axes" if "axes" in eqn.params else "axis_name"]
     prepared, drifts = [], []
     for value in values:
-        value = agreed(value, _names(axes))
         growth = interpreter.growth("psum", _count(axes, value.shape))
-        if value.scale is not None and np.dtype(value.dtype).itemsize < 4:
+        is_narrow = value.scale is not None and np.dtype(value.dtype).itemsize < 4
+        # Each device may measure its own part: what they sum has the largest of their scales.
+        value = agreed(ready(value) if is_narrow else value, _names(axes))
+        if is_narrow:
             # Narrow data shrinks before it is summed: it travels narrow, and must not overflow.
-            drift = value.drift + growth
-            value = ready(Value(value.data, value.scale, drift, value.dtype, doubt=value.doubt))
+            value = ready(value.with_data(value.data, drift=value.drift + growth))
             growth = 0.0
         prepared.append(value)
         drifts.append(value.drift + growth)
