@@ -163,15 +163,17 @@ def test_comparisons(names: list[tuple[str, str]]) -> None:
     x = {kind: make(kind, "float8_e4m3fn") for kind in KINDS}
 
     def compared(fn, x):
-        return [fn(x, y) for y in (x, *others)]
+        return [(fn(x, y), fn(y, x)) for y in (x, *others)]
 
     table = {n: (functools.partial(compared, COMPARISONS[n[0]]), x[n[1]]) for n in names}
     for (name, kind), results in compute(table).items():
         for got, y in zip(results, (x[kind], *others), strict=True):
-            with entry((name, kind, type(y))):
-                assert got.dtype == bool
-                expected = COMPARISONS[name](exact(x[kind]), exact(y))
-                np.testing.assert_array_equal(got, expected)
+            pair = x[kind], y
+            for result, operands in zip(got, (pair, pair[::-1]), strict=True):
+                with entry((name, kind, *map(type, operands))):
+                    assert result.dtype == bool
+                    expected = COMPARISONS[name](*map(exact, operands))
+                    np.testing.assert_array_equal(result, expected)
 
 
 def test_equal_values_at_different_scales_are_equal() -> None:

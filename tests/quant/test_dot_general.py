@@ -203,6 +203,11 @@ def test_out_sharding_is_obeyed() -> None:
     assert y.sharding.is_equivalent_to(sharding, 2)
 
 
+def test_a_name_is_no_config() -> None:
+    with pytest.raises(TypeError, match=r"config must be a quant.MatmulConfig, .*; got 'fp8'"):
+        dot_general("fp8")  # type: ignore[arg-type]
+
+
 def test_a_strategy_with_a_state_needs_it() -> None:
     config = MatmulConfig(strategy=Delayed())
     with pytest.raises(ValueError, match=r"dot_general: Delayed.* give state=QuantState.create"):

@@ -32,15 +32,19 @@ def _is_loss() -> bool:
     return sys._getframe(3).f_code.co_name == "_check_scalar"
 
 
-def asking_operator() -> str:
-    """Which operator of `jax.Array` asks the caller, its right operand: "add", or "" if none does.
+# The mirror images of comparisons; those of other operators have an r before their names.
+_MIRRORS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 
-    These ask for ``__jax_array__`` and then answer themselves; to an operand without it they leave
-    the answer, as Python means it. There is no public way to say so; where a version of JAX has
-    other names, they answer with a plain array.
+
+def mirror_asked_for() -> str:
+    """The method to answer an operator of `jax.Array` that asks the caller, its right operand.
+
+    "__radd__" for an addition, "" where none asks. Operators ask for ``__jax_array__`` and then
+    answer themselves; to an operand without it they leave the answer, as Python means it. There is
+    no public way to say so; where a version of JAX has other names, they answer with a plain array.
     """
-    name = sys._getframe(2).f_code.co_name
-    return name.removeprefix("_operator_") if name.startswith("_operator_") else ""
+    asks, _, name = sys._getframe(2).f_code.co_name.partition("_operator_")
+    return "" if asks or not name else f"__{_MIRRORS.get(name, 'r' + name)}__"
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from . import _arithmetic as arithmetic
 from ._at import At
 from ._cast import widen
-from ._compat import asking_operator
+from ._compat import mirror_asked_for
 from ._operators import comparison, of_value, operator
 from ._pow2 import exponent_of, pow2
 from ._scale import Scale, as_scale, check_shapes, expand_blocks, scale_text, to_float
@@ -247,7 +247,7 @@ class ScaledArray:
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array] | None:  # None: x.__radd__(array) answers
-        return None if hasattr(self, f"__r{asking_operator()}__") else lambda: self.value
+        return None if hasattr(self, mirror_asked_for() or "none") else lambda: self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)
