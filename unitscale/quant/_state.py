@@ -175,8 +175,8 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
     """Raises if a strategy lacks its state, or a state is not the one of the product."""
     if config is not None and not isinstance(config, MatmulConfig):
         raise TypeError(
-            f"unitscale.quant.{owner}: config must be a quant.MatmulConfig, which without arguments "
-            f"is E4M3 at unit scale; got {config!r}"
+            f"unitscale.quant.{owner}: config must be a quant.MatmulConfig, which is E4M3 at unit "
+            f"scale without arguments; got {config!r}"
         )
     strategy = None if config is None else config.strategy
     if state is None:
