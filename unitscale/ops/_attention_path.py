@@ -65,13 +65,15 @@ def attention_path(
     "auto" is "cudnn", the fused kernel, where the default backend is an NVIDIA GPU and the kernel
     takes the call: 16-bit operands, head sizes that 8 divides up to 128, even lengths, no mask but
     the causal one, no dropout, and, under a mesh whose axis context divides the tokens, heads that
-    the devices of context and tensor divide. It is "splash", JAX's kernel for TPUs, where the
-    default backend is one and the call fits likewise: bfloat16, lengths that 128 divides, and, of
-    several devices, the mesh of `jax.set_mesh` to divide the batch and the heads over; not inside
-    of `jax.shard_map`. Else it is "chunked" for long sequences without
-    dropout: from 128 queries times 128 keys on where the default backend is a CPU, on which that
-    was measured to be faster, and from 1,024 x 1,024 on elsewhere, to save memory. Else it is
-    "plain".
+    the devices of context and tensor divide.
+
+    It is "splash", JAX's kernel for TPUs, where the default backend is one and the call fits
+    likewise: bfloat16, lengths that 128 divides, and for several devices the mesh of
+    `jax.set_mesh`, which divides the batch and the heads; not inside of `jax.shard_map`.
+
+    Else it is "chunked" for long sequences without dropout: from 128 queries times 128 keys on
+    where the default backend is a CPU, on which that was measured to be faster, and from
+    1,024 x 1,024 on elsewhere, to save memory. Else it is "plain".
 
     Args:
         q_shape: (batch, time, heads, d), or q itself.
