@@ -35,8 +35,9 @@ def _q8(x: Any, dtype: str = "e4m3fn") -> ScaledArray:
 
 
 def _rounded(x: Any, dtype: str = "e4m3fn") -> Any:
-    """Exact in float64, and known as an operation that rounds."""
-    return lax.reduce_precision(x, 11, 52)
+    """Exact in float64, and known as an operation that rounds; E4M3 has no infinity but NaN."""
+    x = lax.reduce_precision(x, 11, 52)
+    return jnp.where(jnp.isinf(x), jnp.nan, x) if dtype == "e4m3fn" else x
 
 
 def _matrix_product(x: Any, y: Any) -> Any:

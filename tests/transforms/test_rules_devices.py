@@ -54,6 +54,14 @@ def test_what_each_device_measures_by_itself(name: str, mesh: Mesh) -> None:
     np.testing.assert_allclose(actual, program(x), atol=2e-3 * np.abs(program(x)).max())
 
 
+def test_a_sum_of_8_bits_over_devices_is_of_16(mesh: Mesh) -> None:
+    program = jax.shard_map(
+        lambda a: a * lax.psum(a, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+    )
+    x = ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0))
+    np.testing.assert_allclose(to_array(scalify(program)(x)), program(x.value), rtol=2.0**-8)
+
+
 def test_gradients_through_a_mean_over_devices(mesh: Mesh) -> None:
     program = jax.shard_map(
         lambda a: a / lax.pmean(1 + abs(a), "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")

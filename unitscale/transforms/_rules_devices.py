@@ -68,6 +68,8 @@ def _summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> lis
         # Each device may measure its own part: what they sum has the largest of their scales.
         value = agreed(ready(value) if is_narrow else value, _names(axes))
         if is_narrow:
+            if jnp.result_type(value.data).itemsize == 1:  # is computed with in 16
+                value = value.with_data(lax.convert_element_type(value.data, value.dtype))
             # Narrow data shrinks before it is summed: it travels narrow, and must not overflow.
             value = ready(value.with_data(value.data, drift=value.drift + growth))
             growth = 0.0

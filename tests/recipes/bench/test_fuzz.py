@@ -71,6 +71,8 @@ def test_holes_are_filled_in_the_order_of_the_text() -> None:
             i0=Input(EIGHT, np.float32(2.0**39)),
             i1=Input(EIGHT[0, 1:2], FOUR),
         ),
+        # E4M3 has no infinity.
+        program("quant", "q8(i0)", "v0 + 1", i0=Input(np.float32([0.0, np.inf]), FOUR)),
         # A convolution multiplies NaN by the zeros beside an array.
         program("scalify", "jnp.convolve(i0, i0)", i0=Input(np.float32([1.0, np.nan, 1.0]), FOUR)),
         # Of NaN times what is no maximum the compiler makes zero.
