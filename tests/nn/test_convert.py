@@ -139,6 +139,34 @@ def test_the_first_and_last_layer_are_those_called(model: Model, merged: bool) -
     assert nnx.graphdef(model) == before
 
 
+class Branching(nnx.Module):
+    """What is called last depends on a flag."""
+
+    def __init__(self) -> None:
+        self.a, self.b = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
+
+    def __call__(self, x, train):
+        return self.b(nnx.relu(self.a(x))) if train else self.a(x)
+
+
+@pytest.mark.parametrize(("train", "last"), [(True, "b"), (False, "a")])
+def test_flags_of_an_example_are_what_they_are(train: bool, last: str) -> None:
+    example = (jnp.ones((2, 16)), train)
+    report = convert(Branching(), "fp8_unit", exempt=("last",), example=example)
+    assert report.skipped == {last: "the last layer is exempt"}
+
+
+def test_an_equation_of_a_call_is_one_product_too() -> None:
+    layer, x = nnx.Einsum("bti,io->bto", (16, 32), rngs=nnx.Rngs(0)), jnp.ones((4, 6, 16))
+    expected = layer(x, "tbi,io->bto")
+    convert(layer, "fp8_dynamic")
+    np.testing.assert_allclose(
+        layer(x, "tbi,io->bto"), expected, atol=0.05 * jnp.abs(expected).max()
+    )
+    with pytest.raises(ValueError, match=r"'bti,io->bo' is not one product .*'t' in one term only"):
+        layer(x, "bti,io->bo")
+
+
 class Own:
     def __call__(self, *args, **kwargs):
         return lax.dot_general(*args, **kwargs)
@@ -179,6 +207,11 @@ def test_layers_that_cannot_be_converted(layer, reason: str) -> None:
         ({"rules": 8}, TypeError, "rules must map patterns"),
         ({"rules": "fp8_unit", "exempt": ("middle",)}, ValueError, "exempt must be.*'middle'"),
         ({"rules": "fp8_unit", "exempt": ("last",)}, ValueError, r"exempt needs example=\(...\)"),
+        (
+            {"rules": "fp8_unit", "example": jnp.ones(2)},
+            TypeError,
+            "be the tuple .*; got ArrayImpl",
+        ),
     ],
 )
 def test_mistakes_change_nothing(model: Model, arguments, error, message: str) -> None:
@@ -295,6 +328,17 @@ def test_stacked_layers_under_scan() -> None:
     assert convert(stack, "fp8_unit").converted == ("",)
     # A sum that float32 rounds otherwise can fall to the other side of a tie of the next layer.
     np.testing.assert_allclose(apply(stack, x), wanted, atol=2**-4)
+
+
+def test_stacked_along_another_axis_there_is_no_place_for_scales() -> None:
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    make = nnx.vmap(lambda key: nnx.Linear(16, 32, rngs=nnx.Rngs(key)), out_axes=axes)
+    model = make(jax.random.split(jax.random.key(0), 3))
+    assert convert(model, "fp8_dynamic").converted == ("",)
+    restore(model)
+    assert convert(model, "fp8_delayed").skipped == {
+        "": "nnx.vmap has stacked it along an axis that is not the first"
+    }
 
 
 def test_each_layer_keeps_its_own_scales() -> None:

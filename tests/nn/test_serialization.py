@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
-import unitscale.nn  # noqa: F401
-from unitscale import ScaledArray, optim
+from unitscale import ScaledArray, nn, optim
 
 
 def stepped(seed: int, **options: Any) -> Any:
@@ -33,6 +32,33 @@ def test_what_is_restored_is_what_was_saved(options: dict[str, Any]) -> None:
     for a, e in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
         assert a.dtype == e.dtype
         np.testing.assert_array_equal(a, e)
+
+
+@pytest.mark.parametrize("pure", [True, False])
+def test_a_model_with_its_optimizer(pure: bool) -> None:
+    """Delayed scales, and moments that are trees of `nnx.State`; lists have numbers for keys."""
+
+    def trained(steps: int) -> Any:
+        model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
+        nn.convert(model, "fp8_delayed")
+        optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(1e-2)), wrt=nnx.Param)
+        for _ in range(steps):
+            _, grads = nn.value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 16))) ** 2))(model)
+            optimizer.update(model, grads)
+        state = nnx.state((model, optimizer))
+        return nnx.to_pure_dict(state) if pure else state
+
+    saved, other = trained(2), trained(0)
+    restored = serialization.from_bytes(other, serialization.to_bytes(saved))
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    for a, e in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"keys bias, kernel is restored .* got .'kernel'."):
+        serialization.from_state_dict(state, {"kernel": jnp.ones((2, 2))})
 
 
 def test_without_a_scale() -> None:

@@ -190,6 +190,19 @@ def test_mistakes_change_nothing(rules, scales, message: str) -> None:
     assert nnx.graphdef(model) == before
 
 
+def test_a_kernel_that_is_set_in_each_call_is_not_stored() -> None:
+    linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    model = nnx.List(
+        [nnx.WeightNorm(linear, rngs=nnx.Rngs(1)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))]
+    )
+    convert(model, "fp8_dynamic")
+    with pytest.raises(ValueError, match=r"kernel of 0\.layer_instance is set by nnx.WeightNorm"):
+        to_static(model)
+    restore(model)
+    convert(model, {"0.*": None, "*": "fp8_dynamic"})
+    assert to_static(model) == ("1",)
+
+
 def test_what_is_static_stays_so() -> None:
     model = served()
     before = nnx.graphdef(model)

@@ -141,6 +141,11 @@ LEFT = {
     "it has its own conv_general_dilated": nnx.Conv(4, 4, 3, conv_general_dilated=own, rngs=RNGS),
     "it has its own einsum_op": nnx.Einsum("ab,bc->ac", (4, 4), einsum_op=own, rngs=RNGS),
     "nnx.vmap has stacked it": stacked(nnx.Rngs(0)),
+    "WeightNorm is not converted": nnx.WeightNorm(nnx.Linear(4, 4, rngs=RNGS), rngs=RNGS),
+    "SpectralNorm is not converted": nnx.SpectralNorm(nnx.Linear(4, 4, rngs=RNGS), rngs=RNGS),
+    "its bias, (1,), is not one of the kernel's outputs, (4,)": nnx.Einsum(
+        "ab,bc->ac", (4, 4), (1,), rngs=RNGS
+    ),
 }
 
 
@@ -149,6 +154,14 @@ def test_what_a_twin_lacks_leaves_the_layer_alone(reason: str) -> None:
     _, report = nn.unit_scale(LEFT[reason], rngs=nnx.Rngs(0))
     assert set(report.skipped.values()) == {reason}
     assert not report.changed
+
+
+def test_a_bias_with_dimensions_of_one() -> None:
+    layer = nnx.Einsum("bi,oi->bo", (32, 16), (1, 32), rngs=nnx.Rngs(0))
+    layer.bias.set_value(jnp.arange(32.0)[None])
+    x = jnp.ones((4, 16))
+    new, _ = nn.unit_scale(layer, keep_function=True)
+    np.testing.assert_allclose(new(x), layer(x), rtol=1e-5)
 
 
 def test_errors() -> None:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.parallel.devices import explicit_mesh
-from unitscale.quant import Contraction, Dynamic, MatmulConfig, contract
+from unitscale.quant import Block, Contraction, Dynamic, MatmulConfig, contract
 
 SPEC = Contraction("btk", "kn", "btn")
 X = np.random.default_rng(0).standard_normal((4, 2, 64)).astype(np.float32)
@@ -18,6 +18,8 @@ CONFIGS = {
     "none": None,
     "unit": MatmulConfig(),
     "channel": MatmulConfig(strategy=Dynamic(granularity="channel")),
+    "blocks": MatmulConfig(strategy=Block(32)),
+    "blocks of rows": MatmulConfig(strategy=Block(16, dims=2)),
 }
 
 

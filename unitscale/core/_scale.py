@@ -81,7 +81,8 @@ def expand_blocks(scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ..
         if size == 1:
             continue
         # Without total_repeat_length a broadcast, with it a gather.
-        repeated = jnp.repeat(scale, size, axis=axis)
+        own = jax.typeof(scale).sharding  # JAX wants to be told where explicit axes are to lie
+        repeated = jnp.repeat(scale, size, axis=axis, out_sharding=own if any(own.spec) else None)
         scale = jax.lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
     return scale
 

@@ -13,9 +13,18 @@ from jax import lax
 
 from ..quant import MatmulConfig
 from ..quant._einsum import einsum_problem
+from ..quant._strategies import is_stateful
 from ._conversion import Conversion, ConversionReport
 from ._conversion_rules import ConfigLike, as_config, assign, check_rules
-from ._hooks import Hook, features_of, hook_of, kernel_rank, kind_of, layers_of
+from ._hooks import (
+    Hook,
+    features_of,
+    hook_of,
+    is_stacked_elsewhere,
+    kernel_rank,
+    kind_of,
+    layers_of,
+)
 
 End = Literal["first", "last"]
 
@@ -39,7 +48,15 @@ def _called(model: Any, example: tuple[Any, ...]) -> list[str]:
             original = original.original if isinstance(original, Hook) else original
             setattr(layer, kind.attribute, nnx.static(recorder(path, original)))
     graphdef, state = nnx.split(copy)
-    jax.eval_shape(lambda state, *args: nnx.merge(graphdef, state)(*args), state, *example)
+    leaves, structure = jax.tree.flatten(example)
+    # Python's booleans and numbers choose what a model does, and stay what they are.
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+
+    def call(state: Any, arrays: dict[int, Any]) -> Any:
+        args = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return nnx.merge(graphdef, state)(*jax.tree.unflatten(structure, args))
+
+    jax.eval_shape(call, state, arrays)
     return order
 
 
@@ -89,7 +106,8 @@ def convert(
             matches a layer counts. A config alone is for every layer.
         exempt: "first" and "last" leave out the layers that ``model(*example)`` calls first and
             last.
-        example: arguments of such a call, for ``exempt``; the model is traced, not run.
+        example: arguments of such a call, for ``exempt``; the model is traced, not run. Arrays may
+            be `jax.ShapeDtypeStruct`; Python's booleans and numbers stay what they are.
         min_size: layers with fewer features in or out are left out.
         multiple_of: layers whose features in or out are not multiples are left out: FP8 kernels
             take multiples of 16.
@@ -101,7 +119,7 @@ def convert(
         ValueError: if a rule matches no layer, or none that an earlier rule leaves; if a preset is
             unknown; or if ``exempt`` names anything else or lacks its example. The model is then
             unchanged.
-        TypeError: if the rules are of another type.
+        TypeError: if the rules are of another type, or the example is no tuple.
 
     Example:
         >>> model = nnx.Sequential(
@@ -117,6 +135,11 @@ def convert(
         raise ValueError(
             'unitscale.nn.convert: exempt must be of "first" and "last"; got '
             f"{', '.join(map(repr, sorted(unknown)))}"
+        )
+    if not isinstance(example, tuple):
+        raise TypeError(
+            "unitscale.nn.convert: example must be the tuple of a call's arguments, (x,) for one; "
+            f"got {type(example).__name__}"
         )
     if exempt and not example:
         raise ValueError(
@@ -139,6 +162,8 @@ def convert(
             reason = f"the {exempted[path]} layer is exempt"
         else:
             reason = _obstacle(layer, min_size, multiple_of)
+            if not reason and is_stateful(config.strategy) and is_stacked_elsewhere(layer):
+                reason = "nnx.vmap has stacked it along an axis that is not the first"
         entries.append(
             Conversion(
                 path=path,

@@ -96,6 +96,11 @@ class EinsumHook(Hook):
         out_sharding=None,
     ):
         del precision
+        if problem := einsum_problem(subscripts):  # a call may have an equation of its own
+            raise ValueError(
+                f"unitscale.nn.convert: {subscripts!r} is not one product of two matrices: "
+                f"{problem}. Leave the layer out, by a rule with None"
+            )
         spec = einsum_contraction(subscripts, lhs.ndim)
         return self._multiply(lhs, rhs, spec, preferred_element_type, out_sharding)
 
@@ -119,6 +124,8 @@ _KINDS: dict[type[nnx.Module], Kind] = {
     nnx.Einsum: Kind("einsum_op", EinsumHook, (jnp.einsum,)),
 }
 CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+NORMALIZERS = (nnx.WeightNorm, nnx.SpectralNorm)
+"""Modules that set the kernels of the layer that they hold before each call."""
 
 
 def kind_of(layer: Any) -> Kind | None:
@@ -194,3 +201,18 @@ def kernel_rank(layer: Any) -> int:
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     has_shape = isinstance(layer, nnx.Einsum | nnx.Conv | nnx.ConvTranspose)
     return len(layer.kernel_shape) if has_shape else 2
+
+
+def is_stacked_elsewhere(layer: Any) -> bool:
+    """Whether layers are stacked along other axes of the kernel than the leading ones."""
+    if isinstance(layer, nnx.LinearGeneral):  # whose batch axes may lie anywhere
+        return False
+    own = layer.kernel_shape if isinstance(layer, nnx.Einsum) else features_of(layer)
+    return layer.kernel.shape[-kernel_rank(layer) :] != tuple(own)
+
+
+def normalized(model: Any) -> dict[str, str]:
+    """Paths below which kernels are made anew in each call, by `nnx.WeightNorm`, and by what."""
+    return {
+        path: type(node).__name__ for path, node in nodes_of(model) if isinstance(node, NORMALIZERS)
+    }

@@ -1,15 +1,23 @@
-"""ScaledArrays and stored moments in `flax.serialization`: as state dictionaries, and bytes.
+"""ScaledArrays and what holds them in `flax.serialization`: as state dictionaries, and bytes.
 
-They are registered when this is imported.
+They are registered when this is imported: with the stored moments of `optim.scaled`, the scales
+that layers keep, and `nnx.State`, which the moments of `Optimizer` are trees of.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from flax import serialization
+from flax import nnx, serialization
 
 from ..core import ScaledArray, SquareRoot
+from ..quant import QuantState
 
-_PARTS = {ScaledArray: ("data", "scale"), SquareRoot: ("root",)}
+_PARTS = {
+    ScaledArray: ("data", "scale"),
+    SquareRoot: ("root",),
+    QuantState: ("scale", "history", "tally", "counts"),
+}
 
 
 def _to_state(x: Any) -> dict[str, Any]:
@@ -30,8 +38,43 @@ def _from_state(x: Any, state: dict[str, Any]) -> Any:
     ]
     if isinstance(x, SquareRoot):
         return SquareRoot(*restored)
+    if isinstance(x, QuantState):
+        return dataclasses.replace(x, **dict(zip(parts, restored, strict=True)))
     return ScaledArray(*restored, block_shape=x.block_shape)
+
+
+def _values(x: Any) -> Any:
+    """A tree of `nnx.State` as dictionaries of what its variables hold."""
+    if isinstance(x, nnx.State):
+        x = x.raw_mapping
+    if isinstance(x, Mapping):
+        return {str(key): _values(child) for key, child in x.items()}
+    return x.get_value() if isinstance(x, nnx.Variable) else x
+
+
+def _tree_to_state(x: nnx.State) -> dict[str, Any]:
+    return serialization.to_state_dict(_values(x))
+
+
+def _tree_from_state(x: Any, state: Any) -> Any:
+    if isinstance(x, nnx.State):
+        return type(x)(_tree_from_state(x.raw_mapping, state))
+    if isinstance(x, Mapping):
+        names = {str(key) for key in x}
+        if not isinstance(state, dict) or set(state) != names:
+            found = sorted(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"unitscale.nn: a State with the keys {', '.join(sorted(names))} is restored from "
+                f"a state with the same; got {found}. Give a target of the same model"
+            )
+        return {key: _tree_from_state(child, state[str(key)]) for key, child in x.items()}
+    if isinstance(x, nnx.Variable):
+        return x.replace(serialization.from_state_dict(x.get_value(), state))
+    return serialization.from_state_dict(x, state)
 
 
 for _kind in _PARTS:
     serialization.register_serialization_state(_kind, _to_state, _from_state, override=True)
+serialization.register_serialization_state(
+    nnx.State, _tree_to_state, _tree_from_state, override=True
+)

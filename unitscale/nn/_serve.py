@@ -13,7 +13,15 @@ from ..quant import Block, Dynamic, Static, Unit
 from ..quant._amax import tensor_scale
 from ..quant._quantize import quantize_at
 from ._conversion_rules import assign
-from ._hooks import Hook, StaticWeight, hook_of, kernel_rank, layers_of
+from ._hooks import (
+    Hook,
+    StaticWeight,
+    hook_of,
+    joined,
+    kernel_rank,
+    layers_of,
+    normalized,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +61,9 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
         Paths of the layers whose weights are stored in FP8.
 
     Raises:
-        ValueError: if no layer is converted, a layer has block scales, a scale is not positive and
-            finite, or a pattern matches no converted layer. The model is then unchanged.
+        ValueError: if no layer is converted, a layer has block scales or its kernel from
+            `nnx.WeightNorm`, a scale is not positive and finite, or a pattern matches no converted
+            layer. The model is then unchanged.
 
     Example:
         >>> from unitscale.nn import convert
@@ -73,6 +82,12 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
         raise ValueError(
             "unitscale.nn.to_static: the model has no converted layers; call convert first"
         )
+    for path, kind in normalized(model).items():
+        if inside := [own for own in found if own.startswith(joined(path, ""))]:
+            raise ValueError(
+                f"unitscale.nn.to_static: the kernel of {inside[0]} is set by nnx.{kind} in each "
+                "call. Convert the model with a rule that leaves it out: None"
+            )
     given = assign(scales or {}, found, "to_static")
     for pattern, scale in (scales or {}).items():
         if not (scale > 0 and math.isfinite(scale)):

@@ -1,6 +1,7 @@
 """The unit-scaled twin of each layer of a plain `flax.nnx` model."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,13 +12,13 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from .. import rules
-from ..quant._einsum import einsum_problem
+from ..quant._einsum import einsum_contraction, einsum_problem
 from ._attention import MultiHeadAttention
 from ._conv import Conv, ConvTranspose
 from ._dropout import Dropout
 from ._einsum import Einsum
 from ._embed import Embed
-from ._hooks import children_of, joined, kernel_rank, nodes_of
+from ._hooks import NORMALIZERS, children_of, joined, kernel_rank, nodes_of
 from ._linear import Dense, Readout
 from ._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from ._policy import PolicyLike, as_policy
@@ -207,16 +208,28 @@ def _conv(layer: nnx.Conv | nnx.ConvTranspose, options: Options) -> Any:
 def _einsum(layer: nnx.Einsum, options: Options) -> Any:
     if problem := einsum_problem(layer.einsum_str):
         return problem
+    bias = _einsum_bias(layer)
+    if bias is not None and math.prod(bias) != math.prod(layer.bias_shape):
+        return f"its bias, {layer.bias_shape}, is not one of the kernel's outputs, {bias}"
     new = _Einsum(
         layer.einsum_str,
         layer.kernel_shape,
-        layer.bias_shape,
+        bias,
         **options.of(layer),
         **_metadata(kernel=layer.kernel, bias=layer.bias),
     )
     if options.keep_function:
         _copy(new, layer, rules.dense(new.kernel.fan_in, new.kernel.fan_out, 1).fwd)
     return new
+
+
+def _einsum_bias(layer: nnx.Einsum) -> tuple[int, ...] | None:
+    """The shape of a bias for each output of the kernel, in the order of the result."""
+    if layer.bias_shape is None:
+        return None
+    spec = einsum_contraction(layer.einsum_str, 0)
+    size = dict(zip(spec.rhs, layer.kernel_shape, strict=True))
+    return tuple(size[c] for c in spec.out if c in size)
 
 
 def _embed(layer: nnx.Embed, options: Options) -> Any:
@@ -324,4 +337,4 @@ KINDS: dict[type, Callable[[Any, Options], Any]] = {
     nnx.Dropout: _dropout,
     nnx.MultiHeadAttention: _attention,
 }
-OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase)
+OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase, *NORMALIZERS)

@@ -1,11 +1,13 @@
 """Quantization of one tensor: a strategy chooses the scale, the cast saturates."""
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import (
     Scale,
@@ -51,8 +53,24 @@ def _block_amax(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     pads = [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)]
     x = jnp.abs(widen(x))
     x = jnp.pad(x, pads) if pads else x  # of a number, JAX pads no axis
-    split = [part for n, size in zip(x.shape, sizes, strict=True) for part in (n // size, size)]
-    return jnp.max(x.reshape(split), axis=tuple(range(1, len(split), 2)), initial=0.0)
+    x = _split(x, sizes)
+    return jnp.max(x, axis=tuple(range(1, x.ndim, 2)), initial=0.0)
+
+
+def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """(n / size, size, ...) of (n, ...): explicit axes that divide n go on dividing n / size."""
+    counts = [n // size for n, size in zip(x.shape, sizes, strict=True)]
+    shape = [part for pair in zip(counts, sizes, strict=True) for part in pair]
+    own = jax.typeof(x).sharding
+    if not any(own.spec):
+        return x.reshape(shape)
+    spec = [
+        axes if count % math.prod(own.mesh.shape[a] for a in jax.tree.leaves(axes)) == 0 else None
+        for axes, count in zip(own.spec, counts, strict=True)
+    ]
+    x = jax.sharding.reshard(x, NamedSharding(own.mesh, PartitionSpec(*spec)))
+    halves = PartitionSpec(*(axes for part in spec for axes in (part, None)))
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(own.mesh, halves))
 
 
 def _quantize_blocks(

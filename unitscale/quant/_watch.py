@@ -37,7 +37,8 @@ def _fwd(operands: Any, tally: Any) -> Any:
             "unitscale: a loss was differentiated by the operands of a product with delayed "
             "scales, and not by the scales: they will stand still. Differentiate models by "
             "unitscale.nn.value_and_grad (nnx.value_and_grad does not record amax), and functions "
-            "of a QuantState by it too.",
+            "of a QuantState by it too. A DotGeneral that a layer makes anew in each call, as that "
+            "of qkv_dot_general_cls=, keeps none: use unitscale.nn.convert.",
             StandingScalesWarning,
             stacklevel=2,
         )
