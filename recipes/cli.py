@@ -127,7 +127,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k likeliest")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="decides the draws")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="decides the draws")] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="print each token as it comes")] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="answer the prompt, by the chat template of a folder")
@@ -171,7 +171,7 @@ def generate(
 @app.command()
 def describe(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print parameters, FLOPs and bytes of a training run; nothing is trained or allocated."""
-    settings = load_config(config, overrides or ())
+    settings = load_config(_of_run(config), overrides or ())
     from .describe import report
 
     for line in report(settings):
@@ -183,10 +183,12 @@ def export(
     config: ConfigPath,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="a .safetensors file to write")],
     overrides: Overrides = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="store linear layers in FP8")] = False,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="store linear layers of flax.nnx in FP8")
+    ] = False,
 ) -> None:
     """Write the arrays of a trained model to a safetensors file."""
-    settings = load_config(config, overrides or ())
+    settings = load_config(_of_run(config), overrides or ())
     from .export import export as export_run
 
     typer.echo(export_run(settings, path, _warn, fp8=fp8))
@@ -201,6 +203,11 @@ def merge(
     """Add a LoRA adapter to the weights of a Hugging Face folder, and write such a folder."""
     from .hf import load, save
 
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RecipeError(
+            f"OUTPUT: expected a new folder; got {path}, in which files would be replaced; name "
+            "another"
+        )
     save(load(folder, "lm", adapter=adapter), path)
     typer.echo(f"{folder} with {adapter} is in {path}")
 

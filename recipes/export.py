@@ -31,16 +31,26 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bo
     graphdef, state = load_trained(config, say)
     model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
     if fp8:
-        try:
-            convert(model, "fp8_dynamic")
-            to_static(model)
-        except ValueError as error:
-            raise RecipeError(
-                f"policy: expected a model of plain linear layers to store in FP8; got: {error}; "
-                "export it without"
-            ) from error
+        _store_in_fp8(model)
     size = save_tensors(model, path)
     return f"{size:,} arrays of {config.name} are in {path}"
+
+
+def _store_in_fp8(model: nnx.Module) -> None:
+    try:
+        report = convert(model, "fp8_dynamic")
+    except ValueError as error:
+        raise RecipeError(
+            "--fp8: expected a model with linear layers of flax.nnx, as model.library plain has; "
+            "got one without; export it without --fp8"
+        ) from error
+    if not report.converted:
+        path, reason = next(iter(report.skipped.items()))
+        raise RecipeError(
+            f"--fp8: expected linear layers that can be stored in FP8; got none of "
+            f"{len(report.layers)}: {path}, for one, as {reason}; export it without --fp8"
+        )
+    to_static(model)
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:

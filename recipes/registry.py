@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
-from .config import RunConfig, describe_problem, unknown_key, valid_keys
+from .config import RunConfig, describe_problem, section_of, unknown_key, valid_keys
 from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
@@ -46,7 +46,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
       path: A YAML file, or the name of one of `CONFIGS`, such as gpt/quickstart.yaml; its key
         `recipe` chooses from `RECIPES`.
-      overrides: Strings such as `train.steps=100`; the value is read as YAML.
+      overrides: Strings such as `train.steps=100`; the value is read as YAML. A mapping takes the
+        place of the file's, but for sections, of which other keys stay.
 
     Returns:
       The validated, frozen config.
@@ -58,8 +59,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
-    words = [_override(word, schema) for word in overrides]
-    tree: Any = OmegaConf.to_container(OmegaConf.merge(file, *words))
+    for word in overrides:
+        key = word.partition("=")[0]
+        value = OmegaConf.select(_override(word, schema), key)
+        # Of a section other keys stay; any other mapping takes the place of the file's.
+        is_section = section_of(dict(valid_keys(schema))[key]) is not None
+        OmegaConf.update(file, key, value, merge=is_section)
+    tree: Any = OmegaConf.to_container(file)
     try:
         config = schema.model_validate(schema.filled(tree))
     except ValidationError as error:

@@ -14,9 +14,13 @@ def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
     """Every dotted key with its field, sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
-        section = _section(field)
+        section = section_of(field)
         if section is not None:
             yield from valid_keys(section, f"{prefix}{name}.")
+
+
+# What other libraries call the formats.
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def describe_problem(problem: Mapping[str, Any], schema: type[RunConfig]) -> str:
@@ -37,7 +41,8 @@ def describe_problem(problem: Mapping[str, Any], schema: type[RunConfig]) -> str
     near = ""
     if problem["type"] == "literal_error":
         choices = [str(choice) for choice in _choices(key, schema)]
-        close = difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
+        close = [name for name in (_SHORT.get(str(got)),) if name in choices]
+        close = close or difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
         near = f"; did you mean {close[0]}?" if close else ""
     todo = near or "; correct the value"
     return f"{key} ({_meaning(key, schema)}): expected {expected}; got {got!r}{todo}"
@@ -47,8 +52,8 @@ def unknown_key(key: str, schema: type[RunConfig]) -> str:
     """What to say of a key that a config does not have, with the nearest one that it has."""
     if key in schema.renamed:
         return f"{key} is no longer a key of the config; set {schema.renamed[key]}"
-    keys = [name for name, field in valid_keys(schema) if not _section(field)]
-    sections = [name for name, field in valid_keys(schema) if _section(field)]
+    keys = [name for name, field in valid_keys(schema) if not section_of(field)]
+    sections = [name for name, field in valid_keys(schema) if section_of(field)]
     section, _, last = key.rpartition(".")
     tails = {name.rpartition(".")[2]: name for name in keys}
     # A key in the wrong section is nearer to the same last name than to any full path.
@@ -80,7 +85,7 @@ def _choices(key: str, schema: type[RunConfig]) -> tuple[Any, ...]:
     return get_args(field.annotation) if field else ()
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The model of a section, also of one that may be null."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)

@@ -36,8 +36,10 @@ class LanguageConfig(RunConfig):
         """Fills in `vocab`, so that a run's config tells its model's shape by itself."""
         data = info.data.get("data")  # None where it is wrong itself
         given = model.model_dump(exclude_unset=True) if isinstance(model, BaseModel) else model
-        if data is None or not isinstance(given, dict) or given.get("vocab") is not None:
+        if not isinstance(given, dict) or given.get("vocab") is not None:
             return model
+        if data is None:  # of which there is a complaint already
+            return {key: value for key, value in given.items() if key != "vocab"}
         return {**given, "vocab": data.tokenizer.ids}
 
     @model_validator(mode="after")
@@ -56,6 +58,6 @@ class LanguageConfig(RunConfig):
         if context is not None and context < length:
             raise ValueError(
                 f"model.context must be at least data.sequence_length; got {context} and {length}; "
-                "set model.context null to use data.sequence_length"
+                "lower data.sequence_length, or set model.context null unless init fixes it"
             )
         return self

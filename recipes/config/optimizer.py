@@ -104,10 +104,11 @@ class OptimizerConfig(Section):
                 "rounding stochastic needs weights or moments; got null for both; set them, or "
                 "rounding nearest"
             )
-        if not self.umup and self.multipliers != MultipliersConfig():
+        changed = [role for role, factor in self.multipliers if factor != 1]
+        if not self.umup and changed:
             raise ValueError(
                 "multipliers need umup true, which knows the roles of parameters; got umup false; "
-                "remove multipliers or set umup true"
+                f"set {', '.join(f'multipliers.{role}' for role in changed)} to 1, or umup true"
             )
         if self.weight_decay and self.name != "adamw":
             raise ValueError(

@@ -88,7 +88,9 @@ class RunConfig(Section):
         description="names the run's folder: letters, digits, dot, dash and underscore"
     )
     seed: Whole = Field(
-        default=0, description="seeds the parameters, the order of the data and dropout"
+        default=0,
+        le=2**32 - 1,
+        description="seeds the parameters, the order of the data and dropout",
     )
     policy: Policy = Field(
         default="float32", description="the number formats the model computes in"

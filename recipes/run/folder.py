@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -60,7 +60,15 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
     """The config of the run in a folder."""
     path = folder / "config.yaml"
     try:
-        return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        wanted = get_args(kind.model_fields["recipe"].annotation)
+        name = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
+        if wanted and name is not None and name not in wanted:
+            raise RecipeError(
+                f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {name}; name "
+                "the folder of such a run"
+            )
+        return kind.model_validate(tree)
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise RecipeError(
             f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "
@@ -101,12 +109,15 @@ def _check_same(
     changed = [key for key in keys if before.get(key) != after.get(key)]
     if changed:
         listed = "\n".join(f"  {key}: {before.get(key)} -> {after.get(key)}" for key in changed)
-        convertible = all(key.startswith(FORMAT_KEYS) for key in changed)
-        raise RecipeError(
-            f"name: {folder} holds a run of another config:\n{listed}\nchange name to start a "
-            "new run, use the config of that run to resume it, or pass --fresh to move it aside"
-            + (", or --convert to go on in these formats" if convertible else "")
-        )
+        todo = "use the config of that run, or the name of another"
+        if sections is None:
+            todo = (
+                "change name to start a new run, use the config of that run to resume it, or pass "
+                "--fresh to move it aside"
+            )
+            if all(key.startswith(FORMAT_KEYS) for key in changed):
+                todo += ", or --convert to go on in these formats"
+        raise RecipeError(f"name: {folder} holds a run of another config:\n{listed}\n{todo}")
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -59,10 +59,12 @@ WRONG = [
         ["model.attention_implementation=chunked"],
         r"model\.attention_implementation needs model\.library unitscale",
     ),
-    (["model.attention_implementation=xla"], r"expected .*'auto', 'plain', 'chunked' or 'cudnn'"),
+    (["model.attention_implementation=xla"], r"expected .*'chunked', 'cudnn' or 'splash'"),
     (["model.vocab=255"], r"model\.vocab must be at least the 256 ids of the byte .*; got 255"),
     (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),
+    (["seed=4294967296"], r"seed .*expected less than or equal to 4294967295; got 4294967296"),
+    (["policy=fp16"], r"got 'fp16'; did you mean float16\?"),
     (["name=a/b"], r"name .*expected a name without spaces or slashes; got 'a/b'"),
     (["name=12"], r"name .*expected a valid string; got 12"),
     (["data=7"], r"data .*expected a mapping of keys to values; got 7"),
@@ -119,6 +121,10 @@ def test_every_problem_is_reported_at_once(config_file: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_config(config_file, ["train.steps=0", "seed=-1", "policy=x"])
     assert len(str(caught.value).splitlines()) == 3
+    # A vocabulary that is left to the tokenizer is not wrong where its tokenizer is unknown.
+    with pytest.raises(RecipeError) as caught:
+        load_config(config_file, ["data.batch_size=abc", "model.vocab=null"])
+    assert str(caught.value).count("expected") == 1
 
 
 def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
@@ -153,6 +159,13 @@ def test_keys_of_a_section_that_is_null(config_file: Path) -> None:
 def test_a_section_override_keeps_its_other_keys(config_file: Path) -> None:
     config = load_config(config_file, ["model={layers: 3}"])
     assert (config.model.layers, config.model.width) == (3, 16)
+
+
+def test_a_mapping_takes_the_place_of_the_files(config_file: Path) -> None:
+    text = config_file.read_text("utf-8").replace("data:", "data:\n  mixture: {a.txt: 3, b.txt: 1}")
+    config_file.write_text(f"policies: {{'*.query': bfloat16}}\n{text}", "utf-8")
+    config = load_config(config_file, ["policies={}", "data.mixture={b.txt: 1}", "data.path=null"])
+    assert (config.policies, config.data.mixture) == ({}, {"b.txt": 1.0})
 
 
 def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) -> None:

@@ -137,6 +137,11 @@ def test_abstract_batches_are_like_those_of_the_data(folder: Path, task: str) ->
 def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"init: expected the folder of a run, or .* got nowhere"):
         build(tuned(folder, "squad", "init=nowhere"))
+    gpt = folder / "gpt"
+    gpt.mkdir()
+    (gpt / "config.yaml").write_text("recipe: gpt\nname: gpt\n", "utf-8")
+    with pytest.raises(RecipeError, match=r"expected a run of recipe bert; got one of gpt; name"):
+        build(tuned(folder, "squad", f"init={gpt}"))
     with pytest.raises(RecipeError, match="learned 32 positions; got 64"):
         load_data(tuned(folder, "squad", "data.sequence_length=64"))
     with pytest.raises(RecipeError, match=r"data\.batch_size: expected at most the 20 records"):

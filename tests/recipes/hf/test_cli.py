@@ -173,3 +173,10 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out == text
     assert main(["generate", *command, "--adapter", str(adapter)]) == 2
     assert "--adapter: expected a Hugging Face folder to add" in capsys.readouterr().err
+
+
+def test_merge_replaces_no_files(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"kept")
+    assert main(["merge", str(FOLDER), str(tmp_path), str(tmp_path)]) == 2
+    assert "OUTPUT: expected a new folder; got" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_bytes() == b"kept"
