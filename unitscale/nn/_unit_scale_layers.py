@@ -209,7 +209,7 @@ def _einsum(layer: nnx.Einsum, options: Options) -> Any:
     if problem := einsum_problem(layer.einsum_str):
         return problem
     bias = _einsum_bias(layer)
-    if bias is not None and math.prod(bias) != math.prod(layer.bias_shape):
+    if bias is not None and math.prod(bias) != math.prod(layer.bias_shape or ()):
         return f"its bias, {layer.bias_shape}, is not one of the kernel's outputs, {bias}"
     new = _Einsum(
         layer.einsum_str,
