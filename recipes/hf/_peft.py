@@ -159,6 +159,12 @@ def read_adapter(folder: str | Path, model: GPT) -> dict[str, Update]:
             f"{path}: expected the folder of an adapter; got "
             f"{'a file' if path.exists() else 'nothing'}; name the folder that has {CONFIG}"
         )
+    if not (path / CONFIG).is_file():
+        near = next((f" such as {file.parent}" for file in path.glob(f"*/{CONFIG}")), "")
+        raise RecipeError(
+            f"{path}: expected the folder of an adapter; got one without {CONFIG}; name the folder "
+            f"that has it{near}"
+        )
     given = read_json(path / CONFIG)
     known_only(given, _File, path, _INERT, file=CONFIG)
     config = validated(_File, given, path, file=CONFIG)

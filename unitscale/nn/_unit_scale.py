@@ -98,6 +98,9 @@ def unit_scale(
         One that holds a gradient by an input, as forces and gradient penalties are, needs plain
         layers: of unit-scaled ones it is a multiple of the derivative.
 
+        The twins are called as flax's layers are, but norms take no ``mask=``, attention no
+        ``sow_weights=``, and an Einsum no equation of a call.
+
     Args:
         model: a module, which is not changed.
         policy: formats of the new layers; a `Policy` or the name of a preset. A dtype that a

@@ -135,7 +135,8 @@ def scaled(
             `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.partition`, ... It sees gradients
             and parameters as float32 values.
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
-            are.
+            are. Those that are all zero do not tell how large they will be and get the scale 2^-8:
+            in float16 updates below 2^-33 (1e-10) leave them zero.
         moments: formats of the first and second moments, each a dtype, a `Moment` or None (as
             ``inner`` keeps it). What an array is comes from the type of the state of optax that
             holds it: "first" where the root of a second moment divides it (Adam), "second" for a

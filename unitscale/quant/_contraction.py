@@ -222,7 +222,8 @@ def product(
         dot(lhs.data, rhs.data) * (factor * lhs.scale * rhs.scale). Scales that vary along a
         dimension that is summed over, as those of blocks do, go into the data before the product.
         For float16 and float32 results the multiplication is that of the float32 sum, which is
-        rounded once; for bfloat16 results that of the rounded sum (see `contract`).
+        rounded once; for bfloat16 results that of the rounded sum (see `contract`). Where the
+        product of scales and factor is below 2^-126 the result is 0, though data may be large.
 
     Raises:
         ValueError: if an operand has not one dimension per label.

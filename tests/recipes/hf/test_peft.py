@@ -148,7 +148,11 @@ def pickled(folder: Path) -> None:
 
 # how an adapter is damaged, and what is said of it
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda f: (f / CONFIG).unlink(), rf"{CONFIG} cannot be read: No such file"),
+    (lambda f: (f / CONFIG).unlink(), rf"got one without {CONFIG}; name the folder that has it"),
+    (
+        lambda f: (f / "own").mkdir() or (f / CONFIG).rename(f / "own" / CONFIG),
+        rf"without {CONFIG}; name the folder that has it such as .*own",
+    ),
     (lambda f: (f / CONFIG).write_text("[]"), rf"{CONFIG}: expected a JSON object; got list"),
     (lambda f: (f / WEIGHTS).unlink(), rf"adapter: expected {WEIGHTS}; got no such file; copy"),
     (pickled, rf"expected {WEIGHTS}; got the pickle file adapter_model\.bin, .*is not read; conv"),
