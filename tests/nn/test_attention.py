@@ -235,5 +235,5 @@ def test_the_implementation_is_that_of_calls_and_not_of_decoding() -> None:
         jax.eval_shape(layer, inputs())
         jax.eval_shape(lambda x: layer.decode(x, layer.init_cache(2, 8)), inputs())
     assert [path.implementation for path in taken] == ["chunked", "plain"]
-    with pytest.raises(ValueError, match="one of auto, plain, chunked, cudnn; got 'flash'"):
+    with pytest.raises(ValueError, match="one of auto, plain, chunked, cudnn, splash; got 'flash'"):
         attention(implementation="flash")(inputs())

@@ -160,9 +160,7 @@ def test_an_equation_of_a_call_is_one_product_too() -> None:
     layer, x = nnx.Einsum("bti,io->bto", (16, 32), rngs=nnx.Rngs(0)), jnp.ones((4, 6, 16))
     expected = layer(x, "tbi,io->bto")
     convert(layer, "fp8_dynamic")
-    np.testing.assert_allclose(
-        layer(x, "tbi,io->bto"), expected, atol=0.05 * jnp.abs(expected).max()
-    )
+    np.testing.assert_allclose(layer(x, "tbi,io->bto"), expected, atol=0.2)
     with pytest.raises(ValueError, match=r"'bti,io->bo' is not one product .*'t' in one term only"):
         layer(x, "bti,io->bo")
 
@@ -328,17 +326,6 @@ def test_stacked_layers_under_scan() -> None:
     assert convert(stack, "fp8_unit").converted == ("",)
     # A sum that float32 rounds otherwise can fall to the other side of a tie of the next layer.
     np.testing.assert_allclose(apply(stack, x), wanted, atol=2**-4)
-
-
-def test_stacked_along_another_axis_there_is_no_place_for_scales() -> None:
-    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
-    make = nnx.vmap(lambda key: nnx.Linear(16, 32, rngs=nnx.Rngs(key)), out_axes=axes)
-    model = make(jax.random.split(jax.random.key(0), 3))
-    assert convert(model, "fp8_dynamic").converted == ("",)
-    restore(model)
-    assert convert(model, "fp8_delayed").skipped == {
-        "": "nnx.vmap has stacked it along an axis that is not the first"
-    }
 
 
 def test_each_layer_keeps_its_own_scales() -> None:

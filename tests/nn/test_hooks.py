@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from unitscale.nn import convert, restore
 from unitscale.nn._hooks import (
     DotGeneralHook,
     features_of,
@@ -86,3 +87,15 @@ def test_out_sharding_is_obeyed() -> None:
     numbers = (((1,), (0,)), ((), ()))
     y = jax.jit(lambda x: hook(x, x.T, numbers, out_sharding=sharding))(jnp.ones((8, 4)))
     assert y.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_layers_may_be_stacked_along_another_axis_than_the_first() -> None:
+    """There is no place for a scale of each then."""
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    make = nnx.vmap(lambda key: nnx.Linear(16, 32, rngs=nnx.Rngs(key)), out_axes=axes)
+    model = make(jax.random.split(jax.random.key(0), 3))
+    assert convert(model, "fp8_dynamic").converted == ("",)
+    restore(model)
+    assert convert(model, "fp8_delayed").skipped == {
+        "": "nnx.vmap has stacked it along an axis that is not the first"
+    }

@@ -96,15 +96,20 @@ def rules() -> list[Rule]:
     return list(_RULES.values())
 
 
+# Its primitives whose rules other modules define.
+_PALLAS = ("mpmd_map", "pallas_call")
+
+
 def differentiable() -> list[Primitive]:
     """Returns the primitives that the running JAX can differentiate, sorted by name.
 
     Those with a forward-mode or a transposition rule of JAX's own, and the calls that
-    differentiation goes through. Primitives that other libraries define are not among them.
+    differentiation goes through. Primitives that other libraries define are not among them, nor
+    those of Pallas, of which kernels consist, and which are there once it is imported.
     """
     calls = (exported.custom_jvp_call_p, exported.custom_vjp_call_p)
     rules = [*ad.primitive_jvps.items(), *ad.primitive_transposes.items()]
-    found = {p for p, rule in rules if all(map(_is_of_jax, _parts(rule)))}
+    found = {p for p, rule in rules if all(map(_is_of_jax, _parts(rule))) and p.name not in _PALLAS}
     return sorted({*found, *calls}, key=lambda p: p.name)
 
 
@@ -121,7 +126,8 @@ def _parts(rule: Any) -> Iterator[Any]:
 
 
 def _is_of_jax(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "jax").split(".")[0] in ("jax", "jaxlib")
+    parts = (getattr(function, "__module__", None) or "jax").split(".")
+    return parts[0] in ("jax", "jaxlib") and "pallas" not in parts
 
 
 def unlisted() -> list[str]:
