@@ -81,7 +81,10 @@ def _inner_program(params: dict[str, Any]) -> ClosedJaxpr:
     raise AssertionError(f"a call has an inner program; got {sorted(params)}")
 
 
-@register("call", "closed_call", "core_closed_call", "call", "composite", "custom_vmap_call")
+_INLINE = ("closed_call", "core_closed_call", "call", "composite", "custom_vmap_call")
+
+
+@register("call", *_INLINE, "xla_metadata_call")
 def inline(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Evaluated in place."""
     program = _inner_program(eqn.params)

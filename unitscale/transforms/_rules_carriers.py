@@ -23,7 +23,7 @@ from ._values import UNKNOWN, Value, is_float, spans, uniform, widen
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 
 
-_PLACED = ("sharding_constraint", "layout_constraint", "unitscale_row_major")
+_PLACED = ("sharding_constraint", "layout_constraint", "unitscale_row_major", "xla_metadata_value")
 
 
 @register("carrier", *_SAME_PLACE, *_PLACED)
