@@ -60,11 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
     for word in overrides:
-        key = word.partition("=")[0]
-        value = OmegaConf.select(_override(word, schema), key)
-        # Of a section other keys stay; any other mapping takes the place of the file's.
-        is_section = section_of(dict(valid_keys(schema))[key]) is not None
-        OmegaConf.update(file, key, value, merge=is_section)
+        _override(file, word, schema)
     tree: Any = OmegaConf.to_container(file)
     try:
         config = schema.model_validate(schema.filled(tree))
@@ -114,15 +110,18 @@ def _read(path: Path) -> DictConfig:
     return _mapping(lambda: OmegaConf.create(text), f"config file {path}")
 
 
-def _override(word: str, schema: type[RunConfig]) -> DictConfig:
+def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     key, equals, _ = word.partition("=")
     if not equals or not key:
         raise RecipeError(
             f"override {word!r}: expected key=value, for example train.steps=100; add the '='"
         )
-    if key not in dict(valid_keys(schema)):
+    if (field := dict(valid_keys(schema)).get(key)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    return _mapping(lambda: OmegaConf.from_dotlist([word]), f"override {word!r}")
+    parsed = _mapping(lambda: OmegaConf.from_dotlist([word]), f"override {word!r}")
+    # Of a section other keys stay; any other mapping takes the place of the file's.
+    is_section = section_of(field) is not None
+    OmegaConf.update(file, key, OmegaConf.select(parsed, key), merge=is_section)
 
 
 def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:

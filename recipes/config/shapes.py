@@ -71,8 +71,8 @@ class TransformerConfig(Section):
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="residual weights")
     attention_implementation: Literal["auto", "plain", "chunked", "cudnn", "splash"] = Field(
         default="auto",
-        description="all attention weights at once, in chunks, or a fused kernel of NVIDIA GPUs; "
-        "auto: whichever fits (unitscale models)",
+        description="all attention weights at once, in chunks, or a fused kernel: cudnn of NVIDIA "
+        "GPUs, splash of TPUs; auto: whichever fits (unitscale models)",
     )
     scan: Flag = Field(
         default=False,

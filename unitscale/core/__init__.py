@@ -52,6 +52,7 @@ from ._mesh_axes import (
     TENSOR_AXES as TENSOR_AXES,
     batch_axes as batch_axes,
     divided as divided,
+    dividing as dividing,
     stream as stream,
     ways as ways,
 )

@@ -45,6 +45,18 @@ def ways(names: Sequence[str]) -> int:
     return math.prod(sizes.get(name, 1) for name in names)
 
 
+def dividing(names: Sequence[str], sizes: Mapping[str, int], *dimensions: int) -> tuple[str, ...]:
+    """The axes of these names that a mesh has, where together they divide all dimensions; else ().
+
+    Example:
+        >>> dividing(("fsdp", "data"), {"data": 4}, 8, 12), dividing(("data",), {"data": 4}, 6)
+        (('data',), ())
+    """
+    own = tuple(name for name in names if name in sizes)
+    ways = math.prod(sizes[name] for name in own)
+    return own if all(dimension % ways == 0 for dimension in dimensions) else ()
+
+
 def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
     """Returns an array that lies over axes of the mesh of `jax.set_mesh`, and so does its gradient.
 
@@ -70,8 +82,7 @@ def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
         if names is not None and not names:
             spec[axis] = None
             continue
-        own = tuple(name for name in names or () if name in sizes)
-        if own and x.shape[axis] % math.prod(sizes[name] for name in own) == 0:
+        if own := dividing(names or (), sizes, x.shape[axis]):
             spec[axis] = own
     if not sizes or all(place is PartitionSpec.UNCONSTRAINED for place in spec):
         return x

@@ -247,7 +247,7 @@ class ScaledArray:
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array] | None:  # None: x.__radd__(array) answers
-        return None if hasattr(self, mirror_asked_for() or "none") else lambda: self.value
+        return None if hasattr(self, mirror_asked_for()) else lambda: self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)

@@ -5,7 +5,7 @@ that layers keep, and `nnx.State`, which the moments of `Optimizer` are trees of
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import nnx, serialization
@@ -24,15 +24,21 @@ def _to_state(x: Any) -> dict[str, Any]:
     return {part: serialization.to_state_dict(getattr(x, part)) for part in _PARTS[type(x)]}
 
 
+def _check_keys(state: Any, keys: Collection[str], expected: str, todo: str) -> None:
+    if not isinstance(state, dict) or set(state) != set(keys):
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"unitscale.nn: {expected}; got {found}. {todo}")
+
+
 def _from_state(x: Any, state: dict[str, Any]) -> Any:
     parts = _PARTS[type(x)]
-    if not isinstance(state, dict) or set(state) != set(parts):
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
-            f"unitscale.nn: a {type(x).__name__} is restored from a state with the keys "
-            f"{', '.join(parts)}; got {found}. Was it saved from plain arrays? Then restore into "
-            "plain arrays, and call as_scaled or scale_params of what comes."
-        )
+    _check_keys(
+        state,
+        parts,
+        f"a {type(x).__name__} is restored from a state with the keys {', '.join(parts)}",
+        "Was it saved from plain arrays? Then restore into plain arrays, and call as_scaled or "
+        "scale_params of what comes.",
+    )
     restored: list[Any] = [
         serialization.from_state_dict(getattr(x, part), state[part], name=part) for part in parts
     ]
@@ -61,12 +67,13 @@ def _tree_from_state(x: Any, state: Any) -> Any:
         return type(x)(_tree_from_state(x.raw_mapping, state))
     if isinstance(x, Mapping):
         names = {str(key) for key in x}
-        if not isinstance(state, dict) or set(state) != names:
-            found = sorted(state) if isinstance(state, dict) else type(state).__name__
-            raise ValueError(
-                f"unitscale.nn: a State with the keys {', '.join(sorted(names))} is restored from "
-                f"a state with the same; got {found}. Give a target of the same model"
-            )
+        listed = ", ".join(sorted(names))
+        _check_keys(
+            state,
+            names,
+            f"a State with the keys {listed} is restored from a state with the same",
+            "Give a target of the same model",
+        )
         return {key: _tree_from_state(child, state[str(key)]) for key, child in x.items()}
     if isinstance(x, nnx.Variable):
         return x.replace(serialization.from_state_dict(x.get_value(), state))

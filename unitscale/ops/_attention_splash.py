@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..core import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES
+from ..core import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, dividing
 
 LANES = 128
 """Of a TPU: lengths are multiples of this."""
@@ -65,15 +65,11 @@ def splash(
 
 def _spec(mesh: Any, batch: int, *heads: int) -> PartitionSpec:
     """Where a device's part of (batch, heads, time, d) lies: what the axes divide, whole else."""
-
-    def over(names: tuple[str, ...], *sizes: int) -> tuple[str, ...] | None:
-        own = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
-        parts = 1
-        for name in own:
-            parts *= mesh.shape[name]
-        return own if own and all(size % parts == 0 for size in sizes) else None
-
-    return PartitionSpec(over(BATCH_AXES, batch), over((*TENSOR_AXES, *CONTEXT_AXES), *heads))
+    axes = {name: size for name, size in mesh.shape.items() if size > 1}
+    rows = dividing(BATCH_AXES, axes, batch)
+    return PartitionSpec(
+        rows or None, dividing((*TENSOR_AXES, *CONTEXT_AXES), axes, *heads) or None
+    )
 
 
 def _attend(
