@@ -56,8 +56,13 @@ class Comparison(Section):
                 f"{option}: expected some of {', '.join(sorted(known))}; got {', '.join(unknown)}; "
                 "correct the list"
             )
-        kept = [self.reference, *(f"{prefix}{name}" for name in wanted)]
-        return self.model_copy(update={"variants": {name: self.variants[name] for name in kept}})
+        return self.of([self.reference, *(f"{prefix}{name}" for name in wanted)])
+
+    def of(self, names: Sequence[str]) -> Self:
+        """These variants; the first is the reference, if its own is not among them."""
+        reference = self.reference if self.reference in names else names[0]
+        variants = {name: self.variants[name] for name in names}
+        return self.model_copy(update={"variants": variants, "reference": reference})
 
     def at_rates(self, rates: Mapping[str, Sequence[float]]) -> Self:
         """The same at other learning rates: a variant named here has a run for each of its own."""

@@ -34,18 +34,21 @@ from ..run.optimizer import make_optimizer
 from ._compare import compare, comparison
 from ._programs import BEST, ROWS, SHAPES, config_of, fused_attention, program_of
 from ._runs import Told
+from ._tasks import split_articles
 from ._timing import train_step
+from .lms import tuned
 
 ROUNDS = 5  # of which the median is taken
 VARIED = 4  # inputs that differ, in turns
 
 
 class Setting(NamedTuple):
-    """What every part is told: toy size, a text, and a folder for training runs."""
+    """What every part is told: toy size, a text, a folder for training runs, and questions."""
 
     toy: bool = False
     data: str | None = None
     folder: Path = Path("runs")
+    squad: str | None = None
 
 
 Rows = list[dict[str, Any]]
@@ -213,6 +216,23 @@ def losses(setting: Setting) -> Rows:
     return [dict(row) for row in compare(entry, told).table().rows]
 
 
+def answers(setting: Setting) -> Rows:
+    """F1 on SQuAD of `configs/bert/medium.yaml`, trained and tuned in FP8, beside baselines."""
+    if setting.squad is None:
+        raise RecipeError("--squad: expected a file of SQuAD's format; got none; give it")
+    words, tuning = [f"train.runs_dir={setting.folder}"], ["data.batch_size=32", "train.steps=3000"]
+    if setting.toy:
+        few = ["train.steps=2", "optimizer.warmup_steps=0", "data.batch_size=4"]
+        small = ["model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=32"]
+        small += ["data.tokenizer.vocab=512", "data.validation_fraction=0.2"]
+        words, tuning = [*words, *few, *small], [*few, "squad.max_question_length=8"]
+    told = Told(str(CONFIGS / "bert/medium.yaml"), words, 1, False, setting.data and [setting.data])
+    articles = split_articles(setting.squad, setting.folder)
+    pretrained = compare(comparison("lms").of(["fp8"]), told)
+    (scored,) = tuned(pretrained, None, articles, Told(None, tuning, 1))
+    return [dict(row) for row in [*pretrained.table().rows, *scored.rows]]
+
+
 def tests(setting: Setting) -> Rows:
     """The tests marked gpu."""
     root = CONFIGS.parent
@@ -242,6 +262,7 @@ PARTS: dict[str, Part] = {
     **{name: part for name, part in STEPS.items() if name.startswith("gpt2")},
     "losses": losses,
     **{name: part for name, part in STEPS.items() if not name.startswith("gpt2")},
+    "answers": answers,
 }
 """By name, those first that say most for their time."""
 

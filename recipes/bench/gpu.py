@@ -1,11 +1,12 @@
 """Everything that only a GPU can say, in one run, each time beside the one that was projected.
 
-    JAX_PLATFORMS=cuda python -m recipes bench gpu --data TEXT
+    JAX_PLATFORMS=cuda python -m recipes bench gpu --data TEXT --squad FILE
 
 Runs the tests marked gpu; times products, attention, the optimizer and whole training steps;
-trains `configs/gpt/parity.yaml` in three formats on three seeds. Each part is a process of its own,
-with the GPU to itself: one that fails is reported, and the others go on. The file is written after
-each.
+trains `configs/gpt/parity.yaml` in three formats on three seeds; with a file of questions, lets
+`configs/bert/medium.yaml` answer them (`--parts answers`: about a quarter of an hour). Each part is
+a process of its own, with the GPU to itself: one that fails is reported, and the others go on. The
+file is written after each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +37,7 @@ from ._table import Table, plain, publish
 OUT = Path("gpu.json")
 KEPT = 3000  # characters of what a part that failed has printed
 LEAST = 30.0  # seconds that a part is worth starting for
-MOST = {"tests": 360.0, "losses": 540.0}  # seconds after which a part is stopped
+MOST = {"tests": 360.0, "losses": 540.0, "answers": 900.0}  # seconds after which a part is stopped
 MOST_ELSE = 300.0
 SHOWN = 8  # columns of a row; the file has all of them
 NOTES = (
@@ -50,20 +52,29 @@ def main(
     parts: Annotated[str, typer.Option(help="what to measure, separated by commas")] = "all",
     minutes: Annotated[float, typer.Option(min=0.1, help="no part goes on beyond this")] = 20.0,
     data: DataPath = None,
+    squad: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON, for the part answers")
+    ] = None,
     out: Annotated[Path, typer.Option(help="the file of all results")] = OUT,
     toy: Annotated[bool, typer.Option("--toy", help="tiny shapes, on any device: a trial")] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measures on this machine's GPU what other benchmarks project."""
     if part is not None:
-        alone(part, Setting(toy, data, out.parent / "runs"), out)
+        alone(part, Setting(toy, data, out.parent / "runs", squad), out)
         return
     wanted = list(PARTS) if parts == "all" else chosen("--parts", parts, PARTS)
+    if squad is None and "answers" in wanted:
+        if parts != "all":
+            raise RecipeError("--parts answers: expected questions too; got none; add --squad FILE")
+        wanted.remove("answers")
     if not toy and (found := backend()) != "gpu":
         raise RecipeError(
             f"bench gpu: expected JAX to see a GPU; it sees {found}; install JAX for it and set "
             "JAX_PLATFORMS=cuda, or try the benchmark with --toy"
         )
+    given = {"--data": data, "--squad": squad}
+    texts = {option: Path(path).resolve() for option, path in given.items() if path is not None}
     results: dict[str, ProcessResult] = {}
     end = time.monotonic() + 60 * minutes
     for name in wanted:
@@ -73,7 +84,7 @@ def main(
         else:
             Console(stderr=True).print(f"bench gpu: {name}", markup=False, highlight=False)
             limit = max(LEAST, min(left, MOST.get(name, MOST_ELSE)))
-            results[name] = launched(name, toy=toy, data=data, limit=limit)
+            results[name] = launched(name, toy=toy, texts=texts, limit=limit)
         write(out, results)
     publish("gpu", tables(results), notes=[*NOTES, f"written to {out}"])
     if bad := [name for name, result in results.items() if result["status"] == "failed"]:
@@ -97,14 +108,14 @@ def backend() -> str:
     return (found.stdout.strip().splitlines() or ["none"])[-1]
 
 
-def launched(name: str, *, toy: bool, data: str | None, limit: float) -> ProcessResult:
+def launched(name: str, *, toy: bool, texts: Mapping[str, Path], limit: float) -> ProcessResult:
     """A part in a process of its own: its rows, or how it failed."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
         command = [sys.executable, "-m", MODULE, "bench", "gpu", "--part", name]
         command += ["--out", str(answer), *(["--toy"] if toy else [])]
-        command += [] if data is None else ["--data", str(Path(data).resolve())]
+        command += [word for option, path in texts.items() for word in (option, str(path))]
         # The tests run in a process of their own, beside that of their part.
         own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if name == "tests" else {}
         log = Path(folder) / "log"

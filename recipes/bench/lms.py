@@ -158,7 +158,7 @@ def tuned(
             policy: [f"name={base}-{task}", *tuned_words(run), *words]
             for policy, run in runs.items()
         }
-        found = compare(comparison(task), told, own)
+        found = compare(comparison(task).of([*runs]), told, own)
         config = cast(FinetuneConfig, found.configs[reference][0])
         table = found.table()
         tables.append(Table(table.title, [*table.rows, *baselines(config)]))

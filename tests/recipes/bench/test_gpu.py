@@ -12,6 +12,8 @@ import pytest
 from recipes.bench import _gpu_parts, gpu
 from recipes.bench._gpu_parts import PARTS, Setting
 from recipes.cli import main
+from recipes.errors import RecipeError
+from tests.recipes.tasks import squad
 
 TIMES = ("measured ms", "projected ms", "over projected")
 
@@ -54,6 +56,20 @@ def test_losses(text_file: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 3 * 2
 
 
+@pytest.mark.slow
+def test_answers(text_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--squad: expected a file"):
+        PARTS["answers"](Setting(True, str(text_file), tmp_path))
+    file, tree = tmp_path / "questions.json", squad(["fox"] * 16)
+    articles = [{"title": "", "paragraphs": [part]} for part in tree["data"][0]["paragraphs"]]
+    file.write_text(json.dumps(tree | {"data": articles}), encoding="utf-8")
+    rows = PARTS["answers"](Setting(True, str(text_file), tmp_path / "runs", str(file)))
+    found = ["fp8", "fp8", "random span", "sentence with most words of the question"]
+    assert [row["variant"] for row in rows] == found
+    assert 0 < rows[0]["validation loss"] < 10
+    assert all(0 <= row["f1"] <= 100 for row in rows[1:])
+
+
 def test_calls_take_turns_and_the_first_round_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -67,7 +83,8 @@ def test_calls_take_turns_and_the_first_round_is_not_counted(
 def test_every_row_of_every_shape_has_a_part() -> None:
     names = [f"{shape} {row}" for shape in gpu.SHAPES for row in _gpu_parts.ROWS]
     assert set(names) < set(PARTS)
-    assert set(PARTS) - set(names) == {"tests", "products", "attention", "optimizer", "losses"}
+    others = {"tests", "products", "attention", "optimizer", "losses", "answers"}
+    assert set(PARTS) - set(names) == others
 
 
 def test_a_part_that_fails_is_reported_and_the_others_go_on(
@@ -85,8 +102,8 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(
     monkeypatch.setattr(gpu, "launched", launched)
     assert main(["bench", "gpu", "--toy", "--out", str(out)]) == 1
     parts = json.loads(out.read_text())["parts"]
-    assert list(parts) == list(PARTS)
-    assert written == list(range(len(PARTS)))
+    assert list(parts) == [name for name in PARTS if name != "answers"]  # without a --squad
+    assert written == list(range(len(parts)))
     assert parts["attention"]["printed"] == "no such kernel"
     said = capsys.readouterr()
     assert "bench gpu: failed: attention; see" in said.err
@@ -117,6 +134,8 @@ def test_without_a_gpu_the_error_says_what_to_do(
     assert "expected JAX to see a GPU; it sees cpu" in capsys.readouterr().err
     assert main(["bench", "gpu", "--parts", "speed"]) == 2
     assert "--parts: expected some of tests, products" in capsys.readouterr().err
+    assert main(["bench", "gpu", "--parts", "answers"]) == 2
+    assert "--parts answers: expected questions too" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -126,8 +145,8 @@ def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
     parts = json.loads(out.read_text())["parts"]
     assert [part["status"] for part in parts.values()] == ["done", "done"]
     check_times(parts["attention"]["rows"])
-    failed = gpu.launched("no such part", toy=True, data=None, limit=60.0)
+    failed = gpu.launched("no such part", toy=True, texts={}, limit=60.0)
     assert failed["status"] == "failed"
     assert "--part: expected some of tests" in failed["printed"]
-    late = gpu.launched("attention", toy=True, data=None, limit=0.1)
+    late = gpu.launched("attention", toy=True, texts={}, limit=0.1)
     assert (late["status"], late["error"]) == ("failed", "not done after 0 s")
