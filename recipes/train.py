@@ -27,7 +27,7 @@ from .run.batch import loss_inputs
 from .run.checkpoint import Checkpoints
 from .run.convert import formats
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
-from .run.folder import flatten, open_run, run_folder
+from .run.folder import flatten, locked, open_run, run_folder
 from .run.loggers import check_logger
 from .run.metrics import Metrics, open_metrics
 from .run.monitor import watch_overflow
@@ -83,8 +83,8 @@ def train(
       The run's folder, its last step and its validation loss.
 
     Raises:
-      RecipeError: Unusable data or run folder, a full disk, a loss that is not finite, or processes
-        that disagree or no longer answer.
+      RecipeError: Unusable data or run folder, one that another process trains in, a full disk, a
+        loss that is not finite, or processes that disagree or no longer answer.
     """
     console = Console() if console is None else console
     console = console if is_first() else Console(quiet=True)
@@ -93,11 +93,18 @@ def train(
         data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
     told = flatten(config.model_dump()) | {"--fresh": fresh, "--convert": convert}
     check_alike(told | {"the text's digest": data.digest})
+    with contextlib.ExitStack() as held:
+        with together():
+            if is_first():
+                check_logger(config)
+                held.enter_context(locked(config))
+                open_run(config, fresh=fresh, convert=convert)
+        return _train(config, data, console, say)
+
+
+def _train(config: RunConfig, data: Data, console: Console, say: Callable[[str], None]) -> Outcome:
+    """Trains or goes on, in an open folder."""
     folder = run_folder(config)
-    with together():
-        if is_first():
-            check_logger(config)
-            open_run(config, fresh=fresh, convert=convert)
     with together():
         run = _Run(config, folder, data)
     parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))

@@ -1,9 +1,11 @@
 """A run's folder: made once, and resumed only by the config that made it."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import filelock
 import yaml
 from pydantic import ValidationError
 
@@ -29,12 +31,32 @@ _FREE = (
 )
 
 
+@contextlib.contextmanager
+def locked(config: RunConfig) -> Iterator[None]:
+    """Within the block no other process trains this run; one that dies leaves nothing locked."""
+    folder = run_folder(config)
+    path = folder.with_name(f".{folder.name}.lock")  # beside it: --fresh moves the folder
+    lock = filelock.FileLock(path, blocking=False)
+    with _writing(folder):
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise RecipeError(
+                f"name: another process is training in {folder}; wait for it, stop it, or change "
+                "name"
+            ) from None
+        except NotImplementedError:
+            pass  # a file system without locks
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
     """Makes the folder of a run, or opens the one that an earlier start of the same run made."""
     folder = run_folder(config)
-    what = f"train.runs_dir: cannot write the run folder {folder}"
-    todo = "free space, change its permissions, or set train.runs_dir to another folder"
-    with refused(what, todo):
+    with _writing(folder):
         if fresh and folder.exists():
             folder.rename(_free_name(folder))
         if folder.exists():
@@ -78,6 +100,11 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
 
 def run_folder(config: RunConfig) -> Path:
     return Path(config.train.runs_dir) / config.name
+
+
+def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    todo = "free space, change its permissions, or set train.runs_dir to another folder"
+    return refused(f"train.runs_dir: cannot write the run folder {folder}", todo)
 
 
 def _check_same(

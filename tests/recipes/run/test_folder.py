@@ -9,7 +9,8 @@ import yaml
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run.folder import existing_run, open_run
+from recipes.run.folder import existing_run, locked, open_run
+from recipes.train import train
 
 MakeConfig = Callable[..., GPTConfig]
 
@@ -21,6 +22,18 @@ def test_made_once_and_opened_again(make_config: MakeConfig) -> None:
     assert open_run(config) == folder
     assert (folder / "kept").exists()
     assert load_config(folder / "config.yaml") == config
+
+
+def test_two_processes_do_not_train_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    config, other = make_config(), make_config("name=other")
+    with locked(config), locked(other):
+        with pytest.raises(RecipeError, match=r"name: another process is training in .*tiny; wait"):
+            train(config, fresh=True)
+        assert not (tmp_path / "runs" / "tiny").exists()
+    with pytest.raises(ValueError, match="of a run"), locked(config):
+        raise ValueError("the end of a run")
+    with locked(config):
+        pass
 
 
 def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
