@@ -27,6 +27,13 @@ def test_statistics_at_every_scale(scale) -> None:
     assert (record.shape, record.dtype, record.executions) == ((8, 4), "float32", 1)
 
 
+@pytest.mark.parametrize("wrong", [np.inf, np.nan])
+def test_one_element_that_is_not_finite_among_many(wrong: float) -> None:
+    records = trace_scales(lambda x: x * 2)(jnp.ones(2**16).at[3].set(wrong))
+    for record in records:
+        np.testing.assert_array_equal([record.rms, record.amax], wrong)
+
+
 @jax.checkpoint
 def layer(w, x):
     with jax.named_scope("layer"):

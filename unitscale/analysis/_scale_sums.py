@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..core import Format
+from ..core import Format, amax
 
 # Squares of small or large numbers leave float32's range: they are summed at these scales as well.
 UP, DOWN = 2.0**60, 2.0**-60
@@ -43,8 +43,8 @@ class ScaleSums:
 
     def add(self, x: Any) -> None:
         """Takes a floating array."""
-        elements, amax, count = _sampled(x, self.sample)
-        self.rows.append(_row(elements, amax, np.float32(np.size(x)), count, self.formats))
+        elements, most, count = _sampled(x, self.sample)
+        self.rows.append(_row(elements, most, np.float32(np.size(x)), count, self.formats))
 
     def extend(self, rows: Any) -> None:
         """Takes rows (n, width) that are statistics already."""
@@ -71,13 +71,13 @@ def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
 def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
     """As `_sampled`. Padded to the next power of two, so that `_row` is compiled for few sizes."""
     part = jnp.abs(_spread(x, sample).reshape(-1).astype(jnp.float32))
-    amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    most = amax(x).astype(jnp.float32)
     length = 1 << max(part.size - 1, 0).bit_length()
-    return jnp.pad(part, (0, length - part.size)), amax, jnp.float32(part.size)
+    return jnp.pad(part, (0, length - part.size)), most, jnp.float32(part.size)
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _row(elements: Any, amax: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
+def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
     """One row (1, width), of all elements of which these are the sample."""
     padding = elements.size - count
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
@@ -92,7 +92,7 @@ def _row(elements: Any, amax: Any, size: Any, count: Any, formats: tuple[Format,
     sums = lax.reduce(operands, (zero,) * len(operands), _added, (0,))
     share = size / jnp.maximum(count, 1)
     columns = [(total - padding * pad) * share for total, pad in zip(sums, padded, strict=True)]
-    return jnp.stack([size, *columns, amax])[None]
+    return jnp.stack([size, *columns, most])[None]
 
 
 def add_rows(a: Any, b: Any) -> Any:
@@ -112,8 +112,8 @@ def over_iterations(rows: Any) -> Any:
         >>> print(over_iterations(jnp.array([[[2.0, 1.0]], [[3.0, 4.0]]])))
         [[5. 4.]]
     """
-    amax = jnp.max(rows[..., -1:], axis=0, initial=0.0)
-    return jnp.append(jnp.sum(rows[..., :-1], axis=0), amax, axis=-1)
+    most = amax(rows[..., -1:], 0)[0]
+    return jnp.append(jnp.sum(rows[..., :-1], axis=0), most, axis=-1)
 
 
 def _added(a: Any, b: Any) -> Any:

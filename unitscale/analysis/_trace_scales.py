@@ -191,7 +191,7 @@ def _record(site: Site, row: np.ndarray, formats: tuple[Format, ...]) -> ScaleRe
         shape=tuple(site.aval.shape),
         dtype=site.aval.dtype.name,
         executions=round(count / max(math.prod(site.aval.shape), 1)),
-        rms=math.sqrt(squares / safe),
+        rms=math.sqrt(squares / safe) if math.isfinite(amax) else amax,
         amax=amax,
         zeros=zeros / safe,
         formats=shares,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ._cast import cast, widen
 from ._formats import format_of
@@ -18,7 +19,8 @@ Axis = int | Sequence[int] | None
 def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
     """Returns the largest magnitude over ``axis``, kept as size-1 dimensions unless axis is None.
 
-    Computed in float32. NaN and infinity are propagated: whoever records a history decides.
+    Computed in float32. NaN and infinity are propagated: whoever records a history decides. Its
+    derivative is zero.
 
     Example:
         >>> print(amax(jnp.array([1.0, -3.0])))
@@ -47,7 +49,12 @@ def _hashable(axis: Axis) -> int | tuple[int, ...] | None:
 # One program where nothing is traced; traced once for each shape where something is.
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _amax(x: jax.Array, axis: Axis) -> jax.Array:
-    return jnp.max(jnp.abs(widen(x)), axis=axis, keepdims=axis is not None, initial=0.0)
+    x = jnp.abs(widen(x))
+    # As integers, which order magnitudes as floats do, and NaN above infinity: of a large array's
+    # maximum XLA's CPU backend leaves NaN out.
+    bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    most = jnp.max(bits, axis=axis, keepdims=axis is not None, initial=0)
+    return lax.bitcast_convert_type(most, x.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -100,7 +107,7 @@ def optimal_scale(
         return jnp.mean(jnp.square(rounded - unit), axis=axis, keepdims=keepdims)
 
     exponents = jnp.arange(low, high + 1)
-    errors = jax.lax.map(error, exponents)
+    errors = lax.map(error, exponents)
     # Among equals the exponent nearest to the RMS: exact values have error zero for many scales.
     tie_break = jnp.abs(exponents).reshape((-1,) + (1,) * (errors.ndim - 1))
     is_best = errors == jnp.min(errors, axis=0)
