@@ -122,3 +122,10 @@ def test_errors() -> None:
     momentum = optax.sgd(0.1, momentum=0.9)
     with pytest.raises(ValueError, match="convert_state: state must be of the transformation"):
         jax.eval_shape(lambda: convert_state(stepped("6 bytes"), momentum.init(PARAMS)))
+
+
+def test_plain_state_comes_in_the_types_of_like() -> None:
+    plain, narrow = optax.adam(0.1), optax.adam(0.1, mu_dtype="bfloat16")
+    state = plain.init(PARAMS)
+    assert convert_state(state, narrow.init(PARAMS))[0].mu["w"].dtype == "bfloat16"
+    assert convert_state(state, narrow.init(PARAMS))[0].nu["w"].dtype == "float32"

@@ -47,3 +47,43 @@ def test_transformations_are_those_of_optax_on_values(ours, theirs) -> None:
 def test_an_average_of_parameters() -> None:
     wanted = optax.incremental_update(*(to_array(t, jnp.float32) for t in TREES[:2]), 0.25)
     same(optim.incremental_update(*TREES[:2], 0.25), wanted)
+
+
+def test_narrow_arrays_are_widened_too() -> None:
+    tree = {"w": jnp.ones(100_000, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
+    np.testing.assert_allclose(optim.global_norm(tree), 100_002**0.5, rtol=1e-6)
+    clipped, _ = (tx := optim.clip_by_global_norm(1.0)).update(tree, tx.init(tree))
+    np.testing.assert_allclose(clipped["w"][0], 100_002**-0.5, rtol=1e-3)
+    moved = optim.incremental_update(tree, tree, 0.5)
+    assert {x.dtype.name for x in jax.tree.leaves(moved)} == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("inner", [optax.adagrad(0.1), optax.lamb(0.1), optax.adam(0.1)])
+def test_state_of_narrow_parameters_keeps_its_types(inner, dtype: str) -> None:
+    tx, params = optim.scaled(inner, weights=None, moments=(None, None)), {"w": jnp.ones(9, dtype)}
+
+    def step(carry, _):
+        return tx.step(*carry, params), None
+
+    (new, _), _ = jax.lax.scan(step, (params, tx.init(params)), None, 2)
+    assert new["w"].dtype == dtype
+    assert jnp.all(new["w"] < 1)
+
+
+def test_numbers_are_parameters_as_in_optax() -> None:
+    assert optim.apply_updates([1.0], [0.5]) == [1.5]
+    for tx in (optim.skip_nonfinite(optax.sgd(0.5)), optim.scaled(optax.sgd(0.5), weights=None)):
+        assert tx.step([1.0], tx.init([1.0]), [1.0])[0] == [0.5]
+
+
+def test_a_key_outlives_a_step_that_takes_the_memory_of_its_state() -> None:
+    key = jax.random.key(0)
+    for seed in (key, np.int64(0)):
+        tx = optim.scaled(optax.adam(0.1), rounding="stochastic", key=seed)
+        params = tx.scale_params({"w": jnp.ones(4)})
+        step = jax.jit(tx.step, donate_argnums=(0, 1))
+        state = tx.init(params)
+        np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(key))
+        step(params, state, {"w": jnp.ones(4)})
+    assert not key.is_deleted()

@@ -73,6 +73,9 @@ def convert_state(state: Any, like: Any) -> Any:
             raise ValueError(f"got shape {jnp.shape(value)}, expected {jnp.shape(new)}")
         if is_stored(new):
             return store(value, moment_of(new), "nearest", None)
+        dtype = getattr(new, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            return jnp.asarray(value, dtype)
         return value
 
     keys = iter(_keys(state))

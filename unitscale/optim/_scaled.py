@@ -209,7 +209,8 @@ def scaled(
         state = store_state(state, params, moments, block)
         start = None
         if rounding == "stochastic":
-            start = jax.random.key(key) if isinstance(key, int) else key
+            # A copy of a key: a step that takes the state's memory leaves the caller's alone.
+            start = jax.random.key(key) if _is_seed(key) else jax.random.clone(key)
         return ScaledState(state, start)
 
     def advance(grads: Any, state: ScaledState, params: Any, extra_args: dict[str, Any]) -> Any:
@@ -238,6 +239,10 @@ def scaled(
         return apply_updates(params, updates, key=for_weights), state
 
     return ScaledTransformation(init, update, scale_params, step)
+
+
+def _is_seed(key: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(key), jnp.integer) and not jnp.ndim(key)
 
 
 def _stored_again(stored: dict[Any, tuple[Any, Any]], new: Any, key: jax.Array | None) -> Any:

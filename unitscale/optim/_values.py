@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import to_array
+from ..core import to_array, widen
 
 
 def values(tree: Any) -> Any:
-    """Returns a tree as plain arrays in float32."""
-    return to_array(tree, jnp.float32)
+    """Returns a tree as plain arrays in float32, or float64 where an array is of that.
+
+    Example:
+        >>> values({"w": jnp.ones(2, jnp.float16), "count": jnp.int32(1)})["w"].dtype.name
+        'float32'
+    """
+
+    def wide(x: Any) -> Any:
+        return widen(jnp.asarray(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+    return jax.tree.map(wide, to_array(tree, jnp.float32))
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -61,6 +61,7 @@ def apply_update(
         return weight
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight):
+        weight = jnp.asarray(weight)
         if not _is_floating(weight):
             return (weight + update).astype(weight.dtype)
         return round_finite(widen(weight) + update, weight.dtype, rounding, key)
@@ -83,7 +84,7 @@ def _added(
 
 
 def _is_floating(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:
