@@ -166,3 +166,39 @@ def test_group_of() -> None:
     sizes = [2, 0, 3]
     found = group_of(jnp.array(sizes), jnp.arange(6))
     np.testing.assert_array_equal(found, [*np.repeat(np.arange(3), sizes), 3])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_rows_of_others_are_not_in_a_product(wrong: float) -> None:
+    x, w, dy = draw(3, (6, K), (2, K, N), (6, N))
+    sizes, finite = jnp.array([2, 3]), np.where(np.arange(6)[:, None] < 2, x, 0)
+
+    def gradient(x, w, sizes):
+        return jax.grad(lambda w: jnp.sum(grouped(x, w, sizes) * dy))(w)
+
+    rows = x.copy()
+    rows[2:] = wrong  # of the second group, and of none
+    np.testing.assert_array_equal(gradient(rows, w, sizes)[0], gradient(finite, w, sizes)[0])
+    rows = x.copy()
+    rows[5] = wrong
+    assert np.isfinite(gradient(rows, w, sizes)).all()
+    assert np.isfinite(grouped(rows, w, sizes)).all()
+
+
+def test_rows_of_none_do_not_count_for_a_scale() -> None:
+    x, w = np.ones((3, 2), np.float32), np.ones((2, 2, 1), np.float32)
+    x[2] = 1e9
+    y = grouped(x, w, jnp.array([1, 1]), config=MatmulConfig(strategy=Dynamic()))
+    np.testing.assert_array_equal(y.ravel(), [2, 2, 0])
+
+
+def test_sizes() -> None:
+    x, w = jnp.ones((200, K)), jnp.ones((2, K, N))
+    for dtype in ("int8", "uint8", "int32"):
+        np.testing.assert_array_equal(
+            grouped(x, w, jnp.array([100, 100], dtype)), np.full((200, N), K)
+        )
+    with pytest.raises(ValueError, match=r"each of the 2 matrices of rhs; got shape \(3,\)"):
+        grouped(x, w, jnp.array([1, 1, 1]))
+    with pytest.raises(TypeError, match="sizes must be integers; got float32"):
+        grouped(x, w, jnp.ones(2))

@@ -93,7 +93,7 @@ def _one(x: Any, group: jax.Array) -> ScaledArray:
 def _multiply_rows(
     lhs: Any, rhs: Any, sizes: jax.Array, spec: Contraction, factor: float, dtype: Any
 ) -> jax.Array:
-    """Each row of ``lhs`` times the matrix of its group; zero for rows of no group."""
+    """Each row of ``lhs`` times the matrix of its group; anything for rows of no group."""
     total, groups = lhs.shape[0], rhs.shape[0]
     size = _block_size(total, groups)
     blocks, rows = _blocks(sizes, total, size), _Rows(lhs, size)
@@ -105,8 +105,7 @@ def _multiply_rows(
         return lax.dynamic_update_slice_in_dim(out, y, blocks.start[i], axis=0)
 
     empty = vary_alike((jnp.zeros((total + size, columns), dtype), rows.data, blocks))[0]
-    out = lax.fori_loop(0, blocks.count, step, empty)[:total]
-    return jnp.where(jnp.arange(total)[:, None] < jnp.sum(sizes), out, jnp.zeros_like(out))
+    return lax.fori_loop(0, blocks.count, step, empty)[:total]
 
 
 def _multiply_groups(
@@ -120,7 +119,8 @@ def _multiply_groups(
 
     def step(i, out):
         start, group = blocks.start[i], blocks.group[i]
-        x, y = left.block(start), right.block(start, blocks.rows[i])
+        # Neither has foreign rows: zero times infinity would be NaN.
+        x, y = left.block(start, blocks.rows[i]), right.block(start, blocks.rows[i])
         more = product(x, y, _FORWARD.grad_rhs, factor, out.dtype)
         more += lax.dynamic_index_in_dim(out, group, keepdims=False)
         return lax.dynamic_update_index_in_dim(out, more, group, axis=0)
@@ -202,7 +202,9 @@ def grouped(
         Array (rows, n).
 
     Raises:
-        ValueError: if the strategy needs a state and has none, or the state of another strategy.
+        ValueError: if there are not as many sizes as matrices, or the strategy needs a state and
+            has none, or the state of another strategy.
+        TypeError: if sizes are no integers.
 
     Example:
         >>> x, w = jnp.ones((3, 2)), jnp.stack([jnp.ones((2, 1)), jnp.zeros((2, 1))])
@@ -216,5 +218,17 @@ def grouped(
     check_state("grouped", config, state)
     dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
-    lhs, rhs = watched((lhs, rhs), state)
-    return _grouped(lhs, rhs, sizes, state, tuple(map(float, factors)), config, out_dtype)
+    sizes = jnp.asarray(sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"unitscale.quant.grouped: sizes must be integers; got {sizes.dtype}")
+    if sizes.shape != rhs.shape[:1]:
+        raise ValueError(
+            "unitscale.quant.grouped: sizes must have one number for each of the "
+            f"{rhs.shape[0]} matrices of rhs; got shape {sizes.shape}"
+        )
+    sizes = sizes.astype(jnp.int32)
+    # What stands in rows of no group goes into no statistic, and neither does its cotangent.
+    own = jnp.arange(lhs.shape[0])[:, None] < jnp.sum(sizes)
+    lhs, rhs = watched((jnp.where(own, lhs, jnp.zeros_like(lhs)), rhs), state)
+    out = _grouped(lhs, rhs, sizes, state, tuple(map(float, factors)), config, out_dtype)
+    return jnp.where(own, out, jnp.zeros_like(out))
