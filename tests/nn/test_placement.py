@@ -53,6 +53,16 @@ def test_outputs_lie_where_a_call_asks(mesh: Any, name: str, place: P) -> None:
     np.testing.assert_allclose(dx, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_layer_of_flax_in_fp8(mesh: Any, *, converted: bool) -> None:
+    with jax.set_mesh(mesh):
+        layer = nnx.Linear(X.shape[-1], 8, rngs=nnx.Rngs(0))
+        if converted:
+            nn.convert(layer, "fp8_dynamic")
+        y = layer(jax.device_put(X, P("data")), out_sharding=P(*[None] * (X.ndim - 1), "model"))
+    assert jax.typeof(y).sharding.spec == P(*[None] * (X.ndim - 1), "model")
+
+
 def test_a_model_that_was_made_before_the_mesh(mesh: Any) -> None:
     """Its parameters lie on no mesh, and their gradients are not moved there."""
     layer = nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))

@@ -70,6 +70,11 @@ def test_fnuz_formats_have_no_products(name) -> None:
         MatmulConfig(rhs=name)
 
 
+def test_formats_without_negative_numbers() -> None:
+    with pytest.raises(ValueError, match="rhs is float8_e8m0fnu, which has no negative numbers"):
+        MatmulConfig(rhs="float8_e8m0fnu")
+
+
 def test_unknown_strategy() -> None:
     with pytest.raises(TypeError, match=r"strategy must be Unit.*Block.*; got 'unit'"):
         MatmulConfig(strategy="unit")

@@ -142,3 +142,12 @@ def test_rows_that_devices_may_share_are_not_put_together(monkeypatch: pytest.Mo
     spec = Contraction("btk", "btn", "kn")
     text = jax.jit(lambda x, y: product(x, y, spec, 1.0, "float32")).lower(x, y).as_text()
     assert "contracting_dims = [0, 1] x [0, 1]" in text
+
+
+@pytest.mark.parametrize(
+    ("terms", "label"),
+    [(("bkm", "kn", "bn"), "m"), (("bk", "kn", "bz"), "n"), (("bb", "bn", "n"), "b")],
+)
+def test_a_label_stands_once_in_two_terms(terms: tuple[str, ...], label: str) -> None:
+    with pytest.raises(ValueError, match=f"every label .* got '{label}' in"):
+        Contraction(*terms)

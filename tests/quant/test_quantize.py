@@ -167,3 +167,8 @@ def test_the_scale_of_what_has_one_stays_in_range() -> None:
     np.testing.assert_array_equal(tiny.value, 0)  # 2^-160
     y = quantize(ScaledArray(x.data * 2.0**-60, jnp.float32(2.0**100)), "e4m3fn", Dynamic())
     np.testing.assert_array_equal(y.value, [0, 2.0**80, -(2.0**80)])
+
+
+def test_a_fake_that_rounds_up_stays_finite() -> None:
+    x = jnp.float16([65504, np.inf, np.nan])
+    np.testing.assert_array_equal(fake_quantize(x, "bfloat16"), np.float16([65504, np.inf, np.nan]))

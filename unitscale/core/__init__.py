@@ -53,6 +53,7 @@ from ._mesh_axes import (
     batch_axes as batch_axes,
     divided as divided,
     dividing as dividing,
+    placed as placed,
     stream as stream,
     ways as ways,
 )

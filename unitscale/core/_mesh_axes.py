@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._scaled_array import ScaledArray
 
@@ -87,6 +87,26 @@ def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
     if not sizes or all(place is PartitionSpec.UNCONSTRAINED for place in spec):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def placed(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
+    """Returns an array that lies as a call asks; None for as it comes.
+
+    Products need not be told: on explicit axes their outputs lie as their inputs do, and parts of a
+    sum are added. So this is a move there, and its gradient the move back; of axes that are left to
+    the compiler it tells the compiler.
+
+    Example:
+        >>> placed(jax.numpy.ones(2), None).shape
+        (2,)
+    """
+    if sharding is None:
+        return x
+    own = isinstance(sharding, NamedSharding)
+    mesh: Any = sharding.mesh if own else jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def stream(x: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ..core import ScaledArray
+from ..core import ScaledArray, placed
 from ..quant import Contraction, MatmulConfig, product, quantize
 from ..quant._dot_general import contraction_of, multiply
 from ..quant._einsum import einsum_contraction, einsum_problem
@@ -53,7 +53,7 @@ class Hook(nnx.Module):
                 lhs, rhs, spec, self.config, state, out_dtype=dtype, out_sharding=out_sharding
             )
         y = self._multiply_static(lhs, rhs, spec, lhs.dtype if dtype is None else dtype)
-        return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+        return placed(y, out_sharding)
 
     def _multiply_static(self, lhs, rhs, spec: Contraction, out_dtype: Any) -> jax.Array:
         if self.input_scale is None:

@@ -29,7 +29,7 @@ class MatmulConfig:
 
     Raises:
         ValueError: if a format is unknown, or the formats would need a product that no hardware
-            has (E5M2 x E5M2, or fnuz formats).
+            has (E5M2 x E5M2, or fnuz formats), or one has no negative numbers.
         TypeError: if the strategy is not one of this package.
 
     Example:
@@ -56,6 +56,11 @@ class MatmulConfig:
                     f"matrix unit multiplies; supported pairs are {_FP8_PAIRS}"
                 )
         for name, fmt in formats.items():
+            if not fmt.signed:
+                raise ValueError(
+                    f"unitscale.quant.MatmulConfig: {name} is {fmt.name}, which has no negative "
+                    f"numbers; supported pairs are {_FP8_PAIRS}"
+                )
             if fmt.name.endswith("fnuz"):
                 raise ValueError(
                     f"unitscale.quant.MatmulConfig: {name} is {fmt.name}, which XLA multiplies in "

@@ -37,6 +37,9 @@ class Contraction:
         rhs: labels of the right operand's dimensions.
         out: labels of the result's dimensions.
 
+    Raises:
+        ValueError: if a label stands in one term only, or twice in a term.
+
     Example:
         >>> Contraction("btk", "kn", "btn").grad_rhs
         Contraction(lhs='btk', rhs='btn', out='kn')
@@ -45,6 +48,16 @@ class Contraction:
     lhs: str
     rhs: str
     out: str
+
+    def __post_init__(self) -> None:
+        terms = self.lhs, self.rhs, self.out
+        for label in "".join(terms):
+            counts = [term.count(label) for term in terms]
+            if max(counts) > 1 or sum(counts) < 2:
+                raise ValueError(
+                    "unitscale.quant.Contraction: every label must stand in at least two of the "
+                    f"three terms, once in each; got {label!r} in {self.lhs},{self.rhs}->{self.out}"
+                )
 
     @property
     def summed(self) -> str:

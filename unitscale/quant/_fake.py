@@ -3,12 +3,11 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
-from ..core import ScaledArray, cast, custom_vjp, format_of
+from ..core import custom_vjp
 from ._config import MatmulConfig
 from ._product import LHS, RHS, quantize_tensor
-from ._quantize import rounded
+from ._quantize import values_of
 from ._state import QuantState, check_state, state_gradient
 from ._watch import watched
 
@@ -20,21 +19,10 @@ def _fake(lhs, rhs, state, config, axes):
     return _fake_fwd(lhs, rhs, state, config, axes)[0]
 
 
-def _values(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """The value of quantized data in the dtype of ``x``; what was finite saturates there.
-
-    Rounding up can leave the range of float16, and at the end of it that of float32.
-    """
-    y = rounded(quantized).value
-    largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
-    y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)
-    return cast(y, x.dtype)
-
-
 def _fake_fwd(lhs, rhs, state, config, axes):
     q_lhs, saw_lhs = quantize_tensor(lhs, LHS, axes[0], config, state)
     q_rhs, saw_rhs = quantize_tensor(rhs, RHS, axes[1], config, state)
-    values = _values(q_lhs, lhs), _values(q_rhs, rhs)
+    values = values_of(q_lhs, lhs), values_of(q_rhs, rhs)
     return values, (state, (saw_lhs, saw_rhs, None), (lhs.size, rhs.size, 0))
 
 

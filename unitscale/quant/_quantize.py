@@ -191,6 +191,22 @@ def rounded(x: ScaledArray) -> ScaledArray:
     return x.map_data(stored)
 
 
+def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
+    """Returns the value of quantized data in the dtype of ``x``; what was finite saturates there.
+
+    Rounding up can leave the range of float16, and at the end of it that of float32.
+
+    Example:
+        >>> x = jnp.float16(65504)
+        >>> print(values_of(quantize(x, "bfloat16"), x))
+        65500.0
+    """
+    y = rounded(quantized).value
+    largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
+    y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)
+    return cast(y, x.dtype)
+
+
 def dequantize(x: ScaledArray) -> jax.Array:
     """Returns the value of quantized data in the narrowest type that holds it exactly.
 
@@ -207,7 +223,7 @@ def dequantize(x: ScaledArray) -> jax.Array:
 
 @partial(custom_vjp, nondiff_argnums=(1,))
 def _fake_quantize(x, dtype):
-    return stored(cast(x, dtype)).astype(x.dtype)
+    return values_of(ScaledArray(cast(x, dtype)), x)
 
 
 _fake_quantize.defvjp(lambda x, dtype: (_fake_quantize(x, dtype), None), lambda dtype, _, dy: (dy,))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from ..core import format_of
@@ -28,7 +29,7 @@ def _check_count(strategy: str, argument: str, value: Any, least: int, expected:
 
 
 def _is_scale(scale: Any) -> bool:
-    if not isinstance(scale, int | float) or not 2.0**-126 <= scale <= 2.0**126:
+    if not isinstance(scale, Real) or not 2.0**-126 <= scale <= 2.0**126:
         return False
     return math.frexp(scale)[0] == 0.5
 
