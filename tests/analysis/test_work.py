@@ -117,6 +117,7 @@ SENT = {  # bytes that each of four devices sends of 1,024 numbers
     "all-gather(%a), replica_groups=[1,4]<=[4]": 3 * 4096,
     "reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}": 0.75 * 4096,
     "all-to-all(%a), replica_groups={{0,1,2,3}}": 0.75 * 4096,
+    "all-gather(%a), replica_groups=mesh['data'=4] {'data'}": 3 * 4096,
     "collective-permute(%a), source_target_pairs={{0,1}}": 4096,
 }
 
@@ -124,6 +125,13 @@ SENT = {  # bytes that each of four devices sends of 1,024 numbers
 @pytest.mark.parametrize("line", SENT)
 def test_a_collective(line: str) -> None:
     assert work(f"f32[1024] {line}", "f32[1024]") == ("collectives", "", 0.0, SENT[line])
+
+
+def test_a_collective_of_all_devices() -> None:
+    line = "ROOT %out = f32[4096] all-gather(%a), replica_groups={}"
+    first, rest = program(f"{parameters(a='f32[1024]')}\n  {line}").split("\n", 1)
+    found = parse(f"{first}, num_partitions=4\n{rest}")
+    assert work_of(found, found.computations[found.entry]["out"]).wire == 3 * 4096
 
 
 def test_what_else_there_is() -> None:

@@ -4,6 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
+from ..parallel._wire import devices_of, group_size
 from ..quant._hlo import Instruction, Program
 from ..quant._kernels import bits, contracted
 
@@ -127,13 +128,10 @@ def _wire(program: Program, i: Instruction) -> float:
     given = sum(
         math.prod(body[o].shape) * max(bits(body[o].dtype), 8) / 8 for o in i.operands if o in body
     )
-    group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\})", i.attributes)
-    devices = 0
-    if group:
-        devices = int(group[1]) if group[1] else len(group[2].split(","))
-    others = 1.0 - 1.0 / devices if devices else 1.0
+    devices = group_size(i.attributes, devices_of(program.header))
+    others = 1.0 - 1.0 / devices
     if i.opcode.startswith("all-reduce"):
         return 2 * others * given
     if i.opcode.startswith("all-gather"):
-        return given * (devices - 1 if devices else 1)
+        return given * (devices - 1)
     return given if i.opcode.startswith("collective") else others * given

@@ -77,9 +77,7 @@ def collectives(compiled: Any) -> list[Collective]:
             "unitscale.parallel.collectives: compiled must be a compiled program or its text; got "
             f"{type(compiled).__name__}. Call jax.jit(f).lower(...).compile() first."
         )
-    everyone = math.prod(
-        int(found[1]) for p in (_DEVICES, _REPLICAS) if (found := p.search(text)) is not None
-    )
+    everyone = devices_of(text)
     return [
         _collective(match, everyone)
         for line in text.splitlines()
@@ -97,7 +95,7 @@ def _collective(match: re.Match[str], everyone: int) -> Collective:
         raise ValueError(
             f"unitscale.parallel.collectives: XLA prints its types in another way: {match[0]}"
         )
-    kind, devices = match["kind"], _group_size(match["rest"], everyone)
+    kind, devices = match["kind"], group_size(match["rest"], everyone)
     return Collective(kind, arrays[0][0], sum(size for _, size in arrays), devices)
 
 
@@ -118,8 +116,24 @@ def _bytes(kind: str, shape: str) -> int:
     return -(-bits * math.prod(int(n) for n in shape.split(",") if n) // 8)
 
 
-def _group_size(rest: str, everyone: int) -> int:
-    """Devices that take part in a collective together."""
+def devices_of(text: str) -> int:
+    """Devices that a compiled program is for.
+
+    Example:
+        >>> devices_of("HloModule jit_f, num_partitions=8")
+        8
+    """
+    found = (pattern.search(text) for pattern in (_DEVICES, _REPLICAS))
+    return math.prod(int(match[1]) for match in found if match is not None)
+
+
+def group_size(rest: str, everyone: int) -> int:
+    """Devices that take part in a collective together, by its attributes.
+
+    Example:
+        >>> group_size("replica_groups={{0,2},{1,3}}, to_apply=%add", everyone=4)
+        2
+    """
     if "source_target_pairs=" in rest:
         return everyone
     if (listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest)) is not None:

@@ -80,6 +80,7 @@ class Program:
         callers: for each computation the instruction that runs it; the entry has none.
         frames: "file:line" of each stack frame, by number, and of those that called it.
         entry: name of the computation that the program begins with; "" if there is none.
+        header: its first line, which says how many devices it is for.
     """
 
     computations: dict[str, dict[str, Instruction]]
@@ -87,6 +88,7 @@ class Program:
     callers: dict[str, Instruction]
     frames: dict[str, tuple[str, ...]]
     entry: str = ""
+    header: str = ""
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -224,7 +226,8 @@ def parse(text: str) -> Program:
     computations: dict[str, dict[str, Instruction]] = {}
     roots: dict[str, str] = {}
     current = entry = ""
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for line in lines:
         if header := _COMPUTATION.match(line):
             current = str(header[2])
             computations[current] = {}
@@ -241,4 +244,4 @@ def parse(text: str) -> Program:
         for instruction in body.values()
         for called in instruction.calls
     }
-    return Program(computations, roots, callers, _frames(text), entry)
+    return Program(computations, roots, callers, _frames(text), entry, lines[0] if lines else "")
