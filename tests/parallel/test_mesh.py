@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale.core import amax, as_scaled, rescale
 from unitscale.parallel import batch_axes, collectives, make_mesh, param_shardings, shard_batch
+from unitscale.quant import Block, quantize
 
 
 def test_mesh_over_all_devices() -> None:
@@ -123,6 +124,24 @@ def test_experts_are_divided_among_devices() -> None:
     assert three["experts"].spec == P(None, None, None)
     own = param_shardings({"moe": jnp.zeros((4, 64, 128))}, mesh_of(expert=4), experts={"moe"})
     assert own["moe"].spec == P("expert", None, None)
+
+
+def test_scales_are_cut_as_their_data() -> None:
+    x = jnp.ones((64, 256))
+    blocks = quantize(x, "float8_e4m3fn", Block(32, 2))
+    one, each = as_scaled(x), as_scaled(x, scale=jnp.ones((64, 1)))
+    mesh = mesh_of(fsdp=4)
+    for scaled, data, scale in (
+        (blocks, P(None, "fsdp"), P(None, "fsdp")),
+        (quantize(x, "float8_e4m3fn", Block(128)), P(None, "fsdp"), P(None, None)),
+        (one, P(None, "fsdp"), P()),
+        (each, P(None, "fsdp"), P(None, None)),
+    ):
+        found = param_shardings({"w": scaled}, mesh)
+        assert jax.tree.structure(found) == jax.tree.structure({"w": scaled})
+        assert [x.spec for x in jax.tree.leaves(found)] == [data, scale]
+        placed = jax.device_put(scaled, found["w"])
+        np.testing.assert_array_equal(placed.value, scaled.value)
 
 
 @pytest.mark.parametrize("devices", [2, 4])

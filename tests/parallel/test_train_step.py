@@ -12,7 +12,7 @@ import pytest
 from tests.batching import compute
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import ops
-from unitscale.core import to_array
+from unitscale.core import ScaledArray, to_array
 from unitscale.optim import scaled
 from unitscale.parallel import (
     AutoScale,
@@ -275,3 +275,18 @@ def test_refusals() -> None:
     step = train_step(loss, optax.sgd(0.1), mesh)
     with pytest.raises(ValueError, match="must be divisible by the 4 devices of 'data'"):
         step(ParallelState(first_params(), ()), (np.ones((6, WIDTH)), np.ones((6, WIDTH))))
+
+
+def test_the_loss_is_its_value_in_float32() -> None:
+    mesh = mesh_of(data=2)
+    batch = np.float32([[1.4], [48.0]])
+
+    def scaled_loss(w: Any, x: Any) -> ScaledArray:
+        size = jnp.where(jnp.sum(x) > 8, 16.0, 0.5)  # another on each device
+        return ScaledArray(jnp.sum(w * x) / size, size)
+
+    for loss in (scaled_loss, lambda w, x: jnp.sum(w * x).astype("float16")):
+        step, params = train_step(loss, optax.sgd(0.0), mesh), jnp.float32(1)
+        _, value = step(ParallelState(params, optax.sgd(0.0).init(params)), batch)
+        assert value.dtype == jnp.float32
+        np.testing.assert_allclose(value, 24.7, rtol=1e-3)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..core import batch_axes
+from ..core import batch_axes, is_scaled
 
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
@@ -165,8 +165,9 @@ def param_shardings(
     batch lies, so that weights come to them.
 
     Over ``fsdp`` the largest of the last two dimensions is cut that can be and is not; dimensions
-    before them (stacked layers) never are. Vectors, small arrays, scales, and what the devices do
-    not divide are whole on every device.
+    before them (stacked layers) never are. Vectors, small arrays and what the devices do not divide
+    are whole on every device. The scales of a ScaledArray are cut as its data is, where the devices
+    divide them.
 
     Args:
         params: tree of arrays or ScaledArrays; optimizer state too, whose arrays have the shapes
@@ -215,7 +216,27 @@ def param_shardings(
                 spec[max(free, key=lambda d: shape[d])] = "fsdp"
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree_util.tree_map_with_path(choose, params)
+    def place(path: Any, x: Any) -> Any:
+        if not is_scaled(x):
+            return choose(path, x)
+        data, *scales = jax.tree.leaves(x)
+        own = choose(path, data)
+        cuts = [_cut_alike(own, jnp.shape(data), jnp.shape(scale)) for scale in scales]
+        return jax.tree.unflatten(jax.tree.structure(x), [own, *cuts])
+
+    return jax.tree_util.tree_map_with_path(place, params, is_leaf=is_scaled)
+
+
+def _cut_alike(
+    sharding: NamedSharding, shape: tuple[int, ...], other: tuple[int, ...]
+) -> NamedSharding:
+    """Where scales lie of data that lies so: cut as it is, where that goes."""
+    spec: list[str | None] = [None] * len(other)
+    if len(shape) == len(other):
+        for axis, name in enumerate(sharding.spec):
+            if name is not None and other[axis] % sharding.mesh.shape[name] == 0:
+                spec[axis] = name
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _name(key: Any) -> str:

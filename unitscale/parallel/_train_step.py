@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core import CastRounding, batch_over, is_scaled, value_and_grad
+from ..core import CastRounding, batch_over, is_scaled, to_array, value_and_grad, widen
 from ._all_reduce import all_reduce
 from ._auto_scale import AutoScale
 from ._quantize import AxisName, wire_format
@@ -101,7 +101,7 @@ def train_step(
         devices *= mesh.shape[name]
 
     def part(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        value = loss(params, batch)
+        value = widen(to_array(loss(params, batch)))
         return value / devices, value
 
     def local(state: ParallelState, batch: Any, key: jax.Array | None) -> Any:
