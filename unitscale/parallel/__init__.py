@@ -1,5 +1,6 @@
 """Training on many devices: gradients and weights exchanged in FP8, on JAX's own runtime."""
 
+from . import _export as _export
 from ._all_gather import all_gather as all_gather
 from ._all_reduce import all_reduce as all_reduce
 from ._auto_scale import AutoScale as AutoScale

@@ -4,6 +4,7 @@ Numerics live here and know nothing of layers or of unit-scaling rules: the fact
 static numbers.
 """
 
+from . import _export as _export
 from ._check import (
     Fp8Report as Fp8Report,
     Fp8Warning as Fp8Warning,
