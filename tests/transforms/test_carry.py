@@ -1,8 +1,12 @@
 """The forms in which values cross from one turn of a loop to the next."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 
+from unitscale import as_scaled, scalify, to_array
 from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._carry import Form, crossing, enter, first_form, joined
 from unitscale.transforms._values import MOST_DOUBT, Value
@@ -65,3 +69,16 @@ def test_a_fixed_form_is_kept_whatever_arrives() -> None:
     value = Value(jnp.full(2, 4.0), LazyScale(5), doubt=4.0)
     (data,) = crossing([value], [Form(LazyScale(3), jnp.dtype("float32"))])
     np.testing.assert_array_equal(data, 16.0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e-9])
+def test_complex_numbers_cross(size: float) -> None:
+    def states(x):
+        turn = 0.9 * jnp.exp(0.3j)
+        step = lambda h, u: (turn * h + u, (h.real, jnp.abs(h)))  # noqa: E731
+        return lax.scan(step, jnp.zeros(3, jnp.complex64), x)[1]
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)) * size, jnp.float32)
+    found = to_array(jax.jit(scalify(states))(as_scaled(x, dtype="float16")), jnp.float32)
+    for a, b in zip(found, states(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-3, atol=5e-3 * size)

@@ -38,3 +38,26 @@ def test_the_parts_of_a_factorization_may_differ_in_size(size: float) -> None:
         expected = f(matrix.value, right)
         step = float(jnp.finfo(jnp.float16).eps)
         np.testing.assert_allclose(found, expected, rtol=0, atol=step * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("size", [1e5, 1.0, 1e-9])
+def test_magnitudes_of_complex_results(size: float) -> None:
+    matrix = jnp.asarray([[1.0, -2.0], [3.0, 0.5]]) * size
+
+    def radius(a: jax.Array) -> jax.Array:
+        return jnp.abs(jnp.linalg.eigvals(a)).max()
+
+    found = scalify(radius)(as_scaled(matrix, dtype="float16"))
+    exact = np.abs(np.linalg.eigvals(np.asarray(matrix, np.float64))).max()
+    np.testing.assert_allclose(to_array(found, jnp.float32), exact, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_reference_that_starts_from_a_scaled_array(dtype: str) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(x)
+        ref[...] = 2 * ref[...]
+        return ref[...] + 1
+
+    found = jax.jit(scalify(double))(as_scaled(jnp.arange(4.0), dtype=dtype))
+    np.testing.assert_array_equal(to_array(found, jnp.float32), [1, 3, 5, 7])

@@ -216,3 +216,15 @@ def test_what_a_stop_depends_on(name: str) -> None:
     params = loop.params
     counts = params["cond_nconsts"], params["body_nconsts"]
     assert stops_on_floats(params["cond_jaxpr"], params["body_jaxpr"], *counts) is floats
+
+
+@pytest.mark.parametrize("size", [1e12, 1.0, 1e-14])
+def test_results_far_from_one_keep_their_size(size: float) -> None:
+    def root(a: jax.Array) -> jax.Array:
+        return lax.while_loop(
+            lambda c: jnp.max(jnp.abs(c * c - a) / a) > 1e-3, lambda c: (c + a / c) / 2, a
+        )
+
+    x = np.float32([0.7, 1.0, 1.5, 2.0]) * np.float32(size)
+    found = jax.jit(scalify(root))(as_scaled(x, dtype="float16"))
+    np.testing.assert_allclose(to_array(found, jnp.float32), np.sqrt(x), rtol=3e-3)

@@ -42,7 +42,9 @@ def unit_of(data: Any, statistic: Statistic = "rms") -> Any:
     data = lax.stop_gradient(jnp.asarray(data))
     if not data.size:
         return jnp.ones((), jnp.float32)
-    size = lax.abs(lax.convert_element_type(data, wide_dtype(data.dtype)))
+    if not jnp.iscomplexobj(data):
+        data = lax.convert_element_type(data, wide_dtype(data.dtype))
+    size = lax.abs(data)
     # A comparison, as XLA makes an array of `is_finite`. Neither infinity nor NaN is less.
     finite = lax.le(size, _as(jnp.finfo(size.dtype).max, size))
     finite = lax.select(finite, size, lax.full_like(size, 0))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -20,6 +21,7 @@ from ._report import Default, Exponent, Report
 from ._settle import measured
 from ._strategies import Growth
 from ._values import (
+    UNKNOWN,
     Value,
     aval_of,
     constant_of,
@@ -189,11 +191,16 @@ class Interpreter:
 def rescaled(data: Any, dtype: Any) -> Value:
     """Wraps the result of a default rule: real data is brought near RMS 1, by a power of two."""
     from_jax = hasattr(data, "dtype")
-    if not from_jax or not is_float(data):
+    if not from_jax or not is_float(data) or _is_reference(data):
         return Value(data)
     if jnp.issubdtype(data.dtype, jnp.complexfloating) or not data.size:
-        return Value(data, LazyScale(), dtype=dtype)
+        return Value(data, LazyScale(), dtype=dtype, doubt=UNKNOWN)
     return dynamic(data, dtype)
+
+
+def _is_reference(data: Any) -> bool:
+    """Whether data is a `jax.new_ref`, which holds plain values."""
+    return hasattr(jax.typeof(data), "inner_aval")
 
 
 def dynamic(data: Any, dtype: Any) -> Value:

@@ -250,6 +250,12 @@ def scalify(
         arguments, nor what leaves the program or is carried by a loop. To have these in float32
         too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass in float32.
 
+        In float16 a number of the program from 2^22 on that is chosen, padded or set beside data
+        (`where`, `maximum`, `clip`, `pad`) is taken for a mask: it becomes the largest number at
+        the scale of the data, beside which a number of 2^22 times the data's size would leave
+        nothing of it. Scales are numbers of float32: values beyond its range, as those of float64
+        may be, stop at the largest or smallest one.
+
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
             optimizer. Leaves of its arguments that are ScaledArrays are scaled, plain arrays stay

@@ -15,7 +15,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..core import wide_dtype
 from ._settle import ready
-from ._values import DOUBT, Value, data_dtype, is_float
+from ._values import UNKNOWN, Value, data_dtype, is_float
 
 
 def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> bool:
@@ -50,7 +50,7 @@ def wide_results(value: Value) -> Value:
 
 
 def rounded_back(value: Value, start: Value, operands: Sequence[Value]) -> Value:
-    """Rounds what a wide loop returns to the type it went in with.
+    """Rounds what a wide loop returns to the type it went in with, at a scale that is measured.
 
     Args:
         value: a carried leaf after the last turn.
@@ -61,4 +61,4 @@ def rounded_back(value: Value, start: Value, operands: Sequence[Value]) -> Value
     if value.scale is None or not types:
         return value
     dtype = data_dtype(*types) if start.dtype is None else start.dtype
-    return ready(value.with_data(value.data, dtype=dtype, doubt=DOUBT))
+    return ready(value.with_data(value.data, dtype=dtype, doubt=UNKNOWN))

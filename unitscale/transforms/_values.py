@@ -287,7 +287,7 @@ def times(data: Any, scale: LazyScale) -> Any:
 
 def saturate(data: Any, dtype: Any) -> Any:
     """Clamps wide finite data to the largest number of a narrow type; infinities are kept."""
-    if np.dtype(dtype) != np.float16 or jnp.result_type(data).itemsize <= 2:
+    if np.dtype(dtype) != np.float16 or jnp.result_type(data).itemsize <= 2 or is_complex(data):
         return data
     wide = jnp.result_type(data)
     largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
