@@ -127,3 +127,14 @@ def test_text_lists_both_kinds() -> None:
     text = str(cut_edges(lambda x, w: x + tanh_dense(x, w), W, W))
     assert text.index("cut edges") < text.index("input [1]") < text.index("not cut")
     assert "input [0] float32[2,2], used 2 times" in text
+
+
+def test_arguments_are_numbered_as_jax_does() -> None:
+    def loss(x, w):
+        return jnp.sum(x @ w)
+
+    x, w = jnp.ones((2, 4)), jnp.ones((4, 4))
+    last = cut_edges(loss, x, w, argnums=-1)
+    assert last == cut_edges(loss, x, w, argnums=1) != cut_edges(loss, x, w)
+    with pytest.raises(ValueError, match=r"of which there are 2; got 2, -3"):
+        cut_edges(loss, x, w, argnums=(0, 2, -3))

@@ -294,3 +294,11 @@ def test_widen() -> None:
     assert widen(jnp.ones(1, jnp.float8_e5m2)).dtype == jnp.float32
     with jax.enable_x64(True):
         assert widen(jnp.ones(1, jnp.float64)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float16", "bfloat16", "E4M3"])
+def test_strict_promotion(name: str) -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        for rounding in ("nearest", "stochastic"):
+            key = jax.random.key(0) if rounding == "stochastic" else None
+            assert cast(jnp.ones(8), name, rounding, key).astype(jnp.float32).sum() == 8

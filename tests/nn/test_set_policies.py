@@ -97,3 +97,19 @@ def test_static_scales_that_are_given_are_no_state() -> None:
     nn.set_policies(model, {"*": static})
     expected = mlp()(normal(4, 16))  # scales of 1 are those of Unit
     np.testing.assert_array_equal(to_array(model(normal(4, 16))), to_array(expected))
+
+
+def test_a_recurrent_kernel_has_a_policy_of_its_own() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4))
+
+    def outputs(policy: str, rules: dict[str, str]) -> np.ndarray:
+        model = nn.RNN(nn.GRUCell(4, 8, policy=policy, rngs=nnx.Rngs(0)))
+        nn.set_policies(model, rules)
+        return np.asarray(to_array(model(x), jnp.float32))
+
+    fp8, wide = outputs("fp8", {}), outputs("bfloat16", {})
+    recurrent = outputs("bfloat16", {"cell.dense_h.*": "fp8"})
+    assert not np.array_equal(recurrent, wide)
+    assert not np.array_equal(recurrent, fp8)
+    np.testing.assert_array_equal(outputs("fp8", {"cell.*": "bfloat16"}), wide)
+    assert np.isfinite(outputs("fp8_delayed", {"cell.dense_h.*": "bfloat16"})).all()

@@ -23,6 +23,11 @@ def layer(**options) -> nn.TransformerLayer:
     return nn.TransformerLayer(WIDTH, 2, 24, **options, rngs=nnx.Rngs(0))
 
 
+def test_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match=r"activation must be one of gelu, .* got 'geglu'"):
+        layer(activation="geglu")
+
+
 @pytest.mark.parametrize("placement", ["pre", "post", "none"])
 def test_a_layer_is_two_residual_branches(placement) -> None:
     make = lambda: layer(norm_placement=placement, taus=(0.3, 0.9), is_causal=True)  # noqa: E731

@@ -137,7 +137,13 @@ def cut_edges(
     """
     closed, _ = traced("cut_edges", fn, *args)
     numbers = range(len(args)) if argnums is None else argnums
-    chosen = {numbers} if isinstance(numbers, int) else set(numbers)
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
+        raise ValueError(
+            "unitscale.analysis.cut_edges: argnums must number the arguments, of which there are "
+            f"{len(args)}; got {', '.join(map(str, wrong))}"
+        )
+    chosen = {n % len(args) for n in numbers}
     flags, names = [], []
     for index, arg in enumerate(args):
         for path, node in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_scaled):

@@ -94,7 +94,7 @@ def _round_steps(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Arra
         # The odd multiples of 2**-24 below 1 are 23 random bits, centred.
         uniform = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
         below = jnp.floor(steps)
-        rounded = below + (uniform < steps - below)
+        rounded = below + (uniform < steps - below).astype(below.dtype)
     # Above 2**23 steps every float32 is a whole number already (float64: 2**52).
     rounded = jnp.where(steps < 1 / jnp.finfo(x.dtype).eps, rounded, steps)
     rounded = rounded * pow2(half).astype(x.dtype) * pow2(exponent - half).astype(x.dtype)
@@ -112,7 +112,7 @@ def _round_at_random(x: jax.Array, fmt: Format, noise: jax.Array) -> jax.Array:
     steps = jnp.abs(x) * (1 / fmt.smallest_subnormal)
     below = jnp.floor(steps)
     up = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23 < steps - below
-    subnormal = (below + up) * fmt.smallest_subnormal
+    subnormal = (below + up.astype(jnp.float32)) * fmt.smallest_subnormal
     smallest = np.float32(2.0**fmt.min_exponent).view(np.uint32)
     subnormal = lax.bitcast_convert_type(subnormal, jnp.uint32)
     rounded = jnp.where(magnitude < smallest, subnormal, carried)

@@ -155,9 +155,9 @@ class RNNCell(nnx.Module):
         layer, (kernel, bias) = self.dense_h[index], weights[index]
         return ops.dense(
             state,
-            self.policy.weight(kernel, layer.role),
+            layer.policy.weight(kernel, layer.role),
             bias,
-            config=self.policy.matmul_for(layer.role),
+            config=layer.policy.matmul_for(layer.role),
             state=read_state(layer.amax),
         )
 

@@ -112,6 +112,7 @@ class TransformerLayer(nnx.Module):
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
+        _choice("activation", activation, Activation)
         _choice("norm", norm, NormKind)
         _choice("norm_placement", norm_placement, NormPlacement)
         self.norm_placement, self.taus = norm_placement, tuple(map(float, taus))

@@ -98,8 +98,9 @@ def unit_scale(
         One that holds a gradient by an input, as forces and gradient penalties are, needs plain
         layers: of unit-scaled ones it is a multiple of the derivative.
 
-        The twins are called as flax's layers are, but norms take no ``mask=``, attention no
-        ``sow_weights=``, and an Einsum no equation of a call.
+        The twins are called as flax's layers are, with the input in its place, but norms take no
+        ``mask=``, attention no ``sow_weights=``, ``decode=`` and ``is_causal=``, an Einsum no
+        equation of a call, and `attend` of an Embed no ``out_sharding=``.
 
     Args:
         model: a module, which is not changed.
