@@ -184,3 +184,11 @@ def test_to_array_in_a_type() -> None:
 def test_gradients_flow_through() -> None:
     grad = jax.grad(lambda x: (to_array(as_scaled(x)) * 3).sum())(jnp.ones(2) * 100)
     np.testing.assert_array_equal(grad, [3, 3])
+
+
+def test_blocks_do_not_reach_over_stack_axes() -> None:
+    tiles = ScaledArray(jnp.ones((4, 8)), jnp.ones((2, 4)), block_shape=(2, 2))
+    with pytest.raises(ValueError, match=r"blocks of \(2, 2\), stack_axes=1"):
+        as_scaled(tiles, stack_axes=1)
+    rows = ScaledArray(jnp.ones((4, 8)), jnp.ones((4, 4)), block_shape=(1, 2))
+    np.testing.assert_array_equal(as_scaled(rows, stack_axes=1).value, rows.value)

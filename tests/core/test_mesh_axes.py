@@ -91,3 +91,11 @@ def test_what_is_left_alone(explicit: bool) -> None:
         assert ways(BATCH_AXES) == (1 if explicit else 2)
         if explicit:
             assert primitives(lambda x: divided(x, BATCH_AXES), x) == []
+
+
+def test_a_dimension_that_is_not_named_stays_where_it_lies() -> None:
+    mesh = mesh_of(data=2, context=2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        y = jax.jit(lambda x: divided(x, None, ("context",)) + 0)(x)
+    assert y.sharding.spec == P("data", "context")

@@ -334,3 +334,10 @@ def test_methods_without_a_scale_are_those_of_the_value(kind: str) -> None:
 
 def _method(name: str, kwargs: dict[str, Any], x: ScaledArray) -> Any:
     return getattr(x, name)(**kwargs)
+
+
+def test_arrays_of_truth_are_zeros_and_ones() -> None:
+    x = ScaledArray(jnp.float32([1, 2, 3]), 4.0)
+    for mask in (np.array([True, False, True]), jnp.array([True, False, True])):
+        np.testing.assert_array_equal((x * mask).value, [4, 0, 12])
+        np.testing.assert_array_equal((mask * x).value, [4, 0, 12])

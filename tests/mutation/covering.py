@@ -52,13 +52,15 @@ class Covering:
     def stages(self, path: str, line: int, seconds: float) -> Iterator[tuple[list[str], float]]:
         """Tests to run one after another, and the time that they take: about `seconds` a stage.
 
-        First those of the module's own file of tests and of those with most tests of the line; of a
-        parametrized test one case, then another.
+        First those of the module's own file of tests, also those that a cache may have kept from
+        the line, and of the files with most tests of the line; of a parametrized test one case,
+        then another.
         """
-        files: dict[str, list[str]] = {}
-        for test in sorted(self.tests_of(path, line)):
-            files.setdefault(test.split("::")[0], []).append(test)
         own = f"test{Path(path).stem}.py"
+        named = {test for test in self.times if Path(test.split("::")[0]).name == own}
+        files: dict[str, list[str]] = {}
+        for test in sorted(self.tests_of(path, line) | named):
+            files.setdefault(test.split("::")[0], []).append(test)
         order = sorted(files, key=lambda x: (Path(x).name != own, x != path, -len(files[x])))
         for part in (order[:FIRST], order[FIRST:MOST]):
             ranked: list[tuple[int, float, str]] = []

@@ -273,3 +273,8 @@ def test_padding_by_integers(padding) -> None:
     x, kernel = jnp.ones((1, 5, 6, 2)), jnp.ones((3, 3, 2, 4))
     expected = ops.conv(x, kernel, padding=((1, 1), (1, 1)))
     np.testing.assert_array_equal(ops.conv(x, kernel, padding=padding).data, expected.data)
+
+
+def test_a_step_of_one_by_default() -> None:
+    x, w = jnp.arange(12.0).reshape(1, 6, 2), jnp.ones((3, 2, 4))
+    np.testing.assert_array_equal(ops.conv(x, w).value, ops.conv(x, w, strides=1).value)

@@ -185,3 +185,9 @@ def test_rows_beyond_the_vocabulary_are_none() -> None:
     own, plain = jax.grad(total)(wide, vocab=4), jax.grad(total)(wide[:4])
     np.testing.assert_array_equal(own[:4], plain)
     np.testing.assert_array_equal(own[4:], 0)
+
+
+def test_one_scale_per_feature() -> None:
+    table = ScaledArray(jnp.arange(6.0).reshape(3, 2), jnp.float32([[2, 8]]))
+    rows = ops.embed(jnp.array([2, 0]), table)
+    np.testing.assert_array_equal(rows.value, [[8, 40], [0, 8]])

@@ -77,3 +77,9 @@ ERRORS = [
     ),
 ]
 test_errors = refuses(ERRORS)
+
+
+def test_no_rows() -> None:
+    groups = ops.Groups(jnp.zeros(2, jnp.int32), rows=0, groups=2)
+    y = ops.grouped_dense(jnp.ones((0, 4)), jnp.ones((2, 4, 3)), groups)
+    assert y.shape == (0, 3)

@@ -90,3 +90,11 @@ test_errors = refuses(
         (TypeError, lambda: ops.lora(x, a, b > 0), r"ops\.lora: b must be a floating array"),
     ]
 )
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 5), (4, 3), (3, 6)), ((2, 4), (4, 3), (2, 6)), ((2, 4), (4,), (3, 6))]
+)
+def test_shapes_that_do_not_chain(shapes: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match=r"a \(in, rank\) and b \(rank, out\)"):
+        ops.lora(*map(jnp.ones, shapes))

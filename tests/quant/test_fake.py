@@ -66,3 +66,12 @@ def test_gradients_pass_and_the_state_sees_both_operands() -> None:
 def test_a_state_is_needed() -> None:
     with pytest.raises(ValueError, match=r"fake_quantize_operands: Static.* keeps its scales"):
         fake_quantize_operands(LHS, RHS, MatmulConfig(strategy=Static()))
+
+
+def test_by_default_operands_meet_as_in_a_matrix_product() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 8)), jnp.float32)
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(2, 8, 5)), jnp.float32)
+    config = MatmulConfig(strategy=Dynamic("channel"))
+    found = fake_quantize_operands(x, w, config)
+    for a, b in zip(found, fake_quantize_operands(x, w, config, axes=((2,), (1,))), strict=True):
+        np.testing.assert_array_equal(a, b)

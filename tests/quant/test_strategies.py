@@ -244,6 +244,7 @@ def test_mxfp8_is_the_default_of_block() -> None:
     assert Block() == Block(32, 1, "e8m0")
     assert Static(4.0) == Static((4, 4.0, 4)) == Static(np.float32(4)) == Static(np.int64(4))
     assert is_stateful(Static())
+    assert Static(2.0**126).scales[0] == 1 / Static(2.0**-126).scales[0]
 
 
 @pytest.mark.parametrize(
