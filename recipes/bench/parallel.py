@@ -112,7 +112,12 @@ def _run_on(devices: int, words: list[str]) -> None:
             f"set {_FLAG}={DEVICES} and JAX_PLATFORMS=cpu, or leave it out of XLA_FLAGS"
         )
     flags = [flag for flag in flags if not flag.startswith(_FLAG)]
-    more = {"XLA_FLAGS": " ".join([*flags, f"{_FLAG}={devices}"]), "JAX_PLATFORMS": "cpu"}
+    # Where devices are more than cores, programs in flight may wait for each other forever.
+    more = {
+        "XLA_FLAGS": " ".join([*flags, f"{_FLAG}={devices}"]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+    }
     command = [sys.executable, "-m", MODULE, *words]
     code = subprocess.run(command, env=os.environ | more, check=False).returncode
     if code:
