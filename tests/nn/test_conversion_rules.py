@@ -29,6 +29,8 @@ def test_a_config_is_itself_or_a_name() -> None:
     assert as_config("mxfp8") is CONVERSIONS["mxfp8"]
     with pytest.raises(ValueError, match=r"a preset must be .* Did you mean 'fp8_dynamic'"):
         as_config("fp8_dynamc")
+    with pytest.raises(ValueError, match=r"got 'fp8'\..* fp8_dynamic measures"):
+        as_config("fp8")
     with pytest.raises(TypeError, match=r"serve: a rule must give a MatmulConfig.*got 3"):
         as_config(3, "serve")
 

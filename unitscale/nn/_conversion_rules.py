@@ -44,9 +44,12 @@ def as_config(config: ConfigLike, owner: str = "convert") -> MatmulConfig:
         )
     if config not in CONVERSIONS:
         near = difflib.get_close_matches(config, CONVERSIONS, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        if config == "fp8":  # a policy
+            hint = " Values of a plain model are not near RMS 1: fp8_dynamic measures them."
         raise ValueError(
             f"unitscale.nn.{owner}: a preset must be one of {', '.join(CONVERSIONS)}; got "
-            f"{config!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"{config!r}.{hint}"
         )
     return CONVERSIONS[config]
 
