@@ -29,7 +29,7 @@ def _check_count(strategy: str, argument: str, value: Any, least: int, expected:
 
 
 def _is_scale(scale: Any) -> bool:
-    if not isinstance(scale, Real) or not 2.0**-126 <= scale <= 2.0**126:
+    if not isinstance(scale, Real) or not 2.0**-126 <= float(scale) <= 2.0**126:
         return False
     return math.frexp(scale)[0] == 0.5
 
