@@ -253,8 +253,11 @@ def scalify(
         In float16 a number of the program from 2^22 on that is chosen, padded or set beside data
         (`where`, `maximum`, `clip`, `pad`) is taken for a mask: it becomes the largest number at
         the scale of the data, beside which a number of 2^22 times the data's size would leave
-        nothing of it. Scales are numbers of float32: values beyond its range, as those of float64
-        may be, stop at the largest or smallest one.
+        nothing of it. What is far smaller than the rest of its array becomes 0, as the square of a
+        gradient of less than 2^-12 of the others, by which Adam divides: give such an optimizer
+        parameters in arrays of one size, bfloat16, or `optim.scaled`, which stores roots. Scales
+        are numbers of float32: values beyond its range, as those of float64 may be, stop at the
+        largest or smallest one.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
