@@ -18,4 +18,6 @@ def placed(y: ScaledArray, out_sharding: OutSharding) -> ScaledArray:
         >>> placed(ScaledArray(jnp.ones(2)), None).shape
         (2,)
     """
+    if out_sharding is None:
+        return y
     return y.map_data(lambda data: core.placed(data, out_sharding))
