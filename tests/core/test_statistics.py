@@ -44,6 +44,9 @@ class TestSpecialValues:
     def test_zeros_and_nothing(self, statistic: object, shape: tuple[int, ...]) -> None:
         assert float(statistic(jnp.zeros(shape))) == 0
 
+    def test_dimensions_of_nothing(self, statistic: object) -> None:
+        assert statistic(jnp.zeros((3, 0)), -1).shape == (3, 1)
+
     def test_infinity_and_nan_are_propagated(self, statistic: object) -> None:
         assert float(statistic(jnp.asarray([1.0, -np.inf]))) == np.inf
         assert np.isnan(float(statistic(jnp.asarray([1.0, np.nan]))))

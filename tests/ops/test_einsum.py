@@ -113,3 +113,15 @@ test_errors = refuses(
 def test_axes_that_are_not_those_of_the_equation(shapes: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="must have the axes of 'ab,bc->ac'"):
         ops.einsum("ab,bc->ac", *map(jnp.ones, shapes))
+
+
+def test_a_kernel_that_brings_no_axis_is_a_column() -> None:
+    x, w = (jnp.asarray(a, jnp.float32) for a in normal("column", (6, 4), (4,)))
+
+    def gradients(f):
+        return jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))(x, w)
+
+    found = gradients(lambda x, w: ops.einsum("ab,b->a", x, w).value)
+    expected = gradients(lambda x, w: ops.dense(x, w[:, None]).value[:, 0])
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

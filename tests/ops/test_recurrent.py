@@ -154,3 +154,10 @@ ERRORS = [
     (ValueError, lambda x: ops.sigmoid_glu(x, x[:1]), r"ops\.sigmoid_glu: .*same shape"),
 ]
 test_errors = refuses(ERRORS, jnp.ones((2, 4)))
+
+
+def test_a_simple_network_has_no_residual_by_default() -> None:
+    state, x, h = (jnp.asarray(a, jnp.float32) for a in normal("default", *[(2, 8)] * 3))
+    np.testing.assert_array_equal(
+        ops.simple_rnn(state, x, h).value, ops.simple_rnn(state, x, h, residual=False).value
+    )
