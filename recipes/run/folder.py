@@ -50,6 +50,8 @@ def locked(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
         lock.release()
 
 

@@ -34,6 +34,7 @@ def test_two_processes_do_not_train_one_run(make_config: MakeConfig, tmp_path: P
         raise ValueError("the end of a run")
     with locked(config):
         pass
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
