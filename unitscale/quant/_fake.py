@@ -60,6 +60,7 @@ def fake_quantize_operands(
         ValueError: if the strategy needs a state and has none, or the state of another strategy.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.array([[0.3, 9.3]])
         >>> print(fake_quantize_operands(x, x.T, MatmulConfig())[0])
         [[0.3125 9.    ]]

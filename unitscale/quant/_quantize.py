@@ -198,8 +198,8 @@ def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
 
     Example:
         >>> x = jnp.float16(65504)
-        >>> print(values_of(quantize(x, "bfloat16"), x))
-        65500.0
+        >>> float(values_of(quantize(x, "bfloat16"), x))
+        65504.0
     """
     y = rounded(quantized).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
