@@ -8,7 +8,7 @@ from jax import export
 
 
 def assert_is_read_again(state: Any) -> None:
-    """A program that takes and returns a state is read with its signature, and computes the same."""
+    """A program that takes a state and returns one is read with both, and computes the same."""
     double = jax.jit(lambda state: jax.tree.map(lambda x: x * 2, state))
     exported = export.export(double)(state)
     found, expected = export.deserialize(exported.serialize()).call(state), double(state)
