@@ -38,6 +38,9 @@ def locked(config: RunConfig) -> Iterator[None]:
     path = folder.with_name(f".{folder.name}.lock")  # beside it: --fresh moves the folder
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # says what is wrong with the folder
         try:
             lock.acquire()
         except filelock.Timeout:

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx, serialization
 
-from tests.exported import assert_is_read_again
 from unitscale import ScaledArray, nn, optim
 
 
@@ -74,7 +73,3 @@ def test_a_state_of_plain_arrays_is_refused() -> None:
     x = ScaledArray(jnp.ones(3), 2.0)
     with pytest.raises(ValueError, match="data, scale; got ndarray"):
         serialization.from_bytes(x, serialization.to_bytes(jnp.ones(3)))
-
-
-def test_a_program_is_read_with_its_cache() -> None:
-    assert_is_read_again(nn.KVCache.create(1, 4, 2, 8, jnp.float16))

@@ -240,8 +240,7 @@ def test_another_config_is_not_resumed_and_fresh_moves_the_old_run(make_config: 
 
 def test_the_run_folder_cannot_be_made(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    message = r"train\.runs_dir: cannot write the run folder .*tiny: File exists; free"
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=r"train\.runs_dir: cannot write the run folder .*Not a"):
         run(make_config(f"train.runs_dir={tmp_path / 'file'}"))
 
 

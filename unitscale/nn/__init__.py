@@ -8,7 +8,7 @@ What has no parameters is a function of `unitscale.ops`: activations, pooling, s
 under the names of `flax.nnx` and `optax`.
 """
 
-from . import _serialization as _serialization
+from . import _export as _export, _serialization as _serialization
 from ._amax_state import (
     AmaxState as AmaxState,
     DotGeneral as DotGeneral,

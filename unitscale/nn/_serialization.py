@@ -1,8 +1,7 @@
 """ScaledArrays and what holds them in `flax.serialization`: as state dictionaries, and bytes.
 
 They are registered when this is imported: with the stored moments of `optim.scaled`, the scales
-that layers keep, and `nnx.State`, which the moments of `Optimizer` are trees of. A cache of
-attention is registered with `jax.export`.
+that layers keep, and `nnx.State`, which the moments of `Optimizer` are trees of.
 """
 
 import dataclasses
@@ -10,12 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import nnx, serialization
-from jax import export
 
 from ..core import ScaledArray, SquareRoot
-from ..core._export import from_json, to_json
 from ..quant import QuantState
-from ._attention import KVCache
 
 _PARTS = {
     ScaledArray: ("data", "scale"),
@@ -88,10 +84,4 @@ for _kind in _PARTS:
     serialization.register_serialization_state(_kind, _to_state, _from_state, override=True)
 serialization.register_serialization_state(
     nnx.State, _tree_to_state, _tree_from_state, override=True
-)
-export.register_pytree_node_serialization(
-    KVCache,
-    serialized_name="unitscale.nn.KVCache",
-    serialize_auxdata=to_json,
-    deserialize_auxdata=from_json,
 )

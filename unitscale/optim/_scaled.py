@@ -12,7 +12,7 @@ from ._gradients import wide_gradients
 from ._moments import is_stored, load, look_at, moment_of, storable, store
 from ._roles import Moments, formats_of, store_state
 from ._states import starts_tiny
-from ._values import values
+from ._values import is_floating, values
 from ._weights import apply_updates, scale_weight
 
 
@@ -75,9 +75,7 @@ def _check_params(params: Any, weights: Any) -> None:
             "got None. Call update(grads, state, params)."
         )
     leaves = jax.tree.leaves(params, is_leaf=is_scaled)
-    floating = [
-        x for x in leaves if is_scaled(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    ]
+    floating = [x for x in leaves if is_scaled(x) or is_floating(x)]
     if weights is not None and floating and not any(map(is_scaled, floating)):
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "

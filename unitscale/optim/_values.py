@@ -9,6 +9,16 @@ import optax
 from ..core import to_array, widen
 
 
+def is_floating(x: Any) -> bool:
+    """Whether an array or a number of Python is floating.
+
+    Example:
+        >>> is_floating(1.0), is_floating(jnp.int32(1))
+        (True, False)
+    """
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
 def values(tree: Any) -> Any:
     """Returns a tree as plain arrays in float32, or float64 where an array is of that.
 
@@ -18,7 +28,7 @@ def values(tree: Any) -> Any:
     """
 
     def wide(x: Any) -> Any:
-        return widen(jnp.asarray(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+        return widen(jnp.asarray(x)) if is_floating(x) else x
 
     return jax.tree.map(wide, to_array(tree, jnp.float32))
 

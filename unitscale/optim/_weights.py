@@ -20,6 +20,7 @@ from ..core import (
 from ._gradients import is_leaf
 from ._rounding import round_finite
 from ._sample import rows
+from ._values import is_floating
 
 # The scale of a parameter that is zero and so does not tell how large it will be: float16 then
 # takes a first update between 2^-22 and 2^7 with all its bits, float8_e4m3fn one from 2^-17 to 1.
@@ -32,7 +33,7 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
     Each item of its leading ``stack_axes`` has its own scale: by default of all but the last two.
     """
     if not is_scaled(x):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        if not is_floating(x):
             return x
         x = ScaledArray(x, None)
     value = widen(x.value)
@@ -62,7 +63,7 @@ def apply_update(
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight):
         weight = jnp.asarray(weight)
-        if not _is_floating(weight):
+        if not is_floating(weight):
             return (weight + update).astype(weight.dtype)
         return round_finite(widen(weight) + update, weight.dtype, rounding, key)
     return _added(weight, update, key, rounding=rounding)
@@ -81,10 +82,6 @@ def _added(
     # One division for all entries; exact, as scales are powers of two.
     data = round_finite(total * (1 / to_float(full)), weight.dtype, rounding, key)
     return ScaledArray(data, scale, block_shape=weight.block_shape)
-
-
-def _is_floating(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:

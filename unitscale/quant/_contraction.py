@@ -28,6 +28,16 @@ Factor = float | jax.Array
 """A number that is known while tracing, or one that XLA is to take for its own."""
 
 
+def repeated_labels(*terms: str) -> list[str]:
+    """Labels that stand twice in a term."""
+    return [c for c in dict.fromkeys("".join(terms)) if any(term.count(c) > 1 for term in terms)]
+
+
+def lone_labels(*terms: str) -> list[str]:
+    """Labels that stand in one term only."""
+    return [c for c in dict.fromkeys("".join(terms)) if sum(c in term for term in terms) < 2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """A two-operand einsum in which every label stands in at least two of the three terms.
@@ -51,13 +61,11 @@ class Contraction:
 
     def __post_init__(self) -> None:
         terms = self.lhs, self.rhs, self.out
-        for label in "".join(terms):
-            counts = [term.count(label) for term in terms]
-            if max(counts) > 1 or sum(counts) < 2:
-                raise ValueError(
-                    "unitscale.quant.Contraction: every label must stand in at least two of the "
-                    f"three terms, once in each; got {label!r} in {self.lhs},{self.rhs}->{self.out}"
-                )
+        if wrong := (*repeated_labels(*terms), *lone_labels(*terms)):
+            raise ValueError(
+                "unitscale.quant.Contraction: every label must stand in at least two of the "
+                f"three terms, once in each; got {wrong[0]!r} in {self.lhs},{self.rhs}->{self.out}"
+            )
 
     @property
     def summed(self) -> str:

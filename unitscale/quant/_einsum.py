@@ -2,7 +2,7 @@
 
 from string import ascii_uppercase
 
-from ._contraction import Contraction
+from ._contraction import Contraction, lone_labels, repeated_labels
 
 
 def einsum_contraction(subscripts: str, lhs_rank: int) -> Contraction:
@@ -21,8 +21,8 @@ def einsum_problem(subscripts: str) -> str:
     labels = [term.replace("...", "") for term in (lhs, rhs, out)]
     if not arrow or "..." in rhs or ("..." in lhs) != ("..." in out):
         return "its einsum_str has no ->, or an ellipsis that is not of the input and the result"
-    if any(len(set(term)) < len(term) for term in labels):
+    if repeated_labels(*labels):
         return "its einsum_str repeats a label"
-    if alone := [c for c in set("".join(labels)) if sum(c in term for term in labels) < 2]:
+    if alone := lone_labels(*labels):
         return f"its einsum_str has {alone[0]!r} in one term only"
     return ""

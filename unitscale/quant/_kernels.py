@@ -268,7 +268,7 @@ def is_amax(program: Program, instruction: Instruction) -> bool:
     if program.computations[called][program.roots[called]].opcode != "maximum":
         return False
     node = program.operand(instruction, 0)
-    while node is not None and node.opcode in {*_UNCHANGED, "bitcast-convert"}:
+    while node is not None and (node.opcode in _UNCHANGED or node.opcode == "bitcast-convert"):
         node = program.operand(node, 0)
     return node is not None and node.opcode == "abs"
 
