@@ -15,7 +15,14 @@ from yaml import YAMLError
 
 from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
-from .config import RunConfig, describe_problem, section_of, unknown_key, valid_keys
+from .config import (
+    RunConfig,
+    describe_problem,
+    entry_of,
+    section_of,
+    unknown_key,
+    valid_keys,
+)
 from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
@@ -47,7 +54,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
       path: A YAML file, or the name of one of `CONFIGS`, such as gpt/quickstart.yaml; its key
         `recipe` chooses from `RECIPES`.
       overrides: Strings such as `train.steps=100`; the value is read as YAML. A mapping takes the
-        place of the file's, but for sections, of which other keys stay.
+        place of the file's, but for sections, of which other keys stay. An entry of a mapping is
+        set alone by its name, as in `sweep.grid.model.kind=[conv, rnn]`.
 
     Returns:
       The validated, frozen config.
@@ -111,17 +119,20 @@ def _read(path: Path) -> DictConfig:
 
 
 def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
-    key, equals, _ = word.partition("=")
+    key, equals, value = word.partition("=")
     if not equals or not key:
         raise RecipeError(
             f"override {word!r}: expected key=value, for example train.steps=100; add the '='"
         )
-    if (field := dict(valid_keys(schema)).get(key)) is None:
+    mapping, entry = entry_of(key, schema)
+    if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    parsed = _mapping(lambda: OmegaConf.from_dotlist([word]), f"override {word!r}")
+    parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
+    found: Any = parsed.value
+    if entry:
+        found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
     # Of a section other keys stay; any other mapping takes the place of the file's.
-    is_section = section_of(field) is not None
-    OmegaConf.update(file, key, OmegaConf.select(parsed, key), merge=is_section)
+    OmegaConf.update(file, mapping, found, merge=section_of(field) is not None)
 
 
 def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:

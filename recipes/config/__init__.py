@@ -10,6 +10,7 @@ from .data import (
 from .decoder import DecoderConfig as DecoderConfig, RopeConfig as RopeConfig
 from .keys import (
     describe_problem as describe_problem,
+    entry_of as entry_of,
     section_of as section_of,
     unknown_key as unknown_key,
     valid_keys as valid_keys,

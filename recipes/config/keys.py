@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,6 +17,18 @@ def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
         section = section_of(field)
         if section is not None:
             yield from valid_keys(section, f"{prefix}{name}.")
+
+
+def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
+    """The key of a mapping and the name in it that a dotted key names; of any other key, itself.
+
+    Such as `sweep.grid` and `model.kind` of `sweep.grid.model.kind`.
+    """
+    for name, field in valid_keys(schema):
+        kinds = (field.annotation, *get_args(field.annotation))
+        if key.startswith(f"{name}.") and any(get_origin(kind) is dict for kind in kinds):
+            return name, key.removeprefix(f"{name}.")
+    return key, ""
 
 
 # What other libraries call the formats.
@@ -76,7 +88,7 @@ def unknown_key(key: str, schema: type[RunConfig]) -> str:
 
 
 def _meaning(key: str, schema: type[RunConfig]) -> str:
-    field = dict(valid_keys(schema)).get(key)
+    field = dict(valid_keys(schema)).get(entry_of(key, schema)[0])
     return (field.description if field else None) or f"described in {schema.__module__}"
 
 

@@ -168,6 +168,17 @@ def test_a_mapping_takes_the_place_of_the_files(config_file: Path) -> None:
     assert (config.policies, config.data.mixture) == ({}, {"b.txt": 1.0})
 
 
+def test_an_entry_of_a_mapping_is_set_by_its_name(config_file: Path) -> None:
+    words = ["sweep.grid.model.width=[16, 32]", "policies.*.query=bfloat16", "sweep.grid.seed=[0]"]
+    config = load_config(config_file, ["sweep.grid={model.layers: [1], seed: [7]}", *words])
+    assert config.sweep.grid == {"model.layers": [1], "seed": [0], "model.width": [16, 32]}
+    assert config.policies == {"*.query": "bfloat16"}
+    mixed = load_config(config_file, ["data.path=null", "data.mixture.a/b.txt=2"])
+    assert mixed.data.mixture == {"a/b.txt": 2.0}
+    with pytest.raises(RecipeError, match=r"grid\.seed \(lists of .*expected a valid list; got 3"):
+        load_config(config_file, ["sweep.grid.seed=3"])
+
+
 def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) -> None:
     config = load_config(config_file, ["optimizer.eps=1e-12"])
     path = tmp_path / "dumped.yaml"
