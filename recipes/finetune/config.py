@@ -64,6 +64,11 @@ class SquadConfig(Section):
         description="windows without the answer that are trained on, for each with it; null for "
         "all of them",
     )
+    mark_matches: Flag = Field(
+        default=False,
+        description="give tokens of a context that its question has too the segment of the "
+        "question: what they have in common, a small model does not find by itself",
+    )
     n_best: Count = Field(default=20, description="answers that are listed for each question")
     max_answer_length: Count = Field(default=30, description="tokens of the longest answer")
     no_answer_threshold: Finite = Field(

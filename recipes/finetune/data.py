@@ -73,6 +73,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
                 sequence_length=length,
                 max_question_length=config.squad.max_question_length,
                 stride=config.squad.stride,
+                mark_matches=config.squad.mark_matches,
             )
             for path, key in ((data.train, "data.train"), (data.validation, "data.validation"))
         )

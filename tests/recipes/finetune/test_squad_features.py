@@ -54,6 +54,21 @@ def test_a_context_that_fits_is_one_window() -> None:
     assert made.windows[0].first == 8
 
 
+def test_what_question_and_context_share_has_the_questions_segment() -> None:
+    length, text = {"sequence_length": 20, "stride": 6}, "when did the mine open?"
+    plain, marked = (features(ask("1878", text), mark_matches=m, **length) for m in (False, True))
+    asked = set(TOKENIZER.encode(text, add_special_tokens=False).ids)
+    assert len(marked.windows) > 1
+    for was, now, window in zip(plain.records, marked.records, marked.windows, strict=True):
+        context = range(window.first, window.first + len(window.offsets))
+        for i, token in enumerate(was["ids"].tolist()):
+            shared = i in context and token in asked
+            assert now["segments"][i] == (0 if shared else was["segments"][i])
+    assert 0 < marked.records.arrays["segments"].sum() < plain.records.arrays["segments"].sum()
+    for name in ("ids", "mask", "start", "end"):
+        assert np.array_equal(plain.records.arrays[name], marked.records.arrays[name])
+
+
 # an answer as the file has it, and the text that its tokens cover
 ANSWERS = {
     "1878": "1878",
