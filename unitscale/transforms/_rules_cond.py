@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from ..core._lazy_scale import Atom
 from ._carry import Form, changing, crossing, enter
 from ._interpreter import Interpreter
+from ._packing import Traced, pack, trace
 from ._registry import register
 from ._settle import is_wide, ready, settle
 from ._values import ONE, Value, data_dtype, is_complex, known_atoms, numeric, uniform
@@ -42,28 +43,31 @@ def _goes_on(value: Value) -> bool:
 def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The same switch; a result that branches scale differently leaves with its scale."""
     index, *operands = values
+    packed = pack(operands)
+    # Once each, however deep branches lie in branches: what follows copies their jaxprs.
+    branches = [trace(interpreter.settings, b, packed) for b in eqn.params["branches"]]
 
-    def results_of(branch: Any) -> list[Value]:
-        results = Interpreter(interpreter.settings).run(branch.jaxpr, branch.consts, operands)
+    def results_of(branch: Traced) -> list[Value]:
+        arrays = jaxpr_as_fun(branch.closed)(*packed.arrays)
+        results = branch.rebuild(arrays, packed.atoms, operands)
         return [v if _goes_on(v) else ready(settle(v)) for v in map(uniform, results)]
 
     found: list[list[Value]] = []
 
-    def look(branch: Any) -> Callable[[], list[Any]]:
+    def look(branch: Traced) -> Callable[[], list[Any]]:
         def function() -> list[Any]:
             found.append(results_of(branch))
             return [v.data for v in found[-1]]
 
         return function
 
-    for branch in eqn.params["branches"]:
+    for branch in branches:
         jax.make_jaxpr(look(branch))()
     known = known_atoms(operands)
     forms = [_agreed(results, known) for results in zip(*found, strict=True)]
 
-    def leaving(branch: Any) -> Callable[[], list[Any]]:
+    def leaving(branch: Traced) -> Callable[[], list[Any]]:
         return lambda: crossing(results_of(branch), forms)
 
-    chosen = numeric(index, np.int32)
-    results = lax.switch(chosen, [leaving(b) for b in eqn.params["branches"]])
+    results = lax.switch(numeric(index, np.int32), [leaving(b) for b in branches])
     return enter(list(results), forms)
