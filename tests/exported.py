@@ -1,5 +1,6 @@
 """Programs written to bytes by `jax.export`, and read again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +10,14 @@ from jax import export
 
 def assert_is_read_again(state: Any) -> None:
     """A program that takes a state and returns one is read with both, and computes the same."""
-    double = jax.jit(lambda state: jax.tree.map(lambda x: x * 2, state))
-    exported = export.export(double)(state)
-    found, expected = export.deserialize(exported.serialize()).call(state), double(state)
+    assert_computes_the_same(lambda state: jax.tree.map(lambda x: x * 2, state), state)
+
+
+def assert_computes_the_same(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """A function that was written and read computes what it did; options are those of `export`."""
+    function = jax.jit(function)
+    exported = export.export(function, **options)(*args)
+    found, expected = export.deserialize(exported.serialize()).call(*args), function(*args)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, e)
+        np.testing.assert_array_equal(jax.device_get(a), jax.device_get(e))
