@@ -61,6 +61,21 @@ def test_multiply_and_get() -> None:
     np.testing.assert_array_equal(exact(x.at[2].get()), exact(x)[2])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_are_those_of_jax(kind: str) -> None:
+    x = make(kind, "float32")
+    rows, value = jnp.array([0, 2, 9]), exact(x)
+    plain = jnp.asarray(value, jnp.float32).at[rows]
+    for options in ({"mode": "clip"}, {"mode": "fill"}, {"mode": "fill", "fill_value": 3.0}):
+        found = x.at[rows].get(indices_are_sorted=True, **options)
+        np.testing.assert_allclose(exact(found), plain.get(**options), rtol=2.0**-22)
+    for name in ("set", "add", "subtract", "multiply", "min", "max"):
+        for mode in ("drop", "clip"):
+            found = getattr(x.at[rows], name)(0.75, mode=mode)
+            expected = getattr(plain, name)(0.75, mode=mode)
+            np.testing.assert_allclose(exact(found), expected, rtol=2.0**-21, err_msg=name)
+
+
 def test_8_bit_data_saturates() -> None:
     x = ScaledArray(jnp.ones(2, jnp.float8_e4m3fn), 2.0).at[0].set(1e6)
     np.testing.assert_array_equal(x.value, [896, 2])

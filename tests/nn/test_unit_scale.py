@@ -171,3 +171,32 @@ def test_errors() -> None:
         nn.unit_scale(Decoder(), keep_function=True, readout=["head", "hea"])
     with pytest.raises(ValueError, match="policy must be one of"):
         nn.unit_scale(Decoder(), policy="fp9", keep_function=True)
+
+
+class _Own(nnx.Module):
+    """Parameters of its own beside layers, as class tokens and gains of others' models are."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.token = nnx.Param(jnp.zeros(4))
+        self.gains = nnx.List([nnx.Param(jnp.ones(4))])
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+
+def test_parameters_of_modules_are_reported() -> None:
+    _, report = nn.unit_scale(_Own(nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    assert report.changed == ("dense",)
+    assert {path: reason[:13] for path, reason in report.skipped.items()} == {
+        "": "its own token",
+        "gains": "its own 0: wr",
+    }
+    assert str(report).startswith("1 of 3 layers unit-scaled")
+
+
+def test_attention_that_is_told_not_to_decode() -> None:
+    attention, _ = nn.unit_scale(
+        nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
+    )
+    x = jnp.ones((1, 3, 8))
+    np.testing.assert_array_equal(attention(x, decode=False), attention(x))
+    with pytest.raises(ValueError, match="takes no decode=True; call its method decode"):
+        attention(x, decode=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import cast_data, get_data_scale, scalify
@@ -136,3 +137,30 @@ def test_a_plain_operand_may_have_any_size(size: float) -> None:
         found = to_array(jax.jit(scalify(f))(x, w))
         atol = 2 * float(jnp.finfo(jnp.float16).eps) * np.max(np.abs(expected))
         np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=name)
+
+
+# what JAX traces as a call of its own, of a product or a ratio with a number
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "vmap": lambda f: jax.vmap(jax.jit(f), (0, None)),
+    "cond": lambda f: lambda x, n: lax.cond(x[0] > 0, f, lambda x, n: x, x, n),
+}
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, jnp.inf, jnp.nan, 3.3])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_number_that_enters_a_call(call: str, number: float) -> None:
+    value = jnp.asarray([1.0, -2.0, 3.0])
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        operators = (lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x)
+        return [CALLS[call](f)(x, number) for f in operators]
+
+    for bits, dtypes in {32: ["float32", "bfloat16", "float16"], 64: ["float64"]}.items():
+        with jax.enable_x64(bits == 64):
+            for dtype in dtypes:
+                x = as_scaled(value.astype(dtype))
+                expected = [np.asarray(y, np.float64) for y in function(to_array(x))]
+                for found, e in zip(to_array(scalify(function)(x)), expected, strict=True):
+                    np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))

@@ -165,7 +165,8 @@ def _plain(x: ScaledArray) -> jax.Array:
         return x.data
     raise ValueError(
         f"unitscale: a plain array is needed here; got {x!r}. Give its .value, or call the "
-        "function of jax.numpy, unitscale.ops or unitscale.scalify in place of that of jax.lax."
+        "function of jax.numpy, unitscale.ops or unitscale.scalify in place of that of jax.lax, or "
+        "the layer of unitscale.nn in place of flax's."
     )
 
 

@@ -292,12 +292,13 @@ class ScaledArray:
 
     # -- elements and axes: the scale moves along with the data ------------------------------
 
-    def _rearrange(self, fn: Callable[[jax.Array], jax.Array]) -> "ScaledArray":
+    def _rearrange(self, fn: Callable[..., Any], of_scale: Any = None) -> "ScaledArray":
         """Applies a rearrangement of elements to data, and to a scale that is not a scalar."""
         data, scale = self.pair
         if scale is None or scale.size == 1:
             return ScaledArray(fn(data), arithmetic.scalar_scale(self.scale))
-        return ScaledArray(fn(data), fn(jnp.broadcast_to(to_float(scale), data.shape)))
+        scale = jnp.broadcast_to(to_float(scale), data.shape)
+        return ScaledArray(fn(data), (of_scale or fn)(scale))
 
     def __getitem__(self, index: Any) -> "ScaledArray":
         return self._rearrange(lambda x: x[index])
@@ -312,9 +313,7 @@ class ScaledArray:
 
     @property
     def at(self) -> At:
-        """Out-of-place updates as in JAX: ``x.at[i].set(v)``; scale and dtype stay those of x.
-
-        ``get``, ``set``, ``add`` and ``multiply`` take arrays or ScaledArrays.
+        """Updates as in JAX, of `AtIndex`: ``x.at[i].set(v)``; scale and dtype stay those of x.
 
         Example:
             >>> x = ScaledArray(jnp.ones(3, jnp.float16), 4.0)

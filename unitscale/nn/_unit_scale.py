@@ -45,7 +45,8 @@ class UnitScaleReport:
     """What `unit_scale` did to each layer. Printed, it is a table.
 
     Attributes:
-        layers: one entry for each layer with parameters or dropout, in the order of their paths.
+        layers: one entry for each layer with parameters or dropout, and each module with
+            parameters of its own, in the order of their paths.
 
     Example:
         >>> UnitScaleReport(()).changed
@@ -99,7 +100,7 @@ def unit_scale(
         layers: of unit-scaled ones it is a multiple of the derivative.
 
         The twins are called as flax's layers are, with the input in its place, but norms take no
-        ``mask=``, attention no ``sow_weights=``, ``decode=`` and ``is_causal=``, an Einsum no
+        ``mask=``, attention no ``sow_weights=``, ``is_causal=`` and ``decode=True``, an Einsum no
         equation of a call, and `attend` of an Embed no ``out_sharding=``.
 
     Args:
@@ -154,6 +155,12 @@ def unit_scale(
         convert = KINDS.get(type(node))
         if convert is None and not isinstance(node, (*KINDS, *OTHERS)):
             children = children_of(node)
+            own = [str(name) for name, child in children if _is_parameter(child)]
+            if own:
+                note = f"its own {', '.join(own)}: write what it computes with unitscale.ops"
+                entries.append(
+                    Rescaled(path=path, kind=type(node).__name__, became="", reason=note)
+                )
             replaced = {
                 name: new
                 for name, child in children
@@ -187,6 +194,10 @@ def unit_scale(
             f"matches none of {', '.join(e.path for e in entries if e.kind == 'Linear')}"
         )
     return copy, UnitScaleReport(tuple(entries))
+
+
+def _is_parameter(node: Any) -> bool:
+    return isinstance(node, nnx.Param)
 
 
 def _with(node: Any, replaced: dict[Any, Any]) -> Any:

@@ -93,7 +93,13 @@ class _Dropout(_Arrays, Dropout):
 
 
 class _MultiHeadAttention(_Arrays, MultiHeadAttention):
-    pass
+    def __call__(self, *args: Any, decode: bool | None = None, **kwargs: Any) -> Any:
+        if decode:
+            raise ValueError(
+                "unitscale.nn.unit_scale: the twin of nnx.MultiHeadAttention takes no decode=True; "
+                "call its method decode, with a cache of init_cache"
+            )
+        return super().__call__(*args, **kwargs)
 
 
 def _copy(new: Any, old: Any, forward: float = 1.0) -> None:

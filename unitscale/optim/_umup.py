@@ -1,7 +1,7 @@
 """u-muP: one learning rate for every width and depth."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,12 +14,18 @@ def has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def factor_of(parameter: Any, **settings: Any) -> float:
+def name_of(path: Sequence[Any]) -> str:
+    """The dotted path of a parameter in a tree."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def factor_of(path: Sequence[Any], parameter: Any, **settings: Any) -> float:
     if not has_role(parameter):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
-            "as those of unitscale.nn layers (nnx.state(model, nnx.Param)); got "
-            f"{type(parameter).__name__} without a role"
+            "as those of unitscale.nn layers are (nnx.state(model, nnx.Param)); "
+            f"{name_of(path) or 'params'} has none; make a parameter of your own with them, as in "
+            "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
         )
     return rules.umup_learning_rate(
         parameter.role,
@@ -88,7 +94,7 @@ def umup(
         Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
     """
     inner = optax.with_extra_args_support(inner)
-    variables, treedef = jax.tree.flatten(params, is_leaf=has_role)
+    found, treedef = jax.tree.flatten_with_path(params, is_leaf=has_role)
     settings = {"optimizer": optimizer, "readout_constraint": readout_constraint}
     own = dict(multipliers or {})
     for role, multiplier in own.items():
@@ -98,9 +104,7 @@ def umup(
                 f"unitscale.optim.umup: multipliers[{role!r}] must be finite and not negative; got "
                 f"{multiplier}"
             )
-    factors = [
-        factor_of(variable, **settings) * own.get(variable.role, 1.0) for variable in variables
-    ]
+    factors = [factor_of(path, x, **settings) * own.get(x.role, 1.0) for path, x in found]
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = inner.update(updates, state, params, **extra_args)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._umup import factor_of, has_role
+from ._umup import factor_of, has_role, name_of
 
 # A kernel of unit variance, times this power of its inputs, is what a plain model multiplies by.
 _FORWARD = {"weight": -0.5, "readout": -1.0}
@@ -91,8 +91,7 @@ def umup_rates(params: Any) -> UmupRates:
     """
     found = UmupRates()
     for path, variable in jax.tree.leaves_with_path(params, is_leaf=has_role):
-        factor, role = factor_of(variable), variable.role
+        factor, role = factor_of(path, variable), variable.role
         forward = variable.fan_in ** _FORWARD.get(role, 0.0)
-        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        found.append(UmupRate(name, role, factor, factor * forward))
+        found.append(UmupRate(name_of(path), role, factor, factor * forward))
     return found

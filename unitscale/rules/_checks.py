@@ -30,7 +30,9 @@ def positive_sizes(rule: str, sizes: Mapping[str, object]) -> None:
         except TypeError as error:
             raise TypeError(
                 f"unitscale.rules.{rule}: {name} must be a static integer; got {size!r} of type "
-                f"{type(size).__name__}. Take sizes from .shape, not from array values."
+                f"{type(size).__name__}. Take sizes from .shape, not from array values; where a "
+                "batch is symbolic, as in jax.export, trace within unitscale.batch_size(n): n "
+                "counts in gradients alone."
             ) from error
         if value < 1:
             raise ValueError(

@@ -54,11 +54,14 @@ def pair_of(value: Value, dtype: Any) -> tuple[Any, LazyScale]:
     if number is None and not value.shape and not is_complex(value.data) and not spans(dtype):
         return value.split()
     is_double = np.dtype(dtype).itemsize == 8  # whose numbers a scale, of float32, may not hold
-    if number is None or number == 0 or not math.isfinite(number) or is_double:
+    if number is None:
         return widen(value.data), ONE
-    mantissa, exponent = split(number)
-    if spans(dtype) and abs(mantissa) != 1 and abs(exponent) <= _WHOLE:
-        mantissa, exponent = number, 0
+    mantissa, exponent = number, 0
+    if number != 0 and math.isfinite(number) and not is_double:
+        mantissa, exponent = split(number)
+        if spans(dtype) and abs(mantissa) != 1 and abs(exponent) <= _WHOLE:
+            mantissa, exponent = number, 0
+    # The number, not the value's data: inside of a call that is traced.
     data = np.asarray(mantissa, widen(jnp.zeros((), jnp.result_type(value.data))).dtype)
     return data, LazyScale(exponent)
 
