@@ -2,7 +2,10 @@
 
 import sys
 
-from .cli import main
+try:
+    from .cli import main
+except KeyboardInterrupt:  # in the seconds that imports take
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main())

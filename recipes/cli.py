@@ -34,6 +34,9 @@ ModelPath = Annotated[
     ),
 ]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
+TrainedPath = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or the folder of a run")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
@@ -110,7 +113,7 @@ def sweep(
 
 
 @app.command()
-def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
+def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
     """Print the loss of a trained model over its validation data, in whole batches, and scores."""
     settings = load_config(_of_run(config), overrides or ())
     from .evaluate import evaluate as evaluate_run
@@ -139,11 +142,12 @@ def generate(
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
     config = _of_run(config)
     if not Path(config).is_dir():
-        if adapter is not None:
-            raise RecipeError(
-                f"--adapter: expected a Hugging Face folder to add it to; got {config}; name the "
-                "folder, or leave out --adapter"
-            )
+        for option, given in {"--adapter": adapter is not None, "--chat": chat}.items():
+            if given:
+                raise RecipeError(
+                    f"{option}: expected a Hugging Face folder; got {config}; name the folder, or "
+                    f"leave out {option}"
+                )
         settings = load_config(config, overrides or ())
         from .generate import open_run
 
@@ -154,12 +158,10 @@ def generate(
         )
     else:
         from .generate import open_folder
-
-        writer = open_folder(config, adapter)
-    if chat:
         from .hf import chat_prompt
 
-        prompt = chat_prompt(config, prompt)
+        prompt = chat_prompt(config, prompt) if chat else prompt
+        writer = open_folder(config, adapter)
     draws = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     pieces = writer.stream if stream else lambda *words, **options: [writer(*words, **options)]
     for piece in pieces(prompt, echo=not chat, **draws):
@@ -169,7 +171,7 @@ def generate(
 
 
 @app.command()
-def describe(config: ConfigPath, overrides: Overrides = None) -> None:
+def describe(config: TrainedPath, overrides: Overrides = None) -> None:
     """Print parameters, FLOPs and bytes of a training run; nothing is trained or allocated."""
     settings = load_config(_of_run(config), overrides or ())
     from .describe import report
@@ -180,7 +182,7 @@ def describe(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def export(
-    config: ConfigPath,
+    config: TrainedPath,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="a .safetensors file to write")],
     overrides: Overrides = None,
     fp8: Annotated[

@@ -69,5 +69,6 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
         arrays[name] = join(value, "float32") if is_scaled(value) else value
     with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()  # of a path that cannot be written the library says less
         tensors.save_file(arrays, str(path))
     return len(arrays)

@@ -128,11 +128,18 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
     parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
-    found: Any = parsed.value
+    try:
+        found: Any = OmegaConf.to_container(parsed, resolve=True, throw_on_missing=True)["value"]
+    except OmegaConfBaseException as error:
+        raise RecipeError(
+            f"override {word!r}: expected a value; got a reference that leads to none; write the "
+            "value itself"
+        ) from error
     if entry:
         found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
     # Of a section other keys stay; any other mapping takes the place of the file's.
-    OmegaConf.update(file, mapping, found, merge=section_of(field) is not None)
+    merge = section_of(field) is not None and isinstance(found, dict)
+    OmegaConf.update(file, mapping, found, merge=merge)
 
 
 def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:

@@ -27,7 +27,7 @@ from .run.batch import loss_inputs
 from .run.checkpoint import Checkpoints
 from .run.convert import formats
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
-from .run.folder import flatten, locked, open_run, run_folder
+from .run.folder import flatten, locked, open_run, other_data, run_folder
 from .run.loggers import check_logger
 from .run.metrics import Metrics, open_metrics
 from .run.monitor import watch_overflow
@@ -167,10 +167,7 @@ class _Run:
         if restored is None:
             return 0
         if restored.facts["text"] != self.data.digest:
-            raise RecipeError(
-                f"data: it is not what {self.folder} was trained on (another Python, or changed "
-                "files); restore the files, change name, or pass --fresh"
-            )
+            raise other_data(self.folder)
         self.state = restored.state
         self.batches.set_state(restored.position)
         steps = self.config.train.steps

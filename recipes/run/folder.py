@@ -107,6 +107,14 @@ def run_folder(config: RunConfig) -> Path:
     return Path(config.train.runs_dir) / config.name
 
 
+def other_data(folder: Path) -> RecipeError:
+    """What to say where the data is not that of the folder."""
+    return RecipeError(
+        f"data: it is not what {folder} was trained on (another Python, or changed files); restore "
+        "the files, change name, or pass --fresh"
+    )
+
+
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
     todo = "free space, change its permissions, or set train.runs_dir to another folder"
     return refused(f"train.runs_dir: cannot write the run folder {folder}", todo)
@@ -120,13 +128,16 @@ def _check_same(
 ) -> None:
     path = folder / "config.yaml"
     if not path.exists():
-        if folder.is_dir() and not any(folder.iterdir()):
+        if _is_bare(folder):
             return
         raise RecipeError(
             f"name: {folder} exists but is not a run (it has no config.yaml); change name"
         )
-    old = yaml.safe_load(path.read_text(encoding="utf-8"))
-    new = config.model_dump()
+    new, text, old = config.model_dump(), path.read_bytes(), None
+    with contextlib.suppress(yaml.YAMLError):
+        old = yaml.safe_load(text)
+    if sections is None and _is_bare(folder) and text == _dump(old).encode():
+        return  # of a start that failed before its first step
     if not isinstance(old, dict):
         raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
     # A key that is newer than the run had its default.
@@ -150,6 +161,13 @@ def _check_same(
             if all(key.startswith(FORMAT_KEYS) for key in changed):
                 todo += ", or --convert to go on in these formats"
         raise RecipeError(f"name: {folder} holds a run of another config:\n{listed}\n{todo}")
+
+
+def _is_bare(folder: Path) -> bool:
+    """Whether nothing in a folder was made by training."""
+    return folder.is_dir() and not any(
+        path.is_file() and path != folder / "config.yaml" for path in folder.rglob("*")
+    )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -177,4 +195,8 @@ def dump_config(config: RunConfig) -> str:
       >>> dump_config(RunConfig(recipe="gpt", name="demo")).splitlines()[:2]
       ['recipe: gpt', 'name: demo']
     """
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+    return _dump(config.model_dump())
+
+
+def _dump(tree: Any) -> str:
+    return yaml.safe_dump(tree, sort_keys=False)

@@ -139,5 +139,8 @@ def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.Gra
     finally:
         checkpoints.close()
     if restored is None:
-        raise RecipeError(f"name: the run in {folder} has no checkpoint yet; train it first")
+        todo = "train it first"
+        if (folder / "rows.jsonl").exists():
+            todo = "it is a sweep, which keeps losses alone: train one of its points"
+        raise RecipeError(f"name: the run in {folder} has no checkpoint; {todo}")
     return graphdef, restored.state

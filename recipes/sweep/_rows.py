@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from ..errors import RecipeError
 
 NAME = "rows.jsonl"
@@ -25,6 +27,9 @@ class Row(NamedTuple):
     error: str | None = None
 
 
+_ROW = TypeAdapter(Row, config=ConfigDict(strict=True, extra="forbid"))
+
+
 def append_row(folder: Path, row: Row) -> None:
     """Appends a row in one write, which processes beside this one cannot split."""
     loss = "inf" if row.loss == math.inf else row.loss  # JSON has no infinity
@@ -41,7 +46,7 @@ def read_rows(folder: Path) -> list[Row]:
     path = folder / NAME
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     if text and not text.endswith("\n"):
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")
@@ -51,12 +56,13 @@ def read_rows(folder: Path) -> list[Row]:
             fields = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if not isinstance(fields, dict) or set(fields) != set(Row._fields):
+        if isinstance(fields, dict) and fields.get("loss") == "inf":
+            fields["loss"] = math.inf
+        try:
+            rows.append(_ROW.validate_python(fields))
+        except ValidationError as error:
             raise RecipeError(
                 f"{path} line {number}: expected a row of a sweep with {', '.join(Row._fields)}; "
                 f"got {line[:60]!r}; move the file away, or change name"
-            )
-        if fields["loss"] == "inf":
-            fields["loss"] = math.inf
-        rows.append(Row(**fields))
+            ) from error
     return rows

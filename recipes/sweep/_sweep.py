@@ -5,16 +5,21 @@ diverges has an infinite loss, one that fails leaves its message, and neither st
 same command continues where the last one ended.
 """
 
+import contextlib
 import functools
+import json
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from ..atomic import write_json
 from ..config import RunConfig
 from ..errors import RecipeError
-from ..run.folder import open_run
+from ..run.folder import locked, open_run, other_data
 from ..run.pool import each
+from ..run.recipe import recipe_of
 from ._points import Point, key_of, make_points
 from ._results import report
 from ._rows import Row, append_row, read_rows
@@ -45,7 +50,20 @@ def sweep(
     console = Console() if console is None else console
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     points = make_points(config)
-    folder = open_run(config.model_copy(update={"name": f"{config.name}-sweep"}), fresh=fresh)
+    own = config.model_copy(update={"name": f"{config.name}-sweep"})
+    with locked(own):
+        try:
+            return _sweep(points, config, open_run(own, fresh=fresh), jobs, say)
+        except KeyboardInterrupt:
+            say("stopped; run the same command to go on")
+            raise
+
+
+def _sweep(
+    points: Sequence[Point], config: RunConfig, folder: Path, jobs: int, say: Callable[[str], None]
+) -> Path:
+    """Trains what is not finished, in an open folder."""
+    _check_data(points, folder)
     known: dict[str, Known] = defaultdict(dict)
     for row in read_rows(folder):
         if row.loss is not None:  # what failed is tried again
@@ -68,6 +86,20 @@ def sweep(
             exit_code=1,
         )
     return folder
+
+
+def _check_data(points: Sequence[Point], folder: Path) -> None:
+    """Refuses to add to rows of other data; the digest of what points read is kept beside rows."""
+    path, found = folder / "data.json", {}
+    for point in points:
+        data = point.config.data.model_dump_json(exclude={"cache_dir"})
+        if data not in found:
+            with contextlib.suppress(RecipeError):  # the point's own row will say it
+                found[data] = recipe_of(point.config).load_data(point.config).digest
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if any(kept.get(data, digest) != digest for data, digest in found.items()):
+        raise other_data(folder)
+    write_json(path, kept | found)
 
 
 def _point(point: Point, folder: Path, known: Known) -> str | None:

@@ -85,3 +85,5 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match=r"cannot write .*file/x"):
         save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "file" / "x")
+    with pytest.raises(RecipeError, match=r"cannot write .*: Is a directory; give a path"):
+        save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path)

@@ -70,6 +70,10 @@ WRONG = [
     (["data=7"], r"data .*expected a mapping of keys to values; got 7"),
     (["train.steps"], r"override 'train\.steps': expected key=value"),
     (["=5"], r"override '=5': expected key=value"),
+    (["train=[1, 2]"], r"train .*expected a mapping of keys to values; got \[1, 2\]"),
+    (["name=${foo}"], r"override 'name=\$\{foo\}': expected a value; .*write the value itself"),
+    (["name=${name}"], r"override 'name=\$\{name\}': expected a value"),
+    (["data.path=???"], r"override 'data\.path=\?\?\?': expected a value"),
     (["train.steps=[5"], r"override 'train\.steps=\[5'.*not valid YAML"),
 ]
 

@@ -65,3 +65,8 @@ def test_without_jinja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(RecipeError, match=r"jinja2 to be installed; it is not; pip install"):
         chat_prompt(str(tmp_path), "How?")
+
+
+def test_a_run_has_no_template(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "gpt/quickstart.yaml", "--chat"]) == 2
+    assert "--chat: expected a Hugging Face folder; got gpt/quickst" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     assert main(["generate", str(merged), *question]) == 0
     assert capsys.readouterr().out == text
     assert main(["generate", *command, "--adapter", str(adapter)]) == 2
-    assert "--adapter: expected a Hugging Face folder to add" in capsys.readouterr().err
+    assert "--adapter: expected a Hugging Face folder; got" in capsys.readouterr().err
 
 
 def test_merge_replaces_no_files(tmp_path: Path, capsys: Captured) -> None:

@@ -47,6 +47,7 @@ def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) ->
 def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None:
     path = open_run(make_config()) / "config.yaml"
     tree = yaml.safe_load(path.read_text("utf-8"))
+    path.with_name("metrics.jsonl").touch()
     del tree["recipe"], tree["optimizer"]["clip_norm"]
     path.write_text(yaml.safe_dump(tree), "utf-8")
     open_run(make_config())
@@ -56,10 +57,20 @@ def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None
 
 
 def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
-    open_run(make_config())
+    (open_run(make_config()) / "metrics.jsonl").touch()
     with pytest.raises(RecipeError) as caught:
         open_run(make_config("seed=3", "train.steps=9"))
     assert "  seed: 0 -> 3\n  train.steps: 6 -> 9\n" in str(caught.value)
+
+
+def test_a_start_that_failed_binds_nobody(make_config: MakeConfig) -> None:
+    """Unless somebody else wrote the config: nothing of theirs is written over."""
+    open_run(make_config("seed=3"))
+    path = open_run(make_config("seed=4")) / "config.yaml"
+    path.write_text("# mine\n" + path.read_text())
+    with pytest.raises(RecipeError, match="seed: 4 -> 5"):
+        open_run(make_config("seed=5"))
+    assert path.read_text().startswith("# mine")
 
 
 def test_fresh_moves_aside(make_config: MakeConfig) -> None:
@@ -79,9 +90,11 @@ def test_a_folder_that_is_no_run(make_config: MakeConfig, tmp_path: Path) -> Non
     (folder / "thesis.txt").write_text("x")
     with pytest.raises(RecipeError, match=r"exists but is not a run .*; change name"):
         open_run(make_config())
-    (folder / "config.yaml").write_text("- damaged")
-    with pytest.raises(RecipeError, match="is damaged; change name"):
-        open_run(make_config())
+    for damaged in (b"- damaged", b"a: [", b"\xff\xfe\x00"):
+        (folder / "config.yaml").write_bytes(damaged)
+        for opened in (open_run, existing_run):
+            with pytest.raises(RecipeError, match="is damaged; change name"):
+                opened(make_config())
 
 
 def test_only_model_and_policy_matter_to_an_existing_run(make_config: MakeConfig) -> None:

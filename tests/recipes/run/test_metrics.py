@@ -48,8 +48,8 @@ def test_resuming_drops_what_is_computed_again(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         metrics.write(step, loss=float(step))
     metrics.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # the crash
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "lo\xff')  # the crash
     metrics = Metrics(tmp_path, resume_step=2)
     metrics.write(3, loss=30.0)
     metrics.close()

@@ -26,15 +26,24 @@ def test_rows_come_back_as_they_were(tmp_path) -> None:
 
 def test_a_row_that_a_crash_cut_short_costs_that_row_alone(tmp_path) -> None:
     append_row(tmp_path, ROWS[0])
-    with (tmp_path / NAME).open("a") as file:
-        file.write('{"point": {"mod')
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b'\xff{"point": {"mod')
     assert read_rows(tmp_path) == ROWS[:1]
     append_row(tmp_path, ROWS[1])
     assert read_rows(tmp_path) == ROWS[:2]
 
 
-def test_another_file_of_that_name(tmp_path) -> None:
-    (tmp_path / NAME).write_text('{"step": 1}\n')
+ANOTHER = {
+    "keys": {"step": 1},
+    "types": ROWS[0]._asdict() | {"loss": "x"},
+    "point": ROWS[0]._asdict() | {"point": 3},
+    "more": ROWS[0]._asdict() | {"step": 1},
+}
+
+
+@pytest.mark.parametrize("what", ANOTHER)
+def test_another_file_of_that_name(tmp_path, what: str) -> None:
+    (tmp_path / NAME).write_text(json.dumps(ANOTHER[what]) + "\n")
     with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: expected a row .*move the file"):
         read_rows(tmp_path)
 

@@ -1,5 +1,6 @@
 """Sweeps: nothing that was finished is lost or done again, whatever happens to a run."""
 
+import io
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from rich.console import Console
 
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.run.folder import locked
 from recipes.run.pool import each
 from recipes.sweep import _sweep as module, append_row, read_rows, sweep
 
@@ -96,6 +98,34 @@ def test_rows_of_another_sweep_are_refused(machine, tmp_path) -> None:
         sweep(make(tmp_path, sweep=GRID, train={"steps": 4}), console=QUIET)
     sweep(make(tmp_path, sweep=GRID, train={"steps": 4}), fresh=True, console=QUIET)
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
+
+
+def test_rows_of_another_text_are_refused(machine, tmp_path) -> None:
+    config = make(tmp_path, sweep=GRID)
+    sweep(config, console=QUIET)
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text("utf-8")[::-1], "utf-8")
+    with pytest.raises(RecipeError, match=r"data: it is not what .*tiny-sweep was trained on"):
+        sweep(config, console=QUIET)
+
+
+def test_two_processes_do_not_sweep_at_once(machine, tmp_path) -> None:
+    config = make(tmp_path, sweep=GRID)
+    own = config.model_copy(update={"name": "tiny-sweep"})
+    with locked(own), pytest.raises(RecipeError, match=r"another process is .*tiny-sweep"):
+        sweep(config, console=QUIET)
+    assert machine.trained == []
+
+
+def test_a_sweep_that_is_stopped_says_how_to_go_on(machine, tmp_path, monkeypatch) -> None:
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "each", interrupted)
+    console = Console(record=True, quiet=False, file=io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        sweep(make(tmp_path, sweep=GRID), console=console)
+    assert "stopped; run the same command to go on" in console.export_text()
 
 
 @pytest.mark.slow
