@@ -24,8 +24,8 @@ def chat_prompt(folder: str, message: str) -> str:
         sandbox: Any = importlib.import_module("jinja2.sandbox")
     except ModuleNotFoundError as error:
         raise RecipeError(
-            "--chat: expected jinja2 to be installed; it is not; pip install jinja2, or leave out "
-            "--chat"
+            '--chat: expected jinja2 to be installed; it is not; pip install "unitscale[hf]", or '
+            "leave out --chat"
         ) from error
     tokens = _tokens(path)
     source = _template(path, tokens)

@@ -27,7 +27,6 @@ def folder(path: Path, **tokens) -> Path:
     return path
 
 
-@pytest.mark.peers
 def test_templates(tmp_path: Path) -> None:
     for template in (TEMPLATE, [{"name": "default", "template": TEMPLATE}]):
         assert chat_prompt(str(folder(tmp_path, chat_template=template)), " How? ") == LAID_OUT
@@ -35,7 +34,6 @@ def test_templates(tmp_path: Path) -> None:
     assert chat_prompt(str(tmp_path), "How?") == "How?!"
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -50,7 +48,6 @@ def test_templates_that_cannot_be_used(template, message: str, tmp_path: Path) -
         chat_prompt(str(folder(tmp_path, chat_template=template)), "How?")
 
 
-@pytest.mark.peers
 def test_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The answer alone, as the same prompt written out has it."""
     chat = folder(copied("llama3", tmp_path), chat_template=TEMPLATE)
