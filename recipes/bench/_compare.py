@@ -190,8 +190,7 @@ def judged(
             row["standard error" if is_loss else "standard error above"] = error
         bound = bounds.get(name)
         if bound == "spread" and len(found) > 1:
-            both = statistics.variance(found), statistics.variance(values[reference])
-            spread = math.sqrt(statistics.fmean(both))
+            spread = spread_of(found, values[reference])
             row["asked"] = f"within the seeds' {spread:.3g}"
             row["verdict"] = verdict(abs(mean), 0.0, spread)
         elif bound == "no worse":
@@ -200,6 +199,11 @@ def judged(
             row["asked"] = f"within {bound:.1%}" if is_loss else f"within {bound:g}"
             row["verdict"] = verdict(abs(mean), error, bound)
     return rows
+
+
+def spread_of(*runs: Sequence[float]) -> float:
+    """The standard deviation of the losses of seeds, that of several variants together."""
+    return math.sqrt(statistics.fmean(map(statistics.variance, runs)))
 
 
 def verdict(distance: float, error: float, bound: float) -> str:

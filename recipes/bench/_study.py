@@ -1,6 +1,8 @@
 """What a finished sweep of character models says of unit scaling, in counts."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,16 @@ from .. import PROGRAM
 from ..charlm.config import CharlmConfig
 from ..errors import RecipeError
 from ..registry import load_config
-from ..sweep import ByFormat, by_format, make_points, paired, read_curves
+from ..sweep import (
+    ByFormat,
+    Curve,
+    by_format,
+    curves_by_format,
+    make_points,
+    paired,
+    read_curves,
+)
+from ._compare import spread_of
 from ._table import Table, asked
 
 MOST_ABOVE = 0.005
@@ -17,8 +28,8 @@ UNIT, HALF = ("unitscale", "float32"), ("unitscale", "float16")
 REGULAR, REGULAR_HALF = ("plain", "float32"), ("plain", "float16")
 
 
-def read_best(path: Path) -> ByFormat:
-    """Least losses of a sweep, from its folder or the file of rows in it."""
+def read_study(path: Path) -> list[Curve]:
+    """What a sweep of character models found, from its folder or the file of rows in it."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.yaml").exists():
         raise RecipeError(
@@ -32,7 +43,26 @@ def read_best(path: Path) -> ByFormat:
             f"--charlm: expected the folder of a sweep; got {folder}, of recipe {config.recipe} "
             f"with {len(curves)} points; run the sweep first"
         )
-    return by_format(curves)
+    return curves
+
+
+def study(curves: Sequence[Curve]) -> Table:
+    """Counts of models, and where there are several seeds also what their spread allows."""
+    table = counts(by_format(curves))
+    models = curves_by_format(curves).values()
+    both = [(of[UNIT].seeds, of[REGULAR].seeds) for of in models if UNIT in of and REGULAR in of]
+    if not both or len(both[0][0]) < 2:
+        return table
+    kept = sum(_is_kept(*pair) for pair in both)
+    what = "unit FP32 above regular FP32 by no more than the seeds' standard deviation"
+    return Table(table.title, [*table.rows, _row(what, kept, len(both), 1.0)])
+
+
+def _is_kept(unit: Sequence[float], regular: Sequence[float]) -> bool:
+    means = statistics.fmean(unit), statistics.fmean(regular)
+    if not all(map(math.isfinite, means)):
+        return means[0] <= means[1]
+    return means[0] - means[1] <= spread_of(unit, regular)
 
 
 def counts(best: ByFormat) -> Table:

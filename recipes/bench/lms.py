@@ -28,7 +28,7 @@ from ._baselines import baselines
 from ._compare import Compared, compare, comparison
 from ._imported import folders, logits_table
 from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
-from ._study import counts, read_best
+from ._study import read_study, study
 from ._table import JsonPath, Table, asked, publish
 from ._tasks import (
     adapted_words,
@@ -94,7 +94,7 @@ def main(
         raise RecipeError("--adapt: expected a text beside those of tasks; got none; add --data")
     told = Told(config, overrides, seeds, fresh, data and [data])
     tables, notes = [], []
-    best = None if charlm is None else read_best(charlm)  # complains before hours of training
+    curves = None if charlm is None else read_study(charlm)  # complains before hours of training
     imported = folders(logits or ())
     if runs:
         base = load_config(config or CONFIGS / comparison("lms").config, told.words)
@@ -109,8 +109,8 @@ def main(
         if finetune:
             tables += tuned(found, sst2, articles, Told(None, tuning, seeds, fresh))
             notes.append("Each policy's own pretrained model, tuned in the same policy.")
-    if best is not None:
-        tables.append(counts(best))
+    if curves is not None:
+        tables.append(study(curves))
     if imported:
         tables.append(logits_table(imported))
     if pipelines:

@@ -5,6 +5,7 @@ from ._results import (
     ByFormat as ByFormat,
     Curve as Curve,
     by_format as by_format,
+    curves_by_format as curves_by_format,
     paired as paired,
     read_curves as read_curves,
 )

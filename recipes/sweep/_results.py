@@ -19,15 +19,26 @@ ByFormat = dict[str, dict[tuple[str, str], float]]
 
 
 class Curve(NamedTuple):
-    """The losses of a point by learning rate, means over its seeds; infinite where one diverged."""
+    """The losses of a point by learning rate: those of its seeds; infinite where one diverged."""
 
     point: Point
-    losses: dict[float, float]
+    runs: dict[float, tuple[float, ...]]
+
+    @property
+    def losses(self) -> dict[float, float]:
+        """Means over seeds."""
+        return {rate: sum(found) / len(found) for rate, found in self.runs.items()}
 
     @property
     def best(self) -> float:
         """The learning rate of least loss."""
-        return min(self.losses, key=self.losses.__getitem__)
+        losses = self.losses
+        return min(losses, key=losses.__getitem__)
+
+    @property
+    def seeds(self) -> tuple[float, ...]:
+        """The losses of seeds at that rate."""
+        return self.runs[self.best]
 
     @property
     def least(self) -> float:
@@ -43,24 +54,30 @@ def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
     curves = []
     for point in points:
         seeds = point.config.sweep.seeds
-        losses = {
-            rate: sum(found[seed] for seed in seeds) / len(seeds)
+        whole = {
+            rate: tuple(found[seed] for seed in seeds)
             for rate, found in sorted(runs[key_of(point.settings)].items())
             if set(seeds) <= set(found)
         }
-        if losses:
-            curves.append(Curve(point, losses))
+        if whole:
+            curves.append(Curve(point, whole))
     return curves
 
 
 def by_format(curves: Sequence[Curve]) -> ByFormat:
     """The least loss of each model, in each of its formats."""
-    found: ByFormat = defaultdict(dict)
+    found = curves_by_format(curves)
+    return {model: {f: c.least for f, c in of.items()} for model, of in found.items()}
+
+
+def curves_by_format(curves: Sequence[Curve]) -> dict[str, dict[tuple[str, str], Curve]]:
+    """The curves of each model, by (library, policy)."""
+    found: dict[str, dict[tuple[str, str], Curve]] = defaultdict(dict)
     for curve in curves:
         known = flatten(curve.point.config.model_dump())
         values = curve.point.values.items()
         model = in_words({k: value for k, value in values if k not in (LIBRARY, POLICY)})
-        found[model][known.get(LIBRARY, ""), known[POLICY]] = curve.least
+        found[model][known.get(LIBRARY, ""), known[POLICY]] = curve
     return found
 
 
