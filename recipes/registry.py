@@ -129,12 +129,13 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
     parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
     try:
-        found: Any = OmegaConf.to_container(parsed, resolve=True, throw_on_missing=True)["value"]
+        tree: Any = OmegaConf.to_container(parsed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise RecipeError(
             f"override {word!r}: expected a value; got a reference that leads to none; write the "
             "value itself"
         ) from error
+    found = tree["value"]
     if entry:
         found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
     # Of a section other keys stay; any other mapping takes the place of the file's.
