@@ -45,7 +45,8 @@ def sweep(
       The folder, with `rows.jsonl`, `results.md` and plots.
 
     Raises:
-      RecipeError: The grid or the data is unusable, or the folder holds runs of another config.
+      RecipeError: The grid or the data is unusable, the folder holds runs of another config or of
+        other data, or another process works in it.
     """
     console = Console() if console is None else console
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
