@@ -65,9 +65,10 @@ def main(
 def by_width(curves: Sequence[Curve]) -> Losses:
     """What a sweep found, by parametrization and width."""
     losses: Losses = defaultdict(dict)
-    for point, found in curves:
+    for curve in curves:
+        point = curve.point
         umup = point.config.optimizer.umup
-        losses[UMUP_NAME if umup else PLAIN_NAME][point.values["model.width"]] = found
+        losses[UMUP_NAME if umup else PLAIN_NAME][point.values["model.width"]] = curve.losses
     return losses
 
 
