@@ -9,7 +9,7 @@ import pytest
 from recipes.bench import transfer
 from recipes.cli import main
 from recipes.registry import CONFIGS, load_config
-from recipes.sweep import _sweep, make_points
+from recipes.sweep import Curve, _sweep, make_points
 
 INFINITE = math.inf
 
@@ -32,6 +32,12 @@ def test_the_vertex_is_that_of_a_parabola_in_the_logarithm(best: float) -> None:
 )
 def test_without_one_lowest_inner_rate(losses: dict, expected: float) -> None:
     assert transfer.vertex(losses) == pytest.approx(expected)
+
+
+def test_curves_are_sorted_by_width() -> None:
+    points = make_points(load_config(CONFIGS / "gpt/transfer.yaml"))
+    losses = transfer.by_width([Curve(point, {1.0: (2.0, 4.0)}) for point in points])
+    assert losses == dict.fromkeys(("u-muP", "plain"), dict.fromkeys((64, 256, 1024), {1.0: 3.0}))
 
 
 def curve(best: float) -> dict[float, float]:
