@@ -37,7 +37,8 @@ def test_without_one_lowest_inner_rate(losses: dict, expected: float) -> None:
 def test_curves_are_sorted_by_width() -> None:
     points = make_points(load_config(CONFIGS / "gpt/transfer.yaml"))
     losses = transfer.by_width([Curve(point, {1.0: (2.0, 4.0)}) for point in points])
-    assert losses == dict.fromkeys(("u-muP", "plain"), dict.fromkeys((64, 256, 1024), {1.0: 3.0}))
+    of_widths = {width: {1.0: 3.0} for width in (64, 256, 1024)}
+    assert losses == {"u-muP": of_widths, "plain": of_widths}
 
 
 def curve(best: float) -> dict[float, float]:
