@@ -66,8 +66,10 @@ def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
 
 def by_format(curves: Sequence[Curve]) -> ByFormat:
     """The least loss of each model, in each of its formats."""
-    found = curves_by_format(curves)
-    return {model: {f: c.least for f, c in of.items()} for model, of in found.items()}
+    return {
+        model: {formats: curve.least for formats, curve in found.items()}
+        for model, found in curves_by_format(curves).items()
+    }
 
 
 def curves_by_format(curves: Sequence[Curve]) -> dict[str, dict[tuple[str, str], Curve]]:

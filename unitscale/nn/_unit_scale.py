@@ -155,7 +155,7 @@ def unit_scale(
         convert = KINDS.get(type(node))
         if convert is None and not isinstance(node, (*KINDS, *OTHERS)):
             children = children_of(node)
-            own = [str(name) for name, child in children if _is_parameter(child)]
+            own = [str(name) for name, child in children if isinstance(child, nnx.Param)]
             if own:
                 note = f"its own {', '.join(own)}: write what it computes with unitscale.ops"
                 entries.append(
@@ -194,10 +194,6 @@ def unit_scale(
             f"matches none of {', '.join(e.path for e in entries if e.kind == 'Linear')}"
         )
     return copy, UnitScaleReport(tuple(entries))
-
-
-def _is_parameter(node: Any) -> bool:
-    return isinstance(node, nnx.Param)
 
 
 def _with(node: Any, replaced: dict[Any, Any]) -> Any:

@@ -1,31 +1,27 @@
 """u-muP: one learning rate for every width and depth."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import optax
 
 from .. import rules
+from ._roles import path_name
 
 
 def has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def name_of(path: Sequence[Any]) -> str:
-    """The dotted path of a parameter in a tree."""
-    return ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-
-
-def factor_of(path: Sequence[Any], parameter: Any, **settings: Any) -> float:
+def factor_of(path: Any, parameter: Any, **settings: Any) -> float:
     if not has_role(parameter):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
             "as those of unitscale.nn layers are (nnx.state(model, nnx.Param)); "
-            f"{name_of(path) or 'params'} has none; make a parameter of your own with them, as in "
-            "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
+            f"{path_name(path) or 'params'} has none; make a parameter of your own with them, as "
+            "in nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
         )
     return rules.umup_learning_rate(
         parameter.role,

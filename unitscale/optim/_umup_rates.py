@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._umup import factor_of, has_role, name_of
+from ._roles import path_name
+from ._umup import factor_of, has_role
 
 # A kernel of unit variance, times this power of its inputs, is what a plain model multiplies by.
 _FORWARD = {"weight": -0.5, "readout": -1.0}
@@ -93,5 +94,5 @@ def umup_rates(params: Any) -> UmupRates:
     for path, variable in jax.tree.leaves_with_path(params, is_leaf=has_role):
         factor, role = factor_of(path, variable), variable.role
         forward = variable.fan_in ** _FORWARD.get(role, 0.0)
-        found.append(UmupRate(name_of(path), role, factor, factor * forward))
+        found.append(UmupRate(path_name(path), role, factor, factor * forward))
     return found
