@@ -123,13 +123,14 @@ def _encoded(
     special = tokenizer.num_special_tokens_to_add(True)
     for begin in range(0, len(questions), _CHUNK):
         chunk = questions[begin : begin + _CHUNK]
-        tokenizer.enable_truncation(most)
+        tokenizer.no_truncation()  # what it cuts off it does not always tell
         texts = [question.text.strip() for question in chunk]
         by_size: dict[int, list[int]] = defaultdict(list)
         for i, asked in enumerate(tokenizer.encode_batch(texts, add_special_tokens=False)):
-            size = sum(asked.attention_mask)
+            whole = sum(asked.attention_mask)
+            size = min(whole, most)
             by_size[size].append(i)
-            if asked.overflowing:
+            if whole > most:
                 texts[i] = texts[i][: asked.offsets[size - 1][1]]
         found: dict[int, Encoding] = {}
         for size, members in by_size.items():
