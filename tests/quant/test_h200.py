@@ -74,6 +74,14 @@ def test_all_three_products_are_fp8(cotangent: str, transform) -> None:
     assert operands == sorted([forward, backward, backward])
 
 
+def test_tokens_are_turned_by_words() -> None:
+    """Both operands of the weight's gradient, four tokens to a word; the weight itself by bytes."""
+    text = program("float8_e4m3fn", direct)
+    shapes = re.findall(r" = f8e4m3fn\[([\d,]*)\].* transpose\(", text)
+    turned = [shape for shape in shapes if shape not in (f"{IN},{OUT}", f"{OUT},{IN}")]
+    assert sorted(turned) == [f"{n},{BATCH},{TIME // 4},4" for n in (IN, OUT)]
+
+
 @pytest.mark.parametrize("cotangent", SHORT)
 def test_factors_are_inside_the_products(cotangent: str) -> None:
     text = program(cotangent, direct)

@@ -113,6 +113,8 @@ class Program:
                 found = self.computations[caller.computation].get(name)
             elif (root := self._root(found)) is not None and root.opcode != "tuple":
                 found = root
+            elif found.opcode == "fusion-done":
+                found = self.computations[found.computation].get(found.operands[0])
             elif found.opcode == "get-tuple-element":
                 fusion = self.computations[found.computation].get(found.operands[0])
                 root = self._root(fusion)
@@ -177,14 +179,18 @@ def _instruction(name: str, computation: str, rest: str) -> Instruction | None:
     end = _closing(rest, opcode.end() - 1)
     inner = rest[opcode.end() : end]
     types = tuple((kind, _numbers(shape)) for kind, shape in _TYPE.findall(rest[: opcode.start()]))
+    kind = opcode[1]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inner)) if kind != "constant" else ()
+    if kind == "fusion-start":  # one that runs beside others: operands, results, a context
+        kind, types = "fusion", types[len(operands) : -1]
     dtype, shape = types[0] if types else ("", ())
     return Instruction(
         name=name,
         computation=computation,
-        opcode=opcode[1],
+        opcode=kind,
         dtype=dtype,
         shape=shape,
-        operands=tuple(re.findall(r"%([\w.\-]+)", inner)) if opcode[1] != "constant" else (),
+        operands=operands,
         attributes=rest[end + 1 :],
         literal=inner,
         types=types,

@@ -18,6 +18,7 @@ from ._once import differentiated_once
 from ._quantize import quantize, quantize_at
 from ._state import QuantState, Seen, check_state, measure, state_gradient
 from ._strategies import Block, Dynamic, Static
+from ._turned import turned_product
 from ._watch import watched
 
 LHS, RHS, COTANGENT = 0, 1, 2
@@ -183,7 +184,7 @@ def operand_gradients(
     if turned is not None:
         rhs, for_left = turned, Contraction(spec.out, spec.rhs[::-1], spec.lhs)
     grad_lhs = product(for_lhs, rhs, for_left, factors[0], dtypes[0])
-    grad_rhs = product(lhs, for_rhs, spec.grad_rhs, factors[1], dtypes[1])
+    grad_rhs = turned_product(lhs, for_rhs, spec.grad_rhs, factors[1], dtypes[1])
     return placed_as(grad_lhs, places[0]), placed_as(grad_rhs, places[1]), saw
 
 
