@@ -15,13 +15,16 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import yaml
 from pydantic import Field
+from rich.console import Console
 
 from ..config import Count, Positive, RunConfig, Section
 from ..errors import RecipeError
 from ..registry import CONFIGS, RECIPES
+from ..run.pool import each, message_of
 from ._runs import Told, loss_of, trained, variant
 from ._table import Table
 
+Run = Callable[[RunConfig, bool], Mapping[str, float]]
 Bound = Positive | Literal["spread", "no worse"] | None
 
 
@@ -126,18 +129,60 @@ def compare(
     entry: Comparison,
     told: Told,
     own: Mapping[str, Sequence[str]] | None = None,
-    run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
+    run: Run = trained,
 ) -> Compared:
     """Trains, resumes or reads every run of a comparison, and measures it."""
     own = {} if own is None else own
     configs = {name: configs_of(entry, told, name, own.get(name, ())) for name in entry.variants}
-    values: dict[str, list[float]] = {name: [] for name in configs}
-    for name, found in values.items():
-        for config in configs[name]:
-            scores = (run or trained)(config, told.fresh)
-            found.append(loss_of(config) if entry.metric == "loss" else scores[entry.metric])
-        jax.clear_caches()
+    if told.jobs > 1:
+        values = _side_by_side(entry, told, configs, run)
+    else:
+        values = {name: [] for name in configs}
+        for name, found in values.items():
+            found += [_measured(config, told.fresh, entry.metric, run) for config in configs[name]]
+            jax.clear_caches()
     return Compared(entry, configs, values, [text.removeprefix("-") for text in told.texts])
+
+
+def _measured(config: RunConfig, fresh: bool, metric: str, run: Run) -> float:
+    scores = run(config, fresh)
+    return loss_of(config) if metric == "loss" else scores[metric]
+
+
+def _side_by_side(
+    entry: Comparison, told: Told, configs: Mapping[str, list[RunConfig]], run: Run
+) -> dict[str, list[float]]:
+    """The values of all runs, each measured in one of several processes."""
+    say = functools.partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+    values = {name: [math.nan] * len(found) for name, found in configs.items()}
+    places = [(name, i) for name, found in configs.items() for i in range(len(found))]
+    tasks = [
+        (place, configs[place[0]][place[1]], told.fresh, entry.metric, run) for place in places
+    ]
+    failed = []
+    for done, (((name, i), config, *_), value) in enumerate(each(tasks, told.jobs, _apart), 1):
+        if isinstance(value, str):
+            failed.append(f"{config.name}: {value}")
+        else:
+            values[name][i] = value
+        say(f"{done}/{len(tasks)}  {config.name}  {value}")
+    if failed:
+        raise RecipeError(
+            f"{len(failed)} of {len(tasks)} runs failed: {failed[0]}; the others are kept: run the "
+            "same command to try these again",
+            exit_code=1,
+        )
+    return values
+
+
+def _apart(
+    place: tuple[str, int], config: RunConfig, fresh: bool, metric: str, run: Run
+) -> float | str:
+    """A run's value, or the message of what went wrong."""
+    try:
+        return _measured(config, fresh, metric, run)
+    except Exception as error:  # whatever it is, the other runs go on
+        return message_of(error)
 
 
 def configs_of(

@@ -32,7 +32,8 @@ from ..gpt import build
 from ..registry import CONFIGS
 from ..run.optimizer import make_optimizer
 from ._compare import compare, comparison
-from ._programs import BEST, ROWS, SHAPES, config_of, fused_attention, program_of
+from ._profile import kernel_times, measured_kinds
+from ._programs import BEST, MORE, ROWS, SHAPES, config_of, fused_attention, program_of
 from ._runs import Told
 from ._tasks import split_articles
 from ._timing import train_step
@@ -120,6 +121,7 @@ def step(shape: str, row: str, setting: Setting) -> Rows:
         "peak MiB": peak_mib(),
         "loss": float(values["loss"]),
     }
+    found |= measured_kinds(kernel_times(lambda: call(0)))
     return [found | {f"projected {k}": v for k, v in times.items()} | program.contents()]
 
 
@@ -253,7 +255,7 @@ def tests(setting: Setting) -> Rows:
     return [{"tests": "marked gpu", "result": " ".join(last)}]
 
 
-STEPS = {f"{shape} {row}": partial(step, shape, row) for shape in SHAPES for row in ROWS}
+STEPS = {f"{shape} {row}": partial(step, shape, row) for shape in SHAPES for row in (*ROWS, *MORE)}
 PARTS: dict[str, Part] = {
     "tests": tests,
     "products": products,
@@ -265,6 +267,8 @@ PARTS: dict[str, Part] = {
     "answers": answers,
 }
 """By name, those first that say most for their time."""
+USUAL = [name for name in PARTS if name not in {f"{s} {row}" for s in SHAPES for row in MORE}]
+"""What is measured unless others are asked for."""
 
 
 def on_gpu() -> bool:

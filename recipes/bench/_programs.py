@@ -57,16 +57,17 @@ ROWS = {
 }
 """Overrides of each row."""
 
-CONVERTED = "converted"
+CONVERTED, SCANNED = "converted", "fp8-scaled-scan"
 UNSCALED, SCALIFIED, DECOUPLED = "plain-float16", "scalify-float16", "decoupled-float16"
 _SCALIFIED = ("policy=float32", "scalify.storage=float16", *_PLAIN)
 MORE = {
     CONVERTED: (*PLAIN, "model.products=fp8_dynamic"),
+    SCANNED: ("model.scan=true", *ROWS[BEST]),
     UNSCALED: ("policy=float16", *_PLAIN),
     SCALIFIED: _SCALIFIED,
     DECOUPLED: ("scalify.decouple=true", *_SCALIFIED),
 }
-"""Rows that are looked at only where they are asked for: what `nn.convert` and scalify cost."""
+"""Rows only where they are asked for: `nn.convert`, layers in a loop, scalify."""
 
 SHAPES = {
     "gpt2-small": ("model.vocab=50257", "model.tied_readout=true", "data.batch_size=8"),

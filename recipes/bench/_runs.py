@@ -36,19 +36,21 @@ PlainRate = Annotated[
 Seeds = Annotated[
     int | None, typer.Option(min=1, help="runs of each variant, with seeds in a row; 1 or 3")
 ]
+Jobs = Annotated[int, typer.Option(min=1, help="runs trained at the same time")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
 
 Kind = TypeVar("Kind", bound=RunConfig)
 
 
 class Told(NamedTuple):
-    """What the command line says of the runs: config file, overrides, seeds, and texts."""
+    """What the command line says of the runs: config file, overrides, seeds, texts, processes."""
 
     config: str | None = None
     overrides: list[str] | None = None
     seeds: int | None = None
     fresh: bool = False
     data: Sequence[str] | None = None
+    jobs: int = 1
 
     @property
     def words(self) -> list[str]:

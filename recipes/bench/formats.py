@@ -23,7 +23,7 @@ from ..config import RunConfig
 from ..run.evaluate import make_evaluation, mean_loss
 from ..run.recipe import recipe_of
 from ._compare import compare, comparison, judged
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told, last_state
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told, last_state
 from ._table import JsonPath, Table, publish
 from ._underflow import gradient
 
@@ -85,12 +85,13 @@ def main(
         int, typer.Option(min=1, help="validation batches of each run; gradients of two")
     ] = 32,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints the rise of the loss and the error of gradients by what is in FP8."""
     entry = comparison("parity").only("--policies", "")
-    told = Told(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data, jobs)
     runs = [Trained.of(run, batches) for run in compare(entry, told).configs[REFERENCE]]
     values, errors = measured(runs)
     rows = [

@@ -29,7 +29,7 @@ from .. import MODULE
 from ..atomic import write_json
 from ..errors import RecipeError, refused
 from ..registry import CONFIGS
-from ._gpu_parts import PARTS, Setting, on_gpu
+from ._gpu_parts import PARTS, USUAL, Setting, on_gpu
 from ._programs import SHAPES, chosen
 from ._runs import DataPath
 from ._table import Table, plain, publish
@@ -63,7 +63,7 @@ def main(
     if part is not None:
         alone(part, Setting(toy, data, out.parent / "runs", squad), out)
         return
-    wanted = list(PARTS) if parts == "all" else chosen("--parts", parts, PARTS)
+    wanted = list(USUAL) if parts == "all" else chosen("--parts", parts, PARTS)
     if squad is None and "answers" in wanted:
         if parts != "all":
             raise RecipeError("--parts answers: expected questions too; got none; add --squad FILE")

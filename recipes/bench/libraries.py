@@ -15,7 +15,7 @@ import typer
 
 from ..errors import RecipeError
 from ._compare import Compared, compare, comparison, judged
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish
 
 PLAIN, UNIT = "plain-float32", "float32"
@@ -32,6 +32,7 @@ def main(
         str | None, typer.Option(help="those of unit scaling; by default the config's own alone")
     ] = None,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
@@ -40,7 +41,7 @@ def main(
     if unit_rates is not None:
         rates[UNIT] = numbers("--unit-rates", unit_rates)
     found = compare(
-        comparison("libraries").at_rates(rates), Told(config, overrides, seeds, fresh, data)
+        comparison("libraries").at_rates(rates), Told(config, overrides, seeds, fresh, data, jobs)
     )
     notes = ["Rates are peaks of the config's schedule; unit scaling has those of u-muP."]
     publish("libraries", [*found.tables(), at_best(found)], json, notes)

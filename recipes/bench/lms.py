@@ -27,7 +27,7 @@ from ..run.recipe import recipe_of
 from ._baselines import baselines
 from ._compare import Compared, compare, comparison
 from ._imported import folders, logits_table
-from ._runs import ConfigPath, DataPath, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPath, Fresh, Jobs, Overrides, Seeds, Told
 from ._study import read_study, study
 from ._table import JsonPath, Table, asked, publish
 from ._tasks import (
@@ -75,6 +75,7 @@ def main(
     ] = None,
     pipelines: Annotated[bool, typer.Option(help="time the input pipelines")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="timings of each pipeline")] = 10,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
@@ -92,7 +93,7 @@ def main(
         )
     if adapt and data is None:
         raise RecipeError("--adapt: expected a text beside those of tasks; got none; add --data")
-    told = Told(config, overrides, seeds, fresh, data and [data])
+    told = Told(config, overrides, seeds, fresh, data and [data], jobs)
     tables, notes = [], []
     curves = None if charlm is None else read_study(charlm)  # complains before hours of training
     imported = folders(logits or ())
@@ -107,7 +108,7 @@ def main(
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
-            tables += tuned(found, sst2, articles, Told(None, tuning, seeds, fresh))
+            tables += tuned(found, sst2, articles, Told(None, tuning, seeds, fresh, jobs=jobs))
             notes.append("Each policy's own pretrained model, tuned in the same policy.")
     if curves is not None:
         tables.append(study(curves))

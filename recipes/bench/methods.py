@@ -26,7 +26,7 @@ from ..gpt.config import GPTConfig
 from ..run.scaling import under
 from ..run.state import TrainState, init_state
 from ._compare import compare, comparison
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, publish
 from ._timing import random_batch
 from ._underflow import WHEN, Sample, gradient, lost_gradients
@@ -48,6 +48,7 @@ def main(
         int, typer.Option(min=1, help="finite steps after which an automatic loss scale doubles")
     ] = 200,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
@@ -56,7 +57,7 @@ def main(
     own = {name: [] for name in entry.variants} | entry.at_rate(plain_learning_rate)
     own["loss-scale"].append(f"optimizer.loss_scale={loss_scale}")
     own["auto-loss-scale"].append(f"optimizer.loss_scale_interval={growth_interval}")
-    found = compare(entry, Told(config, overrides, seeds, fresh, data), own)
+    found = compare(entry, Told(config, overrides, seeds, fresh, data, jobs), own)
     configs: dict[str, Any] = {name: runs[0] for name, runs in found.configs.items()}
     first = configs[entry.reference]
     sample = Sample.of(first)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ._compare import compare, comparison
-from ._runs import Fresh, Overrides, Seeds, Told
+from ._runs import Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, publish
 
 
@@ -18,9 +18,10 @@ def main(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")],
     overrides: Overrides = None,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints the test accuracy by number format."""
-    found = compare(comparison("mnist"), Told(config, overrides, seeds, fresh))
+    found = compare(comparison("mnist"), Told(config, overrides, seeds, fresh, jobs=jobs))
     publish("mnist", [found.table()], json)

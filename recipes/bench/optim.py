@@ -26,7 +26,7 @@ from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
 from ..run.state import init_state
 from ._compare import compare, comparison, configs_of
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, interleaved
 
@@ -47,6 +47,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=4, help="timed steps of each optimizer")] = 20,
     loss: Annotated[bool, typer.Option(help="also train for the validation loss")] = True,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
@@ -65,7 +66,7 @@ def main(
     ]
     if loss:
         # The float32 run is that of `bench parity`.
-        told = Told(config, overrides, seeds, fresh, data)
+        told = Told(config, overrides, seeds, fresh, data, jobs)
         tables += compare(comparison("optim"), told).tables()
     publish("optim", tables, json, notes)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ._compare import compare, comparison
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._underflow import WHEN, Sample, Underflow, lost_gradients
 
@@ -36,11 +36,12 @@ def main(
     ] = True,
     plain_learning_rate: PlainRate = None,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints validation loss by number format, and the share of gradients lost in float16."""
-    told = Told(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data, jobs)
     found = compare(comparison("parity").only("--policies", policies), told)
     tables, notes = found.tables(), ["No loss scale; loss over all validation text."]
     if gradients:

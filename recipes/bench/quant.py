@@ -30,7 +30,7 @@ from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
 from ..run.step import abstract_step
 from ._compare import compare, comparison, judged
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, PlainRate, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper
 from .overhead import GPT2
@@ -56,6 +56,7 @@ def main(
     data: DataPaths = None,
     policies: Annotated[str, typer.Option(help="policies, separated by commas")] = POLICIES,
     plain_learning_rate: PlainRate = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     train: Annotated[bool, typer.Option(help="train each policy, or use its finished run")] = True,
     convert: Annotated[
@@ -69,7 +70,7 @@ def main(
     """Prints loss, FP8 kernels, amax reductions, memory and speed by policy."""
     entry = comparison("quant").only("--policies", policies)
     names = [name for name in entry.variants if name in nn.POLICIES and name != entry.reference]
-    told = Told(config, overrides, seeds, fresh, data)
+    told = Told(config, overrides, seeds, fresh, data, jobs)
     tables, notes = [], []
     if train:
         tables += compare(entry, told).tables()

@@ -22,7 +22,7 @@ from unitscale.transforms import scalify as transform
 
 from ._compare import compare, comparison, configs_of
 from ._operations import counted
-from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, compiled, interleaved, random_batch, stepper, train_step
 
@@ -38,6 +38,7 @@ def main(
         float, typer.Option(help="peak learning rate of the plain model")
     ] = 1e-3,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     fresh: Fresh = False,
     runs: Annotated[bool, typer.Option(help="train the models")] = True,
     formats: Annotated[str, typer.Option(help="formats to train in, by commas")] = FORMATS,
@@ -48,7 +49,7 @@ def main(
     """Prints losses, step times and compile times under scalify, and programs of wide range."""
     entry = comparison("scalify")
     wanted = entry.only("--formats", formats, prefix="scalify-")
-    told, own = Told(config, overrides, seeds, fresh, data), entry.at_rate(learning_rate)
+    told, own = Told(config, overrides, seeds, fresh, data, jobs), entry.at_rate(learning_rate)
     tables = compare(wanted, told, own).tables() if runs else []
     three = "scalify-float32", "scalify-float16", "plain-float32"
     scaled, half, plain = (configs_of(entry, told, name, own[name])[0] for name in three)

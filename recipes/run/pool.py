@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 
 from ..allocator import keep_freed_memory
 
+Result = TypeVar("Result")
 ATTEMPTS = 2  # at a task whose process died, which may have been a neighbour's doing
 
 
 def each(
-    tasks: Sequence[Any], jobs: int, work: Callable[..., str | None]
-) -> Iterator[tuple[Any, str | None]]:
-    """Yields each task when it is over, with the message of what went wrong."""
+    tasks: Sequence[Any], jobs: int, work: Callable[..., Result]
+) -> Iterator[tuple[Any, Result | str]]:
+    """Yields each task when it is over, with what the work returned, or why its process died."""
     if jobs == 1:
         yield from ((task, work(*task)) for task in tasks)
         return
@@ -26,19 +27,23 @@ def each(
         for share in _shares(jobs):
             cores.put(share)
         with ProcessPoolExecutor(jobs, context, _begin, (cores,)) as pool:
-            futures: dict[Future[str | None], int] = {
+            futures: dict[Future[Result], int] = {
                 pool.submit(work, *tasks[index]): index for index in attempts
             }
             broken = False
-            for future in as_completed(futures):
-                index = futures[future]
-                try:
-                    error = future.result()
-                except BrokenProcessPool:
-                    broken = True
-                    continue
-                del attempts[index]
-                yield tasks[index], error
+            try:
+                for future in as_completed(futures):
+                    index = futures[future]
+                    try:
+                        result = future.result()
+                    except BrokenProcessPool:
+                        broken = True
+                        continue
+                    del attempts[index]
+                    yield tasks[index], result
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # nothing is begun any more
+                raise
         if not broken:
             return
         # Which process died is not known: those that could have been at work count one attempt.
@@ -64,3 +69,13 @@ def _begin(cores: Any) -> None:
     share = cores.get()
     if share:
         os.sched_setaffinity(0, share)
+
+
+def message_of(error: Exception) -> str:
+    """What a task returns of an error that must not stop the others.
+
+    Example:
+      >>> message_of(ValueError("too few\\nand so on"))
+      'ValueError: too few'
+    """
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -18,7 +18,7 @@ from ..atomic import write_json
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..run.folder import locked, open_run, other_data
-from ..run.pool import each
+from ..run.pool import each, message_of
 from ..run.recipe import recipe_of
 from ._points import Point, key_of, make_points
 from ._results import report
@@ -108,7 +108,7 @@ def _point(point: Point, folder: Path, known: Known) -> str | None:
     try:
         _search(point, folder, known)
     except Exception as error:  # whatever it is, the other points go on
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return message_of(error)
     return None
 
 

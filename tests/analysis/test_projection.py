@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.analysis.programs import fusion, loop, parameters, program
+from tests.analysis.programs import AT_ONCE, fusion, loop, parameters, program
 from tests.quant import programs
-from unitscale.analysis import H200
 from unitscale.analysis._projection import project
 from unitscale.quant._hlo import parse
 
@@ -14,18 +15,18 @@ K = 4 * 1024
 
 
 def kernels(text: str):
-    return project(parse(text), H200)[0]
+    return project(parse(text), AT_ONCE)[0]
 
 
 def test_a_loop_runs_as_often_as_is_known() -> None:
-    (found,), uncounted = project(parse(loop()), H200)
+    (found,), uncounted = project(parse(loop()), AT_ONCE)
     assert (found.name, found.runs, found.bytes, uncounted) == ("y", 12, 12 * 2 * K, 0)
-    assert found.seconds == pytest.approx(12 * 2 * K / H200.bandwidth)
+    assert found.seconds == pytest.approx(12 * 2 * K / AT_ONCE.bandwidth)
     assert found.place == "jit(f)/while/body/neg"
 
 
 def test_a_loop_of_unknown_length_counts_once_and_is_told() -> None:
-    (found,), uncounted = project(parse(loop("")), H200)
+    (found,), uncounted = project(parse(loop("")), AT_ONCE)
     assert (found.runs, found.bytes, uncounted) == (1, 2 * K, 1)
 
 
@@ -72,17 +73,17 @@ def test_a_product_takes_the_longer_of_its_bytes_and_its_operations() -> None:
     size = 32 * 64 + 16 * 64 + 2 * 32 * 16
     assert (small.kind, small.format, small.bytes) == ("FP8 products", "f8", size)
     assert small.flops == 2 * 32 * 64 * 16
-    assert small.seconds == size / H200.bandwidth
+    assert small.seconds == size / AT_ONCE.bandwidth
     large = programs.direct().replace("32,64", "8192,8192").replace("16,64", "8192,8192")
     (large,) = kernels(large.replace("32,16", "8192,8192"))
-    assert large.seconds == pytest.approx(2 * 8192**3 / H200.flops["f8"])
+    assert large.seconds == pytest.approx(2 * 8192**3 / AT_ONCE.flops["f8"])
 
 
 def test_what_is_sent_takes_the_time_of_the_link() -> None:
     own = parameters(x="f32[1024]")
     line = "  ROOT %out = f32[1024] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add"
     (found,) = kernels(program(f"{own}\n{line}"))
-    assert (found.kind, found.seconds) == ("collectives", pytest.approx(K / H200.link))
+    assert (found.kind, found.seconds) == ("collectives", pytest.approx(K / AT_ONCE.link))
 
 
 def test_a_kernel_knows_the_users_line() -> None:
@@ -101,3 +102,20 @@ def test_layers_share_a_place_and_what_has_no_name_keeps_its_own() -> None:
     (one,) = kernels(program(f"{own}\n{named}", inner))
     (other,) = kernels(program(f"{own}\n{named.replace('/3/', '/11/')}", inner))
     assert one.place == other.place == "jit(f)/layers/#/add"
+
+
+def test_no_kernel_is_shorter_than_the_smallest() -> None:
+    slow = dataclasses.replace(AT_ONCE, start=1e-3)
+    (found,), _ = project(parse(loop()), slow)
+    assert (found.kind, found.seconds) == ("memory-bound", pytest.approx(12e-3))
+
+
+def test_attention_has_a_speed_of_its_own() -> None:
+    """Two products over 128 by 128 pairs, of 64 numbers each."""
+    types = dict.fromkeys("qkv", "bf16[2,128,4,64]")
+    line = "  ROOT %out = (bf16[2,128,4,64], u8[64]) custom-call(%q, %k, %v), "
+    text = program(f'{parameters(**types)}\n{line}custom_call_target="__cudnn$fmhaSoftmax"')
+    (found,), _ = project(parse(text), dataclasses.replace(AT_ONCE, attention=1e9))
+    assert found.kind == "attention"
+    assert found.seconds == pytest.approx(found.flops / 1e9)
+    assert found.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64

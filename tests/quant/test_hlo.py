@@ -85,3 +85,27 @@ def test_text_that_is_no_program_is_empty() -> None:
     assert parse("").instructions == []
     assert parse("").entry == ""
     assert parse("nothing\n  %a = f32[] parameter(0)\n").instructions == []
+
+
+def test_a_fusion_that_runs_beside_others_is_one() -> None:
+    """Newer XLA splits it in two, and lists operands, results and a context as the result."""
+    program = parse("""\
+%sliced (p: f32[8,4], i: s32[]) -> f32[1,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = f32[1,4]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,4}
+}
+
+ENTRY %main (x: f32[8,4], n: s32[]) -> f32[1,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %begun = ((f32[8,4]{1,0}, s32[]), f32[1,4]{1,0}, u32[]) fusion-start(%x, %n), calls=%sliced
+  %done = f32[1,4]{1,0} fusion-done(%begun)
+  ROOT %out = f32[1,4]{1,0} negate(%done)
+}
+""")
+    begun = program.computations["main"]["begun"]
+    assert (begun.opcode, begun.types) == ("fusion", (("f32", (1, 4)),))
+    found = program.operand(program.computations["main"]["out"], 0)
+    assert found is not None
+    assert found.name == "s"

@@ -8,7 +8,7 @@ from ..quant._kernels import user_line
 from ._arithmetic import operations
 from ._device import Device
 from ._traffic import moved
-from ._work import ARITHMETIC, MEMORY, work_of
+from ._work import ARITHMETIC, ATTENTION, MEMORY, work_of
 
 # What takes no time: other names of the same memory, and the ends of what was counted as it began.
 _FREE = frozenset({"parameter", "tuple", "get-tuple-element", "constant", "bitcast", "after-all"})
@@ -95,10 +95,16 @@ class _Projection:
     def kernel(self, i: Instruction, runs: int) -> Kernel:
         work, size = work_of(self.program, i), moved(self.program, i)
         vector = operations(self.program, i) / self.device.vector
-        times = [size / self.device.bandwidth, vector, work.wire / self.device.link]
-        kind = ARITHMETIC if work.kind == MEMORY and vector > times[0] else work.kind
+        device = self.device
+        times = [size / device.bandwidth, vector, work.wire / device.link, device.start]
+        kind = (
+            ARITHMETIC
+            if work.kind == MEMORY and vector > max(times[0], device.start)
+            else work.kind
+        )
         if work.format:
-            times.append(work.flops / self.device.flops[work.format])
+            rate = device.attention if kind == ATTENTION else device.flops[work.format]
+            times.append(work.flops / rate)
         return Kernel(
             name=i.name,
             kind=kind,

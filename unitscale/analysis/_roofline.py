@@ -55,8 +55,8 @@ class Roofline:
         >>> import jax
         >>> compiled = jax.jit(jax.lax.neg).lower(jax.numpy.ones(1024)).compile()
         >>> report = roofline(compiled)
-        >>> f"projected {report.seconds * 1e9:.1f} ns", report.bytes
-        ('projected 2.0 ns', 8192.0)
+        >>> f"projected {report.seconds * 1e6:.1f} us", report.bytes
+        ('projected 1.2 us', 8192.0)
     """
 
     kernels: tuple[Kernel, ...]
@@ -133,10 +133,11 @@ def roofline(compiled: "jax.stages.Compiled | str", device: Device = H200) -> Ro
     """Projects how long a compiled program takes on a GPU, kernel by kernel, without running it.
 
     A kernel takes the longest of its products at the speed of their format, its other operations at
-    that of float32, and its bytes at that of the memory. Kernels run one after the other; a loop's
-    as often as XLA knows it to run, and of the branches of a condition the longest. There are no
-    launches, no overlap and no caches, so a projection is good for comparing two programs of one
-    model and for seeing what to remove, and is no measurement.
+    that of float32, its bytes at that of the memory, and what the smallest kernel takes. Kernels
+    run one after the other; a loop's as often as XLA knows it to run, and of the branches of a
+    condition the longest. Each does as well as the best of its kind, without caches and gaps: a
+    projection is good for comparing two programs of one model and for seeing what to remove, and is
+    no measurement. Steps of GPT-2 small took 1.2 to 1.3 times as long on an H200.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` or `compile_h200` returned; or the text of

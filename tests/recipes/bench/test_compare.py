@@ -225,3 +225,32 @@ def test_compare_trains_once_and_measures_all_validation_text(
     assert "policy: float16" in trained
     monkeypatch.setattr(_runs, "train", lambda config, **_: Outcome(Path(), 2, None, {}, None))
     assert compare(entry, told).values == found.values  # read from the checkpoint
+    assert compare(entry, told._replace(jobs=2)).values == found.values  # in other processes
+
+
+def test_runs_side_by_side_keep_their_places_and_go_on_past_one_that_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given_runs: list[RunConfig],
+    capsys: pytest.CaptureFixture,
+) -> None:
+    def each(tasks: Any, jobs: int, work: Any) -> Any:
+        assert jobs == 3
+        for task in reversed(tasks):  # whichever is over first
+            yield task, work(*task)
+
+    monkeypatch.setattr(_compare, "each", each)
+    entry = comparison("mnist").of(["float32", "fp8"])
+    path = tmp_path / "tiny.yaml"
+    tree = yaml.safe_load(write_images(tmp_path).read_text("utf-8"))
+    path.write_text(yaml.safe_dump({"recipe": "images", "name": "tiny", "data": tree["data"]}))
+    told = Told(str(path), seeds=2)
+    alone = compare(entry, told)
+    assert compare(entry, told._replace(jobs=3)).values == alone.values
+    assert "4/4  " in capsys.readouterr().out
+    count = len(given_runs)
+    with pytest.raises(
+        RecipeError, match=r"2 of 4 runs failed: .*-fp8-seed9: .*signal 15.*run the"
+    ):
+        compare(entry, told._replace(jobs=3, overrides=["seed=8"]))
+    assert len(given_runs) == count + 4
