@@ -21,6 +21,7 @@ _PATTERNS = {
     WIDE: "nvjet|gemm|cutlass|xmma",
     TRANSPOSE: "transpose",
 }
+KINDS = (*_PATTERNS, SMALL_KERNELS, OTHER)
 
 
 def kernel_times(work: Callable[[], Any]) -> list[tuple[str, float]]:
@@ -60,5 +61,4 @@ def measured_kinds(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
         count += 1
     if not count:
         return {}
-    kinds = (*_PATTERNS, SMALL_KERNELS, OTHER)
-    return {f"measured {kind} ms": times[kind] for kind in kinds} | {"kernels run": count}
+    return {f"measured {kind} ms": times[kind] for kind in KINDS} | {"kernels run": count}

@@ -6,12 +6,13 @@ Runs the tests marked gpu; times products, attention, the optimizer and whole tr
 trains `configs/gpt/parity.yaml` in three formats on three seeds; with a file of questions, lets
 `configs/bert/medium.yaml` answer them (`--parts answers`: about a quarter of an hour). Each part is
 a process of its own, with the GPU to itself: one that fails is reported, and the others go on. The
-file is written after each.
+file is written after each, and what it has already is not measured again.
 """
 
 from __future__ import annotations
 
-import json
+import datetime
+import json as json_text
 import os
 import subprocess
 import sys
@@ -27,12 +28,14 @@ from rich.console import Console
 
 from .. import MODULE
 from ..atomic import write_json
-from ..errors import RecipeError, refused
+from ..errors import RecipeError, read_text, refused
 from ..registry import CONFIGS
 from ._gpu_parts import PARTS, USUAL, Setting, on_gpu
-from ._programs import SHAPES, chosen
-from ._runs import DataPath
-from ._table import Table, plain, publish
+from ._profile import KINDS
+from ._programs import BEST, PEER, REFERENCE, SHAPES, chosen
+from ._runs import DataPath, Fresh
+from ._table import JsonPath, Table, asked, plain, publish
+from .h200 import MOST_OVER_PEER, MOST_TIME
 
 OUT = Path("gpu.json")
 KEPT = 3000  # characters of what a part that failed has printed
@@ -57,6 +60,8 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="the file of all results")] = OUT,
     toy: Annotated[bool, typer.Option("--toy", help="tiny shapes, on any device: a trial")] = False,
+    fresh: Fresh = False,
+    json: JsonPath = None,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measures on this machine's GPU what other benchmarks project."""
@@ -68,27 +73,55 @@ def main(
         if parts != "all":
             raise RecipeError("--parts answers: expected questions too; got none; add --squad FILE")
         wanted.remove("answers")
-    if not toy and (found := backend()) != "gpu":
+    results = {} if fresh else done(out)
+    left = [name for name in wanted if name not in results]
+    if left and not toy and (found := backend()) != "gpu":
         raise RecipeError(
             f"bench gpu: expected JAX to see a GPU; it sees {found}; install JAX for it and set "
             "JAX_PLATFORMS=cuda, or try the benchmark with --toy"
         )
     given = {"--data": data, "--squad": squad}
     texts = {option: Path(path).resolve() for option, path in given.items() if path is not None}
-    results: dict[str, ProcessResult] = {}
     end = time.monotonic() + 60 * minutes
-    for name in wanted:
-        left = end - time.monotonic()
-        if left < LEAST and not toy:
+    for name in left:
+        rest = end - time.monotonic()
+        if rest < LEAST and not toy:
             results[name] = {"status": "left out", "error": f"{minutes:g} minutes were over"}
         else:
             Console(stderr=True).print(f"bench gpu: {name}", markup=False, highlight=False)
-            limit = max(LEAST, min(left, MOST.get(name, MOST_ELSE)))
+            limit = max(LEAST, min(rest, MOST.get(name, MOST_ELSE)))
             results[name] = launched(name, toy=toy, texts=texts, limit=limit)
         write(out, results)
-    publish("gpu", tables(results), notes=[*NOTES, f"written to {out}"])
+    results = {name: results[name] for name in wanted}
+    publish("gpu", tables(results), json, NOTES, origin(results))
     if bad := [name for name, result in results.items() if result["status"] == "failed"]:
         raise RecipeError(f"bench gpu: failed: {', '.join(bad)}; see {out}", exit_code=1)
+
+
+def done(out: Path) -> dict[str, ProcessResult]:
+    """The parts that a file has already."""
+    if not out.exists():
+        return {}
+    try:
+        parts = json_text.loads(read_text(out, "--out"))["parts"]
+        return {name: result for name, result in parts.items() if result["status"] == "done"}
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise RecipeError(
+            f"--out: expected a file of this benchmark; {out} is none; remove it, or give another"
+        ) from error
+
+
+def origin(results: Mapping[str, ProcessResult]) -> dict[str, Any]:
+    """What a published file says of the machine: that of the parts, which may not be this one."""
+    parts = [result for result in results.values() if result["status"] == "done"]
+    if not parts:
+        return {}
+
+    def all_of(fact: str) -> str:
+        return ", ".join(dict.fromkeys(part[fact] for part in parts))
+
+    machine, versions = all_of("device"), {"jax": all_of("jax")}
+    return {"machine": machine, "versions": versions, "date": max(p["date"] for p in parts)}
 
 
 def alone(name: str, setting: Setting, out: Path) -> None:
@@ -98,6 +131,7 @@ def alone(name: str, setting: Setting, out: Path) -> None:
         raise RecipeError("bench gpu: expected a GPU; JAX sees none")
     rows = [plain(row) for row in PARTS[name](setting)]
     facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    facts["date"] = datetime.date.today().isoformat()
     write_json(out, {**facts, "rows": rows})
 
 
@@ -137,7 +171,7 @@ def launched(name: str, *, toy: bool, texts: Mapping[str, Path], limit: float) -
         if problem:
             tail = log.read_text(encoding="utf-8", errors="replace")[-KEPT:]
             return {"status": "failed", **result, "error": problem, "printed": tail}
-        return {"status": "done", **result, **json.loads(answer.read_text(encoding="utf-8"))}
+        return {"status": "done", **result, **json_text.loads(answer.read_text(encoding="utf-8"))}
 
 
 def write(out: Path, results: dict[str, ProcessResult]) -> None:
@@ -147,23 +181,56 @@ def write(out: Path, results: dict[str, ProcessResult]) -> None:
         write_json(out, {"benchmark": "gpu", "parts": results})
 
 
-def tables(results: dict[str, ProcessResult]) -> list[Table]:
-    """What was found, the steps of a shape in one table; then what was not."""
-    groups: dict[str, list[Any]] = {}
+def tables(results: Mapping[str, ProcessResult]) -> list[Table]:
+    """What was found, the steps of a shape in tables of their own; then what was not."""
+    found: list[Table] = []
+    shapes: dict[str, list[Any]] = {}
     for name, result in results.items():
-        shape = name.split(" ")[0]
-        title = f"Training step of {shape}" if shape in SHAPES else name.capitalize()
-        groups.setdefault(title, []).extend(result.get("rows", ()))
+        rows, shape = result.get("rows", ()), name.split(" ")[0]
+        if shape in SHAPES:
+            shapes.setdefault(shape, []).extend(rows)
+        elif rows:
+            found.append(Table(name.capitalize() + _on(results), _narrow(rows)))
+    for shape, rows in shapes.items():
+        if rows:
+            found.append(Table(f"Training step of {shape}{_on(results)}", _narrow(rows)))
+            found.append(
+                Table(
+                    f"Kernels of a step of {shape}",
+                    [kinds for row in rows if (kinds := _kinds(row))],
+                )
+            )
+            found.append(Table(f"What is asked of {BEST}, {shape}", _judged(shape, rows)))
     bad = [
         {"part": name, "status": result["status"], "why": result.get("error", "")}
         for name, result in results.items()
         if result["status"] != "done"
     ]
+    return [table for table in [*found, Table("Parts that say nothing", bad)] if table.rows]
+
+
+def _on(results: Mapping[str, ProcessResult]) -> str:
     devices = {result["device"] for result in results.values() if "device" in result}
-    on = f", {', '.join(sorted(devices))}" if devices else ""
-    found = [
-        Table(title + on, [dict(list(row.items())[:SHOWN]) for row in rows])
-        for title, rows in groups.items()
-        if rows
+    return f", {', '.join(sorted(devices))}" if devices else ""
+
+
+def _narrow(rows: list[Any]) -> list[Any]:
+    return [dict(list(row.items())[:SHOWN]) for row in rows]
+
+
+def _kinds(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a step that say what its kernels were; of some files it has none."""
+    names = [*(f"measured {kind} ms" for kind in KINDS), "kernels run"]
+    kept = {name: row[name] for name in names if name in row}
+    return {"program": row["program"], **kept} if kept else {}
+
+
+def _judged(shape: str, rows: list[Any]) -> list[dict[str, Any]]:
+    """How the measured step of `fp8-scaled` compares with others, and what was asked of it."""
+    times = {row["program"]: row["measured ms"] for row in rows}
+    return [
+        {"figure": f"measured step over {other}", "value": (over := times[BEST] / times[other])}
+        | asked(over, most=most)
+        for other, most in ((REFERENCE, MOST_TIME[shape]), (PEER, MOST_OVER_PEER))
+        if {BEST, other} <= {*times}
     ]
-    return [*found, *([Table("Parts that say nothing", bad)] if bad else [])]

@@ -25,7 +25,8 @@ def turned_product(
     count = len(spec.summed)
     if not all(_can_turn(x, labels, spec) for x, labels in ((lhs, spec.lhs), (rhs, spec.rhs))):
         return product(lhs, rhs, spec, factor, out_dtype)
-    turned = Contraction(*(x[count:] + x[:count] for x in (spec.lhs, spec.rhs)), spec.out)
+    left, right = (labels[count:] + labels[:count] for labels in (spec.lhs, spec.rhs))
+    turned = Contraction(left, right, spec.out)
 
     def by_words(lhs: Any, rhs: Any) -> jax.Array:
         lhs, rhs = (_with_data(x, turn(_data(x), count)) for x in (lhs, rhs))

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from recipes.bench import _gpu_parts, gpu
-from recipes.bench._gpu_parts import PARTS, Setting
+from recipes.bench._gpu_parts import PARTS, USUAL, Setting
 from recipes.cli import main
 from recipes.errors import RecipeError
 from tests.recipes.tasks import squad
 
+FACTS = {"device": "a GPU", "jax": "0.11.2", "date": "2026-01-02"}
 TIMES = ("measured ms", "projected ms", "over projected")
 
 
@@ -82,9 +83,10 @@ def test_calls_take_turns_and_the_first_round_is_not_counted(
 
 def test_every_row_of_every_shape_has_a_part() -> None:
     names = [f"{shape} {row}" for shape in gpu.SHAPES for row in _gpu_parts.ROWS]
-    assert set(names) < set(PARTS)
     others = {"tests", "products", "attention", "optimizer", "losses", "answers"}
-    assert set(PARTS) - set(names) == others
+    assert set(USUAL) == {*names, *others}
+    asked = {f"{shape} {row}" for shape in gpu.SHAPES for row in _gpu_parts.MORE}
+    assert set(PARTS) == {*USUAL, *asked}
 
 
 def test_a_part_that_fails_is_reported_and_the_others_go_on(
@@ -97,12 +99,13 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(
         assert told["toy"]
         if name == "attention":
             return {"status": "failed", "error": "exit code 1", "printed": "no such kernel"}
-        return {"status": "done", "device": "a GPU", "rows": [{"work": name, "measured ms": 2.0}]}
+        row = {"program": name.split(" ")[-1], "measured ms": 2.0}
+        return {"status": "done", "rows": [row], **FACTS}
 
     monkeypatch.setattr(gpu, "launched", launched)
     assert main(["bench", "gpu", "--toy", "--out", str(out)]) == 1
     parts = json.loads(out.read_text())["parts"]
-    assert list(parts) == [name for name in PARTS if name != "answers"]  # without a --squad
+    assert list(parts) == [name for name in USUAL if name != "answers"]  # without a --squad
     assert written == list(range(len(parts)))
     assert parts["attention"]["printed"] == "no such kernel"
     said = capsys.readouterr()
@@ -111,11 +114,51 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(
         assert text in said.out
 
 
+def test_what_a_file_has_is_not_measured_again_and_is_published_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """On another machine, too: the file says which."""
+    out, published = tmp_path / "gpu.json", tmp_path / "published.json"
+    kinds = {f"measured {kind} ms": 0.5 for kind in gpu.KINDS}
+    steps = {"plain-bfloat16": 20.0, "qwix": 25.0, "fp8-scaled": 16.0}
+    parts: dict[str, Any] = {
+        f"gpt2-small {name}": {
+            "status": "done",
+            "rows": [{"program": name, "measured ms": time, "kernels run": 9, **kinds}],
+            **FACTS,
+        }
+        for name, time in steps.items()
+    }
+    parts["attention"] = {"status": "failed", "error": "no such kernel"}
+    out.write_text(json.dumps({"benchmark": "gpu", "parts": parts}))
+    monkeypatch.setattr(gpu, "backend", lambda: "cpu")
+    names = ",".join(f"gpt2-small {name}" for name in steps)
+    command = ["bench", "gpu", "--out", str(out), "--parts"]
+    assert main([*command, names, "--json", str(published)]) == 0
+    document = json.loads(published.read_text())
+    assert (document["machine"], document["versions"]) == ("a GPU", {"jax": "0.11.2"})
+    assert document["date"] == FACTS["date"]
+    step, kernels, judged = document["tables"]
+    assert step["title"] == "Training step of gpt2-small, a GPU"
+    assert [row["measured attention ms"] for row in kernels["rows"]] == [0.5] * 3
+    assert [row["value"] for row in judged["rows"]] == [0.8, 0.64]
+    assert [row["within"] for row in judged["rows"]] == [False, True]
+    assert main([*command, f"attention,{names}"]) == 2  # what failed is measured again
+    assert "expected JAX to see a GPU; it sees cpu" in capsys.readouterr().err
+    assert main([*command, names, "--fresh"]) == 2
+    for text in ("{", "[]", '{"parts": 3}'):
+        out.write_text(text)
+        assert main([*command, names]) == 2
+        assert "--out: expected a file of this benchmark" in capsys.readouterr().err
+
+
 def test_what_no_time_is_left_for_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(gpu, "backend", lambda: "gpu")
-    monkeypatch.setattr(gpu, "launched", lambda name, **told: {"status": "done", "rows": []})
+    monkeypatch.setattr(
+        gpu, "launched", lambda name, **told: {"status": "done", "rows": [], **FACTS}
+    )
     clock = iter([0.0, 10.0, 40.0])
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
     out = tmp_path / "gpu.json"
