@@ -24,8 +24,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from unitscale import ops
 from unitscale.analysis import roofline
+from unitscale.core import cast
 from unitscale.optim import ScaledTransformation
+from unitscale.quant import MatmulConfig
 
 from ..errors import RecipeError
 from ..gpt import build
@@ -139,6 +142,13 @@ def products(setting: Setting) -> Rows:
         w = _normal(VARIED, (n, k), right)
         name = f"{jnp.dtype(left).name} x {jnp.dtype(right).name}, {m:,} x {k:,} x {n:,}"
         rows.append({"work": name, **_measure(_product, [(x, w) for x in xs], setting)})
+    for (m, k, n), (how, work) in itertools.product(sizes[:2], WEIGHT_GRADIENTS.items()):
+        pairs = [
+            (_normal(seed, (m, k), jnp.bfloat16), _normal(VARIED + seed, (m, n), jnp.bfloat16))
+            for seed in range(VARIED)
+        ]
+        name = f"weight gradient, {how}, {m:,} x {k:,} x {n:,}"
+        rows.append({"work": name, **_measure(work, pairs, setting)})
     length = 2**12 if setting.toy else 2**29
     xs = [(_normal(seed, (length,), jnp.bfloat16),) for seed in range(2)]
     rows.append({"work": f"copy of {length:,} bfloat16", **_measure(lax.neg, xs, setting)})
@@ -147,6 +157,28 @@ def products(setting: Setting) -> Rows:
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def _summed_over_rows(x: jax.Array, dy: jax.Array) -> jax.Array:
+    return lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def _cast_and_summed(x: jax.Array, dy: jax.Array) -> jax.Array:
+    return _summed_over_rows(*(cast(z, "e4m3fn") for z in (x, dy)))
+
+
+def _of_dense(x: jax.Array, dy: jax.Array) -> jax.Array:
+    w = jnp.zeros((x.shape[1], dy.shape[1]), jnp.bfloat16)  # on which its gradient does not depend
+    config = MatmulConfig(cotangent="e4m3fn")
+    return jax.vjp(lambda w: ops.dense(x, w, config=config).data, w)[1](dy)[0]
+
+
+WEIGHT_GRADIENTS: dict[str, Callable[..., jax.Array]] = {
+    "bfloat16": _summed_over_rows,
+    "FP8 as XLA turns it": _cast_and_summed,
+    "FP8 of ops.dense": _of_dense,
+}
+"""Casts included."""
 
 
 def attention(setting: Setting) -> Rows:

@@ -32,8 +32,9 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
 def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
     """Returns sqrt(mean(x**2)) over ``axis``, kept as size-1 dimensions unless axis is None.
 
-    Computed in float32 on values divided by a power of two near their amax, so that squares
-    neither overflow nor underflow. Zero for empty or all-zero input.
+    Computed in float32, of formats whose squares it does not hold on values divided by a power of
+    two near their amax, so that they neither overflow nor underflow. Zero for empty or all-zero
+    input.
 
     Example:
         >>> print(rms(jnp.full(4, 1e30)))
@@ -59,12 +60,19 @@ def _amax(x: jax.Array, axis: Axis) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _rms(x: jax.Array, axis: Axis) -> jax.Array:
+    keep, squares_fit = axis is not None, _squares_fit(x.dtype)
     x = widen(x)
     if x.size == 0:
-        return jnp.sum(x, axis=axis, keepdims=axis is not None)
+        return jnp.sum(x, axis=axis, keepdims=keep)
+    if squares_fit:
+        return jnp.sqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=keep))
     unit = safe_scale(round_to_pow2(amax(x, axis)))
-    squares = jnp.square(x / unit)
-    return unit * jnp.sqrt(jnp.mean(squares, axis=axis, keepdims=axis is not None))
+    return unit * jnp.sqrt(jnp.mean(jnp.square(x / unit), axis=axis, keepdims=keep))
+
+
+def _squares_fit(dtype: Any) -> bool:
+    """Whether float32 holds the squares of a format, as it does those of 5 bits of exponent."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp <= 5
 
 
 def optimal_scale(
