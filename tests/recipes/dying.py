@@ -1,6 +1,7 @@
 """Work for processes of their own, which import nothing else."""
 
 import os
+import time
 from pathlib import Path
 
 
@@ -10,3 +11,10 @@ def dies_at_two(number: int, folder: str) -> str | None:
         os._exit(9)
     Path(folder, str(number)).touch()
     return None
+
+
+def takes_a_while(number: int, folder: str) -> int:
+    """Work that leaves a file behind."""
+    Path(folder, str(number)).touch()
+    time.sleep(0.5)
+    return number

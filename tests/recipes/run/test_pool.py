@@ -1,0 +1,35 @@
+"""Work in processes of their own: what comes back, and what an interruption leaves undone."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from recipes.run.pool import each, message_of
+
+from ..dying import takes_a_while
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_task_comes_back_with_what_its_work_returned(jobs: int, tmp_path: Path) -> None:
+    tasks = [(number, str(tmp_path)) for number in range(3)]
+    found = {task[0]: result for task, result in each(tasks, jobs, takes_a_while)}
+    assert found == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.slow
+def test_an_interruption_begins_nothing_more(tmp_path: Path) -> None:
+    tasks = [(number, str(tmp_path)) for number in range(20)]
+
+    def run() -> None:
+        for _ in each(tasks, 2, takes_a_while):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert 1 <= len(list(tmp_path.iterdir())) < 10
+
+
+def test_a_message_is_one_line() -> None:
+    assert message_of(MemoryError("no room\nat all")) == "MemoryError: no room"
+    assert message_of(KeyError()) == "KeyError: "
