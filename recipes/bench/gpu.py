@@ -73,8 +73,8 @@ def main(
         if parts != "all":
             raise RecipeError("--parts answers: expected questions too; got none; add --squad FILE")
         wanted.remove("answers")
-    results = {} if fresh else done(out)
-    left = [name for name in wanted if name not in results]
+    results = done(out, toy)
+    left = [name for name in wanted if fresh or name not in results]
     if left and not toy and (found := backend()) != "gpu":
         raise RecipeError(
             f"bench gpu: expected JAX to see a GPU; it sees {found}; install JAX for it and set "
@@ -98,17 +98,23 @@ def main(
         raise RecipeError(f"bench gpu: failed: {', '.join(bad)}; see {out}", exit_code=1)
 
 
-def done(out: Path) -> dict[str, ProcessResult]:
-    """The parts that a file has already."""
+def done(out: Path, toy: bool) -> dict[str, ProcessResult]:
+    """The parts that a file has already; never of both tiny shapes and real ones."""
     if not out.exists():
         return {}
     try:
         parts = json_text.loads(read_text(out, "--out"))["parts"]
-        return {name: result for name, result in parts.items() if result["status"] == "done"}
+        found = {name: part for name, part in parts.items() if part["status"] == "done"}
+        others = [name for name, part in found.items() if part.get("toy", False) != toy]
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise RecipeError(
             f"--out: expected a file of this benchmark; {out} is none; remove it, or give another"
         ) from error
+    if others:
+        raise RecipeError(
+            f"--out: {out} has results {'without' if toy else 'of'} --toy; give another file"
+        )
+    return found
 
 
 def origin(results: Mapping[str, ProcessResult]) -> dict[str, Any]:
@@ -131,7 +137,7 @@ def alone(name: str, setting: Setting, out: Path) -> None:
         raise RecipeError("bench gpu: expected a GPU; JAX sees none")
     rows = [plain(row) for row in PARTS[name](setting)]
     facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    facts["date"] = datetime.date.today().isoformat()
+    facts |= {"date": datetime.date.today().isoformat(), "toy": setting.toy}
     write_json(out, {**facts, "rows": rows})
 
 

@@ -159,6 +159,10 @@ def test_what_a_file_has_is_not_measured_again_and_is_published_as_measured(
     assert main([*command, f"attention,{names}"]) == 2  # what failed is measured again
     assert "expected JAX to see a GPU; it sees cpu" in capsys.readouterr().err
     assert main([*command, names, "--fresh"]) == 2
+    before = out.read_text()
+    assert main([*command, names, "--toy"]) == 2
+    assert "has results without --toy; give another file" in capsys.readouterr().err
+    assert out.read_text() == before
     for text in ("{", "[]", '{"parts": 3}'):
         out.write_text(text)
         assert main([*command, names]) == 2
@@ -189,7 +193,7 @@ def test_without_a_gpu_the_error_says_what_to_do(
     assert main(["bench", "gpu"]) == 2
     assert "expected JAX to see a GPU; it sees cpu" in capsys.readouterr().err
     assert main(["bench", "gpu", "--parts", "speed"]) == 2
-    assert "--parts: expected some of tests, products" in capsys.readouterr().err
+    assert "--parts: expected some of gpt2-small plain-bfloat16" in capsys.readouterr().err
     assert main(["bench", "gpu", "--parts", "answers"]) == 2
     assert "--parts answers: expected questions too" in capsys.readouterr().err
 
