@@ -233,10 +233,14 @@ def _kinds(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _judged(shape: str, rows: list[Any]) -> list[dict[str, Any]]:
     """How the measured step of `fp8-scaled` compares with others, and what was asked of it."""
-    times = {row["program"]: row["measured ms"] for row in rows}
-    return [
-        {"figure": f"measured step over {other}", "value": (over := times[BEST] / times[other])}
-        | asked(over, most=most)
-        for other, most in ((REFERENCE, MOST_TIME[shape]), (PEER, MOST_OVER_PEER))
-        if {BEST, other} <= {*times}
-    ]
+    measured = {row["program"]: row for row in rows}
+    best, found = measured.get(BEST), []
+    for other, most in ((REFERENCE, MOST_TIME[shape]), (PEER, MOST_OVER_PEER)):
+        if best and other in measured:
+            over = best["measured ms"] / measured[other]["measured ms"]
+            figure = {"figure": f"measured step over {other}", "value": over}
+            found.append(figure | asked(over, most=most))
+            if (peak := measured[other].get("peak MiB")) and best.get("peak MiB"):
+                figure = f"measured peak of memory over {other}"
+                found.append({"figure": figure, "value": best["peak MiB"] / peak})
+    return found
