@@ -25,6 +25,8 @@ from ._runs import Told, loss_of, trained, variant
 from ._table import Table
 
 Run = Callable[[RunConfig, bool], Mapping[str, float]]
+Words = Sequence[str] | Callable[[int], Sequence[str]]
+"""Overrides of all runs of a variant, or those of each by its number."""
 Bound = Positive | Literal["spread", "no worse"] | None
 
 
@@ -128,11 +130,11 @@ def comparison(name: str) -> Comparison:
 def compare(
     entry: Comparison,
     told: Told,
-    own: Mapping[str, Sequence[str]] | None = None,
-    run: Run = trained,
+    own: Mapping[str, Words] | None = None,
+    run: Run | None = None,
 ) -> Compared:
     """Trains, resumes or reads every run of a comparison, and measures it."""
-    own = {} if own is None else own
+    own, run = own or {}, run or trained
     configs = {name: configs_of(entry, told, name, own.get(name, ())) for name in entry.variants}
     if told.jobs > 1:
         values = _side_by_side(entry, told, configs, run)
@@ -185,21 +187,23 @@ def _apart(
         return message_of(error)
 
 
-def configs_of(
-    entry: Comparison, told: Told, name: str, words: Sequence[str] = ()
-) -> list[RunConfig]:
+def configs_of(entry: Comparison, told: Told, name: str, words: Words = ()) -> list[RunConfig]:
     """The runs of a variant, on each text with each seed; another than the first is named."""
     path = told.config or CONFIGS / entry.config
     settings = entry.variants[name].settings.items()
-    own = [*(f"{key}={json.dumps(value)}" for key, value in settings), *words]
     kind, found = RECIPES[entry.recipe], []
+
+    def own(number: int) -> list[str]:
+        each = words(number) if callable(words) else words
+        return [*(f"{key}={json.dumps(value)}" for key, value in settings), *each]
+
     for text, data in told.texts.items():
-        first = variant(path, told.words, f"{name}{text}", *data, *own, kind=kind)
-        more = range(first.seed + 1, first.seed + (told.seeds or entry.seeds))
-        found += [first] + [
-            variant(path, told.words, f"{name}{text}-seed{n}", *data, *own, f"seed={n}", kind=kind)
-            for n in more
-        ]
+        first = variant(path, told.words, f"{name}{text}", *data, *own(0), kind=kind)
+        found.append(first)
+        for i in range(1, told.seeds or entry.seeds):
+            seed = first.seed + i
+            suffix, given = f"{name}{text}-seed{seed}", (*data, *own(i), f"seed={seed}")
+            found.append(variant(path, told.words, suffix, *given, kind=kind))
     return found
 
 

@@ -4,16 +4,17 @@
 
 Trains `configs/bert/books.yaml` once for each policy, all with the same seed and data and none with
 a loss scale, and compares their loss over all validation text, of which the same tokens are always
-hidden. With `--finetune`, each of these models is tuned on the tasks whose files are given, with
-several seeds, and scored beside baselines that need no pretraining; with `--adapt` half of the
-pretraining is on what the tasks have to train on. A run that is complete in
-`train.runs_dir` is used as it is, and one that was stopped is resumed. With `--charlm`, counts what
-a finished sweep found. Then compares logits of imported weights, and times each quick start's input
-pipeline against its training steps.
+hidden. With `--finetune`, these models are tuned on the tasks whose files are given, with several
+seeds, each from a model of its own where there are as many, and scored beside baselines that need
+no pretraining; with `--adapt` half of the pretraining is on what the tasks have to train on. A run
+that is complete in `train.runs_dir` is used as it is, and one that was stopped is resumed. With
+`--charlm`, counts what a finished sweep found. Then compares logits of imported weights, and times
+each quick start's input pipeline against its training steps.
 """
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -109,7 +110,7 @@ def main(
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
             tables += tuned(found, sst2, articles, Told(None, tuning, seeds, fresh, jobs=jobs))
-            notes.append("Each policy's own pretrained model, tuned in the same policy.")
+            notes.append("Each policy's own pretrained models, tuned in the same policy.")
     if curves is not None:
         tables.append(study(curves))
     if imported:
@@ -144,9 +145,8 @@ def tuned(
     told: Told,
 ) -> list[Table]:
     """Scores of the pretrained models, tuned on the tasks whose files are given, and baselines."""
-    reference = pretrained.entry.reference
-    runs = {policy: first for policy, (first, *_) in pretrained.configs.items()}
-    first = runs[reference]
+    runs, reference = pretrained.configs, pretrained.entry.reference
+    first = runs[reference][0]
     base = first.name.replace(f"-{reference}", "", 1)
     tasks: dict[str, Sequence[str]] = {}
     if sst2:
@@ -155,15 +155,18 @@ def tuned(
         tasks["squad"] = question_words(*articles, first.longest)
     tables = []
     for task, words in tasks.items():
-        own = {
-            policy: [f"name={base}-{task}", *tuned_words(run), *words]
-            for policy, run in runs.items()
-        }
+        given = [f"name={base}-{task}", *words]
+        own = {policy: partial(_tuning, models, given) for policy, models in runs.items()}
         found = compare(comparison(task).of([*runs]), told, own)
         config = cast(FinetuneConfig, found.configs[reference][0])
         table = found.table()
         tables.append(Table(table.title, [*table.rows, *baselines(config)]))
     return tables
+
+
+def _tuning(models: Sequence[RunConfig], words: Sequence[str], number: int) -> list[str]:
+    """Overrides of the tuning run of some number, which starts from the model of that number."""
+    return [*tuned_words(models[number % len(models)]), *words]
 
 
 def time_pipeline(config: RunConfig, rounds: int, batches: int = 50) -> dict[str, Any]:

@@ -163,6 +163,13 @@ def test_command_prints_what_it_is_asked_for(
         assert (config.data.sequence_length, config.train.steps) == (16, 7)
         assert config.name.startswith(f"tiny-bert-{config.task[:2].replace('cl', 'ss')}")
     assert {config.seed for config in tuned} == {0, 1, 2}
+    seen.clear()
+    assert main(["bench", "lms", *words, "--seeds", "2"]) == 0
+    tuned = [config for config in seen if isinstance(config, FinetuneConfig)]
+    assert len(seen) == 6 + 12
+    for config in tuned:  # each from the model of its own seed
+        own = f"tiny-bert-{config.policy}" + ("-seed1" if config.seed else "")
+        assert config.init == str(tmp_path / "runs" / own)
 
 
 @pytest.mark.parametrize(
