@@ -45,11 +45,11 @@ MOST_TIME = {"gpt2-small": 0.65, "llama-1b": 0.62}
 MOST_TEMPORARIES, MOST_OVER_PEER, MOST_OPTIMIZER_BYTES = 0.45, 0.70, 16.0
 MOST_SCALIFIED = 1.05
 NOTE = (
-    "All times are projected: each kernel takes the longer of its bytes and its operations at the "
-    "speed of the device, without gaps or overlap. Attention by cuDNN, but not in rows of float16, "
-    "whose products are float32 there. optimizer B/param: bytes that the update moves for each "
-    "parameter. amax: reductions to the greatest magnitude, those of scaled optimizer state among "
-    "them. arithmetic: element-wise kernels of many operations to a byte."
+    "All times are projected: each kernel takes the longest of its bytes, of its operations and of "
+    "what the smallest takes, without gaps or overlap. Attention by cuDNN, but not in rows of "
+    "float16, whose products are float32 there. optimizer B/param: bytes that the update moves for "
+    "each parameter. amax: reductions to the greatest magnitude, those of scaled optimizer state "
+    "among them. arithmetic: element-wise kernels of many operations to a byte."
 )
 
 
