@@ -33,7 +33,7 @@ def of(temporaries: int, more: int = 1) -> Program:
 
 
 def test_the_best_is_judged_by_ratios() -> None:
-    found = {REFERENCE: of(1000, more=1000), PEER: of(1000), "fp8": of(9), READOUT: of(9)}
+    found = {REFERENCE: of(1000, more=10**6), PEER: of(1000), "fp8": of(9), READOUT: of(9)}
     found[BEST] = of(400)
     rows = {row["figure"]: row for row in h200.judged("gpt2-small", found).rows}
     time = rows["projected step over plain-bfloat16"]
@@ -53,7 +53,7 @@ def test_the_best_is_judged_by_ratios() -> None:
 
 
 def test_scalify_is_judged_by_the_plain_program() -> None:
-    found = {UNSCALED: of(1), SCALIFIED: of(1, more=1000)}
+    found = {UNSCALED: of(1), SCALIFIED: of(1, more=10**6)}
     table = h200.judged("gpt2-small", found)
     (row,) = table.rows
     assert table.title == "What is asked of scalify-float16, gpt2-small"
