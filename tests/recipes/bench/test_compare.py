@@ -225,7 +225,9 @@ def test_compare_trains_once_and_measures_all_validation_text(
     assert "policy: float16" in trained
     monkeypatch.setattr(_runs, "train", lambda config, **_: Outcome(Path(), 2, None, {}, None))
     assert compare(entry, told).values == found.values  # read from the checkpoint
-    assert compare(entry, told._replace(jobs=2)).values == found.values  # in other processes
+    others = compare(entry, told._replace(jobs=2)).values
+    for name, values in found.values.items():  # in processes of one core, which sum otherwise
+        assert others[name] == pytest.approx(values, rel=1e-5)
 
 
 def test_runs_side_by_side_keep_their_places_and_go_on_past_one_that_fails(

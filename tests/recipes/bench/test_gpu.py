@@ -209,6 +209,6 @@ def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
     check_times(parts["attention"]["rows"])
     failed = gpu.launched("no such part", toy=True, texts={}, limit=60.0)
     assert failed["status"] == "failed"
-    assert "--part: expected some of tests" in failed["printed"]
+    assert "--part: expected some of gpt2-small" in failed["printed"]
     late = gpu.launched("attention", toy=True, texts={}, limit=0.1)
     assert (late["status"], late["error"]) == ("failed", "not done after 0 s")
