@@ -97,11 +97,8 @@ class _Projection:
         vector = operations(self.program, i) / self.device.vector
         device = self.device
         times = [size / device.bandwidth, vector, work.wire / device.link, device.start]
-        kind = (
-            ARITHMETIC
-            if work.kind == MEMORY and vector > max(times[0], device.start)
-            else work.kind
-        )
+        elementwise = work.kind == MEMORY and vector == max(times)
+        kind = ARITHMETIC if elementwise else work.kind
         if work.format:
             rate = device.attention if kind == ATTENTION else device.flops[work.format]
             times.append(work.flops / rate)
