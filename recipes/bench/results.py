@@ -28,6 +28,8 @@ command was given are named without their folder. Times are of the machine that 
 Before 2026-11-25 policy `fp8` took the gradients of the readout in 16 bits, as `fp8_readout=false`
 does now: losses of an earlier date are of that. What `bench gpu` shows as projected on 2026-11-26
 was by the speeds that were assumed before; those that it measured are in `analysis.H200` since.
+Tasks of `bench lms` on that day were tuned from the first pretrained model of each policy; now each
+seed has its own.
 """
 
 
