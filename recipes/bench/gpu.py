@@ -94,6 +94,7 @@ def main(
         write(out, results)
     results = {name: results[name] for name in wanted}
     publish("gpu", tables(results), json, NOTES, origin(results))
+    Console().print(f"all results are in {out}", markup=False, highlight=False, soft_wrap=True)
     if bad := [name for name, result in results.items() if result["status"] == "failed"]:
         raise RecipeError(f"bench gpu: failed: {', '.join(bad)}; see {out}", exit_code=1)
 
@@ -195,18 +196,13 @@ def tables(results: Mapping[str, ProcessResult]) -> list[Table]:
         rows, shape = result.get("rows", ()), name.split(" ")[0]
         if shape in SHAPES:
             shapes.setdefault(shape, []).extend(rows)
-        elif rows:
+        else:
             found.append(Table(name.capitalize() + _on(results), _narrow(rows)))
     for shape, rows in shapes.items():
-        if rows:
-            found.append(Table(f"Training step of {shape}{_on(results)}", _narrow(rows)))
-            found.append(
-                Table(
-                    f"Kernels of a step of {shape}",
-                    [kinds for row in rows if (kinds := _kinds(row))],
-                )
-            )
-            found.append(Table(f"What is asked of {BEST}, {shape}", _judged(shape, rows)))
+        kinds = [kept for row in rows if (kept := _kinds(row))]
+        found.append(Table(f"Training step of {shape}{_on(results)}", _narrow(rows)))
+        found.append(Table(f"Kernels of a step of {shape}", kinds))
+        found.append(Table(f"What is asked of {BEST}, {shape}", _judged(shape, rows)))
     bad = [
         {"part": name, "status": result["status"], "why": result.get("error", "")}
         for name, result in results.items()

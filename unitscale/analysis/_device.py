@@ -68,9 +68,9 @@ H200 = Device(
         "Measured by `python -m recipes bench gpu` on an H200, JAX 0.11.2: products of 8,192 x "
         "8,192 matrices of random numbers (1,312 and 689 TFLOP/s; the data sheet says 1,979 and "
         "990), attention of GPT-2 small and of a Llama of 1B, forward and backward (180 and 280), "
-        "XLA's copy of 1 GB (3.3 TB/s of 4.8), kernels of one number. Others: the data sheet's "
-        "495, 67 and 67 TFLOP/s, half of the last two where no operation is a multiplication with "
-        "an addition, and 450 GB/s of NVLink in one direction, less about a quarter."
+        "XLA's copy of 1 GB (3.3 TB/s of 4.8); the smallest kernel by JAX's profiler. Others: the "
+        "data sheet's 495, 67 and 67 TFLOP/s, half of the last two where no operation is a "
+        "multiplication with an addition, and 450 GB/s of NVLink in one direction, less 20 to 30%."
     ),
 )
 """An H200 of 141 GB, the default of `roofline`."""

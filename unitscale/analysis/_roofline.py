@@ -137,7 +137,7 @@ def roofline(compiled: "jax.stages.Compiled | str", device: Device = H200) -> Ro
     run one after the other; a loop's as often as XLA knows it to run, and of the branches of a
     condition the longest. Each does as well as the best of its kind, without caches and gaps: a
     projection is good for comparing two programs of one model and for seeing what to remove, and is
-    no measurement. Steps of GPT-2 small took 1.2 to 1.3 times as long on an H200.
+    no measurement. Steps of GPT-2 small took 1.2 to 1.4 times as long on an H200.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` or `compile_h200` returned; or the text of

@@ -195,6 +195,11 @@ def _dot(lhs: jax.Array, rhs: jax.Array, spec: Contraction, out_dtype: Any) -> j
     return y if order == sorted(order) else lax.transpose(y, order)
 
 
+def data_of(x: jax.Array | ScaledArray) -> jax.Array:
+    """What is multiplied of an operand."""
+    return x.data if isinstance(x, ScaledArray) else x
+
+
 def in_result(scale: Scale, labels: str, out: str) -> Scale:
     """Returns the scale of an operand in a shape that broadcasts against dimensions ``out``.
 

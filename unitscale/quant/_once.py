@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import ScaledArray
+from ._contraction import data_of
 
 
 @jax.custom_jvp
@@ -35,6 +35,6 @@ def differentiated_once(x: Any) -> Any:
         >>> differentiated_once(x).dtype
         dtype(float8_e4m3fn)
     """
-    data = x.data if isinstance(x, ScaledArray) else x
+    data = data_of(x)
     narrow = jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize < 2
     return _differentiated_once(x) if narrow else x

@@ -13,7 +13,7 @@ from jax import lax
 from ..core import ScaledArray, custom_vjp, format_of, result_dtype, to_float, widen
 from ._amax import needs_scale, tensor_scale
 from ._config import MatmulConfig
-from ._contraction import Contraction, Factor, in_result, placed_as, product
+from ._contraction import Contraction, Factor, data_of, in_result, placed_as, product
 from ._once import differentiated_once
 from ._quantize import quantize, quantize_at
 from ._state import QuantState, Seen, check_state, measure, state_gradient
@@ -169,7 +169,7 @@ def operand_gradients(
     Returns:
         The left gradient, the right one, and what a state is to see of the cotangent.
     """
-    saw, places = None, [x.data if isinstance(x, ScaledArray) else x for x in (lhs, rhs)]
+    saw, places = None, [data_of(x) for x in (lhs, rhs)]
     if is_per_slice(config):
         for_lhs, rhs = _without_scale(cotangent, spec.out, rhs, spec.rhs)
         for_rhs, lhs = _without_scale(cotangent, spec.out, lhs, spec.lhs)

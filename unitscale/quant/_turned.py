@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core import ScaledArray, is_float8
-from ._contraction import Contraction, Factor, product
+from ._contraction import Contraction, Factor, data_of, product
 
 WORD = 4  # bytes that move together
 
@@ -29,8 +29,7 @@ def turned_product(
     turned = Contraction(left, right, spec.out)
 
     def by_words(lhs: Any, rhs: Any) -> jax.Array:
-        lhs, rhs = (_with_data(x, turn(_data(x), count)) for x in (lhs, rhs))
-        return product(lhs, rhs, turned, factor, out_dtype)
+        return product(_turned(lhs, count), _turned(rhs, count), turned, factor, out_dtype)
 
     def as_they_are(lhs: Any, rhs: Any) -> jax.Array:
         return product(lhs, rhs, spec, factor, out_dtype)
@@ -58,19 +57,16 @@ def turn(x: jax.Array, count: int) -> jax.Array:
     return lax.bitcast_convert_type(bits.reshape(*rest, *outer, last), x.dtype)
 
 
+def _turned(x: Any, count: int) -> Any:
+    data = turn(data_of(x), count)
+    return ScaledArray(data, x.scale) if isinstance(x, ScaledArray) else data
+
+
 def _can_turn(x: Any, labels: str, spec: Contraction) -> bool:
     """Whether an operand's words of rows can be turned: its scale is one, its rows come first."""
-    data, count = _data(x), len(spec.summed)
+    data, count = data_of(x), len(spec.summed)
     if isinstance(x, ScaledArray) and (x.block_shape or (x.scale is not None and x.scale.ndim)):
         return False
     if not is_float8(data.dtype) or not count or any(jax.typeof(data).sharding.spec):
         return False
     return labels[:count] == spec.summed and data.shape[count - 1] % WORD == 0
-
-
-def _data(x: Any) -> jax.Array:
-    return x.data if isinstance(x, ScaledArray) else x
-
-
-def _with_data(x: Any, data: jax.Array) -> Any:
-    return ScaledArray(data, x.scale) if isinstance(x, ScaledArray) else data
