@@ -44,7 +44,7 @@ PLAIN = ("policy=bfloat16", *_PLAIN)
 # A vocabulary in the size that kernels like, which plain models have no key for.
 PADDED = ("model.vocab_multiple=128",)
 REFERENCE, PEER, BEST, READOUT = "plain-bfloat16", "qwix", "fp8-scaled", "fp8-readout"
-READOUT_SCALED, READOUT_16_BIT = "fp8-readout-scaled", "fp8-readout-16-bit-scaled"
+READOUT_SCALED, READOUT_GRADIENTS = "fp8-readout-scaled", "fp8-readout-gradients-scaled"
 ROWS = {
     REFERENCE: PLAIN,
     PEER: (*PLAIN, "model.products=qwix"),
@@ -52,7 +52,7 @@ ROWS = {
     "fp8": ("policy=fp8", *PADDED, *FLOAT32_STATE),
     READOUT: ("policy=fp8", "fp8_readout=true", *PADDED, *FLOAT32_STATE),
     BEST: ("policy=fp8", *PADDED, *SCALED_STATE),
-    READOUT_16_BIT: ("policy=fp8", "fp8_readout=false", *PADDED, *SCALED_STATE),
+    READOUT_GRADIENTS: ("policy=fp8", "fp8_readout=gradients", *PADDED, *SCALED_STATE),
     READOUT_SCALED: ("policy=fp8", "fp8_readout=true", *PADDED, *SCALED_STATE),
 }
 """Overrides of each row."""

@@ -27,8 +27,8 @@ def main(
     policies: Annotated[
         str,
         typer.Option(
-            help="what is compared with float32: float16, fp8, fp8-readout-16-bit, fp8-readout, "
-            "fp8-rebalance"
+            help="what is compared with float32: float16, fp8, fp8-readout-gradients, "
+            "fp8-readout, fp8-rebalance"
         ),
     ] = "float16,fp8",
     gradients: Annotated[

@@ -10,14 +10,22 @@ WeightFormat = Literal["float32", "bfloat16", "float16"]
 StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 
+VECTOR = 0.03
+
+
 class MultipliersConfig(Section):
-    """What learning rates are multiplied by, beside u-muP's factors, by the role of a parameter."""
+    """What learning rates are multiplied by, beside u-muP's factors, by the role of a parameter.
+
+    u-muP's factor of a gain or a bias is 1: at the rate that is best for weights, each update is
+    larger than the gain itself. Gains then reach a hundred, activations leave unit size with them,
+    and after some thousand steps 8 bits do not hold them (u-muP's authors train no gains).
+    """
 
     weight: NonNegative = Field(default=1.0, description="matrices of dense layers")
     readout: NonNegative = Field(default=1.0, description="the matrix of an untied readout")
     embedding: NonNegative = Field(default=1.0, description="tables of tokens and positions")
-    bias: NonNegative = Field(default=1.0, description="biases of dense layers")
-    norm: NonNegative = Field(default=1.0, description="gains and biases of norms")
+    bias: NonNegative = Field(default=VECTOR, description="biases of dense layers")
+    norm: NonNegative = Field(default=VECTOR, description="gains and biases of norms")
 
 
 class OptimizerConfig(Section):
@@ -104,7 +112,10 @@ class OptimizerConfig(Section):
                 "rounding stochastic needs weights or moments; got null for both; set them, or "
                 "rounding nearest"
             )
-        changed = [role for role, factor in self.multipliers if factor != 1]
+        own = MultipliersConfig()
+        changed = [
+            role for role, factor in self.multipliers if factor not in (1, getattr(own, role))
+        ]
         if not self.umup and changed:
             raise ValueError(
                 "multipliers need umup true, which knows the roles of parameters; got umup false; "

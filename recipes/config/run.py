@@ -99,11 +99,10 @@ class RunConfig(Section):
         default_factory=dict,
         description="policies of single layers, by patterns of their paths: see nn.set_policies",
     )
-    fp8_readout: Flag | Literal["gradients"] | None = Field(
-        default=None,
+    fp8_readout: Flag | Literal["gradients"] = Field(
+        default=False,
         description="which products of the readout are in the policy's 8 bits too: false for none, "
-        "gradients for those two of its loss, true for the logits as well; null for gradients "
-        "under policy fp8, and else for none",
+        "gradients for those two of its loss, true for the logits as well",
     )
     data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
     optimizer: OptimizerConfig = Field(
@@ -150,14 +149,6 @@ class RunConfig(Section):
     def loss_unit(self) -> str:
         """What the loss is a mean over: it is in nats per this."""
         return "example"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _readout_follows_policy(cls, tree: Any) -> Any:
-        """What is kept of a run says what it computed, whatever becomes the default."""
-        if isinstance(tree, dict) and tree.get("fp8_readout") is None:
-            tree = tree | {"fp8_readout": "gradients" if tree.get("policy") == "fp8" else False}
-        return tree
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

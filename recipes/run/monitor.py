@@ -25,7 +25,7 @@ def monitored(config: RunConfig) -> nn.Policy:
       >>> policy.matmul.strategy
       Static(scales=None, margin=0)
     """
-    policy = dataclasses.replace(nn.as_policy(config.policy), loss=None)
+    policy = nn.as_policy(config.policy)
     if config.fp8_readout == "gradients":
         policy = policy.with_quantized_readout(gradients_only=True)
     if config.monitor and policy.matmul and policy.matmul.strategy == Unit():

@@ -92,6 +92,43 @@ def test_dithered_numbers_round_without_bias(value: float, dtype: str) -> None:
     assert abs(plain.mean() - x.mean()) > 2 * SIGMAS * spread
 
 
-def test_dithering_leaves_zero_and_nan() -> None:
-    x = dithered(jnp.array([0.0, -0.0, np.nan]), 2)
-    np.testing.assert_array_equal(x, [0.0, 0.0, np.nan])
+def test_a_sum_of_numbers_of_all_sizes_stays() -> None:
+    """Rounded to the nearest it shrinks: below the middle of a step there are more than above."""
+    x = np.exp(np.random.default_rng(0).uniform(-3, 3, 2**20)).astype(np.float32)
+    moved, plain = (
+        np.asarray(cast(y, "float8_e5m2")).astype(np.float64) - x
+        for y in (np.asarray(dithered(jnp.asarray(x), 2)), x)
+    )
+    assert abs(moved.mean()) < SIGMAS * moved.std() / x.size**0.5
+    assert plain.mean() < -2 * SIGMAS * plain.std() / x.size**0.5
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_numbers_of_the_format_stay(bits: int) -> None:
+    """At a power of two, too, below which steps are half as large."""
+    x = np.outer([-1, 1], np.outer(2.0 ** np.arange(-6, 7), 1 + np.arange(2**bits) / 2**bits))
+    dtype = {2: "float8_e5m2", 3: "float8_e4m3fn"}[bits]
+    np.testing.assert_array_equal(dithered(jnp.asarray(x, jnp.float32), bits), x)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
+def test_what_is_dithered_is_of_the_format(dtype: str) -> None:
+    """One of the two numbers that x is between; a cast by way of bfloat16 changes nothing."""
+    x = jax.random.uniform(jax.random.key(0), (1000,), minval=-400, maxval=400)
+    found = dithered(x, format_of(dtype).mantissa_bits)
+    np.testing.assert_array_equal(found.astype("bfloat16").astype(dtype).astype("float32"), found)
+    step = 2.0 ** (np.floor(np.log2(np.abs(x))) - format_of(dtype).mantissa_bits)
+    assert np.all(np.abs(found - x) < step)
+
+
+def test_dithering_leaves_what_is_not_normal() -> None:
+    x = np.array([0.0, -0.0, 1e-40, -1e-40, 3e38, np.inf, -np.inf, np.nan], np.float32)
+    found = np.asarray(dithered(jnp.asarray(x), 2))
+    np.testing.assert_array_equal(found.view(np.uint32), x.view(np.uint32))
+
+
+def test_float64_is_dithered_as_float32() -> None:
+    with jax.enable_x64(True):
+        found = dithered(jnp.asarray([1.3, -2.7], jnp.float64), 2)
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(found, dithered(jnp.asarray([1.3, -2.7], jnp.float32), 2))

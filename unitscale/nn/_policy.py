@@ -32,7 +32,7 @@ class Policy:
             of ``matmul`` if the readout is not exempt. See `with_quantized_readout`.
         loss: formats in which `Readout.cross_entropy` and `Embed.cross_entropy` take the gradients
             of a readout that is otherwise not quantized: logits are in ``compute_dtype``. None for
-            gradients in that, too. The preset "fp8" has it: see `with_quantized_readout`.
+            gradients in that, too: see `with_quantized_readout`.
 
     Raises:
         ValueError: if a dtype is not floating, a compute dtype has fewer than 16 bits, or a role
@@ -89,7 +89,7 @@ class Policy:
         """Returns a readout's kernel and the formats as `ops.readout_cross_entropy` takes them.
 
         Example:
-            >>> policy = as_policy("fp8")
+            >>> policy = as_policy("fp8").with_quantized_readout(gradients_only=True)
             >>> policy.in_loss(jnp.ones((2, 3)))[1]["logits_dtype"]
             dtype(bfloat16)
         """
@@ -103,8 +103,7 @@ class Policy:
 
         The gradient of logits has one large entry among thousands of probabilities, most of them
         far below the smallest number of E4M3: it is in E5M2, unless its blocks have scales of
-        their own. The presets leave the readout in the compute dtype, "fp8" but for its gradients
-        (``loss``).
+        their own. The presets leave the readout in the compute dtype.
 
         Args:
             gradients_only: leaves the logits in the compute dtype, and quantizes the two products
@@ -168,11 +167,7 @@ POLICIES = {
     "float32": Policy(),
     "bfloat16": Policy(compute_dtype="bfloat16"),
     "float16": Policy(compute_dtype="float16"),
-    "fp8": Policy(
-        compute_dtype="bfloat16",
-        matmul=MatmulConfig(),
-        loss=MatmulConfig(cotangent="float8_e5m2"),
-    ),
+    "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
     "fp8_dynamic": _fp8(Dynamic()),
     "fp8_delayed": _fp8(Delayed()),
     "fp8_static": _fp8(Static()),

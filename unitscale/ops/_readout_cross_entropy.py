@@ -99,7 +99,7 @@ def _chunk(
 
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
         factor, bits = how.mult * how.factor, _mantissa_bits(how.config)
-        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, losses, bits)
+        dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, bits)
         dy = narrow(dz, y.dtype)
         if not isinstance(rest, int):
             dy = narrow(widen(dy) * rest, y.dtype)
@@ -237,8 +237,9 @@ def readout_cross_entropy(
         gradients, up to the order of sums. Logits exist for one chunk of tokens at a time, forward
         and backward, so that memory does not grow with tokens times V. A chunk is a product of its
         own: scales from amax, and what `quant.Delayed` sees, are those of a chunk. The kernel is
-        quantized once. Where gradients of logits are rounded to 8 bits, that of the label is
-        dithered: it would err in the same direction for most tokens, and move all logits together.
+        quantized once. Where gradients of logits are rounded to 8 bits, they are dithered: rounded
+        to the nearest, those of a token would no longer add up to 0, but err in the same direction
+        for most tokens, and move all logits together.
 
     Args:
         x: (..., in), floating array or ScaledArray.

@@ -10,7 +10,7 @@ from recipes.bench import _programs
 from recipes.bench._programs import (
     BEST,
     READOUT,
-    READOUT_16_BIT,
+    READOUT_GRADIENTS,
     READOUT_SCALED,
     REFERENCE,
     ROWS,
@@ -62,14 +62,13 @@ def test_rows_differ_in_what_they_say_alone(shape: str) -> None:
         "fp8": "fp8",
         "fp8-readout": "fp8",
         "fp8-scaled": "fp8",
-        "fp8-readout-16-bit-scaled": "fp8",
+        "fp8-readout-gradients-scaled": "fp8",
         "fp8-readout-scaled": "fp8",
     }
     scaled = [row for row, config in configs.items() if config.optimizer.scaled]
-    assert scaled == [BEST, READOUT_16_BIT, READOUT_SCALED]
+    assert scaled == [BEST, READOUT_GRADIENTS, READOUT_SCALED]
     quantized = {row: config.fp8_readout for row, config in configs.items() if config.fp8_readout}
-    own = "gradients"
-    assert quantized == {"fp8": own, READOUT: True, BEST: own, READOUT_SCALED: True}
+    assert quantized == {READOUT: True, READOUT_GRADIENTS: "gradients", READOUT_SCALED: True}
     assert len({(c.model.width, c.model.vocab, c.data.step_size) for c in configs.values()}) == 1
     plain = configs[REFERENCE].model
     assert (plain.library, plain.products) == ("plain", None)

@@ -35,7 +35,7 @@ FORMATS = {
     "fp8": ("policy=fp8",),
     "fp8_delayed": ("policy=fp8_delayed",),
     "fp8_readout": ("policy=fp8_delayed", "fp8_readout=true"),
-    "fp8_readout_16_bit": ("policy=fp8", "fp8_readout=false"),
+    "fp8_readout_gradients": ("policy=fp8", "fp8_readout=gradients"),
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
     "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),

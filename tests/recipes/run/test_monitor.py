@@ -47,11 +47,11 @@ def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
 
 
 def test_the_gradients_of_the_readout_are_quantized_alone(make_config: MakeConfig) -> None:
-    """Without standing scales, whatever is monitored; by default, and not if told so."""
+    """Without standing scales, whatever is monitored; if told so."""
     kernel = jnp.ones((2, 3))
-    assert monitored(make_config(*FP8, "fp8_readout=false")).in_loss(kernel)[1] == {"config": None}
-    for more in ((), ("fp8_readout=gradients",), ("monitor={}",)):
-        policy = monitored(make_config(*FP8, *more))
+    assert monitored(make_config(*FP8)).in_loss(kernel)[1] == {"config": None}
+    for more in ((), ("monitor={}",)):
+        policy = monitored(make_config(*FP8, "fp8_readout=gradients", *more))
         assert policy.matmul_for("readout") is None
         _, formats = policy.in_loss(kernel)
         assert formats["logits_dtype"] == policy.compute_dtype
