@@ -25,11 +25,11 @@ HEAD = """# Results
 
 Each table is what its command printed, read from a file in `notebooks/results`. Files that a
 command was given are named without their folder. Times are of the machine that is named.
-Before 2026-11-25 policy `fp8` took the gradients of the readout in 16 bits, as `fp8_readout=false`
-does now: losses of an earlier date are of that. What `bench gpu` shows as projected on 2026-11-26
-was by the speeds that were assumed before; those that it measured are in `analysis.H200` since.
-Tasks of `bench lms` on that day were tuned from the first pretrained model of each policy; now each
-seed has its own.
+Where the machine is a GPU, runs in float32 had `JAX_DEFAULT_MATMUL_PRECISION=highest`: no TF32.
+Losses of `bench formats`, `optim` and `parallel` are of gains and biases that learn at the whole
+rate, as they did until 2026-11-26; now `optimizer.multipliers` gives them 0.03 of it. `bench lms`
+has BERTs in `fp8` with gradients of the readout in FP8, not yet dithered, and tasks tuned from the
+first pretrained model of each policy; now each seed has its own.
 """
 
 
@@ -61,24 +61,37 @@ FIGURES = (
     ),
     Figure(
         "validation loss, FP8 over float32, mean and standard error of 5 seeds on 2 texts",
-        "parity-fp8.json",
+        "parity.json",
         {"variant": "fp8"},
         "{over reference:+.2%}, {standard error:.2%}",
         table=2,
     ),
     Figure(
-        "gradient entries that float16 makes zero, at first: how many times fewer than plain Flax",
+        "... float16 over float32",
         "parity.json",
+        {"variant": "float16"},
+        "{over reference:+.3%}, {standard error:.3%}",
+        table=2,
+    ),
+    Figure(
+        "... FP8 over float32 after 10,000 steps, 3 seeds, a smaller model",
+        "parity-drift.json",
+        {"variant": "fp8"},
+        "{over reference:+.2%}, {standard error:.2%}",
+    ),
+    Figure(
+        "gradient entries that float16 makes zero, at first: how many times fewer than plain Flax",
+        "parity-gradients.json",
         {"when": "at first", "library": "unitscale"},
         "{times smaller:,.0f} ({lost} of {entries:,})",
-        table=3,
+        table=1,
     ),
     Figure(
         "... after training; all but 0.002% are in the readout of bytes that the text lacks",
-        "parity.json",
+        "parity-gradients.json",
         {"when": "at the end", "library": "unitscale"},
         "{times smaller:.2f} ({share lost:.2%})",
-        table=3,
+        table=1,
     ),
     Figure(
         "step of GPT-2 small on an H200, FP8 and scaled optimizer, over plain bfloat16",

@@ -101,11 +101,15 @@ def test_umup_gives_each_role_its_rate() -> None:
         _, _, state = init_state(config)
         large = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
         out = nnx.to_pure_dict(updates(config, state.params, large))
-        found = {"embedding": out["embed"]["embedding"], "readout": out["readout"]["kernel"]}
+        found = {
+            "embedding": out["embed"]["embedding"],
+            "readout": out["readout"]["kernel"],
+            "norm": out["norm"]["gain"],
+        }
         return {role: float(np.abs(update).max()) for role, update in found.items()}
 
-    # u-muP, table 2: embedding fan-out^-1/2, readout 1
-    expected = {"embedding": 0.5 * 8**-0.5, "readout": 0.5}
+    # u-muP, table 2: embedding fan-out^-1/2, readout and norm 1, but gains learn slower here
+    expected = {"embedding": 0.5 * 8**-0.5, "readout": 0.5, "norm": 0.5 * 0.03}
     assert rates(make()) == pytest.approx(expected, rel=1e-5)
     expected["embedding"] *= 4.0
     assert rates(make(multipliers={"embedding": 4.0})) == pytest.approx(expected, rel=1e-5)
@@ -113,6 +117,14 @@ def test_umup_gives_each_role_its_rate() -> None:
 
 def test_every_role_has_a_multiplier() -> None:
     assert set(MultipliersConfig.model_fields) == set(ROLES)
+
+
+def test_multipliers_without_umup() -> None:
+    """It alone knows roles; what runs have kept of the defaults, 1 in earlier versions, is none."""
+    for kept in ({}, dict.fromkeys(ROLES, 1.0)):
+        assert make(umup=False, multipliers=kept).optimizer.multipliers.readout == 1
+    with pytest.raises(ValueError, match="multipliers need umup true"):
+        make(umup=False, multipliers={"norm": 0.5})
 
 
 def test_formats_of_weights_and_moments() -> None:

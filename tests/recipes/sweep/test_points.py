@@ -35,7 +35,7 @@ def test_every_combination_but_those_left_out() -> None:
         assert list(point.values.values()) == [run.model.kind, run.model.library, run.policy]
         plain = run.model.library == "plain"
         assert run.optimizer.umup == (not plain)
-        assert run.optimizer.multipliers.bias == (1.0 if plain else 0.5)
+        assert run.optimizer.multipliers.bias == (0.03 if plain else 0.5)
     assert make_points(config({}))[0].values == {}
     # What a sweep leaves in its folder has every key, and is the same sweep.
     again = make_points(CharlmConfig.model_validate(settings.model_dump()))
