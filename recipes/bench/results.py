@@ -87,10 +87,10 @@ FIGURES = (
         table=1,
     ),
     Figure(
-        "... after training; all but 0.002% are in the readout of bytes that the text lacks",
+        "... after training",
         "parity-gradients.json",
         {"when": "at the end", "library": "unitscale"},
-        "{times smaller:.2f} ({share lost:.2%})",
+        "{times smaller:.0f} ({lost} of {entries:,})",
         table=1,
     ),
     Figure(
@@ -115,13 +115,6 @@ FIGURES = (
         table=-1,
     ),
     Figure(
-        "bytes that its optimizer moves for a parameter",
-        "h200.json",
-        {"figure": "optimizer, bytes a parameter"},
-        "{value:.1f}",
-        table=2,
-    ),
-    Figure(
         "masked-LM loss of a small BERT, FP8 over float32, mean and standard error of 3 seeds",
         "lms.json",
         {"variant": "fp8"},
@@ -133,12 +126,6 @@ FIGURES = (
         "difference",
         "{difference:.1e}",
         table=4,
-    ),
-    Figure(
-        "bytes of a gradient exchanged in FP8 over float32, 8 devices",
-        "parallel.json",
-        {"exchange": "float8_e4m3fn"},
-        "{over float32:.3f}",
     ),
 )
 
