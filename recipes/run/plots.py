@@ -49,7 +49,8 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set(xlabel="RMS", title=title)
         axes.grid(alpha=0.3)
-        axes.legend()
+    handles, labels = axes.get_legend_handles_labels()  # the same in all
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
     figure.suptitle(folder.name)
     figure.savefig(path := folder / "rms.png")
     return path

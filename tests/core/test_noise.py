@@ -107,7 +107,6 @@ def test_a_sum_of_numbers_of_all_sizes_stays() -> None:
 def test_numbers_of_the_format_stay(bits: int) -> None:
     """At a power of two, too, below which steps are half as large."""
     x = np.outer([-1, 1], np.outer(2.0 ** np.arange(-6, 7), 1 + np.arange(2**bits) / 2**bits))
-    dtype = {2: "float8_e5m2", 3: "float8_e4m3fn"}[bits]
     np.testing.assert_array_equal(dithered(jnp.asarray(x, jnp.float32), bits), x)
 
 

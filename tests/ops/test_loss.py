@@ -14,10 +14,8 @@ from unitscale.core import ScaledArray, dithered, format_of
 from unitscale.ops._loss import (
     in_one_pass,
     in_two_passes,
-    label_logits,
     normalizer,
     token_gradients,
-    token_losses,
     wide_logits,
 )
 
@@ -237,9 +235,7 @@ def test_gradients_are_dithered_for_8_bits(bits: int, cotangent: float | None) -
     z = wide_logits(jnp.asarray(logits(2, 3, VOCAB)[0]), 1.0, None)
     labels, norm = jnp.asarray(LABELS), normalizer(z)
     by = None if cotangent is None else jnp.asarray(cotangent)
-    exact, found = (
-        token_gradients(z, labels, norm, None, None, 3.0, by, n) for n in (None, bits)
-    )
+    exact, found = (token_gradients(z, labels, norm, None, None, 3.0, by, n) for n in (None, bits))
     np.testing.assert_array_equal(found, dithered(exact, bits))
     assert np.all(np.asarray(found) != np.asarray(exact))
 
