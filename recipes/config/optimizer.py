@@ -8,9 +8,7 @@ from .schema import Count, Flag, Fraction, NonNegative, Positive, Section, Whole
 
 WeightFormat = Literal["float32", "bfloat16", "float16"]
 StateFormat = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-
-
-VECTOR = 0.03
+VECTOR = 0.03  # of gains and biases
 
 
 class MultipliersConfig(Section):
