@@ -16,7 +16,7 @@ from jax import lax
 
 from ._float8 import encode_float8, is_float8
 from ._formats import Format, format_of, wide_dtype
-from ._noise import rounding_noise
+from ._noise import carried, rounding_noise
 from ._pow2 import exponent_of, pow2
 from ._vjp import custom_vjp
 
@@ -71,13 +71,13 @@ def _exponent(x: jax.Array) -> jax.Array:
 def _round_bits(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
     """Rounds float32 to a format of the same exponents, on integers, subnormal numbers included."""
     sign, magnitude = _bits(x)
-    shift = 23 - fmt.mantissa_bits
+    dropped = 23 - fmt.mantissa_bits
     if noise is None:
-        below_half = jnp.uint32((1 << (shift - 1)) - 1)
-        magnitude += below_half + ((magnitude >> shift) & 1)
+        below_half = jnp.uint32((1 << (dropped - 1)) - 1)
+        magnitude += below_half + ((magnitude >> dropped) & 1)
+        magnitude = (magnitude >> dropped) << dropped
     else:
-        magnitude += noise >> (32 - shift)
-    magnitude = (magnitude >> shift) << shift
+        magnitude = carried(magnitude, noise, dropped)
     return lax.bitcast_convert_type(sign | magnitude, jnp.float32)
 
 
@@ -107,15 +107,14 @@ def _round_at_random(x: jax.Array, fmt: Format, noise: jax.Array) -> jax.Array:
     Where numbers are normal in ``fmt`` the bits that are dropped carry into those that are kept.
     """
     sign, magnitude = _bits(x)
-    dropped = 23 - fmt.mantissa_bits
-    carried = ((magnitude + (noise >> (32 - dropped))) >> dropped) << dropped
+    normal = carried(magnitude, noise, 23 - fmt.mantissa_bits)
     steps = jnp.abs(x) * (1 / fmt.smallest_subnormal)
     below = jnp.floor(steps)
     up = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23 < steps - below
     subnormal = (below + up.astype(jnp.float32)) * fmt.smallest_subnormal
     smallest = np.float32(2.0**fmt.min_exponent).view(np.uint32)
     subnormal = lax.bitcast_convert_type(subnormal, jnp.uint32)
-    rounded = jnp.where(magnitude < smallest, subnormal, carried)
+    rounded = jnp.where(magnitude < smallest, subnormal, normal)
     return lax.bitcast_convert_type(sign | rounded, jnp.float32)
 
 

@@ -46,6 +46,17 @@ def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return _hash(place + first, second)
 
 
+def carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
+    """Returns bits of float32 without the last ones, into the rest of which their noise carries.
+
+    Args:
+        bits: uint32, of numbers or of their magnitudes.
+        noise: 32 random bits for each.
+        dropped: how many bits of the mantissa are lost.
+    """
+    return ((bits + (noise >> (32 - dropped))) >> dropped) << dropped
+
+
 def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
     """Returns numbers rounded to so many mantissa bits, up or down so that their mean stays.
 
@@ -68,10 +79,9 @@ def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
         >>> print(dithered(jnp.linspace(14.4, 14.6, 1000), 2).mean().round(1))
         14.5
     """
-    x, lost = x.astype(jnp.float32), 23 - mantissa_bits
+    x = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    noise = bits * jnp.uint32(_SPREAD) >> (32 - lost)
-    rounded = bits + noise & jnp.uint32(2**32 - 2**lost)
+    rounded = carried(bits, bits * jnp.uint32(_SPREAD), 23 - mantissa_bits)
     exponent = bits >> 23 & 0xFF
     is_normal = (exponent > 0) & (exponent < 0xFE)
     return jnp.where(is_normal, lax.bitcast_convert_type(rounded, jnp.float32), x)
