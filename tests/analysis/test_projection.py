@@ -119,3 +119,15 @@ def test_attention_has_a_speed_of_its_own() -> None:
     assert found.kind == "attention"
     assert found.seconds == pytest.approx(found.flops / 1e9)
     assert found.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64
+
+
+def test_a_fusion_without_a_name_is_where_its_last_operation_is() -> None:
+    inner = (
+        "  %p = f32[8] parameter(0)\n"
+        '  %s = f32[8] sine(%p), metadata={op_name="jit(f)/sin"}\n'
+        '  %n = f32[8] negate(%s), metadata={op_name="jit(f)/neg"}\n'
+        "  ROOT %r = (f32[8]) tuple(%n)"
+    )
+    call, computation = fusion(inner, "x", result="(f32[8])", root="(f32[8])")
+    text = program(f"{parameters(x='f32[8]')}\n{call}", computation)
+    assert [kernel.place for kernel in kernels(text)] == ["jit(f)/neg"]

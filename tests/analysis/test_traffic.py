@@ -105,6 +105,25 @@ FUSIONS = {
         (F, F, "f32[1,1024]", N),
         3 * K + 4,
     ),
+    "a library's product of a slice": (
+        "%s = f32[1,1024] dynamic-slice(%p0, %p2, %p2)\n"
+        "  ROOT %r = (f32[1,8], s8[4096]) custom-call(%s, %p1), "
+        'custom_call_target="__cublas$lt$matmul"',
+        "(f32[1,8], s8[4096])",
+        (F, F, N),
+        K + 8 * K + 4 * 8 + 4,
+    ),
+    "a library's product in place": (
+        "%c = (f32[1,1024], s8[4096]) custom-call(%p1, %p2), "
+        'custom_call_target="__cublas$lt$matmul"\n'
+        "  %a = f32[1,1024] get-tuple-element(%c), index=0\n"
+        "  %u = F dynamic-update-slice(%p0, %a, %p3, %p3)\n"
+        "  %w = s8[4096] get-tuple-element(%c), index=1\n"
+        f"  ROOT %r = ({F}, s8[4096]) tuple(%u, %w)",
+        f"({F}, s8[4096])",
+        (F, "f32[1,8]", F, N),
+        4 * 8 + 8 * K + K + 4,
+    ),
     "sums into rows": (
         "ROOT %r = F scatter(%p0, %p1, %p2), to_apply=%add, update_window_dims={1}",
         F,

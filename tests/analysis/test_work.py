@@ -79,6 +79,21 @@ def test_a_dot_alone_and_in_a_fusion() -> None:
     assert work_of(found, out) == ("16-bit products", "16", 8192.0, 0.0)
 
 
+def test_a_product_of_a_library_that_reads_a_slice() -> None:
+    text = fused(
+        "  %s = bf16[1,8,32] dynamic-slice(%p0, %p2, %p2, %p2), dynamic_slice_sizes={1,8,32}\n"
+        "  %v = bf16[8,32] bitcast(%s)\n"
+        f"  ROOT %r = {library('bf16[8,16]', '__cublas$lt$matmul', GEMM, '%v, %p1')}",
+        "(bf16[8,16], s8[64])",
+        a="bf16[3,8,32]",
+        b="bf16[32,16]",
+        c="s32[]",
+    )
+    found = parse(text)
+    out = found.computations[found.entry]["out"]
+    assert work_of(found, out) == ("16-bit products", "16", 8192.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("target", "result", "left", "right"),
     [

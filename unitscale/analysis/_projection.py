@@ -99,6 +99,7 @@ class _Projection:
         times = [size / device.bandwidth, vector, work.wire / device.link, device.start]
         elementwise = work.kind == MEMORY and vector == max(times)
         kind = ARITHMETIC if elementwise else work.kind
+        told = self.told(i)
         if work.format:
             rate = device.attention if kind == ATTENTION else device.flops[work.format]
             times.append(work.flops / rate)
@@ -110,10 +111,17 @@ class _Projection:
             bytes=runs * size,
             flops=runs * work.flops,
             runs=runs,
-            op_name=i.quoted("op_name"),
-            source=user_line(self.program, i),
-            stack=self.program.stack(i),
+            op_name=told.quoted("op_name"),
+            source=user_line(self.program, told),
+            stack=self.program.stack(told),
         )
+
+    def told(self, i: Instruction) -> Instruction:
+        """What says where a kernel comes from: itself, or the last in it that does."""
+        if i.opcode != "fusion" or i.quoted("op_name"):
+            return i
+        inner = self.program.computations[i.calls[0]].values()
+        return next((j for j in reversed(inner) if j.quoted("op_name")), i)
 
 
 def _branches(i: Instruction) -> list[str]:

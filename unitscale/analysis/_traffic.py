@@ -96,7 +96,10 @@ def _written(program: Program, i: Instruction) -> float:
         (i,) = operands(program, i)
     if i.opcode in _UPDATES and _in_place(program, i):
         return size(*operands(program, i)[_UPDATES[i.opcode]].types)
-    return size(*i.types)
+    if i.opcode == "get-tuple-element":
+        (call,), index = operands(program, i), int(re.search(r"\bindex=(\d+)", i.attributes)[1])
+        return size(*i.types) if call.opcode != "custom-call" or _is_result(call, index) else 0.0
+    return _results(i) if i.opcode == "custom-call" else size(*i.types)
 
 
 def _in_place(program: Program, update: Instruction) -> bool:
@@ -114,11 +117,15 @@ def _in_place(program: Program, update: Instruction) -> bool:
 
 
 def _library_call(program: Program, call: Instruction) -> float:
-    """Operands and results, without the memory that the library works in."""
-    results = [
-        kind
-        for index, kind in enumerate(call.types)
-        if index == 0 or not (re.fullmatch("[su]8", kind[0]) and len(kind[1]) == 1)
-    ]
     given = itertools.chain.from_iterable(i.types for i in operands(program, call))
-    return size(*results) + size(*given)
+    return _results(call) + size(*given)
+
+
+def _results(call: Instruction) -> float:
+    """Bytes of a library's results, without the memory that it works in."""
+    return size(*(kind for index, kind in enumerate(call.types) if _is_result(call, index)))
+
+
+def _is_result(call: Instruction, index: int) -> bool:
+    kind, dims = call.types[index]
+    return index == 0 or not (re.fullmatch("[su]8", kind) and len(dims) == 1)

@@ -49,12 +49,11 @@ def work_of(program: Program, i: Instruction) -> Work:
     """Returns what an instruction does when it runs once."""
     if _COLLECTIVE.match(i.opcode):
         return Work(COLLECTIVES, wire=_wire(program, i))
-    if i.opcode == "custom-call":
-        return _library(program, i)
-    products = [i]
-    if i.opcode == "fusion":
-        products = list(program.computations[i.calls[0]].values())
-    products = [p for p in products if p.opcode in ("dot", "scaled-dot", "convolution")]
+    done = list(program.computations[i.calls[0]].values()) if i.opcode == "fusion" else [i]
+    for call in done:  # in a fusion it reads slices of arrays, or writes into one
+        if call.opcode == "custom-call":
+            return _library(program, call)
+    products = [p for p in done if p.opcode in ("dot", "scaled-dot", "convolution")]
     if not products:
         return Work(MEMORY)
     flops = [_product_flops(program, p) for p in products]
