@@ -7,9 +7,11 @@ differentiated once more, with some products in FP8 and everything else in bfloa
 numbers differ by rounding alone and not by what a seed makes of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -17,7 +19,8 @@ import typer
 from flax import nnx
 
 from unitscale import nn
-from unitscale.quant import MatmulConfig, Strategy, Unit
+from unitscale.core import dithered, format_of
+from unitscale.quant import MatmulConfig, Strategy, Unit, _product
 
 from ..config import RunConfig
 from ..run.evaluate import make_evaluation, mean_loss
@@ -38,10 +41,17 @@ def in_formats(lhs: str, rhs: str, cotangent: str, strategy: Strategy | None = N
 
 
 class Variant(NamedTuple):
-    """Policies of layers by pattern, and what they try."""
+    """Policies of layers by pattern, and what they try.
+
+    Attributes:
+      kind: What is varied.
+      rules: As `nn.set_policies` takes them.
+      dithered: Format that cotangents are rounded to up or down, before they are cast to it.
+    """
 
     kind: str
     rules: Mapping[str, nn.Policy | str]
+    dithered: str | None = None
 
 
 def in_readout(lhs: str, rhs: str, cotangent: str) -> dict[str, nn.Policy | str]:
@@ -64,6 +74,10 @@ VARIANTS: dict[str, Variant] = {
     "weights": Variant("operand", _everywhere(in_formats(WIDE, E4M3, WIDE))),
     "cotangents": Variant("operand", _everywhere(in_formats(WIDE, WIDE, E4M3))),
     "cotangents in E5M2": Variant("operand", _everywhere(in_formats(WIDE, WIDE, E5M2))),
+    "cotangents, dithered": Variant("operand", _everywhere(in_formats(WIDE, WIDE, E4M3)), E4M3),
+    "cotangents in E5M2, dithered": Variant(
+        "operand", _everywhere(in_formats(WIDE, WIDE, E5M2)), E5M2
+    ),
     "all": Variant("operand", _everywhere("fp8")),
     "all, dynamic": Variant("scales", _everywhere("fp8_dynamic")),
     "all, blocks of 32": Variant("scales", _everywhere("mxfp8")),
@@ -137,10 +151,11 @@ def measured(runs: list[Trained]) -> tuple[dict[str, list[float]], dict[str, lis
         graphdef = structure(runs[0].config, name)
         evaluate, differentiate = make_evaluation(graphdef), jax.jit(gradient(graphdef))
         values[name] = [mean_loss(evaluate, r.params, r.rest, r.batches) for r in runs]
-        found = [
-            [differentiate(r.params, r.rest, batch, None)[1] for batch in r.batches[:2]]
-            for r in runs
-        ]
+        with dithered_cotangents(None if name == REFERENCE else VARIANTS[name].dithered):
+            found = [
+                [differentiate(r.params, r.rest, batch, None)[1] for batch in r.batches[:2]]
+                for r in runs
+            ]
         if name == REFERENCE:
             exact = found
         else:
@@ -150,6 +165,20 @@ def measured(runs: list[Trained]) -> tuple[dict[str, list[float]], dict[str, lis
             ]
         jax.clear_caches()
     return values, errors
+
+
+@contextmanager
+def dithered_cotangents(dtype: str | None) -> Iterator[None]:
+    """Within the block, cotangents of products are rounded to a format at random; None: not."""
+    quantize = _product.quantize_tensor
+
+    def of_dithered(x: jax.Array, which: int, *rest: Any) -> Any:
+        if which == _product.COTANGENT and dtype is not None:
+            x = dithered(x, format_of(dtype).mantissa_bits).astype(x.dtype)
+        return quantize(x, which, *rest)
+
+    with mock.patch.object(_product, "quantize_tensor", of_dithered):
+        yield
 
 
 def structure(config: Any, name: str) -> nnx.GraphDef:

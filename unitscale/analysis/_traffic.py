@@ -97,8 +97,9 @@ def _written(program: Program, i: Instruction) -> float:
     if i.opcode in _UPDATES and _in_place(program, i):
         return size(*operands(program, i)[_UPDATES[i.opcode]].types)
     if i.opcode == "get-tuple-element":
-        (call,), index = operands(program, i), int(re.search(r"\bindex=(\d+)", i.attributes)[1])
-        return size(*i.types) if call.opcode != "custom-call" or _is_result(call, index) else 0.0
+        (call,), index = operands(program, i), re.search(r"\bindex=(\d+)", i.attributes)
+        works_in = index and call.opcode == "custom-call" and not _is_result(call, int(index[1]))
+        return 0.0 if works_in else size(*i.types)
     return _results(i) if i.opcode == "custom-call" else size(*i.types)
 
 
