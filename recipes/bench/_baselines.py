@@ -1,6 +1,5 @@
 """What a task's files give without pretraining: rows beside the scores of tuned models."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,7 @@ from ..finetune.rows import load_classification
 from ..finetune.squad_data import Question, read_squad
 from ..finetune.squad_predict import Prediction
 from ..finetune.squad_score import normalize, score_predictions
-
-_SENTENCES = re.compile(r"(?<=[.!?])\s+")
+from ._tasks import sentences_of
 
 
 def baselines(config: FinetuneConfig) -> list[dict[str, Any]]:
@@ -63,7 +61,7 @@ def _of_spans(config: FinetuneConfig) -> list[dict[str, Any]]:
 def likest_sentence(question: Question) -> str:
     """The first of the context's sentences that have most words in common with the question."""
     asked = set(normalize(question.text).split())
-    sentences = _SENTENCES.split(question.context)
+    sentences = [question.context[own] for own in sentences_of(question.context)]
     return max(sentences, key=lambda sentence: len(asked & set(normalize(sentence).split())))
 
 

@@ -13,7 +13,7 @@ each quick start's input pipeline against its training steps.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -34,10 +34,9 @@ from ._table import JsonPath, Table, asked, publish
 from ._tasks import (
     adapted_words,
     contexts,
-    question_words,
-    sentence_words,
     sentences,
     split_articles,
+    task_words,
     tuned_words,
 )
 from ._timing import seconds, stepper
@@ -59,9 +58,16 @@ def main(
     squad: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON, which is split by article")
     ] = None,
+    pairs: Annotated[
+        bool,
+        typer.Option("--pairs", help="tune them on pairs of --squad too: which sentence answers"),
+    ] = False,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="let half of the pretraining be on the tasks' texts")
     ] = False,
+    policies: Annotated[
+        str, typer.Option(help="number formats beside float32, a comma between two")
+    ] = "float16,fp8",
     seeds: Seeds = None,
     tuning: Annotated[
         list[str] | None,
@@ -92,6 +98,8 @@ def main(
             "--sst2, --squad, --tuning and --adapt: expected beside --finetune; got them alone; "
             "add it"
         )
+    if pairs and not squad:
+        raise RecipeError("--pairs: expected the file of SQuAD; got none; add --squad FILE")
     if adapt and data is None:
         raise RecipeError("--adapt: expected a text beside those of tasks; got none; add --data")
     told = Told(config, overrides, seeds, fresh, data and [data], jobs)
@@ -105,11 +113,13 @@ def main(
         articles = split_articles(squad, folder) if squad else None
         if adapt and data:
             told = adapted(told, base, data, sst2, articles)
-        found = compare(comparison("lms"), told)
+        found = compare(comparison("lms").only("--policies", policies), told)
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
-            tables += tuned(found, sst2, articles, Told(None, tuning, seeds, fresh, jobs=jobs))
+            longest = found.configs[found.entry.reference][0].longest
+            own = task_words(sst2, articles, longest, pairs)
+            tables += tuned(found, own, Told(None, tuning, seeds, fresh, jobs=jobs))
             notes.append("Each policy's own pretrained models, tuned in the same policy.")
     if curves is not None:
         tables.append(study(curves))
@@ -138,21 +148,10 @@ def adapted(
     return told._replace(overrides=[*told.words, *adapted_words(base, data, texts)], data=None)
 
 
-def tuned(
-    pretrained: Compared,
-    sst2: tuple[str, str] | None,
-    articles: tuple[Path, Path] | None,
-    told: Told,
-) -> list[Table]:
-    """Scores of the pretrained models, tuned on the tasks whose files are given, and baselines."""
+def tuned(pretrained: Compared, tasks: Mapping[str, Sequence[str]], told: Told) -> list[Table]:
+    """Scores of the pretrained models, tuned on tasks, and of baselines."""
     runs, reference = pretrained.configs, pretrained.entry.reference
-    first = runs[reference][0]
-    base = first.name.replace(f"-{reference}", "", 1)
-    tasks: dict[str, Sequence[str]] = {}
-    if sst2:
-        tasks["sst2"] = sentence_words(*sst2)
-    if articles:
-        tasks["squad"] = question_words(*articles, first.longest)
+    base = runs[reference][0].name.replace(f"-{reference}", "", 1)
     tables = []
     for task, words in tasks.items():
         given = [f"name={base}-{task}", *words]

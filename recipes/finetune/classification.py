@@ -20,9 +20,22 @@ _MEAN: dict[str, Any] = {"average": "macro", "zero_division": 0}
 
 
 def make_classification_records(
-    dataset: Dataset, rows: Sequence[Row], tokenizer: Tokenizer, *, sequence_length: int
+    dataset: Dataset,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    mark_matches: bool = False,
 ) -> Records:
-    """Tokenizes rows; where texts are too long, the longer one of a pair is cut first."""
+    """Tokenizes rows; where texts are too long, the longer one of a pair is cut first.
+
+    Args:
+      dataset: What the rows are of.
+      rows: Texts, or pairs of them.
+      tokenizer: Puts a special token first.
+      sequence_length: Tokens of a record, special tokens included.
+      mark_matches: Whether to call `Records.mark_matches` where there are pairs.
+    """
     tokenizer = padding_copy(tokenizer, sequence_length)
     pairs = rows[0].pair is not None
     special = tokenizer.num_special_tokens_to_add(pairs)
@@ -33,14 +46,23 @@ def make_classification_records(
         )
     tokenizer.enable_truncation(sequence_length, strategy="longest_first")
 
+    second: list[slice] = []
+
     def encodings() -> Iterator[Encoding]:
         for start in range(0, len(rows), _CHUNK):
             chunk = rows[start : start + _CHUNK]
-            yield from tokenizer.encode_batch(
+            for encoding in tokenizer.encode_batch(
                 [(row.text, row.pair) if pairs else row.text for row in chunk]
-            )
+            ):
+                parts = encoding.sequence_ids
+                first = parts.index(1) if 1 in parts else 0
+                second.append(slice(first, first + parts.count(1)))
+                yield encoding
 
-    return make_records(encodings(), {"label": dataset.ids(rows)})
+    records = make_records(encodings(), {"label": dataset.ids(rows)})
+    if mark_matches:
+        records.mark_matches(second)
+    return records
 
 
 def score_classification(

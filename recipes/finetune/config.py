@@ -93,6 +93,11 @@ class ClassificationConfig(Section):
         description="what a text's label is read from (init of recipe bert): the first token, "
         "which pretraining with data.pairs taught to speak for the text, or the mean of all",
     )
+    mark_matches: Flag = Field(
+        default=False,
+        description="give tokens of the second text that the first has too the segment of the "
+        "first: what they have in common, a small model does not find by itself",
+    )
     labels: Annotated[list[str], Field(min_length=2)] | None = Field(
         default=None,
         description="names of the labels in the order of their ids; null for those of data.train",

@@ -83,7 +83,13 @@ def load_data(config: FinetuneConfig) -> TaskData:
     else:
         source = load_classification(data, config.classification)
         train, scored = (
-            make_classification_records(source, rows, tokenizer, sequence_length=length)
+            make_classification_records(
+                source,
+                rows,
+                tokenizer,
+                sequence_length=length,
+                mark_matches=config.classification.mark_matches,
+            )
             for rows in (source.train, source.validation)
         )
     if len(train) < data.batch_size:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -44,6 +44,18 @@ class Records:
         """The records of these indices, in this order."""
         arrays = {name: array[indices] for name, array in self.arrays.items()}
         return dataclasses.replace(self, arrays=arrays)
+
+    def mark_matches(self, second: Sequence[slice]) -> None:
+        """Gives tokens of a second text that the first has too the segment of the first.
+
+        That is the feature "exact match" of Chen et al. 2017, "Reading Wikipedia".
+
+        Args:
+          second: Where the second text stands in each record.
+        """
+        ids, segments = self.arrays["ids"], self.arrays["segments"]
+        for row, own in enumerate(second):
+            segments[row, own] &= ~np.isin(ids[row, own], ids[row, : own.start])
 
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         """One pass in order, for evaluation.

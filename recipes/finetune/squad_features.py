@@ -61,8 +61,7 @@ def make_squad_features(
       stride: Tokens from the start of a window to the start of the next, as `doc_stride` of BERT.
         None for half of what a window holds of the context. Windows never leave a gap, however
         long the question.
-      mark_matches: Gives tokens of a context that its question has too the question's segment, as
-        the feature "exact match" of Chen et al. 2017, "Reading Wikipedia".
+      mark_matches: Whether to call `Records.mark_matches`.
 
     Returns:
       At least one record for each question, in the order of questions and windows.
@@ -92,15 +91,8 @@ def make_squad_features(
 
     records = make_records(encodings(), labels)
     if mark_matches:
-        _mark_matches(records, windows)
+        records.mark_matches([slice(w.first, w.first + len(w.offsets)) for w in windows])
     return SquadFeatures(questions, records, windows)
-
-
-def _mark_matches(records: Records, windows: Sequence[Window]) -> None:
-    ids, segments = records.arrays["ids"], records.arrays["segments"]
-    for row, window in enumerate(windows):
-        context = slice(window.first, window.first + len(window.offsets))
-        segments[row, context] &= ~np.isin(ids[row, context], ids[row, : window.first])
 
 
 def with_answers(records: Records, others: float, seed: int) -> Records:

@@ -15,16 +15,22 @@ from recipes.bench._imported import FIXTURES, REFERENCE, folders, logits_table
 from recipes.bench._tasks import (
     adapted_words,
     contexts,
+    pair_words,
+    pairs_of,
     question_words,
     sentence_words,
     sentences,
+    sentences_of,
     split_articles,
+    task_words,
 )
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
 from recipes.finetune.config import FinetuneConfig
-from recipes.finetune.squad_data import Question
+from recipes.finetune.rows import load_classification
+from recipes.finetune.squad_data import Answer, Question
+from recipes.registry import CONFIGS, load_config
 from tests.recipes.masked import bert_config, write_bert
 from tests.recipes.pretrained import FOLDERS, copied
 from tests.recipes.tasks import FILES, ROWS, squad, write_tasks
@@ -82,6 +88,68 @@ def test_the_sentence_like_the_question() -> None:
         "The fox did eat it!"
     )
     assert likest_sentence(Question("q", "Why?", context, ())) == "A dog ran."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two? Three!", ["One.", "Two?", "Three!"]),
+        ("At 3.5 m.  Then", ["At 3.5 m.", "Then"]),
+        ("none", ["none"]),
+        ("", [""]),
+    ],
+)
+def test_sentences(text: str, expected: list[str]) -> None:
+    assert [text[part] for part in sentences_of(text)] == expected
+
+
+CONTEXT = "The mine opened in\t1878. It closed. Who knows why?"
+
+
+@pytest.mark.parametrize(
+    ("answers", "held", "others"),
+    [
+        (["1878"], "The mine opened in 1878.", {"It closed.", "Who knows why?"}),
+        (["1878", "closed"], "The mine opened in 1878.", {"Who knows why?"}),
+        (["1878. It"], None, set()),  # in no sentence
+        ([], None, set()),
+    ],
+)
+def test_pairs_of_a_question(answers: list[str], held: str | None, others: set[str]) -> None:
+    found = tuple(Answer(text, CONTEXT.index(text)) for text in answers)
+    question, seen = Question("q", "when\ndid it?", CONTEXT, found), set()
+    for seed in range(20):
+        rows = [row.split("\t") for row in pairs_of(question, np.random.default_rng(seed))]
+        if held is None:
+            assert rows == []
+            continue
+        assert rows[0] == ["when did it?", held, "1"]
+        assert rows[1][::2] == ["when did it?", "0"]
+        seen.add(rows[1][1])
+    assert seen == others
+
+
+def test_of_one_sentence_there_is_no_pair() -> None:
+    question = Question("q", "When?", "In 1878.", (Answer("1878", 3),))
+    assert pairs_of(question, np.random.default_rng(0)) == []
+
+
+def test_pairs_are_written_beside_the_articles(tmp_path: Path) -> None:
+    asked = {"id": "q", "question": "When?", "answers": [{"text": "1878", "answer_start": 19}]}
+    file = {"data": [{"paragraphs": [{"context": CONTEXT, "qas": [asked]}]}]}
+    paths = [tmp_path / "train.json", tmp_path / "validation.json"]
+    for path in paths:
+        path.write_text(json.dumps(file), encoding="utf-8")
+    words = pair_words(paths[0], paths[1])
+    assert words == [f"data.{p.stem}={p.with_suffix('.tsv')}" for p in paths]
+    header, *rows = paths[0].with_suffix(".tsv").read_text("utf-8").splitlines()
+    assert header.split("\t") == ["question", "sentence", "label"]
+    assert [row[-1] for row in rows] == ["1", "0"]
+    config = load_config(CONFIGS / "bert" / "pairs.yaml", [*words, "init=runs/books"])
+    assert len(load_classification(config.data, config.classification).train) == 2
+    tasks = task_words(None, (paths[0], paths[1]), None, True)
+    assert tasks["pairs"] == words
+    assert [*tasks] == ["squad", "pairs"]
 
 
 def test_the_folders_of_the_tests_are_the_default(tmp_path: Path) -> None:
@@ -177,6 +245,8 @@ def test_command_prints_what_it_is_asked_for(
     [
         (["--finetune"], "got neither --sst2 nor --squad"),
         (["--finetune", "--no-runs", "--squad", "a"], "got --no-runs"),
+        (["--finetune", "--pairs", "--sst2", "a", "b"], "--pairs: expected the file of SQuAD"),
+        (["--policies", "fp4"], "--policies: expected some of float16, fp8; got fp4"),
         (["--squad", "a"], "expected beside --finetune; got them alone"),
         (["--adapt", "--finetune", "--squad", "a"], "--adapt: expected a text beside those of"),
         (["--charlm", "nowhere"], "--charlm: expected the folder of a sweep"),
