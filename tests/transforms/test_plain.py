@@ -71,3 +71,41 @@ def test_a_mask_that_is_scattered_is_one() -> None:
     at = jnp.asarray([1, 4, 6])
     found, expected = to_array(scalify(program)(x, at)), program(to_array(x), at)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+
+
+# Arrays of one number that a cast changes, by NumPy's and XLA's rules.
+NUMBERS: dict[str, tuple[Callable[[], Any], complex]] = {
+    "cut to an integer": (lambda: jnp.full(3, 2.7).astype(jnp.int32), 2),
+    "cut below zero": (lambda: jnp.full(3, -2.7).astype(jnp.int32), -2),
+    "an integer": (lambda: jnp.full(3, 3.0).astype(jnp.int32), 3),
+    "true": (lambda: jnp.full(3, 0.25).astype(bool), 1),
+    "the largest byte": (lambda: jnp.full(3, 300.0).astype(jnp.uint8), 255),
+    "a negative byte": (lambda: -jnp.full(3, 1.0).astype(jnp.uint8), 255),
+    "the least byte": (lambda: -jnp.full(3, -128.0).astype(jnp.int8), -128),
+    "8 bits": (lambda: jnp.full(3, 1.06).astype(jnp.float8_e4m3fn).astype(jnp.float32), 1),
+    "16 bits": (lambda: jnp.full(3, 1.003).astype(jnp.bfloat16).astype(jnp.float32), 1),
+    "infinity": (lambda: jnp.full(3, 1e5).astype(jnp.float16).astype(jnp.float32), jnp.inf),
+    "zero": (lambda: jnp.full(3, 1e-9).astype(jnp.float16).astype(jnp.float32), 0),
+    "one, complex": (lambda: jnp.ones(3).astype(jnp.complex64), 1),
+    "complex": (lambda: jnp.full(3, 2.5).astype(jnp.complex64), 2.5),
+    "minus zero, complex": (lambda: -jnp.zeros(3).astype(jnp.complex64), 0),
+}
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "product": lambda x, c: x * c,
+    "sum": lambda x, c: x + c,
+    "difference": lambda x, c: c - x,
+    "ratio": lambda x, c: c / x,
+    "product of complex numbers": lambda x, c: jnp.abs(lax.exp(x + 1j) * c),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_what_a_cast_makes_of_it(name: str, operation: str, dtype: str) -> None:
+    (make, number), apply = NUMBERS[name], OPERATIONS[operation]
+    x = jnp.array([1.5, -2.0, 3.0])
+    found = to_array(scalify(lambda x: apply(x, make()))(as_scaled(x, dtype=dtype)))
+    with np.errstate(invalid="ignore"):
+        expected = np.asarray(apply(x, np.full(3, number)))
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)

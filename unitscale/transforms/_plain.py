@@ -12,19 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._values import Value, aval_of
 
 # Primitives that spread a constant over a shape: the result is the same constant.
-_SPREADING = {
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "copy",
-    "convert_element_type",
-    "expand_dims",
-}
+_SPREADING = {"broadcast_in_dim", "reshape", "squeeze", "copy", "expand_dims"}
 _FOLDED = {
     "mul": operator.mul,
     "add": operator.add,
@@ -32,7 +26,7 @@ _FOLDED = {
     "sub": operator.sub,
 }
 # Primitives whose result has the elements of the operand, or their negatives, and no other.
-_REARRANGING = _SPREADING | {"neg", "abs", "rev", "transpose"}
+_REARRANGING = _SPREADING | {"convert_element_type", "neg", "abs", "rev", "transpose"}
 
 
 def result_of_plain(eqn: JaxprEqn, operands: Sequence[Value], data: Any) -> Value:
@@ -40,10 +34,11 @@ def result_of_plain(eqn: JaxprEqn, operands: Sequence[Value], data: Any) -> Valu
     nonzero = _nonzero(eqn, operands)
     if nonzero is not None and jnp.result_type(nonzero.data) != jnp.result_type(data):
         nonzero = None
-    return Value(data, const=_constant(eqn.primitive.name, operands), nonzero=nonzero)
+    const = _constant(eqn.primitive.name, operands, jnp.result_type(data))
+    return Value(data, const=const, nonzero=nonzero)
 
 
-def _constant(primitive: str, operands: Sequence[Value]) -> float | None:
+def _constant(primitive: str, operands: Sequence[Value], dtype: Any) -> float | None:
     """The number that a result of constants is, where that matters: a moment starts at 0.9 * 0.
 
     So do cotangents that cancel: 1 + -1 where two paths of a difference meet.
@@ -51,12 +46,27 @@ def _constant(primitive: str, operands: Sequence[Value]) -> float | None:
     known = [v.const for v in operands if v.const is not None]
     if primitive in _SPREADING and operands:
         return operands[0].const
+    if primitive == "convert_element_type" and known:
+        return _cast(known[0], dtype)
     if primitive == "neg" and known:
-        return -known[0]
+        return _cast(-known[0], dtype)
     if primitive not in _FOLDED or len(known) < len(operands):
         return None
     number = _FOLDED[primitive](*known)
     return number if number == 0 else None
+
+
+def _cast(number: float, dtype: Any) -> float | None:
+    """The number that a cast makes of a number; None where that is for XLA to say."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return number
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return float(number != 0)
+    if jnp.issubdtype(dtype, jnp.integer):
+        held = math.isfinite(number) and jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
+        return number if held and number == int(number) else None
+    with np.errstate(over="ignore"):
+        return float(np.asarray(number).astype(dtype))
 
 
 def _nonzero(eqn: JaxprEqn, operands: Sequence[Value]) -> Value | None:

@@ -98,7 +98,7 @@ def number_of(value: Value, data: Any) -> float:
     """Returns what every element of the wide data of a known number is."""
     number = value.const if np.ndim(data) else np.asarray(data)
     assert number is not None, "the value is a known number"
-    return float(number)
+    return float(np.real(number))  # a complex array may be one real number
 
 
 def _is_multiple(x: Value, number: Value, dtype: Any) -> bool:
