@@ -228,3 +228,25 @@ def test_results_far_from_one_keep_their_size(size: float) -> None:
     x = np.float32([0.7, 1.0, 1.5, 2.0]) * np.float32(size)
     found = jax.jit(scalify(root))(as_scaled(x, dtype="float16"))
     np.testing.assert_allclose(to_array(found, jnp.float32), np.sqrt(x), rtol=3e-3)
+
+
+def transport(cost: Any) -> Any:
+    """The plan u K v of optimal transport (Sinkhorn), whose u and v lie far apart."""
+    kernel = jnp.exp(-cost)
+
+    def turn(s: Any) -> Any:
+        u = 0.25 / (kernel @ s[1])
+        return u, 0.25 / (kernel.T @ u)
+
+    def stop(s: Any) -> Any:
+        return jnp.sum(jnp.abs(s[0] * (kernel @ s[1]) - 0.25)) < 1e-4
+
+    (u, v), _ = turns(stop, turn, (jnp.ones(4), jnp.ones(4)))
+    return u[:, None] * kernel * v
+
+
+def test_a_product_of_two_results_is_not_of_their_rounded_entries() -> None:
+    far = jnp.array([0.0, 1.0, 40.0, 2.0])
+    cost = far[:, None] + jnp.abs(jnp.arange(4.0)[:, None] - jnp.arange(4.0))
+    found = to_array(scalify(transport)(as_scaled(cost, dtype=jnp.float16)))
+    np.testing.assert_allclose(found, transport(cost), rtol=3e-3, atol=1e-4)

@@ -14,7 +14,6 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..core import wide_dtype
-from ._settle import ready
 from ._values import UNKNOWN, Value, data_dtype, is_float
 
 
@@ -49,8 +48,11 @@ def wide_results(value: Value) -> Value:
     return value.with_data(value.data, dtype=wide_dtype(value.dtype))
 
 
-def rounded_back(value: Value, start: Value, operands: Sequence[Value]) -> Value:
-    """Rounds what a wide loop returns to the type it went in with, at a scale that is measured.
+def narrow_again(value: Value, start: Value, operands: Sequence[Value]) -> Value:
+    """Returns what a wide loop does, to be rounded to the type it went in with where a chain ends.
+
+    Its size is not known. What follows in element-wise operations sees what the loop has computed:
+    the entries of two arrays may lie far apart, and those of their product close together.
 
     Args:
         value: a carried leaf after the last turn.
@@ -61,4 +63,4 @@ def rounded_back(value: Value, start: Value, operands: Sequence[Value]) -> Value
     if value.scale is None or not types:
         return value
     dtype = data_dtype(*types) if start.dtype is None else start.dtype
-    return ready(value.with_data(value.data, dtype=dtype, doubt=UNKNOWN))
+    return value.with_data(value.data, dtype=dtype, doubt=UNKNOWN)
