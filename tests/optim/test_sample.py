@@ -13,9 +13,8 @@ def test_of_a_large_array_some_2_to_the_14_entries(shape: tuple[int, ...]) -> No
     x = np.empty(shape, np.int8)
     axes = tuple(range(x.ndim))
     assert is_sampled(shape, axes)
-    for part in (rows(x, axes), columns(x, axes)):
-        assert 2**12 <= part.size < 2**17
-    assert 2**14 <= rows(x, axes).size < 2**16
+    assert 2**12 <= columns(x, axes).size < 2**17
+    assert 2**13 < rows(x, axes).size <= 2**14  # more than that XLA reduces in two kernels
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (256, 256), (0, 3)], ids=str)

@@ -61,6 +61,7 @@ from ._noise import dithered as dithered
 from ._pow2 import (
     Rounding as Rounding,
     exponent_of as exponent_of,
+    normal_pow2 as normal_pow2,
     pow2 as pow2,
     round_to_pow2 as round_to_pow2,
     static_pow2 as static_pow2,

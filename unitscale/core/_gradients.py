@@ -5,7 +5,6 @@ from functools import wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ._cast import widen
 from ._convert import is_scaled
@@ -44,16 +43,7 @@ def value_gradient(x: Any, cotangent: Any) -> Any:
         >>> print(value_gradient(ScaledArray(1.0, 4.0), 12.0))
         3.0
     """
-    return _over(cotangent, to_float(x.full_scale)) if is_scaled(x) else cotangent
-
-
-def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns x / scale as a product with one inverse for all entries, not a quotient of each.
-
-    Exact for a power of two: what has no normal inverse is halved first, and x with it.
-    """
-    half = jnp.where(scale > 2.0**126, 0.5, 1.0).astype(scale.dtype)
-    return x * half * (1 / (scale * half))
+    return cotangent / to_float(x.full_scale) if is_scaled(x) else cotangent
 
 
 def map_scaled(f: Callable[..., Any], *trees: Any) -> Any:

@@ -108,6 +108,19 @@ def pow2(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(exponent >= -126, normal, subnormal), jnp.float32)
 
 
+def normal_pow2(exponent: jax.Array) -> jax.Array:
+    """Returns 2**exponent as float32 for integers from -126 to 127, which are not looked at.
+
+    In two operations, which XLA repeats where they are needed rather than store the result.
+
+    Example:
+        >>> print(normal_pow2(jnp.array([-1, 0, 10])))
+        [5.000e-01 1.000e+00 1.024e+03]
+    """
+    bits = (jnp.asarray(exponent, jnp.int32) + _MAX_EXPONENT) << _MANTISSA_BITS
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def static_pow2(x: float) -> float:
     """Returns the power of two nearest to a positive Python number, in log2.
 

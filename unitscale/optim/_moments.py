@@ -16,11 +16,10 @@ from ..core import (
     SquareRoot,
     cast,
     decode_float8,
-    exponent_of,
     format_of,
     is_float8,
     is_scaled,
-    pow2,
+    normal_pow2,
     to_float,
     widen,
 )
@@ -30,8 +29,9 @@ from ._sample import columns, is_sampled, rows
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-# Exponents of what has none.
-_OF_ZERO, _OF_NAN = -150, 128
+# Exponents as float32 has them in its bits: of zero, and of what is not finite.
+_OF_ZERO, _OF_NAN = 0, 255
+_BIAS = 127
 # Binades between the largest entry that was seen and the highest of a format: one of 4 or fewer
 # bits of exponent, which sees also what it replaces, and one of 5.
 _ROOM_OF_FEW_BITS, _ROOM = 1, 10
@@ -118,7 +118,7 @@ def _inner(stored: ScaledArray | SquareRoot) -> ScaledArray:
 
 
 def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax.Array:
-    """Exponents of the largest entries as they are stored, per array, item or block.
+    """Biased exponents of the largest entries, per array, item or block.
 
     Those of magnitudes rounded to the format, so that a value which rounds up to a power of two has
     its exponent already, and storing again what was stored changes nothing. A square rounds up as
@@ -136,9 +136,12 @@ def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax
         top = jnp.max(biased, axis=-1, initial=0)
     else:
         top = _max_of_items(biased, moment)
-    top = top.astype(jnp.int32)
-    exponent = jnp.floor_divide(top - 127, 2) if moment.root else top - 127
-    return jnp.where(top == 0, _OF_ZERO, jnp.where(top == 255, _OF_NAN, exponent))
+    return top.astype(jnp.int32)
+
+
+def _biased(x: jax.Array) -> jax.Array:
+    """The exponent of a positive number as it stands in its bits."""
+    return (_magnitude(x) >> 23).astype(jnp.int32)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
@@ -192,29 +195,43 @@ def look_at(stored: Any) -> tuple[Any, Seen | None]:
     # The highest binade is reached only where something has outgrown the room.
     grew = largest >= 2.0 ** _highest(fmt)
     seen = Seen(
-        exponent_of(largest * to_float(scale)),
+        _biased(largest * to_float(scale)) - _BIAS,
         jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_OF_FEW_BITS),
     )
     inner = ScaledArray(inner.data, scale)
     return SquareRoot(inner) if moment.root else inner, seen
 
 
-def _exponents(
+def _shift(
     x: jax.Array, moment: Moment, block: tuple[int, ...] | None, seen: Seen | None
-) -> jax.Array:
-    """Exponents that the largest entries are taken to have, for which scales are chosen.
+) -> tuple[jax.Array, jax.Array]:
+    """Exponents of the scales, and which are of something that is not finite.
 
-    Known exactly only once all of x is: to store it then takes a second pass over everything that
-    it is computed from. A large array takes them from a sample of x and from what was seen before.
+    The largest entry is known exactly only once all of x is: to store it then takes a second pass
+    over everything that it is computed from. A large array takes it from a sample of x and from
+    what was seen before.
+
+    In few operations on small integers: XLA does them in the kernels that need a scale, where it
+    gives longer ones, for every array, a kernel of their own.
     """
+    halved = int(moment.root)
     if seen is None:
-        return _largest(x, moment, block)
-    axes = _axes(x.ndim, moment)
-    exponent = jnp.maximum(*(_largest(part(x, axes), moment, None) for part in (rows, columns)))
-    if seen.largest is not None:
+        top = _largest(x, moment, block)
+    else:
+        axes = _axes(x.ndim, moment)
+        top = jnp.maximum(*(_largest(part(x, axes), moment, None) for part in (rows, columns)))
+    exponent = (top - _BIAS) >> halved
+    if seen is not None and seen.largest is not None:
         exponent = jnp.maximum(exponent, seen.largest)
-    exponent = jnp.where(exponent == _OF_ZERO, _OF_UNSEEN, exponent)
-    return jnp.where(exponent >= _OF_NAN, _OF_NAN, exponent + seen.room)
+    nothing = exponent == (_OF_ZERO - _BIAS) >> halved
+    lost = exponent >= (_OF_NAN - _BIAS) >> halved
+    # The power of two above the largest magnitude goes to the largest one that the format holds.
+    above = 1 - _highest(format_of(moment.dtype))
+    if seen is None:
+        shift = jnp.where(nothing, 0, exponent + above)
+    else:
+        shift = jnp.where(nothing, _OF_UNSEEN, exponent) + (seen.room + above)
+    return jnp.clip(shift, -126, 126), lost
 
 
 def _highest(fmt: Format) -> int:
@@ -261,12 +278,9 @@ def _stored(
         stored = ScaledArray(cast(y, fmt, rounding, key, saturate=False))
         return SquareRoot(stored) if moment.root else stored
     block = None if moment.block is None or not x.ndim else (1,) * (x.ndim - 1) + (moment.block,)
-    exponent = _exponents(x, moment, block, seen)
-    # The power of two above the largest magnitude goes to the largest one that the format holds.
-    shift = jnp.where(exponent == _OF_ZERO, 0, exponent + 1 - _highest(fmt))
-    shift = jnp.clip(shift, -126, 126)
-    scale = jnp.where(exponent == _OF_NAN, jnp.nan, pow2(shift))
-    y = y * to_float(ScaledArray(x, pow2(-shift), block_shape=block).full_scale)
+    shift, lost = _shift(x, moment, block, seen)
+    scale = jnp.where(lost, jnp.nan, normal_pow2(shift))
+    y = y * to_float(ScaledArray(x, normal_pow2(-shift), block_shape=block).full_scale)
     if moment.root:
         # Asked of the bits of x: XLA may share an array of float32 zeros with other kernels, which
         # then is one more to read.

@@ -37,8 +37,9 @@ def _thinned(x: Any, axes: Sequence[int], entries: int) -> Any:
     entries, size = max(entries, _least(x.shape, axes)), x.size
     strides = [1] * x.ndim
     for axis in axes:  # those that come first are thinned out first
-        strides[axis] = max(1, min(x.shape[axis], size // entries))
-        size //= strides[axis]
+        others = size // x.shape[axis]
+        strides[axis] = -(-x.shape[axis] // max(1, entries // others))
+        size = others * -(-x.shape[axis] // strides[axis])
     return x[tuple(slice(None, None, stride) for stride in strides)]
 
 

@@ -79,8 +79,7 @@ def _added(
         return weight.map_data(lambda data: round_finite(total, data.dtype, rounding, key))
     scale = _fresh_scale(weight)
     full = ScaledArray(weight.data, scale, block_shape=weight.block_shape).full_scale
-    # One division for all entries; exact, as scales are powers of two.
-    data = round_finite(total * (1 / to_float(full)), weight.dtype, rounding, key)
+    data = round_finite(total / to_float(full), weight.dtype, rounding, key)
     return ScaledArray(data, scale, block_shape=weight.block_shape)
 
 
