@@ -7,6 +7,7 @@ after it: the state stays that of the last good step until the loop looks.
 
 import contextlib
 import functools
+import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from signal import Signals
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -196,6 +198,7 @@ class _Run:
         return watch.signal
 
     def save(self, step: int) -> None:
+        self.check_weights(step)
         facts = {"formats": formats(self.config), "text": self.data.digest}
         self.checkpoints.save(step, self.state, self.batches.get_state(), facts, wait=False)
 
@@ -204,9 +207,25 @@ class _Run:
         """Steps left out so far; a schedule does not count them."""
         return 0 if self.state.skips is None else int(self.state.skips.total)
 
-    def validation_loss(self) -> float:
+    def validation_loss(self, done: int) -> float:
         batches = self.data.validation(self.config.train.eval_batches)
-        return mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
+        loss = mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
+        if not math.isfinite(loss):
+            raise self.ruined(f"step {done}: the validation loss is not finite")
+        return loss
+
+    def check_weights(self, done: int) -> None:
+        """Stops the run before weights are kept that an update has ruined."""
+        if not _is_finite(jax.tree.leaves(self.state.params)):
+            raise self.ruined(f"step {done}: its update has left weights that are not finite")
+
+    def ruined(self, what: str) -> RecipeError:
+        """An error that says what is safe, and what to change."""
+        return SharedError(
+            f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
+            "optimizer.clip_norm, or choose a policy of wider range",
+            exit_code=1,
+        )
 
     def model(self) -> Any:
         """The model as it is, whole in every process."""
@@ -223,11 +242,9 @@ class _Run:
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         tolerated = self.config.optimizer.skip_nonfinite
         after = f", after {tolerated} such steps in a row that were left out" if tolerated else ""
-        raise SharedError(
+        raise self.ruined(
             f"step {good + 1}: the loss or its gradient is not finite{after}; the first value that "
-            f"is not finite is {where}; {self.checkpoints.what_is_safe}; lower "
-            "optimizer.learning_rate, set optimizer.clip_norm, or choose a policy of wider range",
-            exit_code=1,
+            f"is not finite is {where}"
         )
 
 
@@ -264,7 +281,7 @@ class _Watch:
             jax.block_until_ready(values)  # these steps count, what follows does not
             with self.clock.paused():
                 if validating:
-                    validation = run.validation_loss()
+                    validation = run.validation_loss(done)
                     self.metrics.write(done, validation_loss=validation)
                     self.report.say(f"step {done}  validation loss {validation:.4f}")
                 if saving:
@@ -293,6 +310,11 @@ class _Watch:
         self.clock.restart(done)
 
 
+@jax.jit
+def _is_finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in arrays]))
+
+
 def asked_to_stop(stop: StopRequest, *, logging: bool) -> Signals | None:
     """The signal to stop at; processes agree on it where they wait for their devices anyway."""
     if jax.process_count() == 1:
@@ -304,7 +326,7 @@ def asked_to_stop(stop: StopRequest, *, logging: bool) -> Signals | None:
 def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
     """Validation loss, scores, plots and closing lines of a run that has done all its steps."""
     config, step = run.config, int(run.state.step)
-    validation = run.validation_loss()
+    validation = run.validation_loss(step)
     params, rest = whole((run.state.params, run.state.rest))  # what follows is for one process
     run.state = run.state._replace(params=params, rest=rest)
     if not is_first():

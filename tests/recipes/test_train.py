@@ -157,6 +157,25 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
         assert np.isfinite(array.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(
+    ("decay", "what"),
+    [(1e6, "its update has left weights that are not"), (0.0, "the validation loss is not")],
+)
+def test_a_last_update_that_ruins_the_weights_is_an_error(
+    make_config: MakeConfig, decay: float, what: str
+) -> None:
+    config = make_config(
+        "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
+        f"optimizer.weight_decay={decay}",
+        "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
+    )
+    with pytest.raises(RecipeError, match=f"^step 1: {what} finite; .*learning_rate") as caught:
+        run(config)
+    assert caught.value.exit_code == 1
+    kept = "no checkpoint was written" if "weights" in what else "the checkpoint of step 1"
+    assert kept in str(caught.value)
+
+
 def test_the_layer_that_broke_is_named(make_config: MakeConfig) -> None:
     """A weight that is infinite in a checkpoint shows in the layer that it belongs to."""
     config = make_config("train.log_every=5")
