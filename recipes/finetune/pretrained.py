@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, processors
 
@@ -53,7 +54,9 @@ def take_weights(model: nnx.Module, init: str) -> None:
     # Numbers are read from the disk also where a caller asks for shapes alone.
     with jax.ensure_compile_time_eval():
         _, state = load_trained(pretraining_of(init), lambda message: None)
-    found = _values(state.params)
+        # Arrays of a checkpoint are bound to a device, and those that are made are not: a step that
+        # is given both returns all of them bound, and compiles again for what it returned.
+        found = {path: np.asarray(value) for path, value in _values(state.params).items()}
     own = nnx.state(model, nnx.Param)
     wrong = [
         f"{'.'.join(map(str, path))} {value.shape}, the run has "
@@ -68,7 +71,7 @@ def take_weights(model: nnx.Module, init: str) -> None:
         )
     for path, variable in nnx.to_flat_state(own):
         if path in found and path[0] in TAKEN:
-            variable.set_value(found[path].astype(variable.get_value().dtype))
+            variable.set_value(jnp.asarray(found[path], variable.get_value().dtype))
     nnx.update(model, own)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from recipes.finetune.config import FinetuneConfig, pretraining_of
 from recipes.finetune.pretrained import tokenizer_of
 from recipes.finetune.task import abstract_batch, build, load_data
 from recipes.run.evaluate import SCORES
-from recipes.run.state import load_trained
+from recipes.run.state import init_state, load_trained
 from unitscale import to_array
 
 from ..masked import write_run
@@ -97,6 +98,12 @@ def test_weights_of_the_encoder_are_those_of_the_run(folder: Path, task: str) ->
     for path, variable in own:
         found = to_array(expected["encoder", *path].get_value())
         np.testing.assert_array_equal(to_array(variable.get_value()), found)
+
+
+def test_weights_that_are_taken_bind_the_step_to_no_device(folder: Path) -> None:
+    """Of arrays of both kinds the first step makes bound ones, and the second compiles again."""
+    state = init_state(tuned(folder, "classification"))[2]
+    assert not [leaf for leaf in jax.tree.leaves(state) if leaf.committed]
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
