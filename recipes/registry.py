@@ -17,7 +17,7 @@ from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
 from .config import (
     RunConfig,
-    describe_problem,
+    describe_problems,
     entry_of,
     section_of,
     unknown_key,
@@ -54,8 +54,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
       path: A YAML file, or the name of one of `CONFIGS`, such as gpt/quickstart.yaml; its key
         `recipe` chooses from `RECIPES`.
       overrides: Strings such as `train.steps=100`; the value is read as YAML. A mapping takes the
-        place of the file's, but for sections, of which other keys stay. An entry of a mapping is
-        set alone by its name, as in `sweep.grid.model.kind=[conv, rnn]`.
+        place of the file's, but for sections, of which other keys stay; {} empties one. An entry
+        of a mapping is set alone by its name, as in `sweep.grid.model.kind=[conv, rnn]`.
 
     Returns:
       The validated, frozen config.
@@ -73,9 +73,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         config = schema.model_validate(schema.filled(tree))
     except ValidationError as error:
-        problems = [describe_problem(problem, schema) for problem in error.errors()]
-        raise RecipeError("\n".join(f"{path}: {problem}" for problem in problems)) from error
+        raise wrong_values(error, schema, f"{path}: ") from error
     return config.settled
+
+
+def wrong_values(error: ValidationError, schema: type[RunConfig], where: str = "") -> RecipeError:
+    """What a config's schema has to say, a line for each key that is wrong."""
+    problems = describe_problems(error.errors(), schema)
+    return RecipeError("\n".join(f"{where}{problem}" for problem in problems))
 
 
 def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
@@ -127,7 +132,9 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
+    todo = "put quotes around the value" if "*" in value else "correct the line"
+    where = f"override {word!r}"
+    parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), where, todo)
     try:
         tree: Any = OmegaConf.to_container(parsed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -138,19 +145,19 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     found = tree["value"]
     if entry:
         found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
-    # Of a section other keys stay; any other mapping takes the place of the file's.
-    merge = section_of(field) is not None and isinstance(found, dict)
+    # Of a section other keys stay, unless it is emptied; any other mapping takes the file's place.
+    merge = section_of(field) is not None and isinstance(found, dict) and bool(found)
     OmegaConf.update(file, mapping, found, merge=merge)
 
 
-def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:
+def _mapping(parse: Callable[[], Any], where: str, todo: str = "correct the line") -> DictConfig:
     try:
         parsed = parse()
     except (YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"{where}{line}: not valid YAML: {problem}; correct the line") from error
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}; {todo}") from error
     if not isinstance(parsed, DictConfig) or not parsed:
         got = "nothing" if not parsed else "a list"
         raise RecipeError(

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from flax import nnx
+from pydantic import ValidationError
 
 from unitscale import nn
 
 from ..errors import RecipeError
 from ..gpt import build
 from ..gpt.config import GPTConfig
+from ..registry import wrong_values
 from ..run.batch import loss_inputs
 from ..run.probe import probe
 from ..run.recipe import recipe_of
@@ -81,7 +83,10 @@ def main(
         shape = {"layers": depth, "width": width, "heads": max(1, width // HEAD), "vocab": vocab}
         source = {"path": data, "sequence_length": length, "batch_size": batch}
         tree = {"name": "scales", "policy": policy, "model": shape, "data": source}
-        return GPTConfig.model_validate(tree)
+        try:
+            return GPTConfig.model_validate(tree)
+        except ValidationError as error:
+            raise wrong_values(error, GPTConfig, f"{depth} layers of width {width}: ") from error
 
     tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
     runs = [(config_of(*shape, VOCAB), "random", tokens) for shape in dict.fromkeys(shapes)]

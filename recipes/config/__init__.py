@@ -9,7 +9,7 @@ from .data import (
 )
 from .decoder import DecoderConfig as DecoderConfig, RopeConfig as RopeConfig
 from .keys import (
-    describe_problem as describe_problem,
+    describe_problems as describe_problems,
     entry_of as entry_of,
     section_of as section_of,
     unknown_key as unknown_key,

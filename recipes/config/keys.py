@@ -1,7 +1,8 @@
 """The dotted keys of a config, and what to say of one that is wrong."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -35,29 +36,59 @@ def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-def describe_problem(problem: Mapping[str, Any], schema: type[RunConfig]) -> str:
-    """One of pydantic's errors: the key, what was expected, what came, and what to do."""
-    key = ".".join(str(part) for part in problem["loc"])
-    got, message = problem["input"], problem["msg"]
+# What pydantic says of a value, in the words of a config.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "string_pattern_mismatch": "a name without spaces or slashes",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+    "too_short": "at least {min_length} of them",
+    "too_long": "at most {max_length} of them",
+}
+
+
+def describe_problems(
+    problems: Sequence[Mapping[str, Any]], schema: type[RunConfig]
+) -> Iterator[str]:
+    """Pydantic's errors, one line a key: what was expected, what came, and what to do."""
+    keys = {name for name, field in valid_keys(schema) if not section_of(field)}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for problem in problems:
+        parts = [str(part) for part in problem["loc"]]
+        whole = ".".join(parts)
+        # Of a key that takes several types, each has its say under a name of its own.
+        key = ".".join(parts[:-1])
+        is_one_of_several = key in keys and isinstance(problem["loc"][-1], str)
+        named = entry_of(whole, schema)[1] or not is_one_of_several
+        groups.setdefault(whole if named else key, []).append(problem)
+    for key, group in groups.items():
+        # A list whose entries are wrong is not also too short.
+        entries = any(other.startswith(f"{key}.") for other in groups)
+        if not (entries and all(problem["type"] == "too_short" for problem in group)):
+            yield _describe(key, group, schema)
+
+
+def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConfig]) -> str:
+    problem, got = group[0], group[0]["input"]
     if problem["type"] == "extra_forbidden":
         return unknown_key(key, schema)
     if problem["type"] == "missing":
         return f"{key}: expected a value; got none; set it: {_meaning(key, schema)}"
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    if problem["type"] == "string_pattern_mismatch":
-        message = "Input should be a name without spaces or slashes"
-    if problem["type"] in ("model_type", "model_attributes_type"):
-        message = "Input should be a mapping of keys to values"
-    expected = message.removeprefix("Input should be ")
-    near = ""
-    if problem["type"] == "literal_error":
-        choices = [str(choice) for choice in _choices(key, schema)]
-        close = [name for name in (_SHORT.get(str(got)),) if name in choices]
-        close = close or difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
-        near = f"; did you mean {close[0]}?" if close else ""
-    todo = near or "; correct the value"
-    return f"{key} ({_meaning(key, schema)}): expected {expected}; got {got!r}{todo}"
+    *others, last = [
+        _EXPECTED[one["type"]].format(**one.get("ctx", {}))
+        if one["type"] in _EXPECTED
+        else one["msg"].removeprefix("Input should be ")
+        for one in group
+    ]
+    expected = f"{', '.join(others).replace(' or ', ', ')} or {last}" if others else last
+    named = [one["ctx"]["expected"] for one in group if one["type"] == "literal_error"]
+    choices = re.findall("'([^']*)'", " ".join(named))
+    close = [name for name in (_SHORT.get(str(got)),) if name in choices]
+    close = close or difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
+    todo = f"did you mean {close[0]}?" if close else "correct the value"
+    return f"{key} ({_meaning(key, schema)}): expected {expected}; got {got!r}; {todo}"
 
 
 def unknown_key(key: str, schema: type[RunConfig]) -> str:
@@ -88,13 +119,9 @@ def unknown_key(key: str, schema: type[RunConfig]) -> str:
 
 
 def _meaning(key: str, schema: type[RunConfig]) -> str:
-    field = dict(valid_keys(schema)).get(entry_of(key, schema)[0])
+    listed = key.rstrip(".0123456789")  # of an entry of a list
+    field = dict(valid_keys(schema)).get(entry_of(listed, schema)[0])
     return (field.description if field else None) or f"described in {schema.__module__}"
-
-
-def _choices(key: str, schema: type[RunConfig]) -> tuple[Any, ...]:
-    field = dict(valid_keys(schema)).get(key)
-    return get_args(field.annotation) if field else ()
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig, LoraConfig
+from ..errors import RecipeError
 
 
 class GPTConfig(LanguageConfig):
@@ -36,6 +37,12 @@ class GPTConfig(LanguageConfig):
         if isinstance(data, dict):
             own = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
             data = {"tokenizer": own, **data}
+            given = data["tokenizer"]
+            if isinstance(given, dict) and (kind := given.get("kind", "file")) != "file":
+                raise RecipeError(
+                    f"data.tokenizer.kind: expected file, the tokenizer that init {init} was "
+                    f"trained with; got {kind!r}; remove it"
+                )
         return tree | {"model": with_shape(init, tree.get("model")), "data": data}
 
     @property

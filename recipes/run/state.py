@@ -81,7 +81,7 @@ def restore(
     restored = checkpoints.restore(like, say)
     if restored is None or is_same(restored.facts, config):
         return restored
-    say(f"continuing in other formats than those of the checkpoint of step {restored.step}")
+    say(f"the checkpoint of step {restored.step} has other formats than the run; converting it")
     written = with_formats(config, restored.facts["formats"])
     return restored._replace(state=place(_converted(restored.state, written, config), mesh))
 

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from ..config import RunConfig, describe_problem, unknown_key, valid_keys
+from ..config import RunConfig, describe_problems, unknown_key, valid_keys
 from ..errors import RecipeError
 from ..run.folder import flatten
 
@@ -102,7 +102,7 @@ def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
         run = type(config).model_validate(OmegaConf.to_container(tree))
         return Point(values, further, run.settled)
     except ValidationError as error:
-        problem = describe_problem(error.errors()[0], type(config))
+        problem = next(describe_problems(error.errors(), type(config)))
         raise RecipeError(
             f"sweep.grid: the point {in_words(values)} is no run: {problem}; change the grid, or "
             "add to sweep.when"

@@ -1,5 +1,6 @@
 """The documents of a config, one at a time, whatever they are kept in."""
 
+import codecs
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -78,11 +79,14 @@ def _texts(source: Source, config: DataConfig) -> Iterator[str]:
                 offset += len(raw)
     except UnicodeDecodeError as error:
         if source.mine:
+            wide = offset == 0 and error.object.startswith(
+                (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            )
             raise RecipeError(
                 f"data.path: {source.path} is not UTF-8 text: byte "
                 f"0x{error.object[error.start]:02x} at offset {offset + error.start} "
                 f"({error.reason}); convert the file to UTF-8, for example with "
-                "`iconv -f latin1 -t utf-8`"
+                f"`iconv -f {'utf-16' if wide else 'latin1'} -t utf-8`"
             ) from error
 
 

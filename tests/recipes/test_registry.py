@@ -32,6 +32,20 @@ WRONG = [
     (["data.tokenizer={lowercase: true}"], r"data\.tokenizer: vocab and lowercase are of kind bpe"),
     (["data.tokenizer={kind: bpe}", "model.vocab=300"], r"the 8192 ids of the bpe .*; got 300"),
     (["data.tokenizer={kind: file, path: gone}"], r"tokenizer\.path: gone cannot be read: No such"),
+    (
+        ["fp8_readout=gradient"],
+        r"fp8_readout \(.*: expected true, false or 'gradients'; .*; did you mean gradients\?",
+    ),
+    (["fp8_readout=null"], r"fp8_readout \(.*'gradients'; got None; correct the value"),
+    (
+        ["optimizer.loss_scale=-1"],
+        r"loss_scale \(.*\): expected greater than 0 or 'dynamic'; got -1",
+    ),
+    (
+        ["optimizer.moments=[float16]"],
+        r"moments \(.*\): expected at least 2 of them; got \['float16'\]",
+    ),
+    (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*; put quotes around the value"),
     (["policy=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
     (["model.residual.scheme=runing_mean"], r"residual\.scheme .*did you mean running_mean\?"),
     (["model.residual.scheme=fixed"], r"model\.residual: tau is set when scheme is fixed.*set tau"),
@@ -131,6 +145,20 @@ def test_every_problem_is_reported_at_once(config_file: Path) -> None:
     assert str(caught.value).count("expected") == 1
 
 
+def test_a_list_of_wrong_entries_is_not_called_too_short(config_file: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_config(config_file, ["lora={targets: [foo]}"])
+    (line,) = str(caught.value).splitlines()
+    assert "lora.targets.0 (linear layers" in line
+    assert "got 'foo'" in line
+
+
+def test_another_tokenizer_than_that_of_init_is_refused(config_file: Path) -> None:
+    init = f"init={FIXTURES / 'gpt2'}"
+    with pytest.raises(RecipeError, match=r"data\.tokenizer\.kind: expected file, .*got 'byte'"):
+        load_config(CONFIGS / "gpt2/finetune.yaml", [init, "data.tokenizer.kind=byte"])
+
+
 def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"does not exist.*did you mean .*tiny\.yaml\?"):
         load_config(config_file.with_name("tinny.yaml"))
@@ -163,6 +191,11 @@ def test_keys_of_a_section_that_is_null(config_file: Path) -> None:
 def test_a_section_override_keeps_its_other_keys(config_file: Path) -> None:
     config = load_config(config_file, ["model={layers: 3}"])
     assert (config.model.layers, config.model.width) == (3, 16)
+
+
+def test_an_empty_mapping_empties_a_section(config_file: Path) -> None:
+    words = ["optimizer.multipliers={readout: 2.0}", "optimizer.multipliers={}"]
+    assert load_config(config_file, words).optimizer == load_config(config_file).optimizer
 
 
 def test_a_mapping_takes_the_place_of_the_files(config_file: Path) -> None:

@@ -53,6 +53,12 @@ def test_files_that_are_not_text_are_named_with_the_offset(tmp_path: Path) -> No
             read(DataConfig(path=str(path)))
 
 
+def test_a_byte_order_mark_names_the_encoding(tmp_path: Path) -> None:
+    (tmp_path / "wide.txt").write_text("fine", encoding="utf-16")
+    with pytest.raises(RecipeError, match=r"byte 0xff at offset 0 .*`iconv -f utf-16 -t utf-8`"):
+        read(DataConfig(path=str(tmp_path / "wide.txt")))
+
+
 def test_missing_empty_and_unmatched(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data\.path: .*none\.txt does not exist; give a text"):
         read(DataConfig(path=str(tmp_path / "none.txt")))
