@@ -170,8 +170,8 @@ def figures() -> Iterator[str]:
     for figure in FIGURES:
         document = read(RESULTS / figure.file)
         row = _row_of(figure, tables(document)[figure.table])
-        missed = "**missed**: " if _is_any(row, MISSED) else ""
-        said = missed + figure.show.format_map(row)
+        open_ = "not resolved: " if _is_any(row, OPEN) else ""
+        said = ("**missed**: " if _is_any(row, MISSED) else open_) + figure.show.format_map(row)
         asked = row.get("asked", "")
         command = f"`{document['command']}`"
         shown = "same" if command == before else command

@@ -180,9 +180,8 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
     """Returns a Policy from itself or from the name of a preset.
 
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
-    the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; logits in
-    bfloat16, the gradients of a readout's `cross_entropy` in FP8). With scales from amax, E5M2
-    cotangents and the readout in bfloat16: "fp8_dynamic" (of this step), "fp8_delayed" (of earlier
+    the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
+    bfloat16, its gradients too). With scales from amax, E5M2 cotangents and such a readout: "fp8_dynamic" (of this step), "fp8_delayed" (of earlier
     steps; train with `nn.value_and_grad`), "fp8_static" (set once by `nn.calibrate`); "mxfp8" (a
     scale per 32 elements, all E4M3).
 
