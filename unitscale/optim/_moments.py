@@ -211,8 +211,7 @@ def _shift(
     over everything that it is computed from. A large array takes it from a sample of x and from
     what was seen before.
 
-    In few operations on small integers: XLA does them in the kernels that need a scale, where it
-    gives longer ones, for every array, a kernel of their own.
+    In few operations on small integers: of those of float32 XLA made a kernel more for each array.
     """
     halved = int(moment.root)
     if seen is None:
