@@ -126,8 +126,10 @@ def test_a_fusion_without_a_name_is_where_its_last_operation_is() -> None:
         "  %p = f32[8] parameter(0)\n"
         '  %s = f32[8] sine(%p), metadata={op_name="jit(f)/sin"}\n'
         '  %n = f32[8] negate(%s), metadata={op_name="jit(f)/neg"}\n'
-        "  ROOT %r = (f32[8]) tuple(%n)"
+        '  %q = f32[8] parameter(1), metadata={op_name="y"}\n'
+        "  %a = f32[8] add(%n, %q)\n"
+        "  ROOT %r = (f32[8]) tuple(%a)"
     )
-    call, computation = fusion(inner, "x", result="(f32[8])", root="(f32[8])")
-    text = program(f"{parameters(x='f32[8]')}\n{call}", computation)
+    call, computation = fusion(inner, "x", "y", result="(f32[8])", root="(f32[8])")
+    text = program(f"{parameters(x='f32[8]', y='f32[8]')}\n{call}", computation)
     assert [kernel.place for kernel in kernels(text)] == ["jit(f)/neg"]

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core import exponent_of, pow2, round_to_pow2, static_pow2, static_pow2_sqrt
+from unitscale.core import (
+    exponent_of,
+    normal_pow2,
+    pow2,
+    round_to_pow2,
+    static_pow2,
+    static_pow2_sqrt,
+)
 
 MODES = ["nearest", "up", "down"]
 
@@ -110,3 +117,8 @@ def test_static_edge_cases() -> None:
     for x in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="expected a positive finite number"):
             static_pow2(x)
+
+
+def test_normal_powers_of_two_are_those_of_pow2() -> None:
+    exponents = jnp.arange(-126, 128)
+    np.testing.assert_array_equal(normal_pow2(exponents), pow2(exponents))

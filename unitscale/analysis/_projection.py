@@ -121,7 +121,8 @@ class _Projection:
         if i.opcode != "fusion" or i.quoted("op_name"):
             return i
         inner = self.program.computations[i.calls[0]].values()
-        return next((j for j in reversed(inner) if j.quoted("op_name")), i)
+        named = (j for j in reversed(inner) if j.quoted("op_name") and j.opcode != "parameter")
+        return next(named, i)
 
 
 def _branches(i: Instruction) -> list[str]:

@@ -20,7 +20,8 @@ _MANTISSA_BITS = 23
 _MANTISSA = 0x007FFFFF
 _EXPONENT = 0x7F800000
 _SIGN = 0x80000000
-_MIN_EXPONENT = -126 - _MANTISSA_BITS
+_BIAS = 127
+_MIN_EXPONENT = 1 - _BIAS - _MANTISSA_BITS
 _MAX_EXPONENT = 127
 
 
@@ -61,7 +62,7 @@ def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
     unit = jnp.where(normal, jnp.uint32(_MANTISSA + 1), subnormal_unit)
     floor = jnp.where(normal, magnitude & jnp.uint32(_EXPONENT), subnormal_unit)
     above = jnp.where(normal, floor + unit, subnormal_unit << 1)
-    above = jnp.minimum(above, jnp.uint32((_MAX_EXPONENT + 127) << _MANTISSA_BITS))
+    above = jnp.minimum(above, jnp.uint32((_MAX_EXPONENT + _BIAS) << _MANTISSA_BITS))
     remainder = magnitude - floor
     if rounding == "nearest":
         # 2 * remainder >= unit, on integers; a subnormal with leading bit 0 has no remainder.
@@ -86,7 +87,7 @@ def exponent_of(x: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(jnp.asarray(x).astype(jnp.float32), jnp.uint32)
     magnitude = bits & jnp.uint32(~_SIGN & 0xFFFFFFFF)
-    exponent = (magnitude >> _MANTISSA_BITS).astype(jnp.int32) - 127
+    exponent = (magnitude >> _MANTISSA_BITS).astype(jnp.int32) - _BIAS
     leading = 31 - lax.clz(magnitude).astype(jnp.int32)
     return jnp.where(magnitude > _MANTISSA, exponent, leading + _MIN_EXPONENT)
 
@@ -102,7 +103,7 @@ def pow2(exponent: jax.Array) -> jax.Array:
         [5.000e-01 1.000e+00 1.024e+03]
     """
     exponent = jnp.asarray(exponent, jnp.int32)
-    normal = jnp.clip(exponent + 127, 1, 255).astype(jnp.uint32) << _MANTISSA_BITS
+    normal = jnp.clip(exponent + _BIAS, 1, 255).astype(jnp.uint32) << _MANTISSA_BITS
     shift = jnp.clip(exponent - _MIN_EXPONENT, 0, _MANTISSA_BITS).astype(jnp.uint32)
     subnormal = jnp.where(exponent < _MIN_EXPONENT, jnp.uint32(0), jnp.uint32(1) << shift)
     return lax.bitcast_convert_type(jnp.where(exponent >= -126, normal, subnormal), jnp.float32)
@@ -117,7 +118,7 @@ def normal_pow2(exponent: jax.Array) -> jax.Array:
         >>> print(normal_pow2(jnp.array([-1, 0, 10])))
         [5.000e-01 1.000e+00 1.024e+03]
     """
-    bits = (jnp.asarray(exponent, jnp.int32) + _MAX_EXPONENT) << _MANTISSA_BITS
+    bits = (jnp.asarray(exponent, jnp.int32) + _BIAS) << _MANTISSA_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

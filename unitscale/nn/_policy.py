@@ -181,9 +181,9 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
 
     Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
     the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
-    bfloat16, its gradients too). With scales from amax, E5M2 cotangents and such a readout: "fp8_dynamic" (of this step), "fp8_delayed" (of earlier
-    steps; train with `nn.value_and_grad`), "fp8_static" (set once by `nn.calibrate`); "mxfp8" (a
-    scale per 32 elements, all E4M3).
+    bfloat16, its gradients too). With scales from amax, E5M2 cotangents and the same readout:
+    "fp8_dynamic" (of this step), "fp8_delayed" (of earlier steps; train with `nn.value_and_grad`),
+    "fp8_static" (set once by `nn.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
 
     Args:
         policy: a Policy or the name of a preset.

@@ -128,7 +128,7 @@ def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax
     """
     bits = format_of(moment.dtype).mantissa_bits - moment.root
     biased = (_magnitude(x) + jnp.uint32(1 << (22 - bits))) >> 23
-    biased = jnp.minimum(biased, jnp.uint32(255)).astype(jnp.uint8)
+    biased = jnp.minimum(biased, jnp.uint32(_OF_NAN)).astype(jnp.uint8)
     if block is not None:
         blocks = -(-x.shape[-1] // block[-1])
         padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * block[-1] - x.shape[-1])]
@@ -140,7 +140,7 @@ def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax
 
 
 def _biased(x: jax.Array) -> jax.Array:
-    """The exponent of a positive number as it stands in its bits."""
+    """The exponent of a number as it stands in its bits, 0 of a subnormal one."""
     return (_magnitude(x) >> 23).astype(jnp.int32)
 
 
@@ -254,8 +254,8 @@ def store(
         key: for it.
         seen: by `look_at` of what is stored in its place so far; None takes scales from all of x.
 
-    An entry that is not finite becomes NaN, as do all of the array (or item, or block) whose scale
-    is chosen from it.
+    An entry that is not finite, or rounds to 2^128, becomes NaN, as do all of the array (or item,
+    or block) whose scale is chosen from it.
     """
     return _stored(x, key, seen, moment=moment, rounding=rounding)
 

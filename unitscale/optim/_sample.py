@@ -6,7 +6,8 @@ from typing import Any
 
 # All entries of an array that has at most so many are looked at.
 _ALL = 2**16
-# Of a larger one about so many, and so many for each of many scales.
+# Of a larger one at most so many in rows, about so many in columns, and so many for each of many
+# scales.
 _IN_ROWS = 2**14
 _IN_COLUMNS = 2**13
 _OF_ITEM = 2**10
@@ -18,7 +19,11 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 
 
 def rows(x: Any, axes: Sequence[int]) -> Any:
-    """Evenly spaced rows of an array for each scale that is shared along axes; all if small."""
+    """Rows of a large array, for the scales that are shared along axes; of a small one all.
+
+    At most 2^14 entries, or 2^10 for each of many scales. The first axes are thinned out first, and
+    may be left with one item; `columns` has entries of all.
+    """
     if not is_sampled(x.shape, axes):
         return x
     return _thinned(x, axes, _IN_ROWS)

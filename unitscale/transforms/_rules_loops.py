@@ -16,7 +16,7 @@ from ._carry import Form, crossing, enter, first_form, joined
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import leaving
-from ._stop import narrow_again, stops_on_floats, wide_results
+from ._stop import stops_on_floats, to_be_rounded, wide_results
 from ._values import Value, known_atoms, uniform
 
 
@@ -180,4 +180,4 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     if not wide:
         return results
     carried = before[len(tests) + len(known) :]
-    return [narrow_again(v, s, before) for v, s in zip(results, carried, strict=True)]
+    return [to_be_rounded(v, s, before) for v, s in zip(results, carried, strict=True)]

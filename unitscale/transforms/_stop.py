@@ -48,8 +48,8 @@ def wide_results(value: Value) -> Value:
     return value.with_data(value.data, dtype=wide_dtype(value.dtype))
 
 
-def narrow_again(value: Value, start: Value, operands: Sequence[Value]) -> Value:
-    """Returns what a wide loop does, to be rounded to the type it went in with where a chain ends.
+def to_be_rounded(value: Value, start: Value, operands: Sequence[Value]) -> Value:
+    """Marks a result of a wide loop: where a chain ends it is rounded to the type it went in with.
 
     Its size is not known. What follows in element-wise operations sees what the loop has computed:
     the entries of two arrays may lie far apart, and those of their product close together.
