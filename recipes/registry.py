@@ -63,7 +63,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
       RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that the
         recipe's config does not allow. The message names every such key. Or `init` is no folder of
-        GPT-2.
+        a decoder, or has another tokenizer.
     """
     file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
@@ -132,9 +132,7 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    todo = "put quotes around the value" if "*" in value else "correct the line"
-    where = f"override {word!r}"
-    parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), where, todo)
+    parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
     try:
         tree: Any = OmegaConf.to_container(parsed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -150,13 +148,15 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     OmegaConf.update(file, mapping, found, merge=merge)
 
 
-def _mapping(parse: Callable[[], Any], where: str, todo: str = "correct the line") -> DictConfig:
+def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:
     try:
         parsed = parse()
     except (YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
+        is_alias = "expected alphabetic or numeric" in problem  # which a star begins
+        todo = "put quotes around what begins with *" if is_alias else "correct the line"
         raise RecipeError(f"{where}{line}: not valid YAML: {problem}; {todo}") from error
     if not isinstance(parsed, DictConfig) or not parsed:
         got = "nothing" if not parsed else "a list"

@@ -86,7 +86,8 @@ def train(
 
     Raises:
       RecipeError: Unusable data or run folder, one that another process trains in, a full disk, a
-        loss that is not finite, or processes that disagree or no longer answer.
+        loss, weights or a validation loss that are not finite, or processes that disagree or no
+        longer answer.
     """
     console = Console() if console is None else console
     console = console if is_first() else Console(quiet=True)
@@ -211,7 +212,13 @@ class _Run:
         batches = self.data.validation(self.config.train.eval_batches)
         loss = mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
         if not math.isfinite(loss):
-            raise self.ruined(f"step {done}: the validation loss is not finite")
+            kept = self.checkpoints.newest == done
+            safe = (
+                "its checkpoint has the same weights, so pass --fresh to begin again"
+                if kept
+                else ""
+            )
+            raise self.ruined(f"step {done}: the validation loss is not finite", safe)
         return loss
 
     def check_weights(self, done: int) -> None:
@@ -219,10 +226,10 @@ class _Run:
         if not _is_finite(jax.tree.leaves(self.state.params)):
             raise self.ruined(f"step {done}: its update has left weights that are not finite")
 
-    def ruined(self, what: str) -> RecipeError:
+    def ruined(self, what: str, safe: str = "") -> RecipeError:
         """An error that says what is safe, and what to change."""
         return SharedError(
-            f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
+            f"{what}; {safe or self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
             "optimizer.clip_norm, or choose a policy of wider range",
             exit_code=1,
         )
@@ -280,12 +287,12 @@ class _Watch:
         if validating or saving:
             jax.block_until_ready(values)  # these steps count, what follows does not
             with self.clock.paused():
+                run.check_finite(done, self.recent)
                 if validating:
                     validation = run.validation_loss(done)
                     self.metrics.write(done, validation_loss=validation)
                     self.report.say(f"step {done}  validation loss {validation:.4f}")
                 if saving:
-                    run.check_finite(done, self.recent)
                     run.save(done)
         return None if self.signal is not None else run.state
 

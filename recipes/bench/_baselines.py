@@ -35,7 +35,15 @@ def _of_words(config: FinetuneConfig) -> list[dict[str, Any]]:
     ):
         fitted = make_pipeline(CountVectorizer(token_pattern=r"\S+"), model).fit(texts[0], train)
         shares[name] = float((fitted.predict(texts[1]) == wanted).mean())
+    if data.train[0].pair is not None:
+        common = [[[len(_words(row.text) & _words(row.pair))] for row in rows] for rows in parts]
+        found = LogisticRegression().fit(common[0], train).predict(common[1])
+        shares["number of words in common"] = float((found == wanted).mean())
     return [{"variant": name, "accuracy": share} for name, share in shares.items()]
+
+
+def _words(text: str | None) -> set[str]:
+    return set(normalize(text or "").split())
 
 
 def _of_spans(config: FinetuneConfig) -> list[dict[str, Any]]:
@@ -60,9 +68,9 @@ def _of_spans(config: FinetuneConfig) -> list[dict[str, Any]]:
 
 def likest_sentence(question: Question) -> str:
     """The first of the context's sentences that have most words in common with the question."""
-    asked = set(normalize(question.text).split())
+    asked = _words(question.text)
     sentences = [question.context[own] for own in sentences_of(question.context)]
-    return max(sentences, key=lambda sentence: len(asked & set(normalize(sentence).split())))
+    return max(sentences, key=lambda sentence: len(asked & _words(sentence)))
 
 
 def _f1(

@@ -47,7 +47,8 @@ def task_words(
     sst2: tuple[str, str] | None,
     articles: tuple[Path, Path] | None,
     positions: int | None,
-    pairs: bool,
+    *,
+    pairs: bool = False,
 ) -> dict[str, list[str]]:
     """Overrides of tuning on each task whose files are given, for a model of so many positions."""
     found: dict[str, list[str]] = {}
@@ -94,7 +95,8 @@ def pairs_of(question: Question, rng: np.random.Generator) -> list[str]:
 
     There is none without an answer, where two sentences share it, and where no other is.
     """
-    context, parts = question.context, sentences_of(question.context)
+    context = question.context
+    parts = [part for part in sentences_of(context) if context[part].strip()]
     answers = [(answer.start, answer.start + len(answer.text)) for answer in question.answers]
     held = [p for p in parts if any(p.start <= a and b <= p.stop for a, b in answers)]
     others = [p for p in parts if all(b <= p.start or p.stop <= a for a, b in answers)]

@@ -46,7 +46,7 @@ class Variant(NamedTuple):
     Attributes:
       kind: What is varied.
       rules: As `nn.set_policies` takes them.
-      dithered: Format that cotangents are rounded to up or down, before they are cast to it.
+      dithered: Format of cotangents that are dithered (`core.dithered`) before they are cast to it.
     """
 
     kind: str
@@ -121,8 +121,8 @@ def main(
     notes = [
         f"Evaluated and differentiated at the last parameters of the float32 runs, {batches} "
         "batches of validation text; what is not in FP8 is in bfloat16, the readout too unless it "
-        "is named. "
-        "Gradient error: norm of the difference over the norm, mean over kernels.",
+        "is named. Gradient error: norm of the difference over the norm, mean over kernels. "
+        "Dithered: rounded up or down by their own bits, but for subnormal numbers of the format.",
     ]
     publish("formats", [Table(title, rows)], json, notes)
 
@@ -169,13 +169,13 @@ def measured(runs: list[Trained]) -> tuple[dict[str, list[float]], dict[str, lis
 
 @contextmanager
 def dithered_cotangents(dtype: str | None) -> Iterator[None]:
-    """Within the block, cotangents of products are rounded to a format at random; None: not."""
+    """Within the block, cotangents that products have in a format are dithered; None: in none."""
     quantize = _product.quantize_tensor
 
-    def of_dithered(x: jax.Array, which: int, *rest: Any) -> Any:
-        if which == _product.COTANGENT and dtype is not None:
+    def of_dithered(x: jax.Array, which: int, axes: Any, config: Any, state: Any) -> Any:
+        if which == _product.COTANGENT and config is not None and dtype == config.cotangent:
             x = dithered(x, format_of(dtype).mantissa_bits).astype(x.dtype)
-        return quantize(x, which, *rest)
+        return quantize(x, which, axes, config, state)
 
     with mock.patch.object(_product, "quantize_tensor", of_dithered):
         yield

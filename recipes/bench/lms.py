@@ -102,6 +102,7 @@ def main(
         raise RecipeError("--pairs: expected the file of SQuAD; got none; add --squad FILE")
     if adapt and data is None:
         raise RecipeError("--adapt: expected a text beside those of tasks; got none; add --data")
+    entry = comparison("lms").only("--policies", policies)
     told = Told(config, overrides, seeds, fresh, data and [data], jobs)
     tables, notes = [], []
     curves = None if charlm is None else read_study(charlm)  # complains before hours of training
@@ -113,12 +114,12 @@ def main(
         articles = split_articles(squad, folder) if squad else None
         if adapt and data:
             told = adapted(told, base, data, sst2, articles)
-        found = compare(comparison("lms").only("--policies", policies), told)
+        found = compare(entry, told)
         tables.append(found.table())
         notes.append("No loss scale; loss over all validation text, its masks fixed.")
         if finetune:
             longest = found.configs[found.entry.reference][0].longest
-            own = task_words(sst2, articles, longest, pairs)
+            own = task_words(sst2, articles, longest, pairs=pairs)
             tables += tuned(found, own, Told(None, tuning, seeds, fresh, jobs=jobs))
             notes.append("Each policy's own pretrained models, tuned in the same policy.")
     if curves is not None:

@@ -42,6 +42,7 @@ _EXPECTED = {
     "string_pattern_mismatch": "a name without spaces or slashes",
     "model_type": "a mapping of keys to values",
     "model_attributes_type": "a mapping of keys to values",
+    "string_too_short": "at least {min_length} characters",
     "too_short": "at least {min_length} of them",
     "too_long": "at most {max_length} of them",
 }
@@ -76,13 +77,12 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
         return f"{key}: expected a value; got none; set it: {_meaning(key, schema)}"
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    *others, last = [
+    expected = " or ".join(
         _EXPECTED[one["type"]].format(**one.get("ctx", {}))
         if one["type"] in _EXPECTED
         else one["msg"].removeprefix("Input should be ")
         for one in group
-    ]
-    expected = f"{', '.join(others).replace(' or ', ', ')} or {last}" if others else last
+    ).replace("true or false or", "true, false or")
     named = [one["ctx"]["expected"] for one in group if one["type"] == "literal_error"]
     choices = re.findall("'([^']*)'", " ".join(named))
     close = [name for name in (_SHORT.get(str(got)),) if name in choices]
@@ -119,7 +119,7 @@ def unknown_key(key: str, schema: type[RunConfig]) -> str:
 
 
 def _meaning(key: str, schema: type[RunConfig]) -> str:
-    listed = key.rstrip(".0123456789")  # of an entry of a list
+    listed = re.sub(r"(\.\d+)+$", "", key)  # of an entry of a list
     field = dict(valid_keys(schema)).get(entry_of(listed, schema)[0])
     return (field.description if field else None) or f"described in {schema.__module__}"
 

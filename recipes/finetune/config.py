@@ -111,6 +111,10 @@ class ClassificationConfig(Section):
                 f"text, pair and label must be different columns; got text {self.text!r}, "
                 f"pair {self.pair!r} and label {self.label!r}; correct one of them"
             )
+        if self.mark_matches and self.pair is None:
+            raise ValueError(
+                "mark_matches is of pairs; got pair null; set pair, or mark_matches false"
+            )
         if self.labels and len(set(self.labels)) < len(self.labels):
             raise ValueError(
                 f"labels must be different names; got {self.labels}; remove the repeated ones"

@@ -35,9 +35,9 @@ class GPTConfig(LanguageConfig):
         from ..hf import with_shape  # noqa: PLC0415
 
         if isinstance(data, dict):
-            own = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
-            data = {"tokenizer": own, **data}
-            given = data["tokenizer"]
+            tokenizer = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
+            given = data.get("tokenizer", {})
+            data = {**data, "tokenizer": tokenizer | given if isinstance(given, dict) else given}
             if isinstance(given, dict) and (kind := given.get("kind", "file")) != "file":
                 raise RecipeError(
                     f"data.tokenizer.kind: expected file, the tokenizer that init {init} was "

@@ -45,7 +45,9 @@ WRONG = [
         ["optimizer.moments=[float16]"],
         r"moments \(.*\): expected at least 2 of them; got \['float16'\]",
     ),
-    (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*; put quotes around the value"),
+    (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*; put quotes around what begins"),
+    (["policies={'*.a': fp8"], r"policies=.*not valid YAML.*; correct the line"),
+    (["optimizer.b2=1.5"], r"b2 \(decay of the (second|mean).*\): expected less than 1; got 1\.5"),
     (["policy=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
     (["model.residual.scheme=runing_mean"], r"residual\.scheme .*did you mean running_mean\?"),
     (["model.residual.scheme=fixed"], r"model\.residual: tau is set when scheme is fixed.*set tau"),
@@ -154,9 +156,12 @@ def test_a_list_of_wrong_entries_is_not_called_too_short(config_file: Path) -> N
 
 
 def test_another_tokenizer_than_that_of_init_is_refused(config_file: Path) -> None:
-    init = f"init={FIXTURES / 'gpt2'}"
+    words = [f"init={FIXTURES / 'gpt2'}", "data.sequence_length=32"]
     with pytest.raises(RecipeError, match=r"data\.tokenizer\.kind: expected file, .*got 'byte'"):
-        load_config(CONFIGS / "gpt2/finetune.yaml", [init, "data.tokenizer.kind=byte"])
+        load_config(CONFIGS / "gpt2/finetune.yaml", [*words, "data.tokenizer.kind=byte"])
+    own = load_config(CONFIGS / "gpt2/finetune.yaml", words).data.tokenizer
+    moved = [*words, f"data.tokenizer.path={own.path}"]
+    assert load_config(CONFIGS / "gpt2/finetune.yaml", moved).data.tokenizer == own
 
 
 def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_last_update_that_ruins_the_weights_is_an_error(
     with pytest.raises(RecipeError, match=f"^step 1: {what} finite; .*learning_rate") as caught:
         run(config)
     assert caught.value.exit_code == 1
-    kept = "no checkpoint was written" if "weights" in what else "the checkpoint of step 1"
+    kept = "no checkpoint was written" if "weights" in what else "so pass --fresh to begin again"
     assert kept in str(caught.value)
 
 

@@ -66,10 +66,18 @@ def test_dithered_cotangents_are_right_in_the_mean(dtype: str) -> None:
         )
         return vjp(cotangent)[0].item() / 4096
 
+    def mean_in_float32() -> float:
+        _, vjp = jax.vjp(
+            lambda w: contract(jnp.ones((4096, 1)), w, Contraction("tk", "kn", "tn")),
+            jnp.ones((1, 1)),
+        )
+        return vjp(cotangent)[0].item() / 4096
+
     exact = 1.0 + step / 4
     with formats.dithered_cotangents(None):
         assert mean_of_gradients() == pytest.approx(1.0, abs=step / 100)
     with formats.dithered_cotangents(dtype):
+        assert mean_in_float32() == pytest.approx(exact, abs=step / 10000)
         assert mean_of_gradients() == pytest.approx(exact, abs=step / 50)
 
 

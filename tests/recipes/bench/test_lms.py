@@ -129,8 +129,9 @@ def test_pairs_of_a_question(answers: list[str], held: str | None, others: set[s
     assert seen == others
 
 
-def test_of_one_sentence_there_is_no_pair() -> None:
-    question = Question("q", "When?", "In 1878.", (Answer("1878", 3),))
+@pytest.mark.parametrize("context", ["In 1878.", "In 1878. "])
+def test_of_one_sentence_there_is_no_pair(context: str) -> None:
+    question = Question("q", "When?", context, (Answer("1878", 3),))
     assert pairs_of(question, np.random.default_rng(0)) == []
 
 
@@ -147,7 +148,7 @@ def test_pairs_are_written_beside_the_articles(tmp_path: Path) -> None:
     assert [row[-1] for row in rows] == ["1", "0"]
     config = load_config(CONFIGS / "bert" / "pairs.yaml", [*words, "init=runs/books"])
     assert len(load_classification(config.data, config.classification).train) == 2
-    tasks = task_words(None, (paths[0], paths[1]), None, True)
+    tasks = task_words(None, (paths[0], paths[1]), None, pairs=True)
     assert tasks["pairs"] == words
     assert [*tasks] == ["squad", "pairs"]
 
