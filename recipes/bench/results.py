@@ -29,7 +29,8 @@ Where the machine is a GPU, runs in float32 had `JAX_DEFAULT_MATMUL_PRECISION=hi
 `formats` and the losses of `parallel` are of gains and biases that learn at the whole rate, as they
 did until 2026-11-26; now `optimizer.multipliers` gives them 0.03 of it. `bench lms`
 has BERTs in `fp8` with gradients of the readout in FP8, not yet dithered, and tasks tuned from the
-first pretrained model of each policy; now each seed has its own.
+first pretrained model of each policy; `lms-pairs` has the defaults of now, one pretrained model of
+each policy and three seeds of each task.
 """
 
 
