@@ -7,11 +7,9 @@ differentiated once more, with some products in FP8 and everything else in bfloa
 numbers differ by rounding alone and not by what a seed makes of it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
@@ -19,8 +17,7 @@ import typer
 from flax import nnx
 
 from unitscale import nn
-from unitscale.core import dithered, format_of
-from unitscale.quant import MatmulConfig, Strategy, Unit, _product
+from unitscale.quant import MatmulConfig
 
 from ..config import RunConfig
 from ..run.evaluate import make_evaluation, mean_loss
@@ -34,24 +31,17 @@ E4M3, E5M2, WIDE = "float8_e4m3fn", "float8_e5m2", "bfloat16"
 REFERENCE = "float32"
 
 
-def in_formats(lhs: str, rhs: str, cotangent: str, strategy: Strategy | None = None) -> nn.Policy:
+def in_formats(lhs: str, rhs: str, cotangent: str, *, dither: bool = False) -> nn.Policy:
     """A policy whose products have these formats; all else is in bfloat16."""
-    matmul = MatmulConfig(lhs=lhs, rhs=rhs, cotangent=cotangent, strategy=strategy or Unit())
+    matmul = MatmulConfig(lhs=lhs, rhs=rhs, cotangent=cotangent, dither=dither)
     return nn.Policy(compute_dtype=WIDE, matmul=matmul)
 
 
 class Variant(NamedTuple):
-    """Policies of layers by pattern, and what they try.
-
-    Attributes:
-      kind: What is varied.
-      rules: As `nn.set_policies` takes them.
-      dithered: Format of cotangents that are dithered (`core.dithered`) before they are cast to it.
-    """
+    """Policies of layers by pattern, and what they try."""
 
     kind: str
     rules: Mapping[str, nn.Policy | str]
-    dithered: str | None = None
 
 
 def in_readout(lhs: str, rhs: str, cotangent: str) -> dict[str, nn.Policy | str]:
@@ -74,9 +64,11 @@ VARIANTS: dict[str, Variant] = {
     "weights": Variant("operand", _everywhere(in_formats(WIDE, E4M3, WIDE))),
     "cotangents": Variant("operand", _everywhere(in_formats(WIDE, WIDE, E4M3))),
     "cotangents in E5M2": Variant("operand", _everywhere(in_formats(WIDE, WIDE, E5M2))),
-    "cotangents, dithered": Variant("operand", _everywhere(in_formats(WIDE, WIDE, E4M3)), E4M3),
+    "cotangents, dithered": Variant(
+        "operand", _everywhere(in_formats(WIDE, WIDE, E4M3, dither=True))
+    ),
     "cotangents in E5M2, dithered": Variant(
-        "operand", _everywhere(in_formats(WIDE, WIDE, E5M2)), E5M2
+        "operand", _everywhere(in_formats(WIDE, WIDE, E5M2, dither=True))
     ),
     "all": Variant("operand", _everywhere("fp8")),
     "all, dynamic": Variant("scales", _everywhere("fp8_dynamic")),
@@ -151,11 +143,10 @@ def measured(runs: list[Trained]) -> tuple[dict[str, list[float]], dict[str, lis
         graphdef = structure(runs[0].config, name)
         evaluate, differentiate = make_evaluation(graphdef), jax.jit(gradient(graphdef))
         values[name] = [mean_loss(evaluate, r.params, r.rest, r.batches) for r in runs]
-        with dithered_cotangents(None if name == REFERENCE else VARIANTS[name].dithered):
-            found = [
-                [differentiate(r.params, r.rest, batch, None)[1] for batch in r.batches[:2]]
-                for r in runs
-            ]
+        found = [
+            [differentiate(r.params, r.rest, batch, None)[1] for batch in r.batches[:2]]
+            for r in runs
+        ]
         if name == REFERENCE:
             exact = found
         else:
@@ -165,20 +156,6 @@ def measured(runs: list[Trained]) -> tuple[dict[str, list[float]], dict[str, lis
             ]
         jax.clear_caches()
     return values, errors
-
-
-@contextmanager
-def dithered_cotangents(dtype: str | None) -> Iterator[None]:
-    """Within the block, cotangents that products have in a format are dithered; None: in none."""
-    quantize = _product.quantize_tensor
-
-    def of_dithered(x: jax.Array, which: int, axes: Any, config: Any, state: Any) -> Any:
-        if which == _product.COTANGENT and config is not None and dtype == config.cotangent:
-            x = dithered(x, format_of(dtype).mantissa_bits).astype(x.dtype)
-        return quantize(x, which, axes, config, state)
-
-    with mock.patch.object(_product, "quantize_tensor", of_dithered):
-        yield
 
 
 def structure(config: Any, name: str) -> nnx.GraphDef:

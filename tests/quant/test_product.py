@@ -1,5 +1,7 @@
 """The one differentiable contraction, against float64 products of operands cast by ml_dtypes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,3 +194,22 @@ def test_contraction_names_its_gradients() -> None:
     spec = Contraction("abk", "kn", "abn")
     assert spec.grad_lhs == Contraction("abn", "kn", "abk")
     assert spec.grad_rhs == Contraction("abk", "abn", "kn")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_dithered_cotangents_keep_their_mean(dtype: str) -> None:
+    """Numbers below the middle of a step, which rounded to the nearest all go down."""
+    step = float(jnp.finfo(dtype).eps)
+    cotangent = jnp.linspace(1.0, 1.0 + step / 2, 4096)[:, None]
+
+    def mean_of_gradients(config: MatmulConfig | None) -> float:
+        spec = Contraction("tk", "kn", "tn")
+        _, vjp = jax.vjp(
+            lambda w: contract(jnp.ones((4096, 1)), w, spec, config=config), jnp.ones((1, 1))
+        )
+        return vjp(cotangent)[0].item() / 4096
+
+    nearest = MatmulConfig(lhs="float32", rhs="float32", cotangent=dtype)
+    assert mean_of_gradients(nearest) == pytest.approx(1.0, abs=step / 100)
+    dithered = mean_of_gradients(dataclasses.replace(nearest, dither=True))
+    assert dithered == pytest.approx(mean_of_gradients(None), abs=step / 50)

@@ -26,6 +26,8 @@ class MatmulConfig:
         cotangent: format of the output's cotangent, "float8_e5m2" for range or "float8_e4m3fn" for
             precision.
         strategy: how scales are chosen.
+        dither: whether cotangents are rounded up or down by their own bits (`core.dithered`) before
+            they are cast, so that the mean of many stays. It costs some integer operations.
 
     Raises:
         ValueError: if a format is unknown, or the formats would need a product that no hardware
@@ -45,6 +47,7 @@ class MatmulConfig:
     rhs: str = "float8_e4m3fn"
     cotangent: str = "float8_e4m3fn"
     strategy: Strategy = dataclasses.field(default_factory=Unit)
+    dither: bool = False
 
     def __post_init__(self) -> None:
         check_strategy("MatmulConfig", self.strategy)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import ScaledArray, custom_vjp, format_of, result_dtype, to_float, widen
+from ..core import ScaledArray, custom_vjp, dithered, format_of, result_dtype, to_float, widen
 from ._amax import needs_scale, tensor_scale
 from ._config import MatmulConfig
 from ._contraction import Contraction, Factor, data_of, in_result, placed_as, product
@@ -71,6 +71,8 @@ def _quantized(
 ) -> tuple[ScaledArray, Seen | None]:
     dtype = (config.lhs, config.rhs, config.cotangent)[which]
     strategy = config.strategy
+    if config.dither and which == COTANGENT:
+        x = dithered(x, format_of(dtype).mantissa_bits).astype(x.dtype)
     if state is not None:
         if not needs_scale(dtype):
             return quantize_at(x, dtype, 1), None
