@@ -109,7 +109,8 @@ def main(
     for row in rows:
         del row["variant"]
     first = runs[0].config
-    title = f"Rounding alone, {len(runs)} models of {first.train.steps} steps"
+    models = "one model" if len(runs) == 1 else f"{len(runs)} models"
+    title = f"Rounding alone, {models} of {first.train.steps} steps"
     notes = [
         f"Evaluated and differentiated at the last parameters of the float32 runs, {batches} "
         "batches of validation text; what is not in FP8 is in bfloat16, the readout too unless it "
