@@ -48,7 +48,7 @@ from ._programs import (
     program_of,
 )
 from ._runs import Told
-from ._tasks import question_words, split_articles
+from ._tasks import split_articles, task_words
 from ._timing import train_step
 from .lms import tuned
 
@@ -273,8 +273,7 @@ def answers(setting: Setting) -> Rows:
     told = Told(str(CONFIGS / "bert/medium.yaml"), words, 1, False, setting.data and [setting.data])
     articles = split_articles(setting.squad, setting.folder)
     pretrained = compare(comparison("lms").of(["fp8"]), told)
-    longest = pretrained.configs["fp8"][0].longest
-    asked = {"squad": question_words(*articles, longest)}
+    asked = task_words(None, articles, pretrained.configs["fp8"][0].longest)
     (scored,) = tuned(pretrained, asked, Told(None, tuning, 1))
     return [dict(row) for row in [*pretrained.table().rows, *scored.rows]]
 

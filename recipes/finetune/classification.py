@@ -11,7 +11,7 @@ from tokenizers import Encoding, Tokenizer
 
 from ..atomic import write_json
 from ..errors import RecipeError
-from .records import Records, make_records, padding_copy
+from .records import Records, make_records, padding_copy, second_text
 from .rows import Dataset, Row
 
 _CHUNK = 1024
@@ -54,9 +54,7 @@ def make_classification_records(
             for encoding in tokenizer.encode_batch(
                 [(row.text, row.pair) if pairs else row.text for row in chunk]
             ):
-                parts = encoding.sequence_ids
-                first = parts.index(1) if 1 in parts else 0
-                second.append(slice(first, first + parts.count(1)))
+                second.append(second_text(encoding))
                 yield encoding
 
     records = make_records(encodings(), {"label": dataset.ids(rows)})

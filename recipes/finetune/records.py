@@ -76,6 +76,13 @@ def make_records(encodings: Iterable[Encoding], labels: dict[str, Any]) -> Recor
     return Records({"ids": ids, "segments": segments, "mask": mask, **values})
 
 
+def second_text(encoding: Encoding) -> slice:
+    """Where the second text of an encoded pair stands; of one text, an empty slice."""
+    parts = encoding.sequence_ids
+    first = parts.index(1) if 1 in parts else 0
+    return slice(first, first + parts.count(1))
+
+
 def padding_copy(tokenizer: Tokenizer, length: int) -> Tokenizer:
     """A tokenizer that pads to `length` tokens, and else encodes as the one given."""
     copy, padding = Tokenizer.from_str(tokenizer.to_str()), tokenizer.padding

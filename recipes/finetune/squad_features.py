@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ..errors import RecipeError
-from .records import Records, make_records, padding_copy
+from .records import Records, make_records, padding_copy, second_text
 from .squad_data import Question
 
 _CHUNK = 1024
@@ -80,11 +80,9 @@ def make_squad_features(
     def encodings() -> Iterator[Encoding]:
         lengths = sequence_length, max_question_length, stride
         for number, encoding in _encoded(questions, tokenizer, *lengths):
-            parts = encoding.sequence_ids
-            held = parts.count(1)
-            first = parts.index(1) if held else 0
-            offsets = np.array(encoding.offsets[first : first + held], np.int32).reshape(-1, 2)
-            windows.append(Window(number, first, offsets))
+            context = second_text(encoding)
+            offsets = np.array(encoding.offsets[context], np.int32).reshape(-1, 2)
+            windows.append(Window(number, context.start, offsets))
             for name, label in zip(labels, _label(windows[-1], questions[number]), strict=True):
                 labels[name].append(label)
             yield encoding
