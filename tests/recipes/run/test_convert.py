@@ -165,7 +165,7 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     with pytest.raises(RecipeError, match=r"(?s)policy: float32 -> fp8.*or --convert to go on in"):
         go_on(*few)
     loss, said = go_on(*few, convert=True)
-    assert "continuing in other formats than those of the checkpoint of step 3" in said
+    assert "the checkpoint of step 3 has other formats than the run; converting it" in said
     assert "resuming after step 3 of 6" in said
     assert loss != expected
     assert loss == pytest.approx(expected, rel=0.01)
