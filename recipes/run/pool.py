@@ -1,10 +1,13 @@
 """Work in several processes of their own, each on its share of the cores."""
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 from ..allocator import keep_freed_memory
@@ -28,7 +31,7 @@ def each(
             cores.put(share)
         with ProcessPoolExecutor(jobs, context, _begin, (cores,)) as pool:
             futures: dict[Future[Result], int] = {
-                pool.submit(work, *tasks[index]): index for index in attempts
+                pool.submit(_do, work, tasks[index]): index for index in attempts
             }
             broken = False
             try:
@@ -66,9 +69,31 @@ def _begin(cores: Any) -> None:
     It comes before JAX's first computation, which counts the cores and starts threads.
     """
     keep_freed_memory()
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     share = cores.get()
     if share:
         os.sched_setaffinity(0, share)
+
+
+def _stop_with_parent() -> None:
+    """Asks this process to stop when its parent is gone, which could not ask it.
+
+    Otherwise it would train on beside the command that resumes what it trains.
+    """
+    if parent := parent_process():
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _do(work: Callable[..., Result], task: Sequence[Any]) -> Result:
+    """Does a task; where the parent has gone meanwhile, the process ends with it."""
+    try:
+        return work(*task)
+    finally:
+        parent = parent_process()
+        if parent and not parent.is_alive():  # who asks for the next task would wait for ever
+            sys.stdout.flush()
+            os._exit(1)
 
 
 def message_of(error: Exception) -> str:

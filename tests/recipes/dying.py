@@ -1,8 +1,10 @@
-"""Work for processes of their own, which import nothing else."""
+"""Work for processes of their own, which import little else."""
 
 import os
 import time
 from pathlib import Path
+
+from recipes.run.signals import StopRequest
 
 
 def dies_at_two(number: int, folder: str) -> str | None:
@@ -18,3 +20,14 @@ def takes_a_while(number: int, folder: str) -> int:
     Path(folder, str(number)).touch()
     time.sleep(0.5)
     return number
+
+
+def waits_for_a_stop(number: int, folder: str) -> None:
+    """Work that leaves a file behind when it begins, and another when it is asked to stop."""
+    with StopRequest() as stop:
+        Path(folder, f"begun-{number}").touch()
+        for _ in range(300):
+            if stop.signal is not None:
+                Path(folder, f"stopped-{number}").touch()
+                break
+            time.sleep(0.1)

@@ -1,6 +1,9 @@
 """Work in processes of their own: what comes back, and what an interruption leaves undone."""
 
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,23 @@ def test_an_interruption_begins_nothing_more(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run()
     assert 1 <= len(list(tmp_path.iterdir())) < 10
+
+
+@pytest.mark.slow
+def test_processes_stop_when_their_parent_is_killed(tmp_path: Path) -> None:
+    code = f"""
+from recipes.run.pool import each
+from tests.recipes.dying import waits_for_a_stop
+list(each([(number, {str(tmp_path)!r}) for number in range(6)], 2, waits_for_a_stop))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    while len(list(tmp_path.glob("begun-*"))) < 2 and parent.poll() is None:
+        time.sleep(0.1)
+    parent.kill()
+    parent.communicate()  # until the last process that has its output has ended
+    begun = {path.name.removeprefix("begun-") for path in tmp_path.glob("begun-*")}
+    stopped = {path.name.removeprefix("stopped-") for path in tmp_path.glob("stopped-*")}
+    assert begun == stopped == {"0", "1"}
 
 
 def test_a_message_is_one_line() -> None:
