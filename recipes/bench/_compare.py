@@ -84,9 +84,10 @@ class Comparison(Section):
         return self.model_copy(update={"variants": found, "reference": reference})
 
     def at_rate(self, rate: float | None) -> dict[str, list[str]]:
-        """Overrides that give plain variants another learning rate; none for None."""
-        plain = [k for k, v in self.variants.items() if v.settings.get("model.library") == "plain"]
-        return {} if rate is None else {k: [f"optimizer.learning_rate={rate}"] for k in plain}
+        """Overrides of each variant: of plain ones another learning rate, unless it is None."""
+        words = [] if rate is None else [f"optimizer.learning_rate={rate}"]
+        plain = {k for k, v in self.variants.items() if v.settings.get("model.library") == "plain"}
+        return {name: [*words] if name in plain else [] for name in self.variants}
 
 
 class Compared(NamedTuple):

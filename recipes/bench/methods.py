@@ -54,7 +54,7 @@ def main(
 ) -> None:
     """Prints loss, lost gradients, cost and settings of methods to train in float16."""
     entry = comparison("methods")
-    own = {name: [] for name in entry.variants} | entry.at_rate(plain_learning_rate)
+    own = entry.at_rate(plain_learning_rate)
     own["loss-scale"].append(f"optimizer.loss_scale={loss_scale}")
     own["auto-loss-scale"].append(f"optimizer.loss_scale_interval={growth_interval}")
     found = compare(entry, Told(config, overrides, seeds, fresh, data, jobs), own)

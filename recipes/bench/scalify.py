@@ -22,7 +22,7 @@ from unitscale.transforms import scalify as transform
 
 from ._compare import compare, comparison, configs_of
 from ._operations import counted
-from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import compared, compiled, interleaved, random_batch, stepper, train_step
 
@@ -34,9 +34,7 @@ def main(
     overrides: Overrides = None,
     config: ConfigPath = None,
     data: DataPaths = None,
-    learning_rate: Annotated[
-        float, typer.Option(help="peak learning rate of the plain model")
-    ] = 1e-3,
+    plain_learning_rate: PlainRate = None,
     seeds: Seeds = None,
     jobs: Jobs = 1,
     fresh: Fresh = False,
@@ -49,16 +47,17 @@ def main(
     """Prints losses, step times and compile times under scalify, and programs of wide range."""
     entry = comparison("scalify")
     wanted = entry.only("--formats", formats, prefix="scalify-")
-    told, own = Told(config, overrides, seeds, fresh, data, jobs), entry.at_rate(learning_rate)
+    told = Told(config, overrides, seeds, fresh, data, jobs)
+    own = entry.at_rate(plain_learning_rate)
     tables = compare(wanted, told, own).tables() if runs else []
     three = "scalify-float32", "scalify-float16", "plain-float32"
     scaled, half, plain = (configs_of(entry, told, name, own[name])[0] for name in three)
     tables += [costs(scaled, half, plain, rounds, compilations), counted(), extremes(programs())]
     notes = [
-        f"learning rate {learning_rate}, no loss scale; loss over all validation text. float16: "
-        "parameters, Adam's state and activations; fp8: as float16, operands of linear layers in "
-        "E4M3 and the gradients of their outputs in E5M2, no dynamic rescale. Readout and "
-        "attention products stay float16.",
+        f"learning rate {plain.optimizer.learning_rate:g}, no loss scale; loss over all validation "
+        "text. float16: parameters, Adam's state and activations; fp8: as float16, operands of "
+        "linear layers in E4M3 and the gradients of their outputs in E5M2, no dynamic rescale. "
+        "Readout and attention products stay float16.",
         "Everyday functions, each at three input scales: pytest tests/transforms -k "
         "value_and_gradient. The rule of every primitive: python -m unitscale.transforms.",
     ]

@@ -125,7 +125,7 @@ def test_options_choose_among_variants() -> None:
     entry = comparison("scalify").only("--formats", "fp8, float32", prefix="scalify-")
     assert list(entry.variants) == ["plain-float32", "scalify-fp8", "scalify-float32"]
     assert entry.at_rate(0.5) == {name: ["optimizer.learning_rate=0.5"] for name in entry.variants}
-    assert entry.at_rate(None) == {}
+    assert entry.at_rate(None) == {name: [] for name in entry.variants}
     with pytest.raises(RecipeError, match=r"--formats: expected some of float16, .* got fp9"):
         comparison("scalify").only("--formats", "fp9", prefix="scalify-")
 

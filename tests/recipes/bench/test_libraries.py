@@ -14,9 +14,9 @@ from recipes.errors import RecipeError
 
 
 def test_a_variant_has_a_run_for_each_rate() -> None:
-    entry = comparison("libraries").at_rates({PLAIN: [0.002, 0.001]})
+    entry = comparison("libraries").at_rates({PLAIN: [0.002, 0.004]})
     rates = {k: v.settings.get("optimizer.learning_rate") for k, v in entry.variants.items()}
-    assert rates == {f"{PLAIN}-0.002": 0.002, PLAIN: 0.001, UNIT: None}
+    assert rates == {f"{PLAIN}-0.002": 0.002, PLAIN: 0.004, UNIT: None}
     assert entry.reference == PLAIN
     assert entry.label(f"{PLAIN}-0.002") == "plain flax.nnx, 0.002"
     assert comparison("libraries").at_rates({PLAIN: [0.3]}).reference == f"{PLAIN}-0.3"
