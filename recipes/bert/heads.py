@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from unitscale import ScaledArray, ops, rules
+from unitscale import ScaledArray, batch_size, ops, rules
+from unitscale.core import shards
 
 
 class Head(NamedTuple):
@@ -51,7 +52,8 @@ def rows_of(x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
     """
     batch, time, width = x.shape
     start = time * jnp.arange(batch)[:, None]
-    return ops.embed(start + positions, x.reshape(batch * time, width))
+    with batch_size(positions.size):  # devices that divide the batch divide the table as well
+        return ops.embed(start + positions, x.reshape(batch * time, width))
 
 
 def mean_loss(
@@ -64,8 +66,8 @@ def mean_loss(
     """Mean cross entropy of the labels that count, a float32 scalar.
 
     Scaling:
-        The backward factor is `share * rows`, rows being all labels, those that do not count
-        included: a constant, whatever the number of those that do.
+        The backward factor is `share * rows`, rows being all labels, those of other devices and
+        those that do not count included: a constant, whatever the number of those that do.
 
     Args:
         logits: (..., classes).
@@ -82,7 +84,7 @@ def mean_of(
 ) -> jax.Array:
     """`mean_loss`, from the sum of the losses."""
     count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
-    return ops.scale_bwd(total / count, share * labels.size)
+    return ops.scale_bwd(total / count, share * labels.size * shards(labels))
 
 
 def shares(heads: Sequence[Head]) -> tuple[float, ...]:

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+import unitscale
 from recipes.bert.config import BertModelConfig, Pairs
 from recipes.bert.model import Bert, Encoder
 from tests.gradients import check, jit
 from tests.modules import FLOAT64, model_loss
+from unitscale import batch_over
+from unitscale.parallel import make_mesh
 
 VOCAB, TIME = 11, 9
 
@@ -74,6 +78,30 @@ def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, opti
     tables = 2 + (not turned)
     heads = 4 + (not config.tied_readout) + (3 if pairs != "none" else 0)
     assert len(constants) == tables + 2 + config.layers * per_layer + heads
+
+
+@pytest.mark.parametrize("pairs", ["none", "sentence_order"])
+def test_gradients_on_several_devices_are_those_on_one(pairs: Pairs) -> None:
+    graphdef, params = nnx.split(Bert(shape(), pairs, policy="float32", rngs=nnx.Rngs(0)))
+    rows = [np.concatenate([part] * 4)[:8] for part in batch()[: 5 + (pairs != "none")]]
+    rows[4] = np.ones_like(rows[4])  # a mean over devices is the mean where each counts as many
+
+    def gradients(devices: int) -> list[jax.Array]:
+        mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
+
+        def local(params: Any, *batch: jax.Array) -> Any:
+            with batch_over("data"):
+                grads = unitscale.grad(lambda p: nnx.merge(graphdef, p).loss(*batch))(params)
+            return jax.lax.pmean(grads, "data")
+
+        whole, parts = PartitionSpec(), [PartitionSpec("data")] * len(rows)
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=(whole, *parts), out_specs=whole, check_vma=False
+        )
+        return jax.tree.leaves(jax.jit(run)(params, *rows))
+
+    for one, many in zip(gradients(1), gradients(4), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-4, atol=1e-5)
 
 
 def test_logits_are_those_of_the_positions() -> None:
