@@ -65,6 +65,12 @@ def test_multiply_rounds_once_and_a_factor_of_1_is_nothing() -> None:
     assert not jax.make_jaxpr(lambda x: multiply(x, 1.0))(x).eqns
 
 
+def test_8_bits_saturate() -> None:
+    x = jnp.full(1, 300, jnp.float8_e4m3fn)
+    y, vjp = jax.vjp(lambda x: scale(x, 2.0, -3.0), x)
+    assert (y.item(), vjp(x)[0].item()) == (448, -448)
+
+
 def test_forward_mode_is_explained() -> None:
     with pytest.raises(TypeError, match="unitscale: scale defines its backward pass only"):
         jax.jacfwd(lambda x: scale(x, 2.0, 3.0))(jnp.ones(2))

@@ -103,6 +103,12 @@ def test_gradient() -> None:
             np.testing.assert_array_equal(grad.scale, np.zeros(grad.scale.shape))
 
 
+def test_8_bits_are_reduced_in_float32() -> None:
+    x = ScaledArray(jnp.full(1000, 1.25, jnp.float8_e4m3fn))
+    assert x.sum(where=np.ones(1000, bool)).value == x.sum().value == 1248  # in bfloat16
+    assert (x.std(), x.var(), x.mean(where=np.ones(1000, bool)).value) == (0, 0, 1.25)
+
+
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
 def test_options_are_those_of_arrays(name: str) -> None:
     """As losses of optax, and functions of NumPy, give them to what has such methods."""

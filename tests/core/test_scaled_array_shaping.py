@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.batching import compute, entry
-from unitscale.core import ScaledArray
+from unitscale.core import ScaledArray, as_scaled
 
 from .arrays import KINDS, exact, make, stored
 
@@ -47,6 +47,15 @@ def test_transposed_scales_stay_small(kind: str) -> None:
     x = make(kind, "float32")
     assert x.T.scale.shape == x.scale.shape[::-1]
     assert x.T.scale.dtype == x.scale.dtype
+
+
+def test_transposed_stacks_stay_stacks() -> None:
+    """Of one layer too, which `jax.lax.scan` still has to find."""
+    for layers in (1, 2):
+        x = as_scaled(jnp.ones((layers, 2, 3)), stack_axes=1)
+        assert x.transpose(0, 2, 1).scale.shape == x.swapaxes(1, 2).scale.shape == (layers, 1, 1)
+    features = ScaledArray(jnp.ones((2, 3)), jnp.array([1.0, 2.0, 4.0]))
+    np.testing.assert_array_equal(features.T.value, np.asarray(features.value).T)
 
 
 def test_transposed_blocks_stay_blocks() -> None:

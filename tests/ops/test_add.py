@@ -96,9 +96,16 @@ def test_scale_of_the_sum() -> None:
 
 @pytest.mark.parametrize("scale", [None, 8.0, 2.0**-12, np.float32([[1], [2], [4]])])
 @pytest.mark.parametrize(
-    "op", [lambda x: ops.add(3, x), lambda x: ops.add(x, 3)], ids=["3+x", "x+3"]
+    "op",
+    [
+        lambda x: ops.add(3, x),
+        lambda x: ops.add(x, 3),
+        lambda x: ops.add(np.float32(3), x),
+        lambda x: ops.add(x, np.int64(3)),
+    ],
+    ids=["3+x", "x+3", "float32+x", "x+int64"],
 )
-def test_a_python_number_is_added_as_it_is(op, scale) -> None:
+def test_a_number_is_added_as_it_is(op, scale) -> None:
     linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,), scales=(scale,))()
     if isinstance(scale, float):
         assert op(ScaledArray(jnp.ones(2), scale)).scale == scale

@@ -238,6 +238,23 @@ def test_inside_of_shard_map_each_device_has_its_experts() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_scales_of_experts_on_several_devices() -> None:
+    """Kernels with a scale for each expert, as optimizers store them."""
+    x, kernel, up, down = (jnp.asarray(a, jnp.float32) for a in normal("scales", *shapes(4)))
+    scale = jnp.array([1.0, 1.0, 4.0, 4.0]).reshape(4, 1, 1)
+    args = x, kernel, ScaledArray(up / scale, scale), ScaledArray(down / scale, scale)
+
+    def run(x, kernel, up, down):
+        y, pull = jax.vjp(lambda *args: mixture(*args, ROUTES["two"]).value, x, kernel, up, down)
+        return y, pull(jnp.cos(y))
+
+    expected = jax.jit(run)(*args)
+    with jax.set_mesh(make_mesh({"expert": 2}, devices=jax.devices()[:2])):
+        found = jax.jit(run)(*args)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def in_shard_map(spec, **options):
     mesh = make_mesh({"expert": 2}, devices=jax.devices()[:2])
     args = [jnp.asarray(a, jnp.float32) for a in normal("refused", *shapes(4))]

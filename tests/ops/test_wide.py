@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from unitscale import ops
+from unitscale import nn, ops
 from unitscale.ops._wide import wide_op
 
 from .conformance import case, in_every_dtype, normal
@@ -96,3 +97,32 @@ def test_the_advised_way_to_a_jacobian_vector_product_works(name: str) -> None:
         return jnp.sum(advised), jnp.sum(vjp(jnp.ones_like(y))[0] * v)
 
     np.testing.assert_allclose(*jax.jit(both_ways)(x, v), rtol=1e-5)
+
+
+def attend(x):
+    x = x.reshape(1, 2, 1, 2)
+    return ops.dot_product_attention(x, x, x)
+
+
+OF_8_BITS = {
+    "dropout": lambda x: ops.dropout(x, 0.01, key=jax.random.key(0)),
+    "attention": attend,
+    "dense": nn.Dense(4, 4, policy="bfloat16", rngs=nnx.Rngs(0)),
+    "experts": lambda x: ops.mixture(
+        lambda rows, params, groups: rows, x, ops.route(x, jnp.eye(4), 2), ()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_8_BITS)
+def test_cotangents_of_8_bit_inputs_saturate(name: str) -> None:
+    y, vjp = jax.vjp(lambda x: OF_8_BITS[name](x).value, jnp.ones((1, 4), jnp.float8_e4m3fn))
+    (found,) = vjp(jnp.full_like(y, 3000))
+    assert found.dtype == jnp.float8_e4m3fn
+    assert jnp.abs(found.astype(jnp.float32)).max() == 448
+
+
+@pytest.mark.parametrize("fan", [lambda x: ops.residual_split(x, 1.0), lambda x: ops.fan_out(x, 3)])
+def test_sums_of_8_bit_cotangents_saturate(fan) -> None:
+    y, vjp = jax.vjp(lambda x: [each.data for each in fan(x)], jnp.ones(1, jnp.float8_e4m3fn))
+    assert vjp([jnp.full(1, 320, jnp.float8_e4m3fn)] * len(y))[0].item() == 448

@@ -56,10 +56,12 @@ def test_blocks_go_into_the_data() -> None:
     )
 
 
-def test_scales_whose_product_overflows() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scales_whose_product_overflows(dtype: str) -> None:
     """Beside a value that overflows, a zero stays a zero."""
-    lhs, rhs = whole(np.float32([[1.0], [0.0]]), 2.0**100), whole(np.float32([[1.0]]), 2.0**100)
-    y = product(lhs, rhs, Contraction("bk", "kn", "bn"), 1.0, "float32")
+    operands = (np.asarray(x, dtype) for x in ([[1.0], [0.0]], [[1.0]]))
+    lhs, rhs = (whole(x, 2.0**100) for x in operands)
+    y = product(lhs, rhs, Contraction("bk", "kn", "bn"), 1.0, dtype)
     assert y[0, 0] > 2.0**127
     assert y[1, 0] == 0
 

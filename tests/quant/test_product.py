@@ -213,3 +213,11 @@ def test_dithered_cotangents_keep_their_mean(dtype: str) -> None:
     assert mean_of_gradients(nearest) == pytest.approx(1.0, abs=step / 100)
     dithered = mean_of_gradients(dataclasses.replace(nearest, dither=True))
     assert dithered == pytest.approx(mean_of_gradients(None), abs=step / 50)
+
+
+def test_dithered_cotangents_saturate() -> None:
+    """Also the largest of float16, which rounded up are beyond it."""
+    config = MatmulConfig(lhs="float32", rhs="float32", dither=True)
+    lhs = jnp.ones((1, 1), jnp.float16)
+    _, vjp = jax.vjp(lambda x: contract(x, lhs, PLAIN, config=config), lhs)
+    assert vjp(jnp.full((1, 1), 65472, jnp.float16))[0].item() == 448

@@ -18,6 +18,7 @@ from ._cast import (
     narrow as narrow,
     stored as stored,
     widen as widen,
+    widened as widened,
 )
 from ._convert import (
     as_scaled as as_scaled,

@@ -46,6 +46,18 @@ def result_dtype(*data: jax.Array) -> np.dtype:
     return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
+def summable(value: jax.Array) -> jax.Array:
+    """Returns a value in a type that JAX reduces in float32, as it does not 8-bit ones.
+
+    Example:
+        >>> x = jnp.ones(999, jnp.float8_e4m3fn)
+        >>> print(x.std(), summable(x).std())
+        nan 0
+    """
+    value = jnp.asarray(value)
+    return value.astype(result_dtype(value))
+
+
 def scalar_pair(x: float, beside: Scale = None) -> Pair:
     """Splits a Python number exactly into data of magnitude near 1 and a power-of-two scale.
 

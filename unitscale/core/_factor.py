@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._formats import wide_dtype
+from ._cast import narrow, widen
 from ._vjp import custom_vjp
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
     """Returns ``x * factor`` computed in the wide dtype and rounded once to the dtype of ``x``.
 
-    The factor itself is never rounded to a narrow type, and a factor of 1 is no operation.
+    The factor itself is never rounded to a narrow type, and a factor of 1 is no operation. Finite
+    values saturate in 8 bits.
 
     Example:
         >>> multiply(jnp.ones((), jnp.float16), 1e-4).dtype.name
@@ -25,7 +26,7 @@ def multiply(x: jax.Array, factor: float) -> jax.Array:
     """
     if factor == 1:
         return x
-    return (x.astype(wide_dtype(x.dtype)) * factor).astype(x.dtype)
+    return narrow(widen(x) * factor, x.dtype)
 
 
 @partial(custom_vjp, nondiff_argnums=(1, 2))

@@ -6,6 +6,7 @@ that do not follow one another from number to number, key to key and step to ste
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,11 @@ def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
         >>> print(dithered(jnp.linspace(14.4, 14.6, 1000), 2).mean().round(1))
         14.5
     """
-    x = x.astype(jnp.float32)
+    return _dithered(x.astype(jnp.float32), mantissa_bits)
+
+
+@partial(jax.jit, static_argnums=1)  # by its name analysis knows it for a rounding
+def _dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     rounded = carried(bits, bits * jnp.uint32(_SPREAD), 23 - mantissa_bits)
     exponent = bits >> 23 & 0xFF

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from . import _arithmetic as arithmetic
 
@@ -36,7 +35,7 @@ def of_value(name: str) -> Any:
     """A method of `jax.Array` whose result has no scale to keep, as one that takes the value."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(jnp.asarray(self.value), name)(*args, **kwargs)
+        return getattr(arithmetic.summable(self.value), name)(*args, **kwargs)
 
     method.__name__ = name
     method.__doc__ = f"As `jax.Array.{name}`, of the value; the result is a plain one."

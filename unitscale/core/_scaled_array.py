@@ -336,9 +336,9 @@ class ScaledArray:
         if block is not None:
             # The sizes of the transpose of an array of that shape, which repeats one number.
             block = np.broadcast_to(0, block).transpose(*axes).shape
-        elif self.scale is None or self.scale.size == 1:
+        elif self.scale is None or self.scale.ndim == 0:
             return self._rearrange(lambda x: x.transpose(*axes))
-        scale = jnp.asarray(self.scale)
+        scale = jax.lax.expand_dims(self.scale, range(self.data.ndim - jnp.ndim(self.scale)))
         return ScaledArray(self.data.transpose(*axes), scale.transpose(*axes), block_shape=block)
 
     @property
@@ -360,7 +360,8 @@ class ScaledArray:
         data, scale = self.pair
         options = {name: option for name, option in options.items() if option is not None}
         if options or arithmetic.varies_over(data, scale, axis):
-            return ScaledArray(fn(self.value, axis=axis, keepdims=keepdims, **options))
+            value = arithmetic.summable(self.value)
+            return ScaledArray(fn(value, axis=axis, keepdims=keepdims, **options))
         if fn is jnp.sum:
             return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
         reduced = fn(widen(data), axis=axis, keepdims=keepdims)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import rules
 from ..core import (
@@ -24,6 +25,8 @@ from ..core import (
 )
 from ..rules import Constraint
 from ._operands import ArrayLike, shape_error, sharers, unpack
+
+_NUMBER = int, float, np.number
 
 
 @partial(custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -156,10 +159,10 @@ def add(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (add).
     """
-    if isinstance(x, (int, float)) and not isinstance(y, (int, float)):
+    if isinstance(x, _NUMBER) and not isinstance(y, _NUMBER):
         x, y = y, x
     a, a_scale = unpack("add", "x", x)
-    if isinstance(y, (int, float)):
+    if isinstance(y, _NUMBER):
         return combine(
             (a, a_scale),
             (jnp.float32(y), None),

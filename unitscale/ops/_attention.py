@@ -17,6 +17,7 @@ from ..core import (
     vary_alike,
     wide_dtype,
     widen,
+    widened,
 )
 from ..rules import Constraint
 from ._attention_chunked import attend_in_chunks
@@ -122,7 +123,7 @@ def dot_product_attention(
     # whose factors fuse with what reads them; the cotangent of a fused kernel would be written.
     common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
     qd, kd, vd = (
-        scale_bwd(x, factor / common).astype(shared)
+        widened(scale_bwd(x, factor / common), shared)
         for x, factor in zip((qd, kd, vd), factors.bwd, strict=True)
     )
     rate = 0.0 if deterministic else dropout_rate

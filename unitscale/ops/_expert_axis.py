@@ -129,7 +129,9 @@ class Places:
         """Returns the sum of what all devices' experts have given, with the largest scale."""
         if self.ways == 1:
             return y, scale
-        scale = None if scale is None else lax.pmax(scale, self.axis)
+        if scale is not None:
+            own, scale = scale, lax.pmax(scale, self.axis)
+            y = y * (own / scale)
         return narrow(lax.psum(y, self.axis), dtype), scale
 
 

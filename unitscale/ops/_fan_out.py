@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..core import ScaledArray, custom_vjp
+from ..core import ScaledArray, custom_vjp, narrow, widen
 from ._operands import ArrayLike, unpack
 
 
@@ -53,7 +53,10 @@ def _fan_out_fwd(x: jax.Array, count: int) -> tuple[tuple[jax.Array, ...], None]
 
 
 def _fan_out_bwd(count: int, _: None, gradients: Any) -> tuple[jax.Array]:
-    return (reduce(lambda total, gradient: gradient + total, gradients),)
+    dtype = gradients[0].dtype
+    if dtype.itemsize == 1:  # in which sums would round at each step, and not saturate
+        gradients = map(widen, gradients)
+    return (narrow(reduce(lambda total, gradient: gradient + total, gradients), dtype),)
 
 
 _fan_out.defvjp(_fan_out_fwd, _fan_out_bwd)

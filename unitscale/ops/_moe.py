@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, custom_vjp, narrow, result_dtype, scale_bwd, shards, widen
+from ..core import (
+    ScaledArray,
+    custom_vjp,
+    narrow,
+    result_dtype,
+    scale_bwd,
+    shards,
+    widen,
+    widened,
+)
 from ._expert_axis import Places, divided_as, rows_of
 from ._grouped import Groups
 from ._linear import affine
@@ -298,7 +307,7 @@ def mixture(
         return places.total(y, y_scale, dtype)
 
     flat = rows_of(data)
-    flat = flat.astype(result_dtype(flat))
+    flat = widened(flat, result_dtype(flat))
     y, y_scale = places.map(run, flat, scale, routing.gates, routing.experts, params)
     y = divided_as(y.reshape(*data.shape[:-1], y.shape[-1]), data)
     return ScaledArray(y, y_scale)

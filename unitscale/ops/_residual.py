@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .. import rules
 from ..core import ScaledArray, custom_vjp, narrow, result_dtype, scale_bwd, widen
 from ._add import combine
+from ._fan_out import fan_out
 from ._operands import ArrayLike, shape_error, unpack
 
 Tau = float | rules.ResidualFactors
@@ -66,10 +67,10 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
-    data, scale = unpack("residual_split", "x", x)
+    unpack("residual_split", "x", x)  # complains
     factors = _factors(tau)
-    x = ScaledArray(data, scale)
-    return _scaled_bwd(x, factors.branch), _scaled_bwd(x, factors.skip)
+    branch, skip = fan_out(x, 2)
+    return _scaled_bwd(branch, factors.branch), _scaled_bwd(skip, factors.skip)
 
 
 def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:

@@ -39,7 +39,7 @@ def all_gather(
     Scaling:
         data = part / scale, rounded once and saturating; the scale is the smallest power of two
         with which the largest magnitude of all parts fits. What is in ``dtype`` already, with one
-        scale for all parts, arrives as it was.
+        power of two for the scale of all parts, arrives as it was.
 
     No derivative passes: an 8-bit array has 8-bit cotangents. Differentiate with respect to
     ``to_array`` of what this returns, and bring the gradient back with `reduce_scatter`.

@@ -72,7 +72,7 @@ def _quantized(
     dtype = (config.lhs, config.rhs, config.cotangent)[which]
     strategy = config.strategy
     if config.dither and which == COTANGENT:
-        x = dithered(x, format_of(dtype).mantissa_bits).astype(x.dtype)
+        x = dithered(x, format_of(dtype).mantissa_bits)
     if state is not None:
         if not needs_scale(dtype):
             return quantize_at(x, dtype, 1), None
