@@ -16,7 +16,7 @@ from rich.console import Console
 from . import MODULE, PROGRAM
 from .allocator import keep_freed_memory
 from .bench import BENCHMARKS
-from .errors import RecipeError, complain
+from .errors import RecipeError, complain, told_by
 from .registry import load_config
 
 app = typer.Typer(
@@ -244,17 +244,12 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it writes
     try:
         app(words, prog_name=PROGRAM)  # a wrong word is reported there, exit code 2
-    except RecipeError as error:
-        if wants_traceback:
+    except Exception as error:
+        told = told_by(error)
+        if wants_traceback or told is None:
             raise
-        complain(str(error))
-        return error.exit_code
-    except (TypeError, ValueError) as error:
-        # What the library says of a call it says to the user: an option of YAML was handed on.
-        if wants_traceback or not str(error).startswith("unitscale."):
-            raise
-        complain(str(error))
-        return 2
+        complain(str(told))
+        return told.exit_code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0

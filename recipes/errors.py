@@ -22,6 +22,16 @@ class RecipeError(Exception):
         self.exit_code = exit_code
 
 
+def told_by(error: BaseException) -> RecipeError | None:
+    """What an error tells the user: its own message, or nothing that an error of a program would.
+
+    What the library says of a call it says to the user: an option of YAML was handed on.
+    """
+    if isinstance(error, TypeError | ValueError) and str(error).startswith("unitscale."):
+        return RecipeError(str(error))
+    return error if isinstance(error, RecipeError) else None
+
+
 @contextlib.contextmanager
 def refused(what: str, todo: str, *, exit_code: int = 2) -> Iterator[None]:
     """Makes an OSError of the block a message: what could not be done, why, and what to do."""

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 import unitscale
 from unitscale.parallel import initialize
 
-from ..errors import RecipeError, complain
+from ..errors import RecipeError, complain, told_by
 
 
 class SharedError(RecipeError):
@@ -75,9 +75,9 @@ def joined(processes: Processes) -> Iterator[None]:
         raise
     except BaseException as error:
         code = 1
-        if isinstance(error, RecipeError):
-            complain(str(error))
-            code = error.exit_code
+        if told := told_by(error):
+            complain(str(told))
+            code = told.exit_code
         elif is_lost(error):
             complain(lost_message(error))
         else:
@@ -142,8 +142,10 @@ def together() -> Iterator[None]:
     own: RecipeError | None = None
     try:
         yield
-    except RecipeError as error:
-        own = error
+    except Exception as error:
+        own = told_by(error)
+        if own is None:
+            raise
     texts = all_texts("" if own is None else str(own))
     if own is not None:
         raise SharedError(str(own), exit_code=own.exit_code) from own

@@ -233,6 +233,10 @@ def test_processes_with_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     with pytest.raises(SharedError, match=r"^mesh: too many$"), processes.together():
         raise RecipeError("mesh: too many")
+    with pytest.raises(SharedError, match=r"^unitscale\.parallel: 3"), processes.together():
+        raise ValueError("unitscale.parallel: 3 rows on 2 devices")
+    with pytest.raises(ValueError, match=r"^not for users$"), processes.together():
+        raise ValueError("not for users")
     gathered[:] = ['{"unitscale": "\'9\'", "seed": "1"}']
     with pytest.raises(
         SharedError, match=r"(?s)processes 0 and 1\n  unitscale: .* and '9'\n  jax:"
