@@ -26,6 +26,8 @@ HEAD = """# Results
 Each table is what its command printed, read from a file in `notebooks/results`. Files that a
 command was given are named without their folder. Times are of the machine that is named.
 Where the machine is a GPU, runs in float32 had `JAX_DEFAULT_MATMUL_PRECISION=highest`: no TF32.
+In `gpu`, products, attention and the optimizer are projected by the speeds that were assumed before
+it ran, steps by those that were measured.
 `formats` and the losses of `parallel` are of gains and biases that learn at the whole rate, as they
 did until 2026-11-26; now `optimizer.multipliers` gives them 0.03 of it. `bench lms`
 has BERTs in `fp8` with gradients of the readout in FP8, not yet dithered, and tasks tuned from the
@@ -116,7 +118,8 @@ FIGURES = (
         table=-1,
     ),
     Figure(
-        "masked-LM loss of a small BERT, FP8 over float32, mean and standard error of 3 seeds",
+        "masked-LM loss of a small BERT, FP8 (the readout's gradients too, as was default) over "
+        "float32, mean and standard error of 3 seeds",
         "lms.json",
         {"variant": "fp8"},
         "{over reference:+.2%}, {standard error:.2%}",
