@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from unitscale import nn, ops
+from unitscale import nn, ops, quant
 
 Model = tuple[Callable[..., jax.Array], Any]
 
@@ -119,6 +119,12 @@ def functional(loss: Callable[..., jax.Array]) -> Callable[[], Model]:
     return lambda: (loss, WEIGHTS)
 
 
+def fp8_readout(p: Any, x: jax.Array) -> jax.Array:
+    """Its gradients of logits are dithered, as are the cotangents of the product before."""
+    h = ops.dense(x, p["c"], config=quant.MatmulConfig(dither=True))
+    return ops.readout_cross_entropy(h, p["b"].T, IDS % 6, config=quant.MatmulConfig())
+
+
 def module(make: Callable[[nnx.Rngs], Any]) -> Callable[[], Model]:
     def model() -> Model:
         graphdef, params, rest = nnx.split(make(nnx.Rngs(3)), nnx.Param, ...)
@@ -185,6 +191,7 @@ VALID: dict[str, Callable[[], Model]] = {
     "stack float16": stack("float16", norm_placement="post"),
     "stack fp8": stack("fp8", activation="silu_glu"),
     "stack fp8_dynamic": stack("fp8_dynamic", rotary_base=50.0, num_kv_heads=1, remat="layer"),
+    "dithered fp8": functional(fp8_readout),
     "conv": module(lambda rngs: nn.Conv(4, 6, 3, rngs=rngs)),
     "mixture of experts": module(lambda rngs: nn.MoE(4, 6, experts=3, rngs=rngs)),
 }

@@ -7,6 +7,7 @@ import pytest
 
 from unitscale import cast, ops
 from unitscale.analysis._exact import evaluate, is_cast
+from unitscale.core import dithered
 from unitscale.ops._loss import in_one_pass
 
 X = np.linspace(-1.7, 2.3, 12).reshape(3, 4)
@@ -34,6 +35,8 @@ PROGRAMS = {
     "casts": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float16) / 3, lambda x: x / 3),
     "reduce_precision": (lambda x: jax.lax.reduce_precision(x, 5, 2), lambda x: x),
     "cast": (rounded, lambda x: 3 * x),
+    "dithered": (lambda x: 3 * dithered(x, 2), lambda x: 3 * x),
+    "dithered in vmap": (jax.vmap(lambda x: 3 * dithered(x, 2)), lambda x: 3 * x),
     "scatter": (scatter, scatter),
     "loops": (loops, loops),
     "custom_jvp": (lambda x: jax.nn.relu(x) + jax.nn.logsumexp(x), None),
@@ -89,6 +92,13 @@ def test_calls_are_watched_in_loops_and_branches_once() -> None:
         evaluate(closed, 1.0, watch=lambda path, eqn, operands: seen.append((path, operands)))
     assert len(seen) == len({path for path, _ in seen}) == 3
     assert float(seen[0][1][0]) == 1.0
+
+
+def test_dithering_has_no_derivative() -> None:
+    """Only the function itself is an identity, and not what differentiation leaves of it."""
+    closed = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(dithered(x, 2))))(X.astype(np.float32))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(evaluate(closed, X)[0], 0 * X)
 
 
 def test_only_the_cast_of_this_library_is_one() -> None:

@@ -1,5 +1,6 @@
 """No false alarm, no miss, and the guilty op named: on models right and broken on purpose."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,6 +76,48 @@ def test_bad_input_gets_an_answer() -> None:
         check_gradients(lambda p, x: jnp.sum(jnp.log(-jnp.abs(p["c"]))), WEIGHTS, X)
     with pytest.raises(ValueError, match="returns one floating scalar"):
         check_gradients(lambda p, x: p["c"] * x[:4], WEIGHTS, X)
+
+
+def summed(function, slope):
+    """A sum of a function of numbers, whose own rule gives all of them one slope."""
+    own = jax.custom_vjp(function)
+    own.defvjp(lambda x: (function(x), None), lambda _, g: (g * slope,))
+    return lambda x: jnp.sum(own(x))
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"),
+    [
+        (summed(jnp.sin, jnp.nan), "not finite"),
+        (summed(jnp.sin, -jnp.inf), "not finite"),
+        (jnp.linalg.norm, "truth not finite"),
+        (lambda a: jnp.sum(jnp.sqrt(a)), "truth not finite"),
+        (summed(jnp.sqrt, 2.0), "truth not finite"),
+        (summed(jnp.sqrt, 0.0), "truth not finite"),
+    ],
+)
+def test_what_is_not_finite_is_told_and_hides_nothing(first, verdict) -> None:
+    """Zeros, where norms and roots have no derivative."""
+    params = {"a": jnp.zeros(3), "b": WEIGHTS["c"], "c": WEIGHTS["c"], "d": WEIGHTS["d"]}
+
+    def loss(p, x):
+        return jnp.sum(ops.scale_bwd(p["b"], -1.0) * x[:4]) + jnp.sum(p["c"]) + first(p["a"])
+
+    report = check_gradients(loss, params, X)
+    assert not report
+    assert [p.verdict for p in report.parameters] == [verdict, "negative", "right", "no gradient"]
+    own = {"scale_bwd", "sin"} if verdict == "not finite" else {"scale_bwd"}
+    assert {op.source.op for op in report.guilty} == own
+    told = "where the truth is not finite no gradient can be judged: use other values"
+    assert (told in str(report)) == (verdict == "truth not finite")
+
+
+def test_where_nothing_can_be_said_no_op_is_blamed() -> None:
+    report = check_gradients(lambda p, x: jnp.linalg.norm(p) + jnp.sum(x), jnp.zeros(3), X)
+    assert not report
+    assert report.guilty == ()
+    assert "no single op" not in str(report)
+    assert str(report).endswith("no gradient can be judged: use other values")
 
 
 def test_weights_on_inputs_of_several_sizes() -> None:

@@ -98,8 +98,10 @@ def _ratio(graph: Graph, ratios: dict[Any, list[Ratio | None]], edge: Edge) -> R
         return None
     found = ratios.get(graph.calls[edge.call].path)
     ratio = None if found is None else found[edge.operand]
+    if ratio is None or not math.isfinite(ratio.true):
+        return None
     # No gradient flows here for these values, so that its factor does no harm.
-    return None if ratio is None or ratio.given == ratio.true == 0 else ratio
+    return None if ratio.given == ratio.true == 0 else ratio
 
 
 def _is_no_multiple(ratio: Ratio) -> bool:

@@ -53,8 +53,9 @@ def evaluate(closed: ClosedJaxpr, *args: Any, watch: Watch | None = None) -> lis
     """Evaluates a program in float64 without rounding; call it under `jax.enable_x64(True)`.
 
     Functions with a custom_vjp are replaced by their forward bodies, so that differentiating the
-    result gives the true derivative. Casts, `reduce_precision` and `core.cast` are identities.
-    Operations on the bits of floating numbers see them in the type that the program stores.
+    result gives the true derivative. Casts, `reduce_precision`, `core.cast` and `core.dithered` are
+    identities. Operations on the bits of floating numbers see them in the type that the program
+    stores.
 
     Args:
         closed: the program.
@@ -106,6 +107,8 @@ def _literal(atom: Literal) -> Any:
 
 def _default(at: _Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
     inner = inner_jaxpr(eqn)
+    if inner is not None and _is_dithered(inner):
+        return operands
     if inner is not None and eqn.primitive.name not in _OPAQUE:
         consts = getattr(next(iter(_closed(eqn)), None), "consts", ())
         return at.run(inner, consts, operands)
@@ -201,6 +204,14 @@ def is_cast(eqn: Any) -> bool:
         and eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "_cast"
         and len(eqn.outvars) == 1
         and eqn.outvars[0].aval.shape == eqn.invars[0].aval.shape
+    )
+
+
+def _is_dithered(inner: Jaxpr) -> bool:
+    """Whether a program is that of `core.dithered`, and not what differentiation leaves of it."""
+    types = [var.aval for var in (*inner.invars, *inner.outvars)]
+    return (
+        inner.debug_info.func_name == "_dithered" and len(types) == 2 and all(map(is_float, types))
     )
 
 

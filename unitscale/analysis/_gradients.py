@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -16,8 +16,18 @@ from ._graph import build, is_float
 from ._ratios import Ratio, local_ratios
 from ._tracing import traced
 
-Verdict = Literal["right", "no gradient", "wrong direction", "negative", "lost", "not of the loss"]
+Verdict = Literal[
+    "right",
+    "no gradient",
+    "wrong direction",
+    "negative",
+    "lost",
+    "not of the loss",
+    "not finite",
+    "truth not finite",
+]
 
+_SOUND = ("right", "no gradient")
 # Gradients this much smaller than the largest are what rounding in float64 leaves of zero.
 _NOTHING = 1e-11
 
@@ -29,9 +39,10 @@ class ParameterGradient:
     Attributes:
         name: its path.
         verdict: "right"; "no gradient" if the loss does not depend on it and no gradient is given;
-            or what is wrong.
+            "truth not finite" if the given one cannot be judged; or what is wrong.
         constant: the given gradient over the true one.
-        spread: share of the given gradient that is no multiple of the true one.
+        spread: share of the given gradient that is no multiple of the true one; nan if one of them
+            is not finite.
 
     Example:
         >>> ParameterGradient("kernel", "right", 2.0, 1e-9).verdict
@@ -63,7 +74,11 @@ class GradientReport:
     loss: float
 
     def __bool__(self) -> bool:
-        return all(p.verdict in ("right", "no gradient") for p in self.parameters)
+        return all(p.verdict in _SOUND for p in self.parameters)
+
+    @property
+    def _broken(self) -> bool:
+        return any(p.verdict not in (*_SOUND, "truth not finite") for p in self.parameters)
 
     def __str__(self) -> str:
         width = max(len(p.name) for p in self.parameters)
@@ -74,8 +89,12 @@ class GradientReport:
         if self:
             return "\n".join(lines)
         lines += [f"broken by {op}" for op in self.guilty]
-        if not self.guilty:
+        if self._broken and not self.guilty:
             lines.append("no single op was found to break it")
+        if any(p.verdict == "truth not finite" for p in self.parameters):
+            lines.append(
+                "where the truth is not finite no gradient can be judged: use other values"
+            )
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -105,7 +124,8 @@ def check_gradients(
             rounding is near 1e-7 each.
 
     Returns:
-        `GradientReport`: true if all is right; its text is a table, and names the guilty ops.
+        `GradientReport`: true if all is right; its text is a table, and names the guilty ops. A
+        gradient that is not finite is never right, nor one whose truth is not.
 
     Raises:
         TypeError: if ``loss`` cannot be traced.
@@ -167,7 +187,7 @@ def check_gradients(
             )
         found = _judge([names[i] for i in chosen], given, true, tolerance)
         report = GradientReport(found, (), float(value))
-        if not report:
+        if report._broken:
             graph = build(closed.jaxpr, [i in chosen for i in range(len(args))])
             guilty = blame(graph, local_ratios(closed, wide, run))
             report = dataclasses.replace(report, guilty=guilty)
@@ -221,13 +241,17 @@ def _judge(
     names: list[str], given: Any, true: Any, tolerance: float
 ) -> tuple[ParameterGradient, ...]:
     ratios = [Ratio.of(g, t) for g, t in zip(given, true, strict=True)]
-    nothing_given = _NOTHING * max(r.given for r in ratios)
-    nothing_true = _NOTHING * max(r.true for r in ratios)
+    nothing_given = _NOTHING * _largest(r.given for r in ratios)
+    nothing_true = _NOTHING * _largest(r.true for r in ratios)
     found = []
     for name, ratio in zip(names, ratios, strict=True):
         is_given, is_true = ratio.given > nothing_given, ratio.true > nothing_true
         verdict: Verdict = "right"
-        if not (is_given or is_true):
+        if not math.isfinite(ratio.true):
+            verdict = "truth not finite"
+        elif not math.isfinite(ratio.given):
+            verdict = "not finite"
+        elif not (is_given or is_true):
             ratio, verdict = Ratio(float("nan"), 0.0, 0.0, 0.0), "no gradient"
         elif not is_given:
             verdict = "lost"
@@ -239,3 +263,7 @@ def _judge(
             verdict = "negative"
         found.append(ParameterGradient(name, verdict, ratio.constant, ratio.spread))
     return tuple(found)
+
+
+def _largest(norms: Iterable[float]) -> float:
+    return max(filter(math.isfinite, norms), default=0.0)

@@ -1,5 +1,6 @@
 """The factor between an op's own backward pass and its true derivative, operand by operand."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ class Ratio(NamedTuple):
     """How one gradient compares with another.
 
     Attributes:
-        constant: the multiple of the true one nearest to the given one; nan if that is zero.
-        spread: share of the given one that is no multiple of it.
+        constant: the multiple of the true one nearest to the given one; nan if one of them is zero
+            or not finite.
+        spread: share of the given one that is no multiple of it; nan if one is not finite.
         given: norm of the given gradient.
         true: norm of the true gradient.
 
@@ -36,6 +38,8 @@ class Ratio(NamedTuple):
         """Compares two arrays."""
         given, true = np.asarray(given, np.float64), np.asarray(true, np.float64)
         g, t = float(np.linalg.norm(given)), float(np.linalg.norm(true))
+        if not (math.isfinite(g) and math.isfinite(t)):
+            return cls(float("nan"), float("nan"), g, t)
         if not (g and t):
             return cls(float("nan"), 1.0 if g != t else 0.0, g, t)
         constant = float(np.vdot(given / t, true / t))
