@@ -33,7 +33,7 @@ from .run.folder import flatten, locked, open_run, other_data, run_folder
 from .run.loggers import check_logger
 from .run.metrics import Metrics, open_metrics
 from .run.monitor import watch_overflow
-from .run.optimizer import make_schedule
+from .run.optimizer import make_schedule, updates_done
 from .run.placement import on_mesh, open_mesh, place, place_batch, share, whole
 from .run.plots import plot_loss, plot_rms
 from .run.probe import probe
@@ -205,8 +205,14 @@ class _Run:
 
     @property
     def skipped(self) -> int:
-        """Steps left out so far; a schedule does not count them."""
+        """Steps left out so far, where the config tolerates some in a row."""
         return 0 if self.state.skips is None else int(self.state.skips.total)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the last update, or of the first where there was none yet."""
+        last = max(int(updates_done(self.state.opt_state)) - 1, 0)
+        return float(np.asarray(self.schedule(last)))
 
     def validation_loss(self, done: int) -> float:
         batches = self.data.validation(self.config.train.eval_batches)
@@ -305,7 +311,7 @@ class _Watch:
         facts = {
             "loss": loss,
             "gradient_norm": float(values["gradient_norm"]),
-            "learning_rate": float(np.asarray(run.schedule(done - 1 - run.skipped))),
+            "learning_rate": run.learning_rate,
             **({} if speed is None else {f"{data.step_unit}_per_second": speed}),
             **shares,
             **({} if run.state.skips is None else {"skipped": run.skipped}),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from unitscale import to_array
 from unitscale.optim import ScaledTransformation, convert_state
+from unitscale.quant import QuantState
 
 from ..config import RunConfig
 from .scaling import plain, scaled
@@ -63,7 +64,7 @@ def _shape(tree: dict[str, Any]) -> dict[str, Any]:
 def with_formats(config: RunConfig, saved: dict[str, Any]) -> RunConfig:
     """The config as it was when a state was saved."""
     saved = _NEWER | saved
-    top = ("policy", "scalify", "fp8_readout")
+    top = ("policy", "policies", "scalify", "fp8_readout")
     tree = config.model_dump(mode="json") | {name: saved[name] for name in top}
     tree["optimizer"] |= saved["optimizer"]
     for name in _SHAPE:
@@ -95,21 +96,37 @@ def convert(
             rest=_carried(source.rest, target.rest),
             opt_state=opt_state,
             step=source.step,
-            auto=target.auto if source.auto is None or target.auto is None else source.auto,
-            skips=target.skips if source.skips is None or target.skips is None else source.skips,
+            auto=_kept(source.auto, target.auto),
+            skips=_kept(source.skips, target.skips),
+            loss_scale=_kept(source.loss_scale, target.loss_scale),
         ),
     )
 
 
+def _kept(source: Any, target: Any) -> Any:
+    """What only some runs have: that of the source, where both have it."""
+    return target if source is None or target is None else source
+
+
 def _carried(source: Any, target: Any) -> Any:
-    """The target, with the value of every entry that the source has too taken from there."""
-    known = dict(jax.tree_util.tree_leaves_with_path(source))
+    """The target, with the value of every entry that the source has too taken from there.
+
+    Scales of another strategy are none of its entries.
+    """
+    known = dict(jax.tree_util.tree_leaves_with_path(source, is_leaf=is_amax))
 
     def entry(path: Any, leaf: Any) -> Any:
         value = known.get(path, leaf)
+        if is_amax(leaf):
+            return value if value.strategy == leaf.strategy else leaf
         return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(entry, target)
+    return jax.tree_util.tree_map_with_path(entry, target, is_leaf=is_amax)
+
+
+def is_amax(node: Any) -> bool:
+    """Whether it is the scales of one product."""
+    return isinstance(node, QuantState)
 
 
 def is_reshaped(written: RunConfig, config: RunConfig) -> bool:
@@ -121,11 +138,11 @@ def is_reshaped(written: RunConfig, config: RunConfig) -> bool:
 def between(written: RunConfig, config: RunConfig) -> tuple[RunConfig, RunConfig]:
     """Configs that lead from parameters of some shapes to others, in plain float32 arrays.
 
-    In other formats a stack has scales per layer where a layer has one.
+    In other formats a stack has scales per layer where a layer has one, or one for all layers.
     """
     own, shape = formats(written), {name: formats(config)[name] for name in _SHAPE}
-    narrow = own["optimizer"] | {"weights": None, "moments": None}
-    wide = own | {"scalify": None, "optimizer": narrow}
+    optimizer = own["optimizer"] | {"weights": None, "moments": None, "rounding": "nearest"}
+    wide = own | {"scalify": None, "gradients": None, "optimizer": optimizer}
     return with_formats(written, wide), with_formats(written, wide | shape)
 
 
@@ -142,11 +159,17 @@ def reshaped(source: Any, like: Any) -> Any:
         if keys in known:
             return _padded(known[keys], leaf)
         head, tail = keys[: keys.index("layers") + 1], keys[keys.index("layers") + 1 :]
-        if tail[0].isdecimal():
-            return known[head + tail[1:]][int(tail[0])]
-        return jnp.stack([known[(*head, str(i), *tail)] for i in range(leaf.shape[0])])
+        if is_stacked(path):
+            return jnp.stack([known[(*head, str(i), *tail)] for i in range(leaf.shape[0])])
+        return known[head + tail[1:]][int(tail[0])]
 
     return jax.tree_util.tree_map_with_path(leaf_at, like)
+
+
+def is_stacked(path: Any) -> bool:
+    """Whether the first axis of what lies at a path is that of layers."""
+    keys = _keys(path)
+    return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
 
 
 def _padded(array: Any, like: Any) -> Any:

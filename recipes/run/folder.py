@@ -79,7 +79,8 @@ def existing_run(config: RunConfig) -> Path:
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
         )
-    _check_same(config, folder, sections=("model", "policy", "fp8_readout"))
+    formats = ("policy", "policies", "fp8_readout", "scalify")
+    _check_same(config, folder, sections=("model", *formats))
     return folder
 
 
@@ -144,9 +145,8 @@ def _check_same(
     with contextlib.suppress(ValidationError):
         old = type(config).model_validate(old).model_dump()
     before, after = flatten(old), flatten(new)
-    keys = [key for key in after if sections is None or key.split(".")[0] in sections]
-    if sections is None:
-        keys += [key for key in before if key not in after]
+    keys = [*after, *(key for key in before if key not in after)]
+    keys = [key for key in keys if sections is None or key.split(".")[0] in sections]
     free = (*_FREE, *free)
     keys = [key for key in keys if not key.startswith(free)]
     changed = [key for key in keys if before.get(key) != after.get(key)]

@@ -8,6 +8,7 @@ import optax
 from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
 
 from ..config import OptimizerConfig, RunConfig
+from .convert import is_stacked
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -31,6 +32,16 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rising, falling], [warmup])
 
 
+def updates_done(opt_state: optax.OptState) -> jax.Array:
+    """Updates so far, as the schedule counts them: a step that was left out is none."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_schedule)
+    return next(node.count for node in nodes if _is_schedule(node))
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
+
+
 def make_optimizer(
     config: RunConfig, params: Any
 ) -> optax.GradientTransformation | ScaledTransformation:
@@ -39,7 +50,7 @@ def make_optimizer(
     Args:
       config: The whole config; the schedule ends at `train.steps`.
       params: The model's `nnx.Param` state, which tells which parameters decay (those with two or
-        more axes: not norms and biases).
+        more axes, that of a stack of layers not counted: not norms and biases).
 
     Returns:
       An optax transformation for gradients of the same tree. Where the config names formats of
@@ -47,7 +58,9 @@ def make_optimizer(
     """
     settings = config.optimizer
     schedule = make_schedule(settings, config.train.steps)
-    decays = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+    decays = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.ndim - is_stacked(path) >= 2, params
+    )
     if settings.name == "sgd":
         rule = optax.sgd(schedule, momentum=settings.b1 or None)
     elif settings.name == "adam" or settings.umup:

@@ -17,10 +17,10 @@ from unitscale import batch_over, value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
-from unitscale.quant import QuantState
 
 from ..config import OptimizerConfig, RunConfig, ScalifyConfig
 from .batch import loss_inputs
+from .convert import is_amax
 from .recipe import recipe_of
 from .scaling import fed, plain, under
 from .state import Skips, TrainState, init_state
@@ -90,7 +90,7 @@ def make_train_step(
             state.params, amax, rest, batch, scale, state.auto
         )
         # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
-        amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=_is_amax)
+        amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=is_amax)
         rest = nnx.merge_state(amax, rest)
         norm = optax.tree.norm(grads)
         params: Any
@@ -123,6 +123,10 @@ def make_train_step(
     return jax.jit(run, donate_argnums=0)
 
 
+# Of layers that are stacked, each has a key.
+_fold_in = jnp.vectorize(jax.random.fold_in, excluded={1})
+
+
 def _exchanged(compute: Any, mesh: Mesh, dtype: str):
     """Each device differentiates the loss of its share of the batch; gradients are averaged."""
     axes, whole = batch_axes(mesh), PartitionSpec()
@@ -132,7 +136,7 @@ def _exchanged(compute: Any, mesh: Mesh, dtype: str):
         # Dropout is another on every device; the keys that come back are the same.
         keys, counts = nnx.split_state(rest, nnx.RngKey, ...)
         device = lax.axis_index(axes)
-        own = jax.tree.map(lambda key: jax.random.fold_in(key, device), keys)
+        own = jax.tree.map(lambda key: _fold_in(key, device), keys)
         rest = nnx.merge_state(own, counts)
         # Cotangents are those of one device with all of the batch, if each part counts as that.
         share = (1.0 if scale is None else scale) / parts
@@ -158,10 +162,6 @@ def _exchanged(compute: Any, mesh: Mesh, dtype: str):
 
 def _select(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, condition), new, old)
-
-
-def _is_amax(node: Any) -> bool:
-    return isinstance(node, QuantState)
 
 
 Step = Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, Any]]]

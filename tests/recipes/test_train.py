@@ -16,6 +16,7 @@ from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
+from recipes.run import loss_scale
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.metrics import Metrics, read_metrics
 from recipes.run.state import init_state
@@ -277,6 +278,20 @@ def test_a_disk_that_fills_up_between_checkpoints(
     with pytest.raises(RecipeError, match=message) as caught:
         run(make_config())
     assert caught.value.exit_code == 1
+
+
+def test_the_rate_that_is_logged_is_that_of_the_last_update(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is near 5: times 2^127 and 2^126 it overflows, and two steps are left out."""
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**127)
+    config = make_config(
+        "optimizer={loss_scale: dynamic, schedule: linear}",
+        "optimizer={final_fraction: 0.0, learning_rate: 6e-3}",
+    )
+    rows = read_metrics(run(config)[0].folder / "metrics.jsonl")
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    np.testing.assert_allclose(rates, [6e-3, 6e-3, 6e-3, 5e-3, 4e-3, 3e-3], rtol=1e-6)
 
 
 def test_reads_no_device_value_between_log_lines(

@@ -97,10 +97,32 @@ def test_a_folder_that_is_no_run(make_config: MakeConfig, tmp_path: Path) -> Non
                 opened(make_config())
 
 
-def test_only_model_and_policy_matter_to_an_existing_run(make_config: MakeConfig) -> None:
+def test_only_model_and_formats_matter_to_an_existing_run(make_config: MakeConfig) -> None:
     with pytest.raises(RecipeError, match=r"no run at .*train it first"):
         existing_run(make_config())
     folder = open_run(make_config())
     assert existing_run(make_config("data.batch_size=2", "train.steps=5")) == folder
     with pytest.raises(RecipeError, match="policy: float32 -> float16"):
         existing_run(make_config("policy=float16"))
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (("scalify={storage: float16}",), r"scalify\.storage", "float16"),
+        (("policies={'*.out': bfloat16}",), r"policies\.\*\.out", "bfloat16"),
+    ],
+)
+def test_every_format_matters_to_an_existing_run(
+    make_config: MakeConfig, words: tuple[str, ...], key: str, value: str
+) -> None:
+    """Whether it is the run that has them, or the config of now."""
+    for own, other, change in (
+        (words, (), f"{value} -> None"),
+        ((), words, f"None -> {value}"),
+    ):
+        name = f"name=run{len(own)}"
+        open_run(make_config(*own, name))
+        existing_run(make_config(*own, name))
+        with pytest.raises(RecipeError, match=f"  {key}: {change}\n"):
+            existing_run(make_config(*other, name))

@@ -11,8 +11,9 @@ from flax import nnx
 
 from recipes.config import MultipliersConfig, OptimizerConfig
 from recipes.gpt.config import GPTConfig
-from recipes.run.optimizer import make_optimizer, make_schedule
+from recipes.run.optimizer import make_optimizer, make_schedule, updates_done
 from recipes.run.state import init_state
+from unitscale import to_array
 from unitscale.optim import ScaledTransformation
 from unitscale.rules import ROLES
 
@@ -49,6 +50,24 @@ PARAMS = {"kernel": jnp.full((3, 4), 2.0), "gain": jnp.full((4,), 2.0)}
 GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "sgd", "b1": 0.0, "umup": False},
+        {"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1},
+        {"weights": "float16", "moments": ["float8_e4m3fn", "float8_e4m3fn"]},
+    ],
+    ids=str,
+)
+def test_updates_are_counted(settings: dict[str, Any]) -> None:
+    config = make(**settings)
+    _, optimizer, state = init_state(config)
+    assert updates_done(state.opt_state) == 0
+    grads = to_array(state.params, jnp.float32)
+    _, after = optimizer.update(grads, state.opt_state, state.params)
+    assert updates_done(after) == 1
+
+
 def test_sgd_and_clipping() -> None:
     out = updates(make(name="sgd", b1=0.0, umup=False), PARAMS, GRADS)
     np.testing.assert_allclose(out["kernel"], -1.5)
@@ -80,6 +99,20 @@ def test_adamw_decays_matrices_only() -> None:
     np.testing.assert_allclose(out["gain"], -0.5, rtol=1e-5)
     out = updates(make(name="adam", umup=False), PARAMS, GRADS)
     np.testing.assert_allclose(out["kernel"], -0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("umup", [False, True])
+@pytest.mark.parametrize("scan", [False, True])
+def test_decay_leaves_out_gains_and_biases_of_a_stack_too(scan: bool, umup: bool) -> None:
+    config = make(name="adamw", umup=umup, weight_decay=0.1)
+    shape = config.model.model_copy(update={"scan": scan, "bias": True, "norm": "layer"})
+    _, _, state = init_state(config.model_copy(update={"model": shape}))
+    ones = jax.tree.map(jnp.ones_like, state.params)
+    out = updates(config, ones, jax.tree.map(jnp.zeros_like, ones))
+    leaves = [leaf for _, leaf in nnx.to_flat_state(out)]
+    decays = {(leaf.role, bool(np.any(leaf.get_value()))) for leaf in leaves}
+    matrices = {"weight", "readout", "embedding"}
+    assert decays == {(role, role in matrices) for role in (*matrices, "bias", "norm")}
 
 
 def test_decay_under_umup_depends_on_neither_learning_rate_nor_role() -> None:

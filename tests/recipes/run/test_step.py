@@ -157,9 +157,11 @@ def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None
     assert state.auto is None
 
 
-def test_dropout_differs_between_devices(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("words", [(), ("model.library=unitscale", "model.scan=true")], ids=str)
+def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     """With the same rows on all devices, another mask on each gives another mean."""
-    config = make_config("data.batch_size=8", "model.dropout=0.5", ON_FOUR % "float32")
+    settings = ("data.batch_size=8", "model.dropout=0.5", ON_FOUR % "float32")
+    config = make_config(*settings, *words)
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
     graphdef, optimizer, state = init_state(config)
     before = arrays(state.rest)
