@@ -58,8 +58,12 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
 
     A vocabulary is written without its padding.
     """
-    arrays = {}
-    for parts, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+    arrays, variables = {}, dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))))
+    for parts, module in nnx.iter_modules(model):
+        for name, variable in vars(module).items():  # a state has once what several modules share
+            if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState):
+                variables.setdefault((*parts, name), variable)
+    for parts, variable in variables.items():
         name, value = ".".join(map(str, parts)), unpadded(variable)
         if not hasattr(value, "shape"):
             raise RecipeError(

@@ -1,8 +1,9 @@
 """Pairs of segments with hidden tokens, as a grain pipeline whose position can be saved.
 
-Training draws windows of text that start at any token, each once per epoch in an order that the
-seed decides; what is hidden of a window is drawn anew each time. Validation reads the end of the
-text once, in windows that do not overlap, and always hides the same tokens.
+Training draws a window for every token of the text, once per epoch in an order that the seed
+decides. It starts at the first word from there on, so windows that follow a word of several tokens
+come several times; what is hidden is drawn anew each time. Validation reads the end of the text
+once, in windows side by side but for the rest of a word, and always hides the same tokens.
 """
 
 import functools
@@ -142,7 +143,7 @@ class MaskedCorpus(Corpus):
         return Vocabulary.of(self.tokenizer)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Windows and what makes sequences of them; those to measure on do not overlap."""
+        """Windows and what makes sequences of them; those to measure on lie side by side."""
         tokens = self.train_tokens if training else self.validation_tokens
         stride = 1 if training else self.config.sequence_length
         length = self.config.sequence_length - SPECIAL

@@ -88,8 +88,8 @@ class DataConfig(SequenceConfig):
     )
     mixture: dict[str, Positive] | None = Field(
         default=None,
-        description="several paths, each with its weight, in place of path: of every batch a text "
-        "has the share that its weight is of all",
+        description="several paths, each with its weight, in place of path: of all batches "
+        "together a text has the share that its weight is of all weights",
     )
     pattern: str = Field(
         default="**/*", description="which files of a folder to read, as a glob pattern"

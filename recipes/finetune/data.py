@@ -1,13 +1,11 @@
 """A task's records as batches for training, and all that scoring needs."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grain
-import numpy as np
 from tokenizers import Tokenizer
 
 from ..batches import Data, Examples
@@ -15,11 +13,12 @@ from ..errors import RecipeError
 from ..text import SubwordTokenizer, save_tokenizer
 from .classification import make_classification_records
 from .config import FinetuneConfig
-from .pretrained import limits_of, tokenizer_of
+from .pretrained import labels_of, limits_of, tokenizer_of
 from .records import Records
 from .rows import Dataset, load_classification
 from .squad_data import read_squad
 from .squad_features import SquadFeatures, make_squad_features, with_answers
+from .squad_score import version_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,6 @@ class TaskData(Data):
         source: Any = grain.MapDataset.source(self.train if training else self.scored)
         return [Examples(source.map(lambda record: tuple(record.values())))]
 
-    def validation(self, batches: int | None = None) -> Iterator[tuple[np.ndarray, ...]]:
-        """Validation batches in order; what is left over after the last whole one is not used."""
-        size = min(self.batch_size, len(self.scored))
-        whole = itertools.islice(self.scored.batches(size), len(self.scored) // size)
-        return (tuple(batch.values()) for batch in itertools.islice(whole, batches))
-
 
 def load_data(config: FinetuneConfig) -> TaskData:
     """Reads and tokenizes the files of a task."""
@@ -78,10 +71,11 @@ def load_data(config: FinetuneConfig) -> TaskData:
             for path, key in ((data.train, "data.train"), (data.validation, "data.validation"))
         )
         train, scored = features.records, source.records
+        version_of(source.questions, config.squad)  # complains before hours of training
         if config.squad.negatives is not None:
             train = with_answers(train, config.squad.negatives, config.seed)
     else:
-        source = load_classification(data, config.classification)
+        source = load_classification(data, config.classification, labels_of(config))
         train, scored = (
             make_classification_records(
                 source,

@@ -13,7 +13,7 @@ from unitscale import to_array
 
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..hf import Pretrained, load, shape_of_bert
+from ..hf import Pretrained, labels_in, load, shape_of_bert
 from ..run.state import load_trained
 from ..text import SubwordTokenizer
 from .config import FinetuneConfig, pretraining_of
@@ -29,6 +29,11 @@ def limits_of(config: FinetuneConfig) -> tuple[int, int | None]:
         return shape.vocab, shape.longest
     pretraining = pretraining_of(config.init)
     return pretraining.model.vocab, pretraining.longest
+
+
+def labels_of(config: FinetuneConfig) -> tuple[str, ...]:
+    """Names of the labels that a Hugging Face folder has, in the order of their ids."""
+    return labels_in(config.init) if config.plain else ()
 
 
 def tokenizer_of(config: FinetuneConfig) -> Tokenizer:

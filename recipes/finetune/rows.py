@@ -41,13 +41,16 @@ class Dataset(NamedTuple):
         return np.array([ids[row.label] for row in rows])
 
 
-def load_classification(data: DataConfig, columns: ClassificationConfig) -> Dataset:
+def load_classification(
+    data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
+) -> Dataset:
     """Reads both files.
 
     Args:
       data: Their paths and format.
       columns: What to read of a row. Without listed labels, those of the training file are learned:
         whole numbers in their order, other names in that of the alphabet.
+      known: Labels of the pretrained model, in whose order the same are learned.
 
     Raises:
       RecipeError: A file cannot be read, has no rows, a malformed row, a row without one of the
@@ -57,6 +60,8 @@ def load_classification(data: DataConfig, columns: ClassificationConfig) -> Data
     paths = {"data.train": data.train, "data.validation": data.validation}
     found = {key: list(_read(path, key, data.format, columns)) for key, path in paths.items()}
     labels = tuple(columns.labels or _learn(found["data.train"], data.train))
+    if not columns.labels and {*labels} == {*known}:
+        labels = tuple(known)
     for key, rows in found.items():
         if not rows:
             raise RecipeError(f"{key}: {paths[key]}: expected rows; got none; give some")

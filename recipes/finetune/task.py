@@ -16,8 +16,8 @@ from .classification import score_classification, write_labels
 from .config import FinetuneConfig, pretraining_of
 from .data import TaskData, load_data as load_data
 from .model import PlainModel, TaskModel
-from .pretrained import read_plain, take_weights
-from .rows import load_classification
+from .pretrained import labels_of, read_plain, take_weights
+from .rows import Dataset, load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
 from .squad_score import score_predictions, version_of
@@ -44,7 +44,7 @@ def _classes(config: FinetuneConfig) -> int | None:
     """How many labels there are to choose from, if that is the task."""
     if config.task != "classification":
         return None
-    return len(load_classification(config.data, config.classification).labels)
+    return len(load_classification(config.data, config.classification, labels_of(config)).labels)
 
 
 def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -60,7 +60,8 @@ def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) 
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, PlainModel):
         state = nnx.state(model.bert, nnx.Param)
-        save(read_plain(config, _classes(config)), folder / "pretrained", state)
+        labels = data.source.labels if isinstance(data.source, Dataset) else None
+        save(read_plain(config, _classes(config)), folder / "pretrained", state, labels)
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
 
 

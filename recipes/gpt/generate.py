@@ -101,13 +101,13 @@ def _last(logits) -> jax.Array:
 
 
 def _draw(logits, key, temperature, top_k):
+    tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
     if top_k is not None and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits, tokens = jax.lax.top_k(logits, top_k)  # of equal ones those that come first
+    greedy = jnp.argmax(logits, axis=-1)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    drawn = jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
-    return jnp.where(temperature > 0, drawn, greedy)
+    place = jnp.where(temperature > 0, jax.random.categorical(key, scaled, axis=-1), greedy)
+    return jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
 def writes(model: nnx.Module) -> bool:

@@ -14,6 +14,7 @@ from ._config import (
     BertConfig as BertConfig,
     ModernBertConfig as ModernBertConfig,
     Task as Task,
+    labels_in as labels_in,
     shape_of_bert as shape_of_bert,
     with_shape as with_shape,
 )

@@ -119,6 +119,19 @@ def shape_of_bert(folder: str) -> BertConfig | ModernBertConfig:
     return ENCODERS[_one_of(ENCODERS, file, path)](file, path)
 
 
+def labels_of(file: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the labels in the order of their ids, where a config.json has them."""
+    names = file.get("id2label")
+    if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
+        return ()
+    return tuple(str(names[str(index)]) for index in range(len(names)))
+
+
+def labels_in(folder: str) -> tuple[str, ...]:
+    """`labels_of` the config.json of a folder."""
+    return labels_of(read_config(Path(folder)))
+
+
 def _one_of(kinds: Iterable[str], file: dict[str, Any], path: Path) -> str:
     """The model type of a config.json, which is to be one of these."""
     if (kind := model_type(file, path)) not in kinds:

@@ -1,7 +1,7 @@
 """From a Hugging Face folder to a model, and back to the same files."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,16 @@ from flax import nnx
 from ..config import GPTModelConfig, ScalifyConfig
 from ..errors import RecipeError
 from ._bert import BERTS, Bert
-from ._config import SHAPES, TASKS, BertConfig, ModernBertConfig, Task, model_type, task_of
+from ._config import (
+    SHAPES,
+    TASKS,
+    BertConfig,
+    ModernBertConfig,
+    Task,
+    labels_of,
+    model_type,
+    task_of,
+)
 from ._folder import CONFIG, SINGLE, Folder, read_folder, write_folder
 from ._modernbert import MODERN
 from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
@@ -126,7 +135,12 @@ def load(
     return Pretrained(model, config, task, drawn, unused, source)
 
 
-def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None:
+def save(
+    pretrained: Pretrained,
+    folder: str | Path,
+    params: Any = None,
+    labels: Sequence[str] | None = None,
+) -> None:
     """Writes the folder of a model: the same files, byte for byte where nothing was trained.
 
     Tensors keep their names, order and types. With a new head there is one model.safetensors,
@@ -136,6 +150,7 @@ def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None
       pretrained: From `load`.
       folder: Where to write; it may be the one that was read.
       params: Trained parameters, a state of arrays or ScaledArrays; None for the model's own.
+      labels: Names of a classifier's labels; None for those of the folder.
 
     Raises:
       RecipeError: A weight is not finite in the type of its file, or a file cannot be written.
@@ -145,6 +160,8 @@ def save(pretrained: Pretrained, folder: str | Path, params: Any = None) -> None
     values = values_by_path(pretrained.params if params is None else params)
     if pretrained.drawn:
         source = _with_new_head(pretrained, table, kind)
+    if labels and tuple(labels) != labels_of(source.config):
+        source = _with_config(source, **_label_keys(labels))
     tensors = {}
     for name, old in source.tensors.items():
         entry = table.get(full_name(name, kind))
@@ -259,15 +276,24 @@ def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
     tensors = {full_name(name, kind): array for name, array in kept.items()}
     drawn = values_by_path(pretrained.params)
     tensors |= {name: np.asarray(table[name].pack(drawn), dtype) for name in pretrained.drawn}
-    config = source.config | {"architectures": [TASKS[kind][pretrained.task]]}
+    changes: dict[str, Any] = {"architectures": [TASKS[kind][pretrained.task]]}
     if pretrained.task == "classification":
         classes = cast("BertConfig | ModernBertConfig", pretrained.config).classes
-        labels = [f"LABEL_{index}" for index in range(classes)]
-        config |= {
-            "id2label": {str(index): label for index, label in enumerate(labels)},
-            "label2id": {label: index for index, label in enumerate(labels)},
-        }
+        changes |= _label_keys([f"LABEL_{index}" for index in range(classes)])
     texts = {name: text for name, text in source.texts.items() if not name.endswith("index.json")}
-    texts[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     header = make_header(tensors)
-    return replace(source, config=config, texts=texts, headers={SINGLE: header}, tensors=tensors)
+    source = replace(source, texts=texts, headers={SINGLE: header}, tensors=tensors)
+    return _with_config(source, **changes)
+
+
+def _label_keys(labels: Sequence[str]) -> dict[str, Any]:
+    return {
+        "id2label": {str(index): label for index, label in enumerate(labels)},
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
+
+
+def _with_config(source: Folder, **changes: Any) -> Folder:
+    config = source.config | changes
+    text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    return replace(source, config=config, texts=source.texts | {CONFIG: text})

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import yaml
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
@@ -83,7 +82,8 @@ def _check_key(where: str, key: str, config: RunConfig, taken: tuple[str, ...]) 
 def _conditions(words: str) -> dict[str, Any]:
     """The values that the words of `sweep.when` ask for, by key."""
     pairs = [word.partition("=") for word in words.split()]
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    # Read as those of the grid are: YAML alone takes 1e-4 for a word.
+    return {key: OmegaConf.from_dotlist([f"value={value}"])["value"] for key, _, value in pairs}
 
 
 def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:

@@ -14,8 +14,9 @@ from ..config.tokenizer import largest_id, read_tokenizer
 from ..errors import RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
-# What ends a document, by the tokenizers that have it; the first one found counts.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+# What ends a document, by the tokenizers that have it; the first one found counts. Gemma has both
+# <eos> and </s>, which is a tag of HTML there.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[SEP]")
 
 _LONG = 2**20  # characters that are encoded at once: each token takes some hundred bytes then
 

@@ -78,6 +78,14 @@ def test_types(tmp_path: Path, dtype: str, name: str) -> None:
     assert np.frombuffer(found["s"]["data"], np.float32).tolist() == [0.25, -0.125, 0.0]
 
 
+def test_what_modules_share_is_written_by_each_path(tmp_path: Path) -> None:
+    layers = nnx.Dict(a=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), b=nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+    layers.b.kernel = layers.a.kernel
+    assert save_tensors(layers, tmp_path / "x") == 4
+    found = entries(tmp_path / "x")
+    assert found["a.kernel"]["data"] == found["b.kernel"]["data"]
+
+
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     layer = nn.Dense(16, 16, policy="fp8_delayed", rngs=nnx.Rngs(0))
     with pytest.raises(RecipeError, match=r"amax holds a QuantState"):

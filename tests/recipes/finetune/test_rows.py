@@ -103,6 +103,15 @@ def test_labels_of_the_training_file(
     assert load(write(tmp_path, "rows.jsonl", lines)).labels == names
 
 
+def test_labels_are_in_the_order_of_a_model_that_has_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.tsv", as_tsv(TRAIN))
+    data = DataConfig(train=path, validation=path)
+    learned = load(path).labels
+    for known in (learned[::-1], learned, ("other", *learned), ()):
+        found = load_classification(data, ClassificationConfig(), known).labels
+        assert found == (known if set(known) == set(learned) else learned)
+
+
 def test_listed_labels_keep_their_order(tmp_path: Path) -> None:
     path = write(tmp_path, "rows.tsv", as_tsv(TRAIN))
     found = load(path, labels=["yes", "perhaps", "no"])

@@ -22,7 +22,7 @@ from recipes.run.state import init_state, load_trained
 from unitscale import to_array
 
 from ..masked import write_run
-from ..tasks import logits, tuned, write_tasks
+from ..tasks import ANIMALS, logits, squad, tuned, write_tasks
 
 SGD = "optimizer={name: sgd, b1: 0.0, learning_rate: 0.05}"  # a smaller program than adam's
 
@@ -153,6 +153,14 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         load_data(tuned(folder, "squad", "data.sequence_length=64"))
     with pytest.raises(RecipeError, match=r"data\.batch_size: expected at most the 20 records"):
         load_data(tuned(folder, "classification", "data.batch_size=40"))
+    tree = squad(ANIMALS)
+    tree["data"][0]["paragraphs"][0]["qas"][0] |= {"answers": [], "is_impossible": True}
+    (tmp_path / "v2.json").write_text(json.dumps(tree), "utf-8")
+    words = (f"data.validation={tmp_path / 'v2.json'}", "squad.version=v1.1")
+    with pytest.raises(
+        RecipeError, match=r"squad\.version: expected an answer .* got none for 'q0"
+    ):
+        load_data(tuned(folder, "squad", *words))
     with pytest.raises(RecipeError, match="scalify is for plain models"):
         tuned(folder, "squad", "scalify={}")
     run = folder / "runs" / "tiny-bert"

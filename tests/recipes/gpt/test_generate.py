@@ -13,7 +13,7 @@ from flax import nnx
 from recipes.config import GPTModelConfig
 from recipes.errors import RecipeError
 from recipes.gpt import model as unitscale_gpt
-from recipes.gpt.generate import Writer, generate
+from recipes.gpt.generate import Writer, _draw, generate
 from recipes.hf import plain
 from recipes.text import ByteTokenizer
 
@@ -97,6 +97,15 @@ def test_draws_follow_the_softmax(library: str) -> None:
         found = np.bincount(np.asarray(out[:, -1]), minlength=11) / 4000
         # five standard errors of a frequency
         assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / 4000)).all()
+
+
+def test_no_more_than_the_likeliest_are_drawn() -> None:
+    """Where others are as likely."""
+    logits, keys = jnp.array([[1.0, 3.0, 3.0, 3.0, 0.0]]), jax.random.split(jax.random.key(0), 50)
+    for top_k, expected in ((1, {1}), (2, {1, 2}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3, 4})):
+        draw = functools.partial(_draw, logits, temperature=2.0, top_k=top_k)
+        assert {int(draw(key)[0]) for key in keys} == expected
+        assert draw(keys[0]).dtype == jnp.int32
 
 
 def test_the_key_decides(library: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.hf import Pretrained, join, load, save, split
+from recipes.hf import Pretrained, join, labels_in, load, save, split
 from tests.recipes import make_pretrained_fixtures as fixtures
 from tests.recipes.pretrained import (
     FIXTURES,
@@ -178,6 +178,11 @@ def test_a_new_head(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert len(config["id2label"]) == len(config["label2id"]) == 5
+    for source in (pretrained, load(tmp_path)):  # a head that is new, and one that was there
+        save(source, tmp_path / "named", labels="edcba")
+        config = json.loads((tmp_path / "named" / "config.json").read_text("utf-8"))
+        assert labels_in(str(tmp_path / "named")) == tuple("edcba")
+        assert config["label2id"] == {"e": 0, "d": 1, "c": 2, "b": 3, "a": 4}
     again = load(tmp_path)
     assert (again.drawn, again.unused) == ((), ())
     np.testing.assert_array_equal(logits(again.model, ids, *rest), expected)

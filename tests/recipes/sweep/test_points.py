@@ -42,6 +42,12 @@ def test_every_combination_but_those_left_out() -> None:
     assert [point.settings for point in again] == [point.settings for point in points]
 
 
+def test_numbers_are_those_of_the_grid() -> None:
+    when = {"optimizer.final_fraction=1e-4": None}
+    (point,) = make_points(config({"optimizer.final_fraction": [1e-4, 0.1]}, when))
+    assert point.values == {"optimizer.final_fraction": 0.1}
+
+
 def test_a_point_in_words() -> None:
     (point,) = make_points(config({"model.kind": ["rnn"], "optimizer.name": ["sgd"]}))
     assert str(point) == "kind=rnn optimizer=sgd"

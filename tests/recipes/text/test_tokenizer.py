@@ -136,6 +136,12 @@ def test_files_that_are_no_tokenizer(tmp_path: Path, raw: bytes) -> None:
         SubwordTokenizer.read(path)
 
 
+def test_what_ends_a_document_of_gemma() -> None:
+    """It has </s> too, as a tag of HTML."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "<eos>": 1, "a": 2}))
+    assert SubwordTokenizer(inner).eos == 1
+
+
 def test_what_comes_before_a_text(bpe: SubwordTokenizer) -> None:
     inner = tokenizers.Tokenizer.from_str(bpe.inner.to_str())
     assert SubwordTokenizer(inner).start == ()
