@@ -99,3 +99,11 @@ def test_errors() -> None:
         stop_scaling(jnp.arange(3))
     with pytest.raises(ValueError, match="float99"):
         cast_data(X, "float99")
+
+
+def test_a_scale_that_is_too_small_saturates() -> None:
+    x = as_scaled(jnp.array([1.0, -2.0]), dtype=jnp.float16)
+    found = scalify(lambda x: set_scaling(x, 2.0**-20))(x)
+    np.testing.assert_array_equal(found.value, np.array([65504, -65504]) * 2.0**-20)
+    found = scalify(lambda x: set_scaling(cast_data(x, jnp.float8_e4m3fn), 2.0**-10))(x)
+    np.testing.assert_array_equal(found.value, np.array([448, -448]) * 2.0**-10)

@@ -347,3 +347,48 @@ def test_what_is_left_of_one(program: Any, dtype: Any) -> None:
     expected = program(np.asarray(to_array(b), np.float32))
     found = to_array(jax.jit(scalify(program))(b))
     np.testing.assert_allclose(found, expected, rtol=4 * float(jnp.finfo(dtype).eps))
+
+
+def _unit(rows: Any) -> Any:
+    return rows / jnp.sqrt(jnp.mean(rows * rows, axis=-1, keepdims=True))
+
+
+def _shrinking(x: Any) -> Any:
+    turns = lax.scan(lambda c, _: (c * 2.0**-8, jnp.exp(c * 0) * c), x, None, length=4)[1]
+    return _unit(turns[::-1])
+
+
+UNLIKE = jnp.array([1.0, 1.0, 2.0**-20])
+FEW = {
+    "reciprocal": (lambda x: 1 / x, UNLIKE),
+    "reciprocal of a square": (lambda x: 1 / x**2, jnp.sqrt(UNLIKE)),
+    "power of -2": (lambda x: x**-2, jnp.sqrt(UNLIKE)),
+    "quotient in a product": (lambda x: (jnp.ones(3) / x) @ jnp.ones(3), UNLIKE),
+    "square of few": (lambda x: x * x, jnp.zeros(2**20).at[3].set(1.0)),
+    "fourth power": (lambda x: (x**4) @ jnp.ones(512), jnp.ones(512).at[0].set(48.0)),
+    "turns of a loop": (_shrinking, jnp.array([1.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_elements_that_are_far_larger_do_not_saturate(name: str) -> None:
+    function, x = FEW[name]
+    found = to_array(scalify(function)(as_scaled(x, dtype=jnp.float16)), jnp.float32)
+    same_pattern(found, function(x), 4 * HALF, name)
+
+
+def test_powers_of_float32_have_its_range() -> None:
+    x = jnp.full(8, 1e6).at[0].set(1e-4)
+    for function in (lambda x: x**-4, lambda x: 1 / x**4):
+        np.testing.assert_allclose(scalify(function)(as_scaled(x)).value, x**-4, rtol=1e-5)
+
+
+def test_rows_of_other_scales() -> None:
+    """Where rows do not mix, none is lost beside one with a larger scale."""
+    data = jnp.asarray([[1, 2, 3, 0], [1, 3, 2, 0]], jnp.float16)
+    x = ScaledArray(data, jnp.array([[1.0], [2.0**-40]]))
+    np.testing.assert_array_equal(scalify(lambda x: jnp.argmax(x, -1))(x), [2, 1])
+    unit = _unit(data.astype(jnp.float32))
+    for move in (lambda x: x[:, ::-1], lambda x: x.reshape(2, 1, 4)):
+        found = scalify(lambda x, move=move: _unit(move(x)))(x).value
+        np.testing.assert_allclose(found, move(unit), rtol=2 * HALF)

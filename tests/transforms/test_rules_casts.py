@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from unitscale import ScaledArray, to_array
+from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
 
 from .law import law
@@ -48,3 +48,13 @@ def test_a_reduction_to_the_own_precision_keeps_the_scale() -> None:
     result = scalify(lambda a: lax.reduce_precision(a, 8, 23))(x)
     np.testing.assert_array_equal(result.data, x.data)
     assert float(result.scale) == 3.0
+
+
+def test_float64_computes_in_float64() -> None:
+    with jax.enable_x64(True):
+        x = as_scaled(jnp.asarray([1e8] + [1.0] * 7, jnp.float32))
+        for run in (
+            lambda x: jnp.cumsum(x.astype(jnp.float64))[-1] - 1e8,
+            lambda x: jnp.sum(x, dtype=jnp.float64) - 1e8,
+        ):
+            assert to_array(scalify(run)(x)).item() == 7

@@ -42,3 +42,12 @@ def test_scanned_items_have_a_scale_each() -> None:
     sums = scalify(lambda a: lax.map(lambda v: v * 2, a))(x)
     np.testing.assert_array_equal(to_array(sums), 2 * x.value)
     assert sums.scale.size == 2
+
+
+def test_no_turns() -> None:
+    def run(x, rows):
+        return lax.scan(lambda c, a: (c + a, c * a), x, rows), lax.map(lambda a: a * 2, rows)
+
+    x, rows = as_scaled((jnp.float32(3), jnp.zeros(0)), dtype=jnp.float16)
+    (carry, out), doubled = scalify(run)(x, rows)
+    assert (carry.value, out.shape, doubled.shape) == (3, (0,), (0,))

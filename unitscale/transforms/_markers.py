@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core import format_of
+from ..core import cast, format_of
 from ..core._lazy_scale import LazyScale
 from ._dynamic import Statistic, unit_of
 from ._interpreter import Interpreter
@@ -256,20 +256,26 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
     kind, argument = action
     if kind == "stop":
         return Value(numeric(x, aval_of(eqn.invars[0]).dtype), const=x.const)
-    x = uniform(_scaled(x))
+    x = _scaled(x)
+    dtype, x = jnp.result_type(x.data), uniform(x)
     assert x.scale is not None, "a marked value is scaled"
     if kind == "cast":
         is_wide = argument.dtype is not None and argument.dtype.itemsize >= 4
         return _widened(x, argument.dtype) if is_wide else narrowed(x, argument)
-    wide, dtype = widen(x.data), jnp.result_type(x.data)
+    wide = widen(x.data)
     if kind == "set":
         (scale,) = rest
         target = LazyScale.of(lax.stop_gradient(numeric(scale)), "asked for")
         if scale.const is not None or not isinstance(scale.data, Tracer):
             target = _static(float(scale.data)) or target
-        return Value(narrow(times(wide, x.scale / target), dtype), target, 0.0, x.dtype)
+        return Value(_held(times(wide, x.scale / target), dtype), target, 0.0, x.dtype)
     unit = LazyScale.of(unit_of(wide, argument), "the size of its data")
-    return Value(narrow(times(wide, ONE / unit), dtype), x.scale * unit, 0.0, x.dtype)
+    return Value(_held(times(wide, ONE / unit), dtype), x.scale * unit, 0.0, x.dtype)
+
+
+def _held(data: Any, dtype: Any) -> Any:
+    """Rounds data to a type; finite numbers saturate."""
+    return cast(data, dtype) if np.dtype(dtype).itemsize <= 2 else narrow(data, dtype)
 
 
 def _static(number: float) -> LazyScale | None:

@@ -13,7 +13,19 @@ from ._registry import register
 from ._rules_carriers import same_place
 from ._rules_functions import unbounded
 from ._settle import finish, sized
-from ._values import ONE, Terms, Value, aval_of, is_float, numeric, scale_of, spans, uniform, widen
+from ._values import (
+    ONE,
+    Terms,
+    Value,
+    aval_of,
+    is_float,
+    narrow,
+    numeric,
+    scale_of,
+    spans,
+    uniform,
+    widen,
+)
 
 
 def narrowed(value: Value, dtype: object) -> Value:
@@ -44,7 +56,8 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     if jnp.issubdtype(jnp.result_type(x.data), jnp.complexfloating):
         return finish(lax.real(x.data), scale_of(x), x.drift, dtype, doubt=x.doubt)
     x = x if spans(dtype) else sized(x)
-    return finish(widen(x.data), scale_of(x), x.drift, dtype, doubt=x.doubt)
+    wide = jnp.promote_types(dtype, widen(x.data).dtype)
+    return finish(narrow(x.data, wide), scale_of(x), x.drift, dtype, doubt=x.doubt)
 
 
 @register("cast", "reduce_precision")

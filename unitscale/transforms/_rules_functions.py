@@ -19,11 +19,11 @@ _BOUNDED = (
     "log2",
     "acosh",
     "bessel_i0e",
-    "bessel_i1e",
     "cumlogsumexp",
 )
 # What is unbounded, and what vanishes, at zero or in a tail: its result may be as small.
 _UNBOUNDED = (
+    "bessel_i1e",
     "tanh",
     "logistic",
     "erf",

@@ -21,6 +21,8 @@ from ._values import Value, known_atoms, uniform
 
 
 def _sliced(array: Any) -> jax.ShapeDtypeStruct:
+    if not array.shape[0]:  # a loop without turns
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
     return jax.eval_shape(lambda x: lax.index_in_dim(x, 0, keepdims=False), array)
 
 

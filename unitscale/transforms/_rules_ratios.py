@@ -27,9 +27,11 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     if is_uncertain(doubt + more, dtype):
         (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     quotient = shaped(lax.div(*wide_operands(data, other)), x, y)
-    wide = keeps_wide(quotient.shape, *values)
+    # Of elements that are smaller than others the reciprocals are larger.
+    one = y.is_fill or not y.shape
+    wide = not one or keeps_wide(quotient.shape, *values)
     scale, drift = scale / other_scale, above - below
-    return finish(quotient, scale, drift, dtype, doubt=doubt + more, wide=wide)
+    return finish(quotient, scale, drift, dtype, doubt=doubt + more if one else UNKNOWN, wide=wide)
 
 
 @register("ratio", "rem")

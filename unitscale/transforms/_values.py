@@ -319,22 +319,7 @@ def uniform(value: Value) -> Value:
         return value
     if not jnp.size(value.data):
         return Value(value.data, ONE, 0.0, value.dtype, value.const)
-    if spans(value.dtype):
-        return value.at_one()
-    one = LazyScale.of(_largest_used(value), "one in place of several")
-    dtype = jnp.result_type(value.data)
-    data = narrow(times(widen(value.data), value.scale / one), dtype)
-    return Value(data, one, value.drift, value.dtype, value.const)
-
-
-def _largest_used(value: Value) -> Any:
-    """Returns the largest scale of an element that is not zero; beside it zeros have none."""
-    assert value.scale is not None, "only scaled values have scales"
-    scales = lax.stop_gradient(jnp.asarray(value.scale.array()))
-    used = lax.ne(value.data, jnp.zeros_like(value.data))
-    each = spread(scales, used)
-    most = jnp.max(lax.select(used, each, jnp.zeros_like(each)))
-    return lax.select(lax.gt(most, jnp.zeros_like(most)), most, jnp.ones_like(most))
+    return value.at_one()  # in a narrow type what has a small scale would be lost
 
 
 def data_dtype(*values: Value) -> Any:
