@@ -23,7 +23,7 @@ class RecipeError(Exception):
 
 
 def told_by(error: BaseException) -> RecipeError | None:
-    """What an error tells the user: its own message, or nothing that an error of a program would.
+    """The message that an error has for the user, or None: then it is one of the program.
 
     What the library says of a call it says to the user: an option of YAML was handed on.
     """

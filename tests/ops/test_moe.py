@@ -252,7 +252,9 @@ def test_scales_of_experts_on_several_devices() -> None:
     with jax.set_mesh(make_mesh({"expert": 2}, devices=jax.devices()[:2])):
         found = jax.jit(run)(*args)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        # sums of as many terms as a token has choices and features, in another order
+        error = 2 * WIDTH * np.finfo(np.float32).eps * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=error)
 
 
 def in_shard_map(spec, **options):

@@ -26,7 +26,7 @@ from ..core import (
 from ..rules import Constraint
 from ._operands import ArrayLike, shape_error, sharers, unpack
 
-_NUMBER = int, float, np.number
+_NUMBER = int, float, np.integer, np.floating
 
 
 @partial(custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -137,10 +137,11 @@ def add(
         data = 2^-1/2 * (x + y) at the common scale sqrt(sx^2 + sy^2), a power of two; backward
         2^-1/2 each way, for a broadcast operand too, before its copies' gradients are summed. With
         ``constraint=None``, for operands that are cut edges, each gradient has repeats^-1/2. A
-        Python number is added as it is, and changes neither scale nor gradient. See `rules.add`.
+        number, Python's or NumPy's, is added as it is, and changes neither scale nor gradient. See
+        `rules.add`.
 
     Args:
-        x: floating array or ScaledArray, or a Python number if ``y`` is not.
+        x: floating array or ScaledArray, or a number if ``y`` is not.
         y: the same, broadcasting with ``x``.
         constraint: how output and gradients come to share a factor; None where each operand is a
             cut edge, or the factors are to differ.

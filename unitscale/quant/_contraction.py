@@ -276,6 +276,6 @@ def product(
         return narrow(y if factor == 1 else y * factor, out_dtype)
     # In this order only what ends out of float32's range leaves it. Infinity would make NaN of a
     # zero; beyond it only products that overflow anyway.
-    most = float(jnp.finfo(y.dtype).max)
+    most = min(float(jnp.finfo(dtype).max) for dtype in (y.dtype, jnp.float32))
     scale = jnp.minimum(to_float(scale) * factor * rest, most)
     return narrow(y * scale.astype(y.dtype), out_dtype)

@@ -20,7 +20,7 @@ from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_casts import narrowed
 from ._settle import sized
-from ._values import ONE, Value, aval_of, narrow, numeric, times, uniform, widen
+from ._values import ONE, Value, aval_of, narrow, numeric, saturate, times, uniform, widen
 
 Direction = Literal["forward", "backward", "both"]
 """Which side of a marker such as `cast_data` acts: the value's, its cotangent's, or both."""
@@ -274,8 +274,9 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
 
 
 def _held(data: Any, dtype: Any) -> Any:
-    """Rounds data to a type; finite numbers saturate."""
-    return cast(data, dtype) if np.dtype(dtype).itemsize <= 2 else narrow(data, dtype)
+    """Rounds data to a type; finite numbers saturate in one whose range is short."""
+    is_short = np.dtype(dtype).itemsize == 1
+    return cast(data, dtype) if is_short else narrow(saturate(data, dtype), dtype)
 
 
 def _static(number: float) -> LazyScale | None:

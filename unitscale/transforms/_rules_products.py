@@ -142,7 +142,9 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     product = shaped(lax.mul(*wide_operands(data, other)), x, y)
     # A square is not rounded before it is summed, however it is written.
-    wide = keeps_wide(product.shape, *values) or eqn.invars[0] is eqn.invars[1]
+    is_square = eqn.invars[0] is eqn.invars[1]
+    wide = keeps_wide(product.shape, *values) or is_square
+    doubt += DOUBT * is_square  # of few large elements it is larger than a product of two arrays
     return finish(product, scale * other_scale, drift, dtype, doubt=doubt, wide=wide)
 
 
@@ -155,7 +157,7 @@ def power(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
         return unbounded(interpreter, eqn, values)
     x, *_ = shortened(*[x] * exponent, x)
     data = interpreter.bind(eqn, [widen(x.data)])
-    drift, doubt = x.drift * exponent, x.doubt * exponent
+    drift, doubt = x.drift * exponent, x.doubt * exponent + DOUBT * (exponent == 2)
     return finish(data, scale_of(x) ** exponent, drift, x.dtype, doubt=doubt, wide=True)
 
 

@@ -190,7 +190,7 @@ def leaving(value: Value) -> Value:
     """
     if value.scale is None or is_complex(value.data):
         return value
-    if value.doubt < _CERTAIN:
+    if value.doubt <= _CERTAIN:
         return ready(settle(value))
     if not spans(value.dtype):
         return ready(measured(value))

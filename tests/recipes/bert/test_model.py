@@ -100,8 +100,11 @@ def test_gradients_on_several_devices_are_those_on_one(pairs: Pairs) -> None:
         )
         return jax.tree.leaves(jax.jit(run)(params, *rows))
 
-    for one, many in zip(gradients(1), gradients(4), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-4, atol=1e-5)
+    alone = gradients(1)
+    # float32 sums over 8 x 9 tokens in another order
+    error = rows[0].size * np.finfo(np.float32).eps * max(float(jnp.abs(g).max()) for g in alone)
+    for one, many in zip(alone, gradients(4), strict=True):
+        np.testing.assert_allclose(many, one, rtol=0, atol=error)
 
 
 def test_logits_are_those_of_the_positions() -> None:

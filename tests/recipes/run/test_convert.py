@@ -106,6 +106,16 @@ def test_a_checkpoint_is_read_in_another_shape(
     found, wanted = (jax.tree.flatten(state) for state in (restored.state, like))
     assert found[1] == wanted[1]
     assert list(map(jnp.shape, found[0])) == list(map(jnp.shape, wanted[0]))
+    assert int(restored.state.step) == restored.step
+    # Nothing was trained: what the seed drew, layers in a stack and a vocabulary with zeros.
+    before, after = between(old, new)
+    drawn = reshaped(init_state(before)[2], init_state(after)[2]).params
+    half = format_of("float16").eps / 2 if name == "stochastic" else 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=half, atol=half * 2**-3),
+        values(restored.state.params),
+        values(drawn),
+    )
 
 
 STRATEGIES = {name: (f"policy={name}", "monitor={}") for name in ("fp8", "fp8_delayed")}
