@@ -334,11 +334,11 @@ class ScaledArray:
         """Permutes the axes of data and scale; a scale per channel or block stays one."""
         block = self.block_shape
         if block is not None:
-            # The sizes of the transpose of an array of that shape, which repeats one number.
-            block = np.broadcast_to(0, block).transpose(*axes).shape
+            block = np.broadcast_to(0, block).transpose(*axes).shape  # of one number, repeated
         elif self.scale is None or self.scale.ndim == 0:
             return self._rearrange(lambda x: x.transpose(*axes))
-        scale = jax.lax.expand_dims(self.scale, range(self.data.ndim - jnp.ndim(self.scale)))
+        scale = jnp.asarray(self.scale)
+        scale = jnp.expand_dims(scale, tuple(range(self.data.ndim - scale.ndim)))
         return ScaledArray(self.data.transpose(*axes), scale.transpose(*axes), block_shape=block)
 
     @property

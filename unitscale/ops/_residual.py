@@ -67,9 +67,10 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
-    unpack("residual_split", "x", x)  # complains
+    data, scale = unpack("residual_split", "x", x)
     factors = _factors(tau)
-    branch, skip = fan_out(x, 2)
+    x = ScaledArray(data, scale)
+    branch, skip = fan_out(x, 2) if data.dtype.itemsize == 1 else (x, x)
     return _scaled_bwd(branch, factors.branch), _scaled_bwd(skip, factors.skip)
 
 
