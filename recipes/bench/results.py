@@ -56,7 +56,8 @@ class Figure(NamedTuple):
 
 FIGURES = (
     Figure(
-        "validation loss, unit scaling over plain Flax, each at its best of three rates, 3 seeds, 2 texts",
+        "validation loss, unit scaling over plain Flax, each at its best of three rates, "
+        "3 seeds, 2 texts",
         "libraries.json",
         {"variant": "unit scaling"},
         "{over reference:+.2%}, {standard error:.2%}",
