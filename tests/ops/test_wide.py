@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from unitscale import nn, ops
+from unitscale import ops
 from unitscale.ops._wide import wide_op
 
 from .conformance import case, in_every_dtype, normal
@@ -107,7 +106,6 @@ def attend(x):
 OF_8_BITS = {
     "dropout": lambda x: ops.dropout(x, 0.01, key=jax.random.key(0)),
     "attention": attend,
-    "dense": nn.Dense(4, 4, policy="bfloat16", rngs=nnx.Rngs(0)),
     "experts": lambda x: ops.mixture(
         lambda rows, params, groups: rows, x, ops.route(x, jnp.eye(4), 2), ()
     ),

@@ -23,8 +23,8 @@ _ELEMENTWISE = frozenset(
         *("cbrt", "clamp", "convert_element_type", "copy", "cos", "cosh", "custom_jvp_call", "div"),
         *("eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "ge", "gt", "integer_pow"),
         *("is_finite", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
-        *("neg", "not", "or", "pow", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square"),
-        *("stop_gradient", "sub", "tan", "tanh"),
+        *("neg", "not", "one_minus_square", "or", "pow", "rsqrt", "select_n", "sign", "sin"),
+        *("sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh"),
     )
 )
 # What arrays are filled by, and a scalar is not, where the type stays.
