@@ -31,7 +31,7 @@ DataPaths = Annotated[
 ]
 PlainRate = Annotated[
     float | None,
-    typer.Option(help="peak learning rate of plain models, which have no u-muP; 4e-3 if not given"),
+    typer.Option(help="peak learning rate of plain models, which have no u-muP; else their best"),
 ]
 Seeds = Annotated[
     int | None, typer.Option(min=1, help="runs of each variant, with seeds in a row; 1 or 3")

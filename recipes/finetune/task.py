@@ -16,7 +16,7 @@ from .classification import score_classification, write_labels
 from .config import FinetuneConfig, pretraining_of
 from .data import TaskData, load_data as load_data
 from .model import PlainModel, TaskModel
-from .pretrained import labels_of, read_plain, take_weights
+from .pretrained import read_plain, take_weights
 from .rows import Dataset, load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
@@ -44,7 +44,7 @@ def _classes(config: FinetuneConfig) -> int | None:
     """How many labels there are to choose from, if that is the task."""
     if config.task != "classification":
         return None
-    return len(load_classification(config.data, config.classification, labels_of(config)).labels)
+    return len(load_classification(config.data, config.classification).labels)
 
 
 def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
