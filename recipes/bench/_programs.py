@@ -32,6 +32,7 @@ SCALED_STATE = (
     "optimizer.weights=float16",
     "optimizer.moments=[float8_e4m3fn,float16]",
     "optimizer.rounding=nearest",
+    "optimizer.min_size=4096",
 )
 # No u-muP, so a rate of its own.
 _PLAIN = (

@@ -74,6 +74,11 @@ class OptimizerConfig(Section):
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="how weights and moments are rounded into their formats"
     )
+    min_size: Whole = Field(
+        default=0,
+        description="parameters and moments of fewer entries stay in float32: 4096 keeps those of "
+        "gains and biases, few bytes but most of the arrays, each of ten small kernels on a GPU",
+    )
     umup: Flag = Field(
         default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
     )

@@ -17,10 +17,11 @@ from unitscale.quant import QuantState
 from ..config import RunConfig
 from .scaling import plain, scaled
 
-_OPTIMIZER = ("weights", "moments", "rounding", "skip_nonfinite")
+_OPTIMIZER = ("weights", "moments", "rounding", "min_size", "skip_nonfinite")
 
 # What was always so before there was a key for it.
 _NEWER = {"policies": {}, "fp8_readout": False, "scan": False, "vocab_multiple": 1}
+_NEWER_OPTIMIZER = {"min_size": 0}
 _SHAPE = ("scan", "vocab_multiple")
 
 FORMAT_KEYS = (
@@ -39,7 +40,11 @@ FORMAT_KEYS = (
 def is_same(facts: dict[str, Any], config: RunConfig) -> bool:
     """Whether a checkpoint with these facts was saved in the formats of a config."""
     own = formats(config)
-    return _NEWER | facts.get("formats", own) == own  # older ones lack some, or all
+    return _filled(facts.get("formats", own)) == own  # older ones lack some, or all
+
+
+def _filled(saved: dict[str, Any]) -> dict[str, Any]:
+    return _NEWER | saved | {"optimizer": _NEWER_OPTIMIZER | saved["optimizer"]}
 
 
 def formats(config: RunConfig) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _shape(tree: dict[str, Any]) -> dict[str, Any]:
 
 def with_formats(config: RunConfig, saved: dict[str, Any]) -> RunConfig:
     """The config as it was when a state was saved."""
-    saved = _NEWER | saved
+    saved = _filled(saved)
     top = ("policy", "policies", "scalify", "fp8_readout")
     tree = config.model_dump(mode="json") | {name: saved[name] for name in top}
     tree["optimizer"] |= saved["optimizer"]

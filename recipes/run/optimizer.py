@@ -97,4 +97,5 @@ def make_optimizer(
         moments=(first, second),
         rounding=settings.rounding,
         key=config.seed,
+        min_size=settings.min_size,
     )

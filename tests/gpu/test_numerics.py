@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from tests.nn.models import Decoder
+from tests.optimizers import scaled
 from tests.quant.products import state_of, three_products
 from unitscale import nn, ops, quant
 from unitscale.core import to_array
-from unitscale.optim import scaled
 
 pytestmark = pytest.mark.gpu
 OPTIMIZED = True

@@ -12,8 +12,8 @@ from flax import nnx
 import unitscale
 from tests.gradients import jit
 from tests.nn.table import LAYERS, make
+from tests.optimizers import scaled
 from tests.products import products
-from unitscale import optim
 from unitscale.core import ScaledArray
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -104,7 +104,7 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         lambda path, p: np.zeros_like(p) if "bias" in jax.tree_util.keystr(path) else p, params
     )
     cases = [unitscale.as_scaled(params), unitscale.as_scaled(params, 0.25)]
-    cases.append(optim.scaled(optax.sgd(0.1), weights="float32").scale_params(params))
+    cases.append(scaled(optax.sgd(0.1), weights="float32").scale_params(params))
     run = jax.value_and_grad(loss_of(apply))
     (loss, grads), *results = jit(lambda x, *cases: [run(c, x) for c in cases])(x, params, *cases)
     for case, (scaled_loss, scaled_grads) in zip(cases, results, strict=True):

@@ -9,7 +9,8 @@ from flax import nnx
 
 from tests.gradients import jit
 from tests.modules import build
-from unitscale import nn, optim
+from tests.optimizers import scaled
+from unitscale import nn
 from unitscale.core import ScaledArray, is_scaled, to_array
 
 WIDTH, TIME, LAYERS = 16, 6, 3
@@ -85,7 +86,7 @@ def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
     stack = make(norm_placement=placement)
     scanned = stack.with_scan(True)
     for model in (stack, scanned):
-        tx = optim.scaled(optax.sgd(0.1), weights=jnp.float32)
+        tx = scaled(optax.sgd(0.1), weights=jnp.float32)
         nnx.update(model, tx.scale_params(nnx.state(model, nnx.Param)))
     kernel = scanned.layers.mlp.up.kernel.get_value()
     assert kernel.scale.shape == (LAYERS, 1, 1)

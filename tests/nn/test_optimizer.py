@@ -7,9 +7,10 @@ from flax import nnx
 
 from tests.modules import build
 from tests.nn.table import parameters
+from tests.optimizers import scaled
 from unitscale import nn
 from unitscale.core import ScaledArray, to_array
-from unitscale.optim import scaled, skip_nonfinite, umup
+from unitscale.optim import skip_nonfinite, umup
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 

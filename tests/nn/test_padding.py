@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.optimizers import scaled
 from unitscale import grad, nn, optim, to_array
 
 VOCAB, WIDTH, MULTIPLE = 11, 8, 16
@@ -98,7 +99,7 @@ def test_padding_never_learns(tied: bool, narrow: bool) -> None:
     inner = optax.adamw(0.1, weight_decay=0.1)
     wide: dict[str, Any] = {"weights": None, "moments": (None, None)}
     formats = NARROW if narrow else wide
-    tx = optim.scaled(optim.umup(inner, params), **formats)
+    tx = scaled(optim.umup(inner, params), **formats)
     params = tx.scale_params(params)
     state = tx.init(params)
     first = params

@@ -7,7 +7,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.nn.table import LAYERS, make, parameters
-from unitscale import nn, optim, parallel
+from tests.optimizers import scaled
+from unitscale import nn, parallel
 from unitscale.core import ScaledArray, as_scaled
 from unitscale.nn._param import ones, read, set_depth, unpadded, vector, weight
 
@@ -156,7 +157,7 @@ def test_an_initializer_with_metadata_shards_its_parameter() -> None:
         plain = nn.Dense(4, 6, rngs=nnx.Rngs(0))
         np.testing.assert_array_equal(plain.kernel[...], layer.kernel[...])
         assert layer.kernel.role == "weight"
-        optimizer = nn.Optimizer(layer, optim.scaled(optax.adam(0.1)), wrt=nnx.Param)
+        optimizer = nn.Optimizer(layer, scaled(optax.adam(0.1)), wrt=nnx.Param)
         grads = nnx.jit(nn.grad(lambda m: jnp.sum(m(jnp.ones((2, 4))).value)))(layer)
         optimizer.update(layer, grads)
         for key, spec in specs.items():

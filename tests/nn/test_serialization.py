@@ -9,11 +9,12 @@ import optax
 import pytest
 from flax import nnx, serialization
 
-from unitscale import ScaledArray, nn, optim
+from tests.optimizers import scaled
+from unitscale import ScaledArray, nn
 
 
 def stepped(seed: int, **options: Any) -> Any:
-    tx = optim.scaled(optax.adamw(1e-2), **options)
+    tx = scaled(optax.adamw(1e-2), **options)
     w = np.random.default_rng(seed).normal(size=(4, 8))
     params = tx.scale_params({"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(8)})
     grads = jax.tree.map(lambda x: x.value, params, is_leaf=lambda x: isinstance(x, ScaledArray))
@@ -41,7 +42,7 @@ def test_a_model_with_its_optimizer(pure: bool) -> None:
     def trained(steps: int) -> Any:
         model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
         nn.convert(model, "fp8_delayed")
-        optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(1e-2)), wrt=nnx.Param)
+        optimizer = nn.Optimizer(model, scaled(optax.adamw(1e-2)), wrt=nnx.Param)
         for _ in range(steps):
             _, grads = nn.value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 16))) ** 2))(model)
             optimizer.update(model, grads)

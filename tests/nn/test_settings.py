@@ -13,7 +13,8 @@ from flax import nnx
 
 from tests.nn.models import Decoder
 from tests.nn.table import LAYERS, make
-from unitscale import nn, optim
+from tests.optimizers import scaled
+from unitscale import nn
 
 IDS = np.arange(12).reshape(2, 6) % 11
 
@@ -30,7 +31,7 @@ def step(model: Decoder, optimizer: nn.Optimizer) -> jax.Array:
 
 def trained(policy: str = "float16", **options: Any) -> tuple[Decoder, nn.Optimizer]:
     model = Decoder(8, policy=policy, layers=1, **options)
-    tx = optim.scaled(optax.sgd(0.1, momentum=0.9))
+    tx = scaled(optax.sgd(0.1, momentum=0.9))
     return model, nn.Optimizer(model, tx, wrt=nnx.Param)
 
 

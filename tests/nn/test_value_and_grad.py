@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import nnx
 
-from unitscale import ScaledArray, nn, optim, to_array
+from tests.optimizers import scaled
+from unitscale import ScaledArray, nn, to_array
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 
@@ -31,7 +32,7 @@ def loss(model, x):
 def stored(scale: float = 1.0) -> Net:
     """Weights in float16, every scale moved by a factor."""
     model = Net()
-    tx = optim.scaled(optax.sgd(1.0))
+    tx = scaled(optax.sgd(1.0))
     params = tx.scale_params(nnx.state(model, nnx.Param))
     moved = lambda w: ScaledArray(w.data / scale, w.scale * scale)  # noqa: E731
     is_leaf = lambda x: isinstance(x, ScaledArray)  # noqa: E731

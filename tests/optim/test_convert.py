@@ -6,8 +6,9 @@ import optax
 import pytest
 
 from tests.batching import compute
+from tests.optimizers import scaled
 from unitscale.core import format_of, to_array
-from unitscale.optim import convert_state, scaled
+from unitscale.optim import convert_state
 from unitscale.optim._moments import is_stored, load
 
 PARAMS = {"w": np.linspace(0.5, 2, 24).reshape(4, 6), "b": np.ones(6)}

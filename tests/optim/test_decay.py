@@ -3,7 +3,8 @@ import numpy as np
 import optax
 import pytest
 
-from unitscale.optim import independent_weight_decay, scaled
+from tests.optimizers import scaled
+from unitscale.optim import independent_weight_decay
 
 
 @pytest.mark.parametrize("rate", [1.0, 1e-3])

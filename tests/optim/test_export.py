@@ -5,11 +5,12 @@ import optax
 from jax import export
 
 from tests.exported import assert_computes_the_same
+from tests.optimizers import scaled
 from unitscale import optim
 
 
 def test_a_step_is_read_with_its_state() -> None:
-    tx = optim.skip_nonfinite(optim.scaled(optax.adamw(0.1)))
+    tx = optim.skip_nonfinite(scaled(optax.adamw(0.1)))
     params = tx.scale_params({"w": jnp.ones((4, 8))})
     state, grads = tx.init(params), {"w": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)}
     for kind in (optax.ScaleByAdamState, optax.EmptyState):

@@ -4,11 +4,12 @@ import numpy as np
 import optax
 import pytest
 
-from unitscale import ScaledArray, optim
+from tests.optimizers import scaled
+from unitscale import ScaledArray
 
 WEIGHT = ScaledArray(jnp.ones((4, 6)), 4.0)
 PARAMS = {"w": WEIGHT, "b": jnp.ones(3)}
-TX = optim.scaled(optax.sgd(1.0))
+TX = scaled(optax.sgd(1.0))
 
 
 def update(grads):

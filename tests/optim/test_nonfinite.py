@@ -4,7 +4,8 @@ import numpy as np
 import optax
 import pytest
 
-from unitscale.optim import apply_updates, scaled, skip_nonfinite
+from tests.optimizers import scaled
+from unitscale.optim import apply_updates, skip_nonfinite
 
 PARAMS = {"w": np.linspace(0.5, 2, 6, dtype=np.float32), "b": np.ones(2, np.float32)}
 GRADS = {"w": np.linspace(-1, 1, 6, dtype=np.float32), "b": np.ones(2, np.float32)}

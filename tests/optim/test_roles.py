@@ -9,9 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.optimizers import scaled
 from unitscale import nn
 from unitscale.core import ScaledArray, is_scaled
-from unitscale.optim import Moment, SquareRoot, scaled
+from unitscale.optim import Moment, SquareRoot
 from unitscale.optim._moments import is_stored
 from unitscale.optim._roles import path_name
 

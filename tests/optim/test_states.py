@@ -13,8 +13,8 @@ import pytest
 from optax import contrib
 
 from tests.batching import chunks, compute, entry
+from tests.optimizers import scaled
 from unitscale.core import to_array
-from unitscale.optim import scaled
 from unitscale.optim._states import _FROM_TINY_STEPS, _HELD
 
 STEPS = 200

@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.optimizers import scaled
 from unitscale import ScaledArray, optim, to_array
 
 TREES = [
@@ -61,7 +62,7 @@ def test_narrow_arrays_are_widened_too() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("inner", [optax.adagrad(0.1), optax.lamb(0.1), optax.adam(0.1)])
 def test_state_of_narrow_parameters_keeps_its_types(inner, dtype: str) -> None:
-    tx, params = optim.scaled(inner, weights=None, moments=(None, None)), {"w": jnp.ones(9, dtype)}
+    tx, params = scaled(inner, weights=None, moments=(None, None)), {"w": jnp.ones(9, dtype)}
 
     def step(carry, _):
         return tx.step(*carry, params), None
@@ -73,14 +74,14 @@ def test_state_of_narrow_parameters_keeps_its_types(inner, dtype: str) -> None:
 
 def test_numbers_are_parameters_as_in_optax() -> None:
     assert optim.apply_updates([1.0], [0.5]) == [1.5]
-    for tx in (optim.skip_nonfinite(optax.sgd(0.5)), optim.scaled(optax.sgd(0.5), weights=None)):
+    for tx in (optim.skip_nonfinite(optax.sgd(0.5)), scaled(optax.sgd(0.5), weights=None)):
         assert tx.step([1.0], tx.init([1.0]), [1.0])[0] == [0.5]
 
 
 def test_a_key_outlives_a_step_that_takes_the_memory_of_its_state() -> None:
     key = jax.random.key(0)
     for seed in (key, np.int64(0)):
-        tx = optim.scaled(optax.adam(0.1), rounding="stochastic", key=seed)
+        tx = scaled(optax.adam(0.1), rounding="stochastic", key=seed)
         params = tx.scale_params({"w": jnp.ones(4)})
         step = jax.jit(tx.step, donate_argnums=(0, 1))
         state = tx.init(params)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.batching import compute, entry
+from tests.optimizers import scaled
 from unitscale.core import ScaledArray, as_scaled, format_of, rebalance
-from unitscale.optim import apply_updates, scaled
+from unitscale.optim import apply_updates
 
 FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn"]
 RNG = np.random.default_rng(0)

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 from tests.batching import compute
+from tests.optimizers import scaled
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import ops
 from unitscale.core import ScaledArray, to_array
-from unitscale.optim import scaled
 from unitscale.parallel import (
     AutoScale,
     ParallelState,

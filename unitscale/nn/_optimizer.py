@@ -12,10 +12,11 @@ class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` for the transformations of `unitscale.optim.scaled` too.
 
     Scaling:
-        The model's parameters become ScaledArrays in the format of ``tx``; layers of `unitscale.nn`
-        take them as they are. Gradients are those of `nn.grad` and `nn.value_and_grad`, by value.
-        `update` is ``tx.step``: each weight is rounded once, at random where ``tx`` says so. Any
-        other optax transformation works as in `flax.nnx.Optimizer`.
+        The model's parameters become ScaledArrays in the format of ``tx``, small ones float32;
+        layers of `unitscale.nn` take them as they are. Gradients are those of `nn.grad` and
+        `nn.value_and_grad`, by value. `update` is ``tx.step``: each weight is rounded once, at
+        random where ``tx`` says so. Any other optax transformation works as in
+        `flax.nnx.Optimizer`.
 
     Args:
         model: module whose parameters are trained; with a scaled ``tx`` they are replaced.
@@ -32,12 +33,12 @@ class Optimizer(nnx.Optimizer):
     Example:
         >>> import optax
         >>> from unitscale import nn, optim
-        >>> model = nn.Dense(4, 2, rngs=nnx.Rngs(0))
+        >>> model = nn.Dense(64, 64, rngs=nnx.Rngs(0))
         >>> optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(0.1)), wrt=nnx.Param)
         >>> model.kernel.get_value()
-        ScaledArray(float16[4,2], scale=1)
+        ScaledArray(float16[64,64], scale=1)
         >>> def loss(model):
-        ...     return jnp.sum(model(jnp.ones((1, 4))).value)
+        ...     return jnp.sum(model(jnp.ones((1, 64))).value)
         >>> _, grads = nn.value_and_grad(loss)(model)
         >>> _ = optimizer.update(model, grads)
         >>> int(optimizer.step[...])

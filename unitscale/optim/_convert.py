@@ -49,13 +49,13 @@ def convert_state(state: Any, like: Any) -> Any:
     Example:
         >>> import optax
         >>> from unitscale.optim import scaled
-        >>> plain, params = optax.adam(1e-3), {"w": jnp.ones(4)}
+        >>> plain, params = optax.adam(1e-3), {"w": jnp.ones((64, 64))}
         >>> state = plain.init(params)
         >>> _, state = plain.update(params, state, params)
         >>> ours = scaled(plain)
         >>> params = ours.scale_params(params)
         >>> convert_state(state, ours.init(params)).inner[0].mu["w"]
-        ScaledArray(float8_e4m3fn[4], scale=0.000488281)
+        ScaledArray(float8_e4m3fn[64,64], scale=0.000488281)
 
     References:
         Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..core import format_of, is_scaled
 from ._moments import Moment, stack_axes_of, store
 from ._states import Role, held_by
+from ._values import is_floating
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""
@@ -92,10 +93,11 @@ def _finer(first: Moment | None, second: Moment | None) -> Moment | None:
     return dataclasses.replace(moment, root=False)
 
 
-def store_state(state: Any, params: Any, moments: Moments, block: int | None) -> Any:
+def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
     """Returns fresh state with its moments stored in their formats, rounded to nearest.
 
-    A moment has one scale per item of the axes of which its parameter has.
+    One of fewer entries than ``min_size`` stays as it is, and so does a number: it has no blocks
+    and saves no bytes. A moment has one scale per item of the axes of which its parameter has.
     """
     formats = formats_of(moments, block)
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled)
@@ -107,8 +109,7 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None) ->
                 "unitscale.optim.scaled: the state of inner must be a tree of arrays; got "
                 f"{type(leaf).__name__} at {path_name(path)}. Register its type as a JAX pytree."
             )
-        # A number in an array has no blocks and saves no bytes.
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating) or jnp.size(leaf) <= 1:
+        if not is_floating(leaf) or jnp.size(leaf) < max(2, min_size):
             return leaf
         moment = formats(path_name(path), role)
         if moment is None:

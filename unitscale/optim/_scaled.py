@@ -38,14 +38,15 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         update: ``update(grads, state, params, **extra) -> updates, state``; updates are plain
             float32 arrays of values, for `apply_updates`.
         scale_params: ``scale_params(params, *, stack_axes=None) -> params`` as ScaledArrays of the
-            chosen format. Each item of the leading ``stack_axes`` axes has its own scale, so that
-            `jax.lax.scan` and `jax.vmap` map over data and scale together; moments follow. None
-            counts all axes but the last two; or a tree of numbers, a prefix of ``params``.
+            chosen format, small ones as plain float32 arrays. Each item of the leading
+            ``stack_axes`` axes has its own scale, so that `jax.lax.scan` and `jax.vmap` map over
+            data and scale together; moments follow. None counts all axes but the last two; or a
+            tree of numbers, a prefix of ``params``.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
             one, with the rounding, and for it the key, of the transformation.
 
     Example:
-        >>> tx = scaled(optax.sgd(0.5))
+        >>> tx = scaled(optax.sgd(0.5), min_size=0)
         >>> params = tx.scale_params({"w": jnp.full(2, 4.0)})
         >>> params, _ = tx.step(params, tx.init(params), {"w": jnp.ones(2)})
         >>> print(params["w"].value)
@@ -68,14 +69,14 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         return (*self, self.scale_params, self.step)
 
 
-def _check_params(params: Any, weights: Any) -> None:
+def _check_params(params: Any, weights: Any, min_size: int) -> None:
     if params is None:
         raise ValueError(
             "unitscale.optim.scaled: update needs params, whose scales it divides gradients by; "
             "got None. Call update(grads, state, params)."
         )
     leaves = jax.tree.leaves(params, is_leaf=is_scaled)
-    floating = [x for x in leaves if is_scaled(x) or is_floating(x)]
+    floating = [x for x in leaves if (is_scaled(x) or is_floating(x)) and jnp.size(x) >= min_size]
     if weights is not None and floating and not any(map(is_scaled, floating)):
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
@@ -105,12 +106,15 @@ def scaled(
     rounding: CastRounding = "nearest",
     key: int | jax.Array = 0,
     block: int | None = None,
+    min_size: int = 4096,
 ) -> ScaledTransformation:
     """Keeps parameters and the moments of any optax transformation in 16 or 8 bits.
 
     The default takes 5 bytes per parameter with Adam: a float16 weight, an FP8 first moment, and
     the root of the second in float16. With ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` it
-    is 4. Scales add 4 bytes per array. Adam in float32 takes 12.
+    is 4. Scales add 4 bytes per array. Adam in float32 takes 12, and so do gains and biases: arrays
+    of fewer than ``min_size`` entries, which are few bytes but most of a model's arrays, and whose
+    scales would cost a GPU ten small kernels each.
 
     Scaling:
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
@@ -148,6 +152,8 @@ def scaled(
         key: seed or `jax.random` key of stochastic rounding; kept in the state.
         block: number of entries along the last axis that share a scale in the moments; None for
             one scale per array.
+        min_size: parameters and moments of fewer entries are plain float32 arrays, whatever
+            ``weights`` and ``moments`` say; 0 stores all.
 
     Returns:
         ScaledTransformation: ``init`` and ``update`` as optax has them, ``scale_params``, and
@@ -156,21 +162,22 @@ def scaled(
     Raises:
         TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
             pair nor a function.
-        ValueError: if a format is none to store in or cannot hold squares, if ``update`` is called
-            without params or with plain ones, or gradients differ from params; in ``init``, if
-            ``inner`` starts with steps that are lost in rounded weights (D-Adaptation, DoG,
-            Mechanic, Prodigy).
+        ValueError: if a format is none to store in or cannot hold squares, if min_size is below 0,
+            if ``update`` is called without params or with plain ones, or gradients differ from
+            params; in ``init``, if ``inner`` starts with steps that are lost in rounded weights
+            (D-Adaptation, DoG, Mechanic, Prodigy).
             ``update`` raises a TypeError for gradients that are ScaledArrays.
 
     Example:
         >>> tx = scaled(optax.adamw(1e-3))
-        >>> params = tx.scale_params({"w": jnp.full(4, 0.25)})
+        >>> params = tx.scale_params({"w": jnp.full((64, 64), 0.25), "b": jnp.ones(64)})
         >>> state = tx.init(params)
-        >>> params["w"], state.inner[0].mu["w"].dtype.name
-        (ScaledArray(float16[4], scale=0.25), 'float8_e4m3fn')
-        >>> updates, state = tx.update({"w": jnp.ones(4)}, state, params)
-        >>> print(apply_updates(params, updates)["w"].value.round(4))
-        [0.249 0.249 0.249 0.249]
+        >>> params["w"], state.inner[0].mu["w"].dtype.name, params["b"].dtype.name
+        (ScaledArray(float16[64,64], scale=0.25), 'float8_e4m3fn', 'float32')
+        >>> grads = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+        >>> updates, state = tx.update(grads, state, params)
+        >>> print(apply_updates(params, updates)["w"].value[0, :2].round(4))
+        [0.249 0.249]
 
     References:
         Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,
@@ -185,6 +192,11 @@ def scaled(
         raise ValueError(
             f"unitscale.optim.scaled: rounding must be 'nearest' or 'stochastic'; got {rounding!r}"
         )
+    if not (isinstance(min_size, int) and min_size >= 0):
+        raise ValueError(
+            "unitscale.optim.scaled: min_size must be a number of entries, 0 or more; got "
+            f"{min_size!r}"
+        )
     weights = None if weights is None else storable("scaled", "weights", weights)
     formats_of(moments, block)  # complains at once
     extra = isinstance(inner, (optax.GradientTransformationExtraArgs, optax.MultiSteps))
@@ -195,16 +207,18 @@ def scaled(
 
         def convert(axes: int | None, subtree: Any) -> Any:
             return jax.tree.map(
-                lambda x: scale_weight(x, weights, axes), subtree, is_leaf=is_scaled
+                lambda x: values(x) if jnp.size(x) < min_size else scale_weight(x, weights, axes),
+                subtree,
+                is_leaf=is_scaled,
             )
 
         return jax.tree.map(convert, stack_axes, params, is_leaf=lambda axes: axes is None)
 
     def init(params: Any) -> ScaledState:
-        _check_params(params, weights)
+        _check_params(params, weights, min_size)
         state = inner.init(values(params))
         _check_steps(state, weights)
-        state = store_state(state, params, moments, block)
+        state = store_state(state, params, moments, block, min_size)
         start = None
         if rounding == "stochastic":
             # A copy of a key: a step that takes the state's memory leaves the caller's alone.
@@ -212,7 +226,7 @@ def scaled(
         return ScaledState(state, start)
 
     def advance(grads: Any, state: ScaledState, params: Any, extra_args: dict[str, Any]) -> Any:
-        _check_params(params, weights)
+        _check_params(params, weights, min_size)
         following = keys = for_weights = None
         if state.key is not None:
             following, keys, for_weights = jax.random.split(state.key, 3)

@@ -41,6 +41,11 @@ FORMATS = {
     "fp8_readout_gradients": ("policy=fp8", "fp8_readout=gradients"),
     "policies": ("policy=fp8", "policies={'*.down': float32}"),
     "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
+    "small in float32": (
+        "optimizer.weights=float16",
+        "optimizer.moments=[float8_e4m3fn, float16]",
+        "optimizer.min_size=100",
+    ),
     "stochastic": ("optimizer.weights=float16", "optimizer.rounding=stochastic"),
     "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),
