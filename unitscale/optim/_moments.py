@@ -154,6 +154,12 @@ def _with_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits | sign, jnp.float32)
 
 
+def _reciprocal(power: jax.Array) -> jax.Array:
+    """1 / 2^n for -126 <= n <= 126, in an operation that XLA does in the kernel that asks for it."""
+    bits = lax.bitcast_convert_type(power, jnp.int32)
+    return lax.bitcast_convert_type(jnp.int32(254 << 23) - bits, jnp.float32)
+
+
 def _axes(ndim: int, moment: Moment) -> tuple[int, ...]:
     """Those that share a scale."""
     return tuple(range(moment.stack_axes, ndim))
@@ -279,7 +285,7 @@ def _stored(
     block = None if moment.block is None or not x.ndim else (1,) * (x.ndim - 1) + (moment.block,)
     shift, lost = _shift(x, moment, block, seen)
     scale = jnp.where(lost, jnp.nan, normal_pow2(shift))
-    y = y * to_float(ScaledArray(x, normal_pow2(-shift), block_shape=block).full_scale)
+    y = y * to_float(ScaledArray(x, _reciprocal(scale), block_shape=block).full_scale)
     if moment.root:
         # Asked of the bits of x: XLA may share an array of float32 zeros with other kernels, which
         # then is one more to read.
