@@ -40,6 +40,9 @@ TrainedPath = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
+Convert = Annotated[
+    bool, typer.Option(help="resume in the number formats of this config, whatever they were")
+]
 _TRACEBACK = "--traceback"
 
 
@@ -48,9 +51,7 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
-    convert: Annotated[
-        bool, typer.Option(help="resume in the number formats of this config, whatever they were")
-    ] = False,
+    convert: Convert = False,
     coordinator: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="of several processes, the first")
     ] = None,
@@ -85,9 +86,10 @@ def finetune(
     config: ConfigPath,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+    convert: Convert = False,
 ) -> None:
     """Fine-tune a pretrained model on a task, and score it: `train` by another name."""
-    train(config, overrides, fresh)
+    train(config, overrides, fresh, convert)
 
 
 @app.command()

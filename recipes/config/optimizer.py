@@ -76,8 +76,8 @@ class OptimizerConfig(Section):
     )
     min_size: Whole = Field(
         default=0,
-        description="parameters and moments of fewer entries stay in float32: 4096 keeps those of "
-        "gains and biases, few bytes but most of the arrays, each of ten small kernels on a GPU",
+        description="parameters and moments of fewer entries, those of a stack of layers together, "
+        "stay in float32: gains and biases are few bytes, and each ten small kernels on a GPU",
     )
     umup: Flag = Field(
         default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from unitscale.core import is_scaled
 from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
 
 from ..config import OptimizerConfig, RunConfig
@@ -59,7 +60,7 @@ def make_optimizer(
     settings = config.optimizer
     schedule = make_schedule(settings, config.train.steps)
     decays = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.ndim - is_stacked(path) >= 2, params
+        lambda path, leaf: leaf.ndim - is_stacked(path) >= 2, params, is_leaf=is_scaled
     )
     if settings.name == "sgd":
         rule = optax.sgd(schedule, momentum=settings.b1 or None)

@@ -87,7 +87,7 @@ def _conditions(words: str) -> dict[str, Any]:
 
 
 def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
-    known = flatten(config.model_dump()) | values
+    known = flatten(config.model_dump()) | values | flatten(values)
     further: dict[str, Any] = {}
     for words, settings in config.sweep.when.items():
         if all(known.get(key) == value for key, value in _conditions(words).items()):

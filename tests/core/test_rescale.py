@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from tests.batching import compute, entry
-from unitscale.core import ScaledArray, cast, format_of, rebalance, rescale, to_float
+from unitscale.core import (
+    ScaledArray,
+    as_scaled,
+    cast,
+    format_of,
+    rebalance,
+    rescale,
+    to_float,
+)
 
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
 X = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
@@ -75,6 +83,31 @@ def test_rebalance_by_what_cannot_divide_changes_nothing(s: float) -> None:
     y = rebalance(x, jnp.asarray([s, 2.0, s]))
     np.testing.assert_array_equal(y.data, [1, 0.5, 1])
     np.testing.assert_array_equal(y.value, x.value)
+
+
+def test_a_scale_stays_within_float32() -> None:
+    """What it has no room for stays in the data."""
+    for size in (2.0**100, 2.0**-100):
+        y = rebalance(ScaledArray(jnp.array([0.0, 1.0]), size), size)
+        assert 2.0**-126 <= float(y.scale) <= 2.0**127
+        np.testing.assert_array_equal(y.value, np.float32([0, size]))
+    tiny = rescale(ScaledArray(jnp.array([1e-30]), 1e-20))
+    np.testing.assert_allclose((tiny * 1e30 * 1e10).value, [1e-10], rtol=1e-6)
+    blocks = ScaledArray(jnp.ones((1, 4)), jnp.float32([[2.0**100, 1.0]]), block_shape=(1, 2))
+    np.testing.assert_array_equal(rebalance(blocks, 2.0**60).value, blocks.value)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_the_largest_numbers_are_kept(jit: bool, shape: tuple[int, ...]) -> None:
+    """The inverse of 2^127 is subnormal, and XLA multiplies by it in place of a division."""
+    x = jnp.array([3e38, 1e38]).reshape(shape)
+    ways = [functools.partial(rebalance, s=s) for s in (2.0**126, 2.0**127, 1.7 * 2.0**126)]
+    ways += [functools.partial(rescale, strategy=s) for s in ("rms", "amax", "mse")]
+    ways += [lambda x: rescale(x, axis=0), as_scaled]
+    for way in ways:
+        y = (jax.jit(way) if jit else way)(x)
+        np.testing.assert_allclose(y.value, x, rtol=1e-6)
 
 
 def test_zeros_keep_their_scale() -> None:

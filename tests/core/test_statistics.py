@@ -57,6 +57,12 @@ class TestSpecialValues:
         assert np.isnan(float(statistic(jnp.ones(2**16).at[777].set(wrong))))
 
 
+def test_the_largest_numbers() -> None:
+    x = jnp.array([3e38, 1e38])
+    for axis in (None, 0):
+        np.testing.assert_allclose(rms(x, axis), np.sqrt(5e76), rtol=1e-6)
+
+
 def test_float64() -> None:
     with jax.enable_x64(True):
         x = jnp.asarray([1e-200, 1e-200])

@@ -88,6 +88,14 @@ def test_state_that_has_all_stored_goes_on_with_small_arrays_wide() -> None:
     steps(after, params)
 
 
+def test_a_donated_step_leaves_the_parameters_it_began_with() -> None:
+    tx = scaled(optax.adam(0.1))
+    given = jax.tree.map(jnp.copy, PARAMS)
+    params = tx.scale_params(given)
+    jax.jit(tx.step, donate_argnums=(0, 1))(params, tx.init(params), GRADS)
+    assert not any(x.is_deleted() for x in given.values())
+
+
 def test_errors() -> None:
     for wrong in (-1, 0.5, None):
         with pytest.raises(ValueError, match="min_size must be a number of entries, 0 or more"):

@@ -147,3 +147,34 @@ def test_elements_beside_an_array_of_large_numbers_are_kept(large: float, dtype:
     for name, (expected, found) in jax.device_get(results).items():
         with entry(name):
             np.testing.assert_allclose(found, expected, rtol=2 * float(jnp.finfo(dtype).eps))
+
+
+NUMBERS: dict[str, tuple[Callable[..., Any], list[float]]] = {
+    "log of a floor": (lambda x: jnp.log(jnp.maximum(x, 1e-30)), [0, 1e4]),
+    "log of a clip": (lambda x: jnp.log(jnp.clip(x, 1e-30)), [0, 1e4]),
+    "quotient": (lambda x: x / jnp.maximum(x, jnp.finfo(jnp.float32).tiny), [0, 400]),
+    "sum": (lambda x: jnp.log(x + 1e-36), [0, 1e3, 2e3]),
+    "choice": (lambda x: jnp.log(jnp.where(x > 0, x, 1e-36)), [0, 1e3, 2e3]),
+    "gradient": (jax.grad(lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 1e-30)))), [0, 1e4]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tiny_numbers_are_kept_beside_large_scales(dtype: str) -> None:
+    table = {
+        name: (lambda x, f=f: (to_array(scalify(f)(as_scaled(x, 2.0**20, dtype=dtype))), f(x)), x)
+        for name, (f, numbers) in NUMBERS.items()
+        for x in [jnp.asarray(numbers, jnp.float32)]
+    }
+    for name, (found, expected) in compute(table).items():
+        with entry(name):
+            np.testing.assert_allclose(np.float32(found), expected, rtol=2**-7)
+
+
+def test_the_mask_of_float32_is_finite_in_bfloat16() -> None:
+    def attention(x: jax.Array) -> jax.Array:
+        mask = jnp.array([[True, True], [False, False]])
+        return jax.nn.softmax(jnp.where(mask, x, jnp.finfo(jnp.float32).min))
+
+    x = as_scaled(jnp.zeros((2, 2)), dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(to_array(scalify(attention)(x)), np.full((2, 2), 0.5))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
@@ -56,3 +57,9 @@ def test_random_numbers_are_those_of_the_plain_program() -> None:
     x, key = jnp.zeros(5), jax.random.key(1)
     actual = to_array(scalify(draw)(ScaledArray(x, jnp.float32(0.5)), key))
     np.testing.assert_allclose(actual, draw(x, key), rtol=1e-6)
+
+
+def test_cumulated_logarithms_are_as_large_as_their_argument() -> None:
+    x = jnp.array([1e6, 2e6, 3e6])
+    found = scalify(lax.cumlogsumexp)(as_scaled(x, dtype=jnp.float16))
+    np.testing.assert_allclose(to_array(found), x, rtol=2**-10)

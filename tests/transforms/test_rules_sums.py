@@ -53,3 +53,10 @@ def test_gradients_without_a_scale_are_chosen_by_narrow_data(name: str, dtype: A
     x = as_scaled(jnp.asarray(np.random.default_rng(0).normal(size=(4, 6))), dtype=dtype)
     expected = gradient(x.value.astype(jnp.float32))
     np.testing.assert_array_equal(to_array(scalify(gradient)(x)), expected)
+
+
+def test_many_terms_of_one_place() -> None:
+    """Of one sign they grow by their number, here beyond float16."""
+    x = as_scaled(jnp.ones(100_000), dtype=jnp.float16)
+    found = scalify(lambda x: jax.ops.segment_sum(x, jnp.zeros(x.shape, int), 1))(x)
+    np.testing.assert_allclose(to_array(found), [1e5], rtol=2**-11)

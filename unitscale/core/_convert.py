@@ -8,8 +8,7 @@ import numpy as np
 
 from ._cast import cast, narrow, widen
 from ._compat import take_as_array
-from ._pow2 import round_to_pow2
-from ._scale import as_scale, broadcasts, safe_scale, to_float
+from ._scale import as_scale, broadcasts, scale_near, to_float
 from ._scaled_array import ScaledArray
 from ._statistics import rms
 
@@ -44,7 +43,7 @@ def _own_scale(x: jax.Array, stack_axes: int) -> jax.Array:
     """The power of two nearest the RMS of the finite entries, for each item of the stack axes."""
     x = widen(x)
     size = rms(jnp.where(jnp.isfinite(x), x, 0), tuple(range(stack_axes, x.ndim)))
-    scale = jax.lax.stop_gradient(safe_scale(round_to_pow2(size)))
+    scale = jax.lax.stop_gradient(scale_near(size))
     return scale if stack_axes else jnp.reshape(scale, ())
 
 

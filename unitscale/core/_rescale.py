@@ -8,8 +8,7 @@ import numpy as np
 
 from ._cast import cast, widen
 from ._formats import format_of
-from ._pow2 import round_to_pow2
-from ._scale import broadcasts, safe_scale, to_float
+from ._scale import bounded_product, broadcasts, divisor, safe_scale, scale_near, to_float
 from ._scaled_array import ScaledArray
 from ._statistics import Axis, amax, optimal_scale, rms
 
@@ -52,15 +51,21 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
     if isinstance(s, (int, float, np.number)) and not 0 < s < float("inf"):
         raise ValueError(f"unitscale.rebalance: s must be positive and finite; got {s!r}")
     x = _scaled(x)
-    s = jax.lax.stop_gradient(safe_scale(jnp.asarray(s, jnp.float32)))
+    s = jax.lax.stop_gradient(safe_scale(divisor(jnp.asarray(s, jnp.float32))))
     if x.block_shape is not None:
         s = _check_broadcast(s, jnp.shape(x.scale))
         s = jnp.broadcast_to(s, jnp.shape(x.scale))
     else:
         s = _check_broadcast(s, x.shape)
-    full = ScaledArray(x.data, s, block_shape=x.block_shape).full_scale
-    data = (widen(x.data) / to_float(full)).astype(x.dtype)
-    return ScaledArray(data, to_float(x.scale) * s, block_shape=x.block_shape)
+    scale, rest = bounded_product(x.scale, s)
+
+    def full(part: Any) -> Any:
+        return to_float(ScaledArray(x.data, part, block_shape=x.block_shape).full_scale)
+
+    data = widen(x.data) / full(s)
+    if not isinstance(rest, int):
+        data = data * full(rest)
+    return ScaledArray(data.astype(x.dtype), scale, block_shape=x.block_shape)
 
 
 def _check_broadcast(s: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -116,9 +121,9 @@ def rescale(
     # Blocks give way to the new scale, so their statistics are those of the value.
     data = x.data if x.block_shape is None else widen(x.value)
     if strategy == "rms":
-        s = round_to_pow2(rms(data, axis))
+        s = scale_near(rms(data, axis))
     elif strategy == "amax":
-        s = round_to_pow2(amax(data, axis) / target.max, "up")
+        s = scale_near(amax(data, axis) / target.max, "up")
     else:
         s = optimal_scale(data, target, axis)
     if x.block_shape is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._pow2 import round_to_pow2
+from ._pow2 import Rounding, round_to_pow2
 
 Scale: TypeAlias = jax.Array | None
 """A scale: None (a plain array) or an array: see `as_scale`."""
@@ -227,6 +227,28 @@ def safe_scale(scale: jax.Array) -> jax.Array:
     """
     scale = jnp.asarray(scale)
     return jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.ones_like(scale))
+
+
+def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
+    """Returns the power of two nearest a size, for data to be divided by; 1 of what is no size.
+
+    At most 2^126: XLA multiplies by the inverse of a scale, and flushes that of 2^127 to 0.
+
+    Example:
+        >>> print(scale_near(jnp.array([0.0, 3.1])), float(scale_near(3e38)) == 2.0**126)
+        [1. 4.] True
+    """
+    return safe_scale(divisor(round_to_pow2(size, rounding)))
+
+
+def divisor(scale: jax.Array) -> jax.Array:
+    """Returns a scale as what data can be divided by: at most 2^126, see `scale_near`.
+
+    Example:
+        >>> print(divisor(jnp.float32(4.0)))
+        4.0
+    """
+    return jnp.where(scale < jnp.inf, jnp.minimum(scale, 2.0**126), scale)
 
 
 def common_scale(left: Scale, right: Scale) -> Scale:

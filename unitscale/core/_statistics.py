@@ -10,8 +10,8 @@ from jax import lax
 
 from ._cast import cast, widen
 from ._formats import format_of
-from ._pow2 import pow2, round_to_pow2
-from ._scale import safe_scale
+from ._pow2 import pow2
+from ._scale import scale_near
 
 Axis = int | Sequence[int] | None
 
@@ -66,7 +66,7 @@ def _rms(x: jax.Array, axis: Axis) -> jax.Array:
         return jnp.sum(x, axis=axis, keepdims=keep)
     if squares_fit:
         return jnp.sqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=keep))
-    unit = safe_scale(round_to_pow2(amax(x, axis)))
+    unit = scale_near(amax(x, axis))
     return unit * jnp.sqrt(jnp.mean(jnp.square(x / unit), axis=axis, keepdims=keep))
 
 
@@ -105,7 +105,7 @@ def optimal_scale(
         raise ValueError(
             f"unitscale.optimal_scale: search must be (low, high), low <= high; got {search}"
         )
-    center = safe_scale(round_to_pow2(rms(x, axis)))
+    center = scale_near(rms(x, axis))
     unit = widen(x) / center
     keepdims = axis is not None
 

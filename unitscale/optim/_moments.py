@@ -155,7 +155,7 @@ def _with_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _reciprocal(power: jax.Array) -> jax.Array:
-    """1 / 2^n for -126 <= n <= 126, in an operation that XLA does in the kernel that asks for it."""
+    """1 / 2^n for -126 <= n <= 126, by an operation that XLA repeats in the kernel that asks."""
     bits = lax.bitcast_convert_type(power, jnp.int32)
     return lax.bitcast_convert_type(jnp.int32(254 << 23) - bits, jnp.float32)
 

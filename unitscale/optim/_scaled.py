@@ -112,9 +112,10 @@ def scaled(
 
     The default takes 5 bytes per parameter with Adam: a float16 weight, an FP8 first moment, and
     the root of the second in float16. With ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` it
-    is 4. Scales add 4 bytes per array. Adam in float32 takes 12, and so do gains and biases: arrays
-    of fewer than ``min_size`` entries, which are few bytes but most of a model's arrays, and whose
-    scales would cost a GPU ten small kernels each.
+    is 4. Scales add 4 bytes per array. Adam in float32 takes 12, and so do arrays of fewer than
+    ``min_size`` entries, such as the gains and biases of a model less than 4,096 wide: these are
+    few bytes but most of its arrays, and the scales of each would cost a GPU ten small kernels. A
+    stack of layers counts as one array.
 
     Scaling:
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
@@ -207,7 +208,7 @@ def scaled(
 
         def convert(axes: int | None, subtree: Any) -> Any:
             return jax.tree.map(
-                lambda x: values(x) if jnp.size(x) < min_size else scale_weight(x, weights, axes),
+                lambda x: _wide(x) if jnp.size(x) < min_size else scale_weight(x, weights, axes),
                 subtree,
                 is_leaf=is_scaled,
             )
@@ -251,6 +252,11 @@ def scaled(
         return apply_updates(params, updates, key=for_weights), state
 
     return ScaledTransformation(init, update, scale_params, step)
+
+
+def _wide(x: Any) -> Any:
+    """A small parameter in float32: a copy, as a donated step takes its memory."""
+    return jnp.array(values(x), copy=True) if is_scaled(x) or is_floating(x) else x
 
 
 def _is_seed(key: Any) -> bool:

@@ -38,6 +38,8 @@ from ._values import (
 # is smaller leaves float16 the room that it needs for data of unit size.
 _MASK_LOG2 = round(math.log2(MASK))
 _MASK_SCALE_LOG2 = round(math.log2(MASK_ROOM))
+# A number below this keeps clear of a scale, by which it would be divided to nothing.
+_TINY_LOG2 = -64
 # Data this many powers of two below unit size keeps the precision of float16, or nearly.
 _ROOM = 8
 _OWN = "the size of an array that has no scale"
@@ -70,16 +72,21 @@ def fill_scale(number: float, dtype: Any, *, masks: bool = True) -> LazyScale:
 
 
 def fill(value: Value, scale: LazyScale, dtype: Any) -> Any:
-    """Returns wide data of a constant at a scale, within the range of ``dtype``."""
+    """Returns wide data of a constant at a scale, within the range of ``dtype``.
+
+    At scale 1 within that of a type which spans all that float32 has, but for its last numbers:
+    float32's largest is infinite in bfloat16. A narrower type takes it where it is rounded.
+    """
     number = value.const
     assert number is not None, "a fill is a constant"
     wide = widen(jnp.zeros((), dtype)).dtype
     if number == 0 or not math.isfinite(number):
         return np.asarray(number, wide)
-    if scale == ONE:
-        return np.asarray(number, wide)
-    data = times(np.asarray(number, wide), ONE / scale)
     largest = np.asarray(format_of(dtype).max, wide)
+    if scale == ONE:
+        data = np.asarray(number, wide)
+        return np.asarray(np.clip(data, -largest, largest)) if spans(dtype) else data
+    data = times(np.asarray(number, wide), ONE / scale)
     return jnp.clip(data, -largest, largest)
 
 
@@ -211,6 +218,8 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
     """
     if masks and any(v.scale is None and v.const is None for v in values):
         return _at_their_values(values)
+    if any(map(_is_tiny, values)):
+        return _at_their_values(values)
     dtype = data_dtype(*values)
     scale, doubt = meet(interpreter, values, dtype, masks=masks)
     arrays = []
@@ -233,6 +242,12 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
     return Aligned(arrays, scale, max(drifts, default=0.0), dtype, doubt)
 
 
+def _is_tiny(value: Value) -> bool:
+    """Whether a value is a plain number such as the floor of a logarithm or of a divisor."""
+    plain = value.const is not None and value.scale is None and not is_neutral(value)
+    return plain and split(value.const)[1] < _TINY_LOG2
+
+
 def _of_one_type(arrays: Sequence[Any]) -> list[Any]:
     wide = jnp.result_type(*map(jnp.result_type, arrays))
     return [a if jnp.result_type(a) == wide else jnp.asarray(a, wide) for a in arrays]
@@ -241,7 +256,8 @@ def _of_one_type(arrays: Sequence[Any]) -> list[Any]:
 def _at_their_values(values: Sequence[Value]) -> Aligned:
     """Operands as they are in the program: an array without a scale may have any size.
 
-    Beside numbers at a scale of that size those that are chosen in their place would be lost.
+    Beside numbers at a scale of that size those that are chosen in their place would be lost, and
+    so would be a tiny number.
     """
     arrays = _of_one_type([value.wide() for value in values])
     return Aligned(arrays, ONE, 0.0, data_dtype(*values), UNKNOWN)

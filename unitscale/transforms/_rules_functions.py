@@ -19,7 +19,6 @@ _BOUNDED = (
     "log2",
     "acosh",
     "bessel_i0e",
-    "cumlogsumexp",
 )
 # What is unbounded, and what vanishes, at zero or in a tail: its result may be as small.
 _UNBOUNDED = (
@@ -56,6 +55,7 @@ _UNBOUNDED = (
     "ceil",
     "round",
     "log_softmax",
+    "cumlogsumexp",
     "one_minus_square",
     "polynomial",
     "reduce_prod",

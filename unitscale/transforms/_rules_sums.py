@@ -85,6 +85,9 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     pair = [uniform(operand), uniform(updates)]
     (x, y), scale, drift, dtype, doubt = align(interpreter, pair)
     data = scattered(eqn, x, indices.data, y)
+    # Of one sign, the terms of a place grow by their number.
+    terms = Terms.of(updates.shape).count / Terms.of(operand.shape).count
+    doubt += math.log2(max(1, terms)) / 2
     return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
 
 

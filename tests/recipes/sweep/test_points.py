@@ -48,6 +48,13 @@ def test_numbers_are_those_of_the_grid() -> None:
     assert point.values == {"optimizer.final_fraction": 0.1}
 
 
+def test_words_hold_of_a_section_that_the_grid_lists() -> None:
+    grid = {"optimizer.multipliers": [{"bias": 0.1}, {"bias": 0.2}]}
+    when = {"optimizer.multipliers.bias=0.1": {"train.steps": 2}}
+    points = make_points(config(grid, when))
+    assert [point.further for point in points] == [{"train.steps": 2}, {}]
+
+
 def test_a_point_in_words() -> None:
     (point,) = make_points(config({"model.kind": ["rnn"], "optimizer.name": ["sgd"]}))
     assert str(point) == "kind=rnn optimizer=sgd"

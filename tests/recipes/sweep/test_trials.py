@@ -52,7 +52,12 @@ def test_runs_of_all_rates_and_seeds(kind, tmp_path) -> None:
     [
         {"umup": False, "name": "adamw", "weight_decay": 0.1, "clip_norm": 0.5},
         {"name": "adamw", "weight_decay": 0.1, "warmup_steps": 1, "schedule": "cosine"},
-        {"weights": "float16", "moments": ["float8_e4m3fn", "float16"]},
+        {
+            "name": "adamw",
+            "weight_decay": 0.1,
+            "weights": "float16",
+            "moments": ["float8_e4m3fn", "float16"],
+        },
     ],
     ids=["plain", "u-muP", "few bits"],
 )
