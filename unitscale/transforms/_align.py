@@ -244,8 +244,10 @@ def align(interpreter: Interpreter, values: Sequence[Value], *, masks: bool = Fa
 
 def _is_tiny(value: Value) -> bool:
     """Whether a value is a plain number such as the floor of a logarithm or of a divisor."""
-    plain = value.const is not None and value.scale is None and not is_neutral(value)
-    return plain and split(value.const)[1] < _TINY_LOG2
+    number = value.const
+    if number is None or value.scale is not None or is_neutral(value):
+        return False
+    return split(number)[1] < _TINY_LOG2
 
 
 def _of_one_type(arrays: Sequence[Any]) -> list[Any]:
