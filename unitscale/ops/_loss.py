@@ -277,7 +277,7 @@ def softmax_cross_entropy(
         reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token).
 
     Returns:
-        float32 scalar, or (...) for reduction "none".
+        float32 scalar (float64 of float64 operands), or (...) for reduction "none".
 
     Raises:
         TypeError: if logits are not floating or labels not integers or where not boolean.
@@ -358,7 +358,7 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
         target: the same shape.
 
     Returns:
-        float32 scalar.
+        float32 scalar (float64 of float64 operands).
 
     Raises:
         TypeError: if an operand is not floating.

@@ -263,7 +263,7 @@ def readout_cross_entropy(
             long it trains; the two products of the gradients are means over many.
 
     Returns:
-        float32 scalar, or (...) for reduction "none".
+        float32 scalar (float64 of float64 operands), or (...) for reduction "none".
 
     Raises:
         TypeError: if an operand is not floating, labels are not integers, or where is not boolean.
