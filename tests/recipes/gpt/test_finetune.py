@@ -67,6 +67,7 @@ def make(folder: Path, *words: str) -> Any:
         "train.sample_tokens=0",
         "optimizer.warmup_steps=0",
         "optimizer.learning_rate=1.0e-2",
+        "optimizer.min_size=0",
     ]
     return load_config(LLAMA, [*small, *words])
 
