@@ -26,8 +26,8 @@ HEAD = """# Results
 Each table is what its command printed, read from a file in `notebooks/results`. Files that a
 command was given are named without their folder. Times are of the machine that is named.
 Where the machine is a GPU, runs in float32 had `JAX_DEFAULT_MATMUL_PRECISION=highest`: no TF32.
-In `gpu`, products, attention and the step of qwix are of 2026-11-26, and what projects the first
-two is the speeds that were assumed before; all else is projected by those that were measured.
+In `gpu`, products, attention and the step of qwix are of 2026-11-26. The first two are projected by
+the speeds that were assumed before they were measured, all else by those that were.
 `formats` is of gains and biases that learn at the whole rate, as they did until 2026-11-26; now
 `optimizer.multipliers` gives them 0.03 of it. `bench lms` has BERTs in `fp8` with gradients of the
 readout in FP8, not yet dithered, and tasks tuned from the first pretrained model of each policy;

@@ -76,6 +76,7 @@ from ._scale import (
     bounded_product as bounded_product,
     common_scale as common_scale,
     safe_scale as safe_scale,
+    scale_near as scale_near,
     to_float as to_float,
 )
 from ._scaled_array import ScaledArray as ScaledArray

@@ -12,8 +12,7 @@ from ..core import (
     cast,
     is_scaled,
     rms,
-    round_to_pow2,
-    safe_scale,
+    scale_near,
     to_float,
     widen,
 )
@@ -39,7 +38,7 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
     value = widen(x.value)
     stack = max(value.ndim - 2, 0) if stack_axes is None else min(stack_axes, value.ndim)
     size = rms(value, tuple(range(stack, value.ndim)) if stack else None)
-    scale = jnp.where(size > 0, safe_scale(round_to_pow2(size)), _SCALE_OF_ZEROS)
+    scale = jnp.where(size > 0, scale_near(size), _SCALE_OF_ZEROS)
     return ScaledArray(cast(value / scale, dtype), scale)
 
 
@@ -51,7 +50,7 @@ def _fresh_scale(weight: ScaledArray) -> Any:
     shape = scale.shape or (1,) * weight.ndim
     axes = tuple(a for a, n in enumerate(shape) if n == 1)
     size = rms(rows(weight.data, axes), axes).reshape(scale.shape)
-    return jnp.where((size < 0.5) | (size > 2), scale * safe_scale(round_to_pow2(size)), scale)
+    return jnp.where((size < 0.5) | (size > 2), scale * scale_near(size), scale)
 
 
 def apply_update(
