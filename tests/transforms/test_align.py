@@ -14,8 +14,9 @@ from unitscale import as_scaled, to_array
 from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms import scalify
 from unitscale.transforms._align import align, fill_scale, is_neutral, split
+from unitscale.transforms._doubt import DOUBT, Doubt
 from unitscale.transforms._interpreter import Interpreter, Settings
-from unitscale.transforms._values import MOST_DOUBT, Value
+from unitscale.transforms._values import Value
 
 
 @pytest.mark.parametrize("number", [1.0, -3.0, 0.1, 1e-30, 1e30])
@@ -42,7 +43,7 @@ def test_the_drift_decides_where_operands_meet() -> None:
     other = Value(jnp.full(2, 1.0, jnp.float16), LazyScale(2))
     arrays, scale, drift, _, doubt = align(Interpreter(Settings(lambda p, n: 0.0)), [grown, other])
     assert scale == LazyScale(4)
-    assert (drift, doubt) == (0.0, 0.5)
+    assert (drift, doubt) == (0.0, DOUBT)
     np.testing.assert_array_equal(arrays[0], 1.0)
     np.testing.assert_array_equal(arrays[1], 0.25)
 
@@ -60,11 +61,11 @@ def test_a_constant_takes_the_scale_of_the_other_if_it_fits() -> None:
 def test_scales_of_two_formulas_meet_at_their_values_unless_both_are_certain() -> None:
     x = Value(jnp.full(2, 1.0), LazyScale.of(jnp.float32(4)))
     y = Value(jnp.full(2, 1.0), LazyScale.of(jnp.float32(8)))
-    vague = Value(y.data, y.scale, doubt=1.5)
+    vague = Value(y.data, y.scale, doubt=Doubt(1.5))
     for pair, place in (((x, y), 8.0), ((x, vague), 1.0)):
         found = align(Interpreter(Settings(lambda p, n: 0.0)), list(pair))
         assert float(found.scale.array()) == place
-        assert (found.doubt > MOST_DOUBT) == (place == 1.0)
+        assert found.doubt.is_great == (place == 1.0)
         for data, value in zip(found.arrays, (4.0, 8.0), strict=True):
             np.testing.assert_array_equal(data, value / place)
 

@@ -11,6 +11,7 @@ from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms import scalify
 from unitscale.transforms._boundary import from_input, to_output, traced_aval
+from unitscale.transforms._doubt import Doubt
 from unitscale.transforms._settle import leaving
 from unitscale.transforms._values import Value
 
@@ -46,9 +47,9 @@ def test_a_scale_that_does_not_broadcast() -> None:
 
 def test_certain_results_keep_the_static_scale_others_are_measured_or_at_one() -> None:
     for dtype, scale in ((jnp.float16, 128.0), (jnp.bfloat16, 1.0), (jnp.float32, 1.0)):
-        value = Value(jnp.full(4, 64.0, dtype), LazyScale(1), doubt=1.0)
+        value = Value(jnp.full(4, 64.0, dtype), LazyScale(1), doubt=Doubt(1.0))
         assert float(to_output(leaving(value)).scale) == 2.0
-        value = Value(jnp.full(4, 64.0, dtype), LazyScale(1), doubt=1.5)
+        value = Value(jnp.full(4, 64.0, dtype), LazyScale(1), doubt=Doubt(1.5))
         result = to_output(leaving(value))
         assert float(result.scale) == scale
         np.testing.assert_array_equal(result.value, 128.0)

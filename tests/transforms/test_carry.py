@@ -9,7 +9,8 @@ from jax import lax
 from unitscale import as_scaled, scalify, to_array
 from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._carry import Form, crossing, enter, first_form, joined
-from unitscale.transforms._values import MOST_DOUBT, Value
+from unitscale.transforms._doubt import Doubt
+from unitscale.transforms._values import Value
 
 SCALED = Value(jnp.ones(2, jnp.float16), LazyScale(3))
 
@@ -24,7 +25,7 @@ def test_forms_only_move_up() -> None:
     assert joined(wide, SCALED) == joined(wide, Value(jnp.ones(2))) == wide
     assert joined(fixed, Value(jnp.ones(2, jnp.float16), LazyScale(4))).is_variable
     assert joined(fixed, Value(jnp.ones(2))).is_variable
-    uncertain = Value(SCALED.data, SCALED.scale, doubt=2.0)
+    uncertain = Value(SCALED.data, SCALED.scale, doubt=Doubt(2.0))
     assert joined(fixed, uncertain).is_variable, "its doubt would add up"
 
 
@@ -35,13 +36,13 @@ def test_what_starts_plain_crosses_unrounded() -> None:
     np.testing.assert_allclose(data, numbers, rtol=1e-6)
     (value,) = enter([data], [form])
     assert value.dtype == jnp.float16
-    assert value.doubt > MOST_DOUBT, "it is measured where it is rounded"
+    assert value.doubt.is_great, "it is measured where it is rounded"
 
 
 def test_what_changes_has_a_scale_of_its_own_or_one() -> None:
     """Narrow leaves carry their scale, those with the range of float32 are at 1."""
     for dtype, variable in ((jnp.float16, True), (jnp.bfloat16, False), (jnp.float32, False)):
-        value = Value(jnp.full(2, 3.0, dtype), LazyScale(4), doubt=4.0)
+        value = Value(jnp.full(2, 3.0, dtype), LazyScale(4), doubt=Doubt(4.0))
         form = first_form(value)
         assert form.is_variable == variable
         data, *scale = crossing([value], [form])
@@ -54,7 +55,7 @@ def test_crossing_and_back() -> None:
     values = [
         SCALED,
         Value(jnp.arange(3)),
-        Value(jnp.full(2, 3.0, jnp.float16), LazyScale(1), doubt=4.0),
+        Value(jnp.full(2, 3.0, jnp.float16), LazyScale(1), doubt=Doubt(4.0)),
     ]
     forms = [first_form(v) for v in values]
     arrays = crossing(values, forms)
@@ -66,7 +67,7 @@ def test_crossing_and_back() -> None:
 
 
 def test_a_fixed_form_is_kept_whatever_arrives() -> None:
-    value = Value(jnp.full(2, 4.0), LazyScale(5), doubt=4.0)
+    value = Value(jnp.full(2, 4.0), LazyScale(5), doubt=Doubt(4.0))
     (data,) = crossing([value], [Form(LazyScale(3), jnp.dtype("float32"))])
     np.testing.assert_array_equal(data, 16.0)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms._doubt import Doubt
 from unitscale.transforms._interpreter import Settings
 from unitscale.transforms._packing import pack, trace, unpack
 from unitscale.transforms._values import Value
@@ -13,7 +14,7 @@ from unitscale.transforms._values import Value
 def test_pack_and_unpack() -> None:
     s = LazyScale.of(jnp.float32(8))
     values = [
-        Value(jnp.ones(2), s.shift(1), drift=0.25, doubt=2.0),
+        Value(jnp.ones(2), s.shift(1), drift=0.25, doubt=Doubt(2.0, above=5.0)),
         Value(jnp.ones(2), s * s),
         Value(jnp.zeros(()), const=float("nan")),
     ]
@@ -23,7 +24,7 @@ def test_pack_and_unpack() -> None:
     assert len(atoms) == 1
     assert x.scale is not None
     assert y.scale == (x.scale.shift(-1)) ** 2
-    assert (x.drift, x.doubt) == (0.25, 2.0)
+    assert (x.drift, x.doubt) == (0.25, Doubt(2.0, above=5.0))
     assert z.const is not None
     assert np.isnan(z.const)
     assert hash(packed.specs) == hash(pack(values).specs)

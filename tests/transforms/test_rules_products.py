@@ -164,3 +164,25 @@ def test_a_number_that_enters_a_call(call: str, number: float) -> None:
                 expected = [np.asarray(y, np.float64) for y in function(to_array(x))]
                 for found, e in zip(to_array(scalify(function)(x)), expected, strict=True):
                     np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("width", [16, 256, 1024])
+@pytest.mark.parametrize("program", ["chain", "power", "steps"])
+def test_products_of_one_sign_grow_by_the_number_of_terms(program: str, width: int) -> None:
+    """In one program, and from step to step: nothing saturates, though its root was expected."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(size=(4, width))
+    matrix = rng.uniform(size=(width, width))
+    given = as_scaled(jax.tree.map(jnp.float32, (x, matrix)), dtype=jnp.float16)
+    if program == "chain":
+        found = jax.jit(scalify(lambda x, w: x @ w @ w @ w @ w @ w @ w))(*given)
+    elif program == "power":
+        found = jax.jit(scalify(lambda x, w: x @ jnp.linalg.matrix_power(w, 6)))(*given)
+    else:
+        step, (found, weights) = jax.jit(scalify(jnp.matmul)), given
+        for _ in range(6):
+            found = step(found, weights)
+    right = x @ np.linalg.matrix_power(matrix, 6)
+    assert found.dtype == jnp.float16
+    values = np.asarray(found.data, np.float64) * float(found.scale)
+    np.testing.assert_allclose(values, right, rtol=4e-3)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms._doubt import Doubt
 from unitscale.transforms._settle import finish, keeps_wide, leaving, measured, ready, settle, sized
 from unitscale.transforms._values import Value
 
@@ -36,7 +37,7 @@ def test_wide_data_of_a_narrow_type_waits_for_ready() -> None:
 
 
 def test_float16_of_great_doubt_is_measured_once_where_it_is_rounded() -> None:
-    value = finish(jnp.full(4, 1e9), LazyScale(-3), 0.0, jnp.float16, doubt=5.0)
+    value = finish(jnp.full(4, 1e9), LazyScale(-3), 0.0, jnp.float16, doubt=Doubt(5.0))
     assert value.data.dtype == jnp.float32
     assert value.scale == LazyScale(), "at its value, as a program in float32 has it"
     rounded = ready(value)
@@ -54,11 +55,11 @@ def test_what_has_no_doubt_saturates_and_keeps_infinities() -> None:
 @pytest.mark.parametrize("exponent", [-60, -8, 0, 9, 60])
 def test_measured_settled_and_leaving_keep_the_value(exponent: int) -> None:
     data = jnp.full(4, 2.0**exponent)
-    half = Value(data, LazyScale(3), exponent, jnp.float16, doubt=3.0)
+    half = Value(data, LazyScale(3), exponent, jnp.float16, doubt=Doubt(3.0))
     for result in (measured(half), sized(half), settle(half), leaving(half)):
         np.testing.assert_array_equal(result.data, 1.0)
         np.testing.assert_array_equal(worth(result), 2.0 ** (exponent + 3))
-    wide = leaving(Value(data, LazyScale(3), exponent, jnp.float32, doubt=3.0))
+    wide = leaving(Value(data, LazyScale(3), exponent, jnp.float32, doubt=Doubt(3.0)))
     assert wide.scale == LazyScale()
     np.testing.assert_array_equal(wide.data, 2.0 ** (exponent + 3))
 

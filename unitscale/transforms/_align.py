@@ -12,14 +12,12 @@ import numpy as np
 
 from ..core import format_of, static_pow2
 from ..core._lazy_scale import LazyScale, ratio
+from ._doubt import DOUBT, UNKNOWN, Doubt, most
 from ._dynamic import MASK, MASK_ROOM, room_of
 from ._interpreter import Interpreter
 from ._settle import is_wide
 from ._values import (
-    DOUBT,
-    MOST_DOUBT,
     ONE,
-    UNKNOWN,
     Value,
     data_dtype,
     is_float,
@@ -109,10 +107,10 @@ class Aligned(NamedTuple):
         scale: at which they meet.
         drift: expected log2 of the RMS of a result of their size.
         dtype: type of a result.
-        doubt: by how many powers of two that may be wrong.
+        doubt: what that may be wrong by.
 
     Example:
-        >>> Aligned([jnp.ones(2)], ONE, 0.0, jnp.float16, 0.5).scale == ONE
+        >>> Aligned([jnp.ones(2)], ONE, 0.0, jnp.float16, DOUBT).scale == ONE
         True
     """
 
@@ -120,12 +118,12 @@ class Aligned(NamedTuple):
     scale: LazyScale
     drift: float
     dtype: Any
-    doubt: float
+    doubt: Doubt
 
 
 def meet(
     interpreter: Interpreter, values: Sequence[Value], dtype: Any, *, masks: bool = False
-) -> tuple[LazyScale, float]:
+) -> tuple[LazyScale, Doubt]:
     """Returns the scale at which operands meet, and the doubt that is left.
 
     Scales of one formula meet at the larger one, known while tracing, and constant fills give way.
@@ -134,12 +132,12 @@ def meet(
     plain arrays, whose size is read from them, and masks.
     """
     deciding = [v for v in values if v.scale is not None and not is_neutral(v)]
-    doubt = max((v.doubt for v in deciding), default=DOUBT)
+    doubt = most(v.doubt for v in deciding)
     # Data that has room for it keeps its drift.
     drifts = [0 if spans(dtype) else round(v.drift) for v in deciding]
     scales = [scale_of(v).shift(d) for v, d in zip(deciding, drifts, strict=True)]
     others = [v for v in values if v.scale is None and not is_neutral(v)]
-    uncertain, near = doubt > DOUBT, list(scales)
+    uncertain, near = not doubt.within(DOUBT), list(scales)
     for value in others:
         own, size = _scale_of_plain(value, dtype, known=bool(deciding), masks=masks)
         near += [] if size is None else [LazyScale(size)]
@@ -273,7 +271,7 @@ def align_uniform(interpreter: Interpreter, values: Sequence[Value]) -> Aligned:
     """
     values = [uniform(v) for v in values]
     found = align(interpreter, values, masks=True)
-    if found.doubt > MOST_DOUBT or any(map(is_wide, values)):
+    if found.doubt.is_great or any(map(is_wide, values)):
         return found
     return found._replace(
         arrays=[narrow(saturate(a, found.dtype), found.dtype) for a in found.arrays]

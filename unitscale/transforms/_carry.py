@@ -14,11 +14,10 @@ from jax import lax
 
 from ..core._lazy_scale import LazyScale
 from ._align import at_scale, held
+from ._doubt import DOUBT, UNKNOWN
 from ._settle import measured, settle
 from ._values import (
-    DOUBT,
     ONE,
-    UNKNOWN,
     Value,
     is_complex,
     is_float,
@@ -58,7 +57,7 @@ def _fixed_scale(value: Value) -> LazyScale | None:
 
     What every turn adds to the doubt would add up unseen.
     """
-    if value.scale is None or value.scale.ndim or value.doubt > DOUBT:
+    if value.scale is None or value.scale.ndim or not value.doubt.within(DOUBT):
         return None
     return value.scale.shift(round(value.drift))
 
@@ -102,7 +101,7 @@ def leave(value: Value, form: Form) -> list[Any]:
         data = at_scale(uniform(value), form.scale, form.dtype)
         return [narrow(saturate(data, form.dtype), form.dtype)]
     value = held(value, form.dtype) if value.scale is None else uniform(value)
-    value = measured(value) if value.doubt > DOUBT else settle(value)
+    value = settle(value) if value.doubt.within(DOUBT) else measured(value)
     assert value.scale is not None, "a variable leaf is scaled"
     data = narrow(saturate(widen(value.data), form.dtype), form.dtype)
     return [data, lax.stop_gradient(jnp.asarray(value.scale.array(), np.float32))]

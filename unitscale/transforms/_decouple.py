@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 
 from ..core._lazy_scale import LazyScale
+from ._doubt import DOUBT, MOST_DOUBT, Doubt
 from ._settle import measured, ready
-from ._values import MOST_DOUBT, ONE, Value, widen
+from ._values import ONE, Value, widen
 
 # Results of float16 arithmetic stay this near unit size, so that nobody need measure them.
 _NEAR = 2.0**MOST_DOUBT
@@ -166,5 +167,5 @@ def decoupled(
     if watch is not None:
         watch(is_safe, in_float16()[0], apply(x.wide()))
     data, scale = lax.cond(is_safe, in_float16, in_float32)
-    doubt = MOST_DOUBT if safe.near else 0.5
+    doubt = Doubt(MOST_DOUBT) if safe.near else DOUBT
     return Value(data, LazyScale.of(scale) if safe.near else ONE, 0.0, x.dtype, doubt=doubt)

@@ -15,13 +15,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ..core._last_uses import last_uses
 from ..core._lazy_scale import Atom, LazyScale, largest
 from ._decouple import Branches, decoupled, limits
+from ._doubt import UNKNOWN
 from ._plain import result_of_plain
 from ._registry import rule_of
 from ._report import Default, Exponent, Report
 from ._settle import measured
 from ._strategies import Growth
 from ._values import (
-    UNKNOWN,
     Value,
     aval_of,
     constant_of,

@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from ..core._lazy_scale import Atom, LazyScale
+from ._doubt import Doubt
 from ._interpreter import Interpreter, Settings
 from ._values import Value
 
@@ -28,7 +29,7 @@ class Spec(NamedTuple):
     drift: float
     dtype: Any
     const: str | None
-    doubt: float
+    doubt: Doubt
     nonzero: int | None = None
 
     def unpack(self, data: Any, atoms: Sequence[Atom], operands: Sequence[Value] = ()) -> Value:
@@ -49,7 +50,7 @@ def spec_of(value: Value, atoms: list[Atom], operands: Sequence[Value] = ()) -> 
     const = None if value.const is None else repr(float(value.const))
     if value.scale is None:
         nonzero = next((i for i, x in enumerate(operands) if x is value.nonzero), None)
-        return Spec(None, (), 0.0, None, const, 0.0, nonzero)
+        return Spec(None, (), 0.0, None, const, Doubt(0.0), nonzero)
     powers = []
     for atom, power in value.scale.powers.items():
         if atom not in atoms:

@@ -15,10 +15,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align_uniform
+from ._doubt import UNKNOWN
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import finish, is_wide, measured
-from ._values import UNKNOWN, Value, is_float, spans, uniform, widen
+from ._values import Value, is_float, spans, uniform, widen
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
 

@@ -13,11 +13,12 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..core._lazy_scale import LazyScale
+from ._doubt import DOUBT, UNKNOWN
 from ._interpreter import Interpreter
 from ._packing import pack, unpack
 from ._registry import register
 from ._settle import finish, ready, settle
-from ._values import DOUBT, UNKNOWN, Value, narrow, spans, times, uniform, widen
+from ._values import Value, narrow, spans, times, uniform, widen
 
 
 def _varying(array: Any) -> frozenset[Any]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ._doubt import UNKNOWN
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import finish
-from ._values import ONE, UNKNOWN, Value, data_dtype, is_float, numeric, widen
+from ._values import ONE, Value, data_dtype, is_float, numeric, widen
 
 _BOUNDED = (
     "cos",

@@ -12,16 +12,14 @@ from jax.extend.core import JaxprEqn
 
 from ..core._lazy_scale import LazyScale
 from ._align import is_neutral, split
+from ._doubt import DOUBT, MOST_DOUBT, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_functions import unbounded
 from ._settle import finish, is_uncertain, keeps_wide, ready, shortened
 from ._values import (
-    DOUBT,
-    MOST_DOUBT,
     MOST_LOG2,
     ONE,
-    UNKNOWN,
     Multiple,
     Terms,
     Value,
@@ -73,16 +71,16 @@ def wide_operands(x: Any, y: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def size_of(value: Value, data: Any) -> tuple[float, float]:
+def size_of(value: Value, data: Any) -> tuple[float, Doubt]:
     """Returns drift and doubt of the wide data of an operand: nothing is known of a plain array."""
     if value.scale is not None:
         return value.drift, value.doubt
     if is_neutral(value):
-        return value.drift, 0.0
+        return value.drift, Doubt(0.0)
     if value.const is not None:
         mantissa, exponent = split(number_of(value, data))
-        return value.drift + exponent, abs(math.log2(abs(mantissa)))
-    return value.drift, MOST_DOUBT if value.shape else DOUBT
+        return value.drift + exponent, Doubt(abs(math.log2(abs(mantissa))))
+    return value.drift, Doubt(MOST_DOUBT) if value.shape else DOUBT
 
 
 def at_one(*values: Value) -> list[Any]:
@@ -135,9 +133,7 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     drift, doubt = drift + other_drift, doubt + other_doubt
     if _is_multiple(x, y, dtype) and abs((scale * other_scale).log2) <= MOST_LOG2:
         number = np.asarray(other, jnp.result_type(data))
-        return Value(
-            Multiple(data, number), scale * other_scale, drift, dtype, doubt=min(doubt, UNKNOWN)
-        )
+        return Value(Multiple(data, number), scale * other_scale, drift, dtype, doubt=doubt)
     if is_uncertain(doubt, dtype):
         (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     product = shaped(lax.mul(*wide_operands(data, other)), x, y)
@@ -203,7 +199,7 @@ def _contract(
     scale = scale_of(x) * scale_of(y)
     (drift, doubt), (other, more) = size_of(x, x.data), size_of(y, y.data)
     drift += other + interpreter.growth(eqn.primitive.name, terms.count)
-    doubt += more + terms.doubt
+    doubt += more + terms.doubt + Doubt(0.0, above=math.log2(terms.count) / 2)
 
     def wide(left: Any, right: Any) -> Any:
         return interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)
@@ -230,13 +226,13 @@ def _contract(
     return Value(data, scale / down, drift + down.log2, dtype, doubt=doubt)
 
 
-def _is_sure(drift: float, doubt: float) -> bool:
+def _is_sure(drift: float, doubt: Doubt) -> bool:
     """Whether a product may leave the matrix unit in float16, after one operand was made small.
 
     2^10 times smaller it has lost nothing that its product would show: subnormal numbers begin
     2^14 below unit size. Where the estimate is wrong by its doubt nothing is infinite yet.
     """
-    return 0 <= round(drift) <= 10 and doubt <= MOST_DOUBT - 1
+    return 0 <= round(drift) <= 10 and doubt.off <= MOST_DOUBT - 1 and not doubt.is_great
 
 
 @register("product", "dot_general")

@@ -6,11 +6,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align
+from ._doubt import UNKNOWN
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import at_one, number_of, pair_of, size_of, wide_operands
 from ._settle import finish, is_uncertain, keeps_wide, shortened
-from ._values import ONE, UNKNOWN, Value, data_dtype, scale_of, shaped, widen
+from ._values import ONE, Value, data_dtype, scale_of, shaped, widen
 
 
 @register("ratio", "div")
@@ -69,5 +70,5 @@ def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN, wide=True)
     data = interpreter.bind(eqn, [widen(x.data)])
     power = -1 if eqn.primitive.name == "rsqrt" else 1
-    drift, doubt = power * x.drift / 2, x.doubt / 2
+    drift, doubt = power * x.drift / 2, x.doubt * 0.5
     return finish(data, scale**power, drift, x.dtype, doubt=doubt, wide=True)

@@ -8,6 +8,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align
+from ._doubt import Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import scattered
@@ -16,7 +17,7 @@ from ._settle import finish, keeps_wide
 from ._values import Terms, Value, data_dtype, scale_of, shaped, uniform, widen
 
 # A sum may be smaller than its operands, or larger by one power of two; never is it certain.
-_CANCELLED = 0.6
+_CANCELLED = Doubt(0.6)
 
 
 @register("sum", "add", "sub", "add_any")
@@ -37,9 +38,9 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=wide)
 
 
-def _doubt_of_sum(x: Value, terms: Terms) -> float:
+def _doubt_of_sum(x: Value, terms: Terms) -> Doubt:
     # Terms of one sign grow by their number, not by its root.
-    return x.doubt + math.log2(terms.count) / 4 + terms.doubt
+    return x.doubt + Doubt(math.log2(terms.count) / 4) + terms.doubt
 
 
 @register("sum", "reduce_sum")
@@ -87,7 +88,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     data = scattered(eqn, x, indices.data, y)
     # Of one sign, the terms of a place grow by their number.
     terms = Terms.of(updates.shape).count / Terms.of(operand.shape).count
-    doubt += math.log2(max(1, terms)) / 2
+    doubt += Doubt(math.log2(max(1, terms)) / 2)
     return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
 
 

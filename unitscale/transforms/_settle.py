@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core._lazy_scale import LazyScale, clipped
+from ._doubt import DOUBT, UNKNOWN, Doubt
 from ._dynamic import unit_of
 from ._values import (
-    DOUBT,
-    MOST_DOUBT,
     MOST_LOG2,
     ONE,
-    UNKNOWN,
     Value,
     is_complex,
     narrow,
@@ -31,11 +29,11 @@ _DEGREE = 4
 # How far scales of narrow data may go, in powers of two, where they are chosen at run time.
 _LIMIT = 100
 # What leaves a program is the input of the next step: its scale is read from the data unless one
-# product, or less, made it.
-_CERTAIN = 1.0
+# element-wise product, or less, made it.
+_CERTAIN = Doubt(2 * DOUBT.off)
 # A sum with a scale that was read from data is not certain: it may be the update of an input that
 # grows, step by step, under a scale that stays.
-_MEASURED = DOUBT + 0.1
+_MEASURED = DOUBT + Doubt(0.1)
 
 
 def finish(
@@ -44,7 +42,7 @@ def finish(
     drift: float,
     dtype: Any,
     *,
-    doubt: float = DOUBT,
+    doubt: Doubt = DOUBT,
     wide: bool = False,
 ) -> Value:
     """Returns a scaled value from wide data, bringing drifted data back to unit size.
@@ -59,7 +57,7 @@ def finish(
         scale: its scale.
         drift: the expected log2 of the RMS of data.
         dtype: the type of the result.
-        doubt: by how many powers of two the estimate may be wrong.
+        doubt: what the estimate may be wrong by.
         wide: whether rounding to ``dtype`` waits for `ready`.
 
     Example:
@@ -73,7 +71,7 @@ def finish(
         # Scales that multiply on and on leave the range of float32, data in the other direction.
         scale, rest = clipped(scale, _LIMIT)
         data = times(data, rest)
-    value = Value(data, scale, drift, dtype, doubt=min(doubt, UNKNOWN))
+    value = Value(data, scale, drift, dtype, doubt=doubt)
     if is_complex(data):
         return value
     if is_uncertain(doubt, dtype):
@@ -81,9 +79,9 @@ def finish(
     return value if wide and abs(drift) <= _SLACK else ready(value)
 
 
-def is_uncertain(doubt: float, dtype: Any) -> bool:
+def is_uncertain(doubt: Doubt, dtype: Any) -> bool:
     """Whether a result of a type stays at scale 1 until it is measured."""
-    return doubt > MOST_DOUBT and not spans(dtype)
+    return doubt.is_great and not spans(dtype)
 
 
 def is_wide(value: Value) -> bool:
@@ -178,7 +176,7 @@ def settle(value: Value) -> Value:
 
 def sized(value: Value) -> Value:
     """Brings data to unit size before it is narrowed: measured if its size is in doubt."""
-    return measured(value) if value.doubt > MOST_DOUBT else settle(value)
+    return measured(value) if value.doubt.is_great else settle(value)
 
 
 def leaving(value: Value) -> Value:
@@ -190,7 +188,7 @@ def leaving(value: Value) -> Value:
     """
     if value.scale is None or is_complex(value.data):
         return value
-    if value.doubt <= _CERTAIN:
+    if value.doubt.within(_CERTAIN):
         return ready(settle(value))
     if not spans(value.dtype):
         return ready(measured(value))

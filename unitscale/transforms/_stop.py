@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..core import wide_dtype
-from ._values import UNKNOWN, Value, data_dtype, is_float
+from ._doubt import UNKNOWN
+from ._values import Value, data_dtype, is_float
 
 
 def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> bool:

@@ -18,20 +18,13 @@ from jax.core import Tracer
 
 from ..core import format_of, result_dtype, wide_dtype
 from ..core._lazy_scale import Atom, LazyScale, made_once
+from ._doubt import DOUBT, UNKNOWN, Doubt
 from ._dynamic import unit_of
 
 ONE = LazyScale()
 
-# A scale rounded to a power of two is off by half a power at most.
-DOUBT = 0.5
-
-
-# 16-bit data may be off by this many powers of two before its size is read from it.
-MOST_DOUBT = 4.0
 # Times this many powers of two a scale within 2^100 is one of float32 still.
 MOST_LOG2 = 26
-# Nothing is known of the size of data.
-UNKNOWN = 2 * MOST_DOUBT
 
 
 def spans(dtype: Any) -> bool:
@@ -82,7 +75,7 @@ class Value:
         drift: expected log2 of the RMS of data; 0 if nothing is known.
         dtype: type that results computed from this value take; None for a plain array, which never
             widens the data that it meets.
-        doubt: by how many powers of two the estimate may be wrong, if every factor was off by half.
+        doubt: what the estimate may be wrong by.
         const: the number that every element is, if known while tracing (the value, not the data).
         nonzero: a plain value with all elements but for signs and zeros, of a plain array that has
             zeros beside them.
@@ -101,7 +94,7 @@ class Value:
         drift: float = 0.0,
         dtype: Any = None,
         const: float | None = None,
-        doubt: float = DOUBT,
+        doubt: Doubt = DOUBT,
         nonzero: Value | None = None,
     ):
         """Builds a value; see the class. Data may be a `Multiple`, made when it is asked for."""
@@ -239,14 +232,14 @@ class Terms(NamedTuple):
     """
 
     count: int
-    doubt: float = 0.0
+    doubt: Doubt = Doubt(0.0)
 
     @classmethod
     def of(cls, dims: Iterable[Any]) -> Terms:
         """Counts the items of a shape."""
         dims = list(dims)
         known = [n for n in dims if isinstance(n, int)]
-        return cls(max(math.prod(known), 1), UNKNOWN if len(known) < len(dims) else 0.0)
+        return cls(max(math.prod(known), 1), UNKNOWN if len(known) < len(dims) else Doubt(0.0))
 
 
 def shaped(data: Any, *values: Value) -> Any:
