@@ -30,7 +30,7 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     quotient = shaped(lax.div(*wide_operands(data, other)), x, y)
     # Of elements that are smaller than others the reciprocals are larger.
     one = y.is_fill or not y.shape
-    wide = not one or keeps_wide(quotient.shape, *values)
+    wide = not y.is_fill or keeps_wide(quotient.shape, *values)
     scale, drift = scale / other_scale, above - below
     return finish(quotient, scale, drift, dtype, doubt=doubt + more if one else UNKNOWN, wide=wide)
 
@@ -70,5 +70,6 @@ def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN, wide=True)
     data = interpreter.bind(eqn, [widen(x.data)])
     power = -1 if eqn.primitive.name == "rsqrt" else 1
-    drift, doubt = power * x.drift / 2, x.doubt * 0.5
+    # Of what is not known nor is the root.
+    drift, doubt = power * x.drift / 2, x.doubt if x.doubt.is_great else x.doubt * 0.5
     return finish(data, scale**power, drift, x.dtype, doubt=doubt, wide=True)

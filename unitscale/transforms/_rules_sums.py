@@ -60,12 +60,12 @@ def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
 
 @register("sum", "cumsum")
 def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data; the scale grows by the root of the length."""
+    """Applied to data; the scale grows by the root of the length; asked for are differences."""
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
     terms = Terms.of([x.shape[eqn.params["axis"]]])
     growth, doubt = interpreter.growth("cumsum", terms.count), _doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt, wide=True)
 
 
 @register("sum", "reduce_window_sum")
@@ -76,7 +76,7 @@ def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Valu
     terms = Terms.of(eqn.params["window_dimensions"])
     growth = interpreter.growth("reduce_window_sum", terms.count)
     doubt = _doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt, wide=True)
 
 
 @register("sum", "scatter_add", "scatter_sub")
@@ -89,7 +89,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     # Of one sign, the terms of a place grow by their number.
     terms = Terms.of(updates.shape).count / Terms.of(operand.shape).count
     doubt += Doubt(math.log2(max(1, terms)) / 2)
-    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
+    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=True)
 
 
 @register("sum", "select_and_scatter_add", "select_and_gather_add")
