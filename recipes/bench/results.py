@@ -32,7 +32,8 @@ the speeds that were assumed before they were measured, all else by those that w
 `optimizer.multipliers` gives them 0.03 of it. `bench lms` has BERTs in `fp8` with gradients of the
 readout in FP8, not yet dithered, and tasks tuned from the first pretrained model of each policy;
 `lms-pairs` has the defaults of now, one pretrained model of each policy and three seeds of each
-task.
+task. `lms` has the character study without `optimizer.skip_nonfinite`, `charlm` with it, as its
+config says now.
 """
 
 
