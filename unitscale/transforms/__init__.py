@@ -18,6 +18,7 @@ from . import (
 from ._align import Aligned as Aligned, align as align
 from ._coverage import coverage as coverage, coverage_page as coverage_page
 from ._decouple import Branch as Branch
+from ._doubt import Doubt as Doubt
 from ._dynamic import Statistic as Statistic
 from ._markers import (
     Direction as Direction,
