@@ -188,7 +188,9 @@ def leaving(value: Value) -> Value:
     """
     if value.scale is None or is_complex(value.data):
         return value
-    if value.doubt.within(_CERTAIN):
+    # Data with the range of float32 has room for terms of one sign.
+    doubt = Doubt(value.doubt.off) if spans(value.dtype) else value.doubt
+    if doubt.within(_CERTAIN):
         return ready(settle(value))
     if not spans(value.dtype):
         return ready(measured(value))
