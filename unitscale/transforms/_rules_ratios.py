@@ -10,7 +10,7 @@ from ._doubt import UNKNOWN
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import at_one, number_of, pair_of, size_of, wide_operands
-from ._settle import finish, is_uncertain, keeps_wide, shortened
+from ._settle import finish, is_uncertain, is_wide, keeps_wide, shortened
 from ._values import ONE, Value, data_dtype, scale_of, shaped, widen
 
 
@@ -30,7 +30,8 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     quotient = shaped(lax.div(*wide_operands(data, other)), x, y)
     # Of elements that are smaller than others the reciprocals are larger.
     one = y.is_fill or not y.shape
-    wide = not y.is_fill or keeps_wide(quotient.shape, *values)
+    # Nor are shares of a sum rounded, which are added again.
+    wide = not one or is_wide(y) or keeps_wide(quotient.shape, *values)
     scale, drift = scale / other_scale, above - below
     return finish(quotient, scale, drift, dtype, doubt=doubt + more if one else UNKNOWN, wide=wide)
 
