@@ -51,8 +51,6 @@ _MOVES = (
     "transpose",
     "squeeze",
     "rev",
-    "slice",
-    "dynamic_slice",
     "cummax",
     "cummin",
     "reduce_window_max",
@@ -67,24 +65,41 @@ _MOVES = (
 @register("carrier", *_MOVES)
 def move(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; the result has the operand's scale."""
+    x = uniform(values[0])
+    return x.with_data(interpreter.bind(eqn, [x.data]))
+
+
+def part_of(x: Value, data: Any, **changes: Any) -> Value:
+    """Returns some elements of an array: at its scale, and of a size that is not known.
+
+    They may be far smaller than what is beside them, or larger: columns of other units, a row that
+    was trained of a table that was not.
+    """
+    is_all = x.is_plain or x.is_fill or data.shape == x.shape
+    return x.with_data(data, doubt=x.doubt if is_all else UNKNOWN, **changes)
+
+
+@register("carrier", "slice", "dynamic_slice")
+def sliced(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; the result has the operand's scale, its size is in doubt."""
     x, *rest = values
     x = uniform(x)
     # A dynamic slice may come with float indices only by mistake; they are integers, so plain.
-    return x.with_data(interpreter.bind(eqn, [x.data, *(r.data for r in rest)]))
+    return part_of(x, interpreter.bind(eqn, [x.data, *(r.data for r in rest)]))
 
 
 @register("carrier", "reduce_max", "reduce_min")
 def reduce_extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data; the result has the operand's scale, and what is compared with it is wide."""
+    """Applied to data; in doubt as a slice is, and wide, as what is compared with it is."""
     x = uniform(values[0])
-    return x.with_data(widen(interpreter.bind(eqn, [x.data])))
+    return part_of(x, widen(interpreter.bind(eqn, [x.data])))
 
 
 @register("carrier", "split", "unstack")
 def split_up(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Applied to data; every part has the operand's scale."""
+    """Applied to data; every part has the operand's scale, its size is in doubt."""
     x = uniform(values[0])
-    return [x.with_data(part) for part in interpreter.bind(eqn, [x.data])]
+    return [part_of(x, part) for part in interpreter.bind(eqn, [x.data])]
 
 
 @register("carrier", "sort", "optimization_barrier", "device_put", "tie", "dce_sink")
@@ -97,19 +112,19 @@ def each(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
 
 @register("carrier", "top_k", "approx_top_k")
 def pick(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Applied to data; picked elements have the operand's scale, their indices have none."""
+    """As a slice; indices of what is picked have no scale."""
     x = uniform(values[0])
     results = interpreter.bind(eqn, [x.data, *(v.data for v in values[1:])])
-    return [x.with_data(r, const=None) if is_float(r) else Value(r) for r in results]
+    return [part_of(x, r, const=None) if is_float(r) else Value(r) for r in results]
 
 
 @register("carrier", "gather")
 def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data; a fill value other than 0 and NaN is divided by the scale."""
+    """As a slice; a fill value other than 0 and NaN is divided by the scale."""
     x, indices = uniform(values[0]), values[1]
     number = eqn.params.get("fill_value")
     if number is None or number == 0 or not np.isfinite(number):
-        return x.with_data(interpreter.bind(eqn, [x.data, indices.data]), const=None)
+        return part_of(x, interpreter.bind(eqn, [x.data, indices.data]), const=None)
     return interpreter.default(eqn, values)
 
 

@@ -15,6 +15,7 @@ from ..core._lazy_scale import LazyScale
 from ._carry import Form, crossing, enter, first_form, joined
 from ._interpreter import Interpreter
 from ._registry import register
+from ._rules_carriers import part_of
 from ._settle import leaving
 from ._stop import stops_on_floats, to_be_rounded, wide_results
 from ._values import Value, known_atoms, uniform
@@ -37,8 +38,9 @@ def _per_item(value: Value, length: int) -> tuple[Value, Any]:
 
 
 def _item(data: Any, value: Value, scale: LazyScale | None) -> Value:
-    """Returns one item of a scanned value, which may have a scale of its own."""
-    scale = value.scale if scale is None else scale
+    """Returns one item of a scanned value; without a scale of its own its size is in doubt."""
+    if scale is None:
+        return part_of(value, data, const=None)
     return Value(data, scale, value.drift, value.dtype, doubt=value.doubt)
 
 
