@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.batching import chunks, compute, entry
-from unitscale import ScaledArray, to_array
+from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
 
 from .table import Entry
@@ -86,3 +86,12 @@ def law(entries: list[Entry]) -> Any:
             record_property(HELD, 1)
 
     return test_value_and_gradient
+
+
+def same_as_float32(program: Any, dtype: Any, *arrays: np.ndarray) -> None:
+    """Compares a scalified program on 16-bit arrays with the program in float32 on their values."""
+    given = [as_scaled(jnp.asarray(x, jnp.float32), dtype=dtype) for x in arrays]
+    found = to_array(jax.jit(scalify(program))(*given), jnp.float32)
+    right = program(*(to_array(x, jnp.float32) for x in given))
+    rounding = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(found, right, rtol=2 * rounding, atol=2e-4 * np.abs(right).max())

@@ -81,6 +81,7 @@ class Interpreter:
     def __init__(self, settings: Settings):
         """Starts an empty environment."""
         self.settings = settings
+        self._makers: dict[Any, JaxprEqn] = {}
         self._largest: dict[frozenset[LazyScale], LazyScale] = {}
 
     # -- what rules are written with ---------------------------------------------------------
@@ -95,6 +96,10 @@ class Interpreter:
         if pair not in self._largest:
             self._largest[pair] = largest(x, y)
         return self._largest[pair]
+
+    def maker(self, operand: Any) -> JaxprEqn | None:
+        """Returns the equation of this jaxpr that an operand of another is a result of."""
+        return None if isinstance(operand, Literal) else self._makers.get(operand)
 
     def bind(self, eqn: JaxprEqn, arrays: Sequence[Any], **changes: Any) -> Any:
         """Applies the primitive of an equation to arrays."""
@@ -165,6 +170,7 @@ class Interpreter:
                 results = self._apply(eqn, operands)
             self.settings.calls.pop()
             env.update(zip(eqn.outvars, results, strict=True))
+            self._makers.update(dict.fromkeys(eqn.outvars, eqn))
             for var in last_use.get(index, ()):
                 del env[var]
         return [read(atom) for atom in jaxpr.outvars]

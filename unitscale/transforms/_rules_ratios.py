@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import math
+
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align
-from ._doubt import UNKNOWN
+from ._doubt import UNKNOWN, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import at_one, number_of, pair_of, size_of, wide_operands
 from ._settle import finish, is_uncertain, is_wide, keeps_wide, shortened
-from ._values import ONE, Value, data_dtype, scale_of, shaped, widen
+from ._values import ONE, Terms, Value, data_dtype, scale_of, shaped, widen
+
+_POSITIVE = ("exp", "exp2", "square", "abs", "logistic")
+
+
+def _summed(interpreter: Interpreter, eqn: JaxprEqn, x: Value) -> Terms | None:
+    """Of x / x.sum(), where no x is negative: how many terms the sum has."""
+    share, total = eqn.invars
+    maker = interpreter.maker(share)
+    if maker is None or maker.primitive.name not in _POSITIVE:
+        return None
+    maker = interpreter.maker(total)
+    while maker is not None and maker.primitive.name in ("broadcast_in_dim", "reshape"):
+        maker = interpreter.maker(maker.invars[0])
+    if maker is None or maker.primitive is not lax.reduce_sum_p or maker.invars[0] is not share:
+        return None
+    return Terms.of(x.shape[axis] for axis in maker.params["axes"])
 
 
 @register("ratio", "div")
 def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """X / y: data over data, scale over scale; a power of two among constants costs nothing."""
+    """X / y: data over data, scale over scale; of known size is a share, as in a softmax."""
     x, y = shortened(*values)
     dtype = data_dtype(x, y)
     (data, scale), (other, other_scale) = pair_of(x, dtype), pair_of(y, dtype)
@@ -33,7 +51,12 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     # Nor are shares of a sum rounded, which are added again.
     wide = not one or is_wide(y) or keeps_wide(quotient.shape, *values)
     scale, drift = scale / other_scale, above - below
-    return finish(quotient, scale, drift, dtype, doubt=doubt + more if one else UNKNOWN, wide=wide)
+    doubt = doubt + more if one else UNKNOWN
+    if scale.is_static and (terms := _summed(interpreter, eqn, x)) is not None:
+        # The RMS of n numbers with sum 1 is between 1 / n, of equal ones, and the root of that.
+        size = math.log2(terms.count)
+        drift, doubt = -0.75 * size - scale.log2, Doubt(0.25 * size) + terms.doubt
+    return finish(quotient, scale, drift, dtype, doubt=doubt, wide=wide)
 
 
 @register("ratio", "rem")
