@@ -6,7 +6,7 @@ import pytest
 
 from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._doubt import Doubt
-from unitscale.transforms._settle import finish, keeps_wide, leaving, measured, ready, settle, sized
+from unitscale.transforms._settle import finish, leaving, measured, ready, settle, sized
 from unitscale.transforms._values import Value
 
 DATA = jnp.full(4, 64.0)
@@ -18,22 +18,14 @@ def worth(value: Value) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_narrow_data_is_brought_back_at_once_and_wide_data_later(dtype: type) -> None:
+def test_narrow_data_is_brought_back_where_it_is_rounded_and_wide_data_later(dtype: type) -> None:
     value = finish(DATA, LazyScale(2), 6.0, dtype)
+    np.testing.assert_array_equal(value.data, DATA)
+    value = ready(value)
     assert value.data.dtype == dtype
     expected = 64.0 if dtype == jnp.float32 else 1.0
     np.testing.assert_array_equal(np.asarray(value.data, np.float32), expected)
     np.testing.assert_array_equal(worth(value), 256.0)
-
-
-def test_wide_data_of_a_narrow_type_waits_for_ready() -> None:
-    value = finish(DATA, LazyScale(), 6.0, jnp.float16, wide=True)
-    assert value.data.dtype == jnp.float32
-    assert keeps_wide((4,), value)
-    assert not keeps_wide((2, 4), value), "a larger result is rounded"
-    value = ready(value)
-    assert value.data.dtype == jnp.float16
-    np.testing.assert_array_equal(np.asarray(value.data, np.float32), 1.0)
 
 
 def test_float16_of_great_doubt_is_measured_once_where_it_is_rounded() -> None:
@@ -48,7 +40,7 @@ def test_float16_of_great_doubt_is_measured_once_where_it_is_rounded() -> None:
 
 
 def test_what_has_no_doubt_saturates_and_keeps_infinities() -> None:
-    value = finish(jnp.asarray([1e9, -jnp.inf]), LazyScale(), 0.0, jnp.float16)
+    value = ready(finish(jnp.asarray([1e9, -jnp.inf]), LazyScale(), 0.0, jnp.float16))
     np.testing.assert_array_equal(np.asarray(value.data, np.float64), [65504.0, -np.inf])
 
 
@@ -69,7 +61,7 @@ def test_long_products_of_scales_become_one_array_or_one(dtype: type, kept: floa
     scale = LazyScale()
     for _ in range(8):
         scale = scale * LazyScale.of(jnp.float32(2.0**8))
-    value = finish(jnp.full(2, 2.0**-60), scale, 0.0, dtype, wide=True)
+    value = finish(jnp.full(2, 2.0**-60), scale, 0.0, dtype)
     assert value.scale is not None
     assert value.scale.degree <= 1
     assert float(value.scale.array()) == kept

@@ -18,7 +18,7 @@ from ._align import align_uniform
 from ._doubt import UNKNOWN
 from ._interpreter import Interpreter
 from ._registry import register
-from ._settle import finish, is_wide, measured
+from ._settle import finish, is_wide, measured, rounded
 from ._values import Value, is_float, spans, uniform, widen
 
 _SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "conj")
@@ -140,9 +140,9 @@ def _put_together(
     operands: list[Any] = [v.data for v in values]
     for index, array in zip(floats, arrays, strict=True):
         operands[index] = array
+    found = finish(apply(*operands), scale, drift, dtype, doubt=doubt)
     # A wide element stays as it is: a gradient asks which one an extreme is equal to.
-    wide = any(map(is_wide, parts))
-    return finish(apply(*operands), scale, drift, dtype, doubt=doubt, wide=wide)
+    return found if any(map(is_wide, parts)) else rounded(found)
 
 
 @register("carrier", *_CHOICES)

@@ -12,7 +12,7 @@ from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import same_place
 from ._rules_functions import unbounded
-from ._settle import finish, sized
+from ._settle import finish, rounded, sized
 from ._values import (
     ONE,
     Terms,
@@ -57,7 +57,7 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
         return finish(lax.real(x.data), scale_of(x), x.drift, dtype, doubt=x.doubt)
     x = x if spans(dtype) else sized(x)
     wide = jnp.promote_types(dtype, widen(x.data).dtype)
-    return finish(narrow(x.data, wide), scale_of(x), x.drift, dtype, doubt=x.doubt)
+    return rounded(finish(narrow(x.data, wide), scale_of(x), x.drift, dtype, doubt=x.doubt))
 
 
 @register("cast", "reduce_precision")

@@ -13,7 +13,7 @@ from ._align import align, is_neutral
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import wide_operands
-from ._settle import finish, keeps_wide
+from ._settle import finish, is_wide, rounded
 from ._values import Value, is_float, numeric, shaped, spread, uniform, widen
 
 
@@ -51,14 +51,14 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     arrays, scale, drift, dtype, doubt = align(interpreter, values, masks=True)
     operation = lax.max if eqn.primitive.name == "max" else lax.min
     # Not rounded: the gradient asks which operand the result is equal to.
-    return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, doubt=doubt, wide=True)
+    return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, doubt=doubt)
 
 
 @register("comparison", "clamp")
 def clamp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Clamps at the scale at which the operands meet."""
     arrays, scale, drift, dtype, doubt = align(interpreter, values, masks=True)
-    return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=doubt, wide=True)
+    return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=doubt)
 
 
 @register("comparison", "select_n")
@@ -77,8 +77,8 @@ def select_n(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Va
     arrays, scale, drift, dtype, doubt = align(interpreter, cases, masks=True)
     like = max((c.data for c in cases), key=jnp.ndim)
     arrays = [spread(a, like) for a in arrays]
-    wide = keeps_wide(jnp.shape(like), *cases)
-    return finish(lax.select_n(which.data, *arrays), scale, drift, dtype, doubt=doubt, wide=wide)
+    found = finish(lax.select_n(which.data, *arrays), scale, drift, dtype, doubt=doubt)
+    return found if any(map(is_wide, cases)) else rounded(found)
 
 
 def is_infinite(value: Value) -> bool:

@@ -17,7 +17,7 @@ from ._doubt import DOUBT, UNKNOWN
 from ._interpreter import Interpreter
 from ._packing import pack, unpack
 from ._registry import register
-from ._settle import finish, ready, settle
+from ._settle import finish, ready, rounded, settle
 from ._values import Value, narrow, spans, times, uniform, widen
 
 
@@ -79,7 +79,7 @@ def _summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> lis
     results = interpreter.bind(eqn, [v.data for v in prepared])
     results = results if eqn.primitive.multiple_results else [results]
     return [
-        Value(r) if v.scale is None else finish(r, v.scale, d, v.dtype)
+        Value(r) if v.scale is None else rounded(finish(r, v.scale, d, v.dtype))
         for r, v, d in zip(results, prepared, drifts, strict=True)
     ]
 

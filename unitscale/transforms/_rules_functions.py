@@ -79,7 +79,7 @@ def bounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     if (apart := interpreter.decoupled(eqn, values)) is not None:
         return apart
     data = interpreter.bind(eqn, wide_values(eqn, values))
-    return finish(data, ONE, 0.0, data_dtype(*values), wide=True)
+    return finish(data, ONE, 0.0, data_dtype(*values))
 
 
 @register("function", *_UNBOUNDED)
@@ -89,4 +89,4 @@ def unbounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> V
         return apart
     data = interpreter.bind(eqn, wide_values(eqn, values))
     dtype = data_dtype(*values)
-    return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN, wide=True)
+    return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN)

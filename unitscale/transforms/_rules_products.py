@@ -16,7 +16,7 @@ from ._doubt import DOUBT, MOST_DOUBT, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_functions import unbounded
-from ._settle import finish, is_uncertain, keeps_wide, ready, shortened
+from ._settle import finish, is_uncertain, ready, rounded, shortened
 from ._values import (
     MOST_LOG2,
     ONE,
@@ -137,11 +137,9 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     if is_uncertain(doubt, dtype):
         (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     product = shaped(lax.mul(*wide_operands(data, other)), x, y)
-    # A square is not rounded before it is summed, however it is written.
-    is_square = eqn.invars[0] is eqn.invars[1]
-    wide = keeps_wide(product.shape, *values) or is_square
-    doubt += DOUBT * is_square  # of few large elements it is larger than a product of two arrays
-    return finish(product, scale * other_scale, drift, dtype, doubt=doubt, wide=wide)
+    # Of few large elements a square is larger than a product of two arrays.
+    doubt += DOUBT * (eqn.invars[0] is eqn.invars[1])
+    return finish(product, scale * other_scale, drift, dtype, doubt=doubt)
 
 
 @register("product", "square", "integer_pow")
@@ -154,7 +152,7 @@ def power(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
     x, *_ = shortened(*[x] * exponent, x)
     data = interpreter.bind(eqn, [widen(x.data)])
     drift, doubt = x.drift * exponent, x.doubt * exponent + DOUBT * (exponent == 2)
-    return finish(data, scale_of(x) ** exponent, drift, x.dtype, doubt=doubt, wide=True)
+    return finish(data, scale_of(x) ** exponent, drift, x.dtype, doubt=doubt)
 
 
 def contraction_operands(x: Value, y: Value, primitive: str) -> tuple[Any, Any]:
@@ -205,13 +203,13 @@ def _contract(
         return interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **changes)
 
     if not (types == (np.float16, np.float16) and dtype == np.float16 and _is_sure(drift, doubt)):
-        return finish(wide(left, right), scale, drift, dtype, doubt=doubt)
+        return rounded(finish(wide(left, right), scale, drift, dtype, doubt=doubt))
     down = LazyScale(-round(drift))
 
-    def settled(left: Any, right: Any) -> Any:
+    def after(left: Any, right: Any) -> Any:
         return narrow(saturate(times(wide(left, right), down), dtype), dtype)
 
-    def rounded(left: Any, right: Any) -> Any:
+    def inside(left: Any, right: Any) -> Any:
         # By the matrix unit, which writes two bytes then in place of four. What is summed is made
         # small before: the sum itself has no room in float16.
         if Terms.of(left.shape).count < Terms.of(right.shape).count:
@@ -222,7 +220,7 @@ def _contract(
         return interpreter.bind(eqn, [left, right, *(r.data for r in rest)], **narrowed)
 
     # XLA's CPU backend adds in the type that it writes.
-    data = lax.platform_dependent(left, right, cpu=settled, default=rounded)
+    data = lax.platform_dependent(left, right, cpu=after, default=inside)
     return Value(data, scale / down, drift + down.log2, dtype, doubt=doubt)
 
 

@@ -12,7 +12,7 @@ from ._doubt import UNKNOWN, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import at_one, number_of, pair_of, size_of, wide_operands
-from ._settle import finish, is_uncertain, is_wide, keeps_wide, shortened
+from ._settle import finish, is_uncertain, shortened
 from ._values import ONE, Terms, Value, data_dtype, scale_of, shaped, widen
 
 _POSITIVE = ("exp", "exp2", "square", "abs", "logistic")
@@ -48,15 +48,13 @@ def div(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     quotient = shaped(lax.div(*wide_operands(data, other)), x, y)
     # Of elements that are smaller than others the reciprocals are larger.
     one = y.is_fill or not y.shape
-    # Nor are shares of a sum rounded, which are added again.
-    wide = not one or is_wide(y) or keeps_wide(quotient.shape, *values)
     scale, drift = scale / other_scale, above - below
     doubt = doubt + more if one else UNKNOWN
     if scale.is_static and (terms := _summed(interpreter, eqn, x)) is not None:
         # The RMS of n numbers with sum 1 is between 1 / n, of equal ones, and the root of that.
         size = math.log2(terms.count)
         drift, doubt = -0.75 * size - scale.log2, Doubt(0.25 * size) + terms.doubt
-    return finish(quotient, scale, drift, dtype, doubt=doubt, wide=wide)
+    return finish(quotient, scale, drift, dtype, doubt=doubt)
 
 
 @register("ratio", "rem")
@@ -64,7 +62,7 @@ def rem(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The remainder at the scale at which the operands meet: homogeneous of degree 1."""
     arrays, scale, _, dtype, _ = align(interpreter, values)
     data = shaped(lax.rem(*arrays), *values)
-    return finish(data, scale, 0.0, dtype, doubt=UNKNOWN, wide=True)
+    return finish(data, scale, 0.0, dtype, doubt=UNKNOWN)
 
 
 @register("ratio", "atan2")
@@ -72,7 +70,7 @@ def atan2(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
     """The angle of the operands' data at one scale: homogeneous of degree 0; it may be small."""
     arrays, _, _, dtype, _ = align(interpreter, values)
     data = shaped(lax.atan2(*arrays), *values)
-    return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN, wide=True)
+    return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN)
 
 
 @register("ratio", "sign")
@@ -91,9 +89,9 @@ def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         if (apart := interpreter.decoupled(eqn, values)) is not None:
             return apart
         data = interpreter.bind(eqn, [x.wide()])
-        return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN, wide=True)
+        return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN)
     data = interpreter.bind(eqn, [widen(x.data)])
     power = -1 if eqn.primitive.name == "rsqrt" else 1
     # The root of what is not known is not known either.
     drift, doubt = power * x.drift / 2, x.doubt if x.doubt.is_great else x.doubt * 0.5
-    return finish(data, scale**power, drift, x.dtype, doubt=doubt, wide=True)
+    return finish(data, scale**power, drift, x.dtype, doubt=doubt)

@@ -13,7 +13,7 @@ from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import scattered
 from ._rules_products import wide_operands
-from ._settle import finish, keeps_wide
+from ._settle import finish, rounded
 from ._values import Terms, Value, data_dtype, scale_of, shaped, uniform, widen
 
 # A sum may be smaller than its operands, or larger by one power of two; never is it certain.
@@ -33,9 +33,7 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     arrays, scale, drift, dtype, doubt = align(interpreter, [x, y])
     operation = lax.sub if eqn.primitive.name == "sub" else lax.add
     data = shaped(operation(*arrays), x, y)
-    # Nor is what a number of the program makes of an array: 1 - x, of which the log is asked.
-    wide = keeps_wide(data.shape, x, y) or x.is_plain or y.is_plain
-    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=wide)
+    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
 
 
 def _doubt_of_sum(x: Value, terms: Terms) -> Doubt:
@@ -45,17 +43,13 @@ def _doubt_of_sum(x: Value, terms: Terms) -> Doubt:
 
 @register("sum", "reduce_sum")
 def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data; the scale grows by the root of the number of terms.
-
-    What is left is small, and not rounded: differences of sums, as the variance of a large mean is,
-    have the digits that float32 gives them.
-    """
+    """Applied to data; the scale grows by the root of the number of terms."""
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
     terms = Terms.of(x.shape[axis] for axis in eqn.params["axes"])
     growth = interpreter.growth("reduce_sum", terms.count)
     doubt = _doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt, wide=True)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
 @register("sum", "cumsum")
@@ -65,7 +59,7 @@ def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
     data = interpreter.bind(eqn, [widen(x.data)])
     terms = Terms.of([x.shape[eqn.params["axis"]]])
     growth, doubt = interpreter.growth("cumsum", terms.count), _doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt, wide=True)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
 @register("sum", "reduce_window_sum")
@@ -76,7 +70,7 @@ def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Valu
     terms = Terms.of(eqn.params["window_dimensions"])
     growth = interpreter.growth("reduce_window_sum", terms.count)
     doubt = _doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt, wide=True)
+    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
 @register("sum", "scatter_add", "scatter_sub")
@@ -89,7 +83,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     # Of one sign, the terms of a place grow by their number.
     terms = Terms.of(updates.shape).count / Terms.of(operand.shape).count
     doubt += Doubt(math.log2(max(1, terms)) / 2)
-    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED, wide=True)
+    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
 
 
 @register("sum", "select_and_scatter_add", "select_and_gather_add")
@@ -100,4 +94,4 @@ def chosen_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     if source.is_plain:
         return Value(chosen)
     dtype = data_dtype(source)
-    return finish(chosen, scale_of(source), source.drift, dtype, doubt=source.doubt)
+    return rounded(finish(chosen, scale_of(source), source.drift, dtype, doubt=source.doubt))

@@ -43,14 +43,14 @@ def finish(
     dtype: Any,
     *,
     doubt: Doubt = DOUBT,
-    wide: bool = False,
 ) -> Value:
-    """Returns a scaled value from wide data, bringing drifted data back to unit size.
+    """Returns a scaled value from wide data, which is rounded where it ends: by `ready`.
 
-    16-bit data is brought back at once, in the multiplication before its one rounding. Wider data
-    waits until it leaves the program, or until the drift is large. Where the estimate for 16-bit
-    data has become too uncertain, the value stays wide at scale 1, as in the program itself, and is
-    measured where it is rounded: a chain of such results is measured once, at its end.
+    A chain of such results is rounded once, before a product of matrices, a loop, or as it leaves
+    the program: differences of sums, and what is small beside 1, have the digits of float32 until
+    then. 16-bit data is brought to unit size in the multiplication before that rounding, wider data
+    where its drift is large. Where the estimate for 16-bit data has become too uncertain, the value
+    is at scale 1, as in the program itself, and measured where it is rounded.
 
     Args:
         data: the result of an operation on wide data.
@@ -58,12 +58,11 @@ def finish(
         drift: the expected log2 of the RMS of data.
         dtype: the type of the result.
         doubt: what the estimate may be wrong by.
-        wide: whether rounding to ``dtype`` waits for `ready`.
 
     Example:
         >>> found = finish(jnp.full(2, 8.0), ONE, 3.0, jnp.float16)
-        >>> print(found.data, found.scale.array())
-        [1. 1.] 8.0
+        >>> print(found.data, ready(found).data, ready(found).scale.array())
+        [8. 8.] [1. 1.] 8.0
     """
     if abs(scale.log2) > MOST_LOG2 or (scale.degree > _DEGREE and spans(dtype)):
         data, scale, drift, doubt = times(data, scale), ONE, 0.0, UNKNOWN
@@ -76,7 +75,7 @@ def finish(
         return value
     if is_uncertain(doubt, dtype):
         return value.at_one()
-    return value if wide and abs(drift) <= _SLACK else ready(value)
+    return value if abs(drift) <= _SLACK else ready(value)
 
 
 def is_uncertain(doubt: Doubt, dtype: Any) -> bool:
@@ -89,14 +88,6 @@ def is_wide(value: Value) -> bool:
     if value.scale is None:
         return False
     return np.dtype(value.dtype).itemsize < 4 <= jnp.result_type(value.data).itemsize
-
-
-def keeps_wide(shape: tuple[int, ...], *values: Value) -> bool:
-    """Whether an element-wise result stays wide: one of its operands, of its rank, is.
-
-    As large as the result, or what a reduction over some of its axes has left.
-    """
-    return any(len(v.shape) == len(shape) and is_wide(v) for v in values)
 
 
 def ready(value: Value) -> Value:
@@ -137,6 +128,11 @@ def _shifted(value: Value, steps: int) -> Value:
         value.const,
         value.doubt,
     )
+
+
+def rounded(value: Value) -> Value:
+    """As `ready`, but for data of which the size is in doubt: it is measured where a chain ends."""
+    return value if is_uncertain(value.doubt, value.dtype) else ready(value)
 
 
 def measured(value: Value) -> Value:
