@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,10 +31,9 @@ class Doubt:
     above: float = 0.0
 
     def __add__(self, other: Doubt) -> Doubt:
-        """The doubt of a product; what is unknown is no less known."""
-        return Doubt(
-            min(self.off + other.off, 2 * MOST_DOUBT), min(self.above + other.above, 2 * MOST_ABOVE)
-        )
+        """The doubt of a product; great ones are all alike, so that loops have a fixed point."""
+        total = Doubt(self.off + other.off, self.above + other.above)
+        return UNKNOWN if total.is_great else total
 
     def __mul__(self, power: float) -> Doubt:
         """The doubt of a power."""
@@ -52,7 +52,7 @@ class Doubt:
 # A scale rounded to a power of two is off by half a power at most.
 DOUBT = Doubt(0.5)
 # Nothing is known of the size of data.
-UNKNOWN = Doubt(2 * MOST_DOUBT)
+UNKNOWN = Doubt(math.inf)
 
 
 def most(doubts: Iterable[Doubt]) -> Doubt:

@@ -92,6 +92,4 @@ def root(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         return finish(data, ONE, 0.0, x.dtype, doubt=UNKNOWN)
     data = interpreter.bind(eqn, [widen(x.data)])
     power = -1 if eqn.primitive.name == "rsqrt" else 1
-    # The root of what is not known is not known either.
-    drift, doubt = power * x.drift / 2, x.doubt if x.doubt.is_great else x.doubt * 0.5
-    return finish(data, scale**power, drift, x.dtype, doubt=doubt)
+    return finish(data, scale**power, power * x.drift / 2, x.dtype, doubt=x.doubt * 0.5)
