@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align_uniform
-from ._doubt import UNKNOWN
+from ._doubt import UNKNOWN, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._settle import finish, is_wide, measured, rounded
@@ -51,10 +51,6 @@ _MOVES = (
     "transpose",
     "squeeze",
     "rev",
-    "cummax",
-    "cummin",
-    "reduce_window_max",
-    "reduce_window_min",
     "tile",
     "reshard",
     "relayout",
@@ -75,11 +71,21 @@ def part_of(x: Value, data: Any, **changes: Any) -> Value:
     They may be far smaller than what is beside them, or larger: columns of other units, a row that
     was trained of a table that was not.
     """
-    is_all = x.is_plain or x.is_fill or data.shape == x.shape
-    return x.with_data(data, doubt=x.doubt if is_all else UNKNOWN, **changes)
+    known = x.is_plain or x.is_fill
+    return x.with_data(data, doubt=x.doubt if known else UNKNOWN, **changes)
 
 
-@register("carrier", "slice", "dynamic_slice")
+_PARTS = (
+    "slice",
+    "dynamic_slice",
+    "cummax",
+    "cummin",
+    "reduce_window_max",
+    "reduce_window_min",
+)
+
+
+@register("carrier", *_PARTS)
 def sliced(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; the result has the operand's scale, its size is in doubt."""
     x, *rest = values
@@ -132,7 +138,10 @@ _CHOICES = ("concatenate", "stack", "pad", "dynamic_update_slice")
 
 
 def _put_together(
-    interpreter: Interpreter, values: list[Value], apply: Callable[..., Any]
+    interpreter: Interpreter,
+    values: list[Value],
+    apply: Callable[..., Any],
+    more: Doubt = Doubt(0.0),  # noqa: B008
 ) -> Value:
     floats = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
     parts = [values[i] for i in floats]
@@ -140,7 +149,7 @@ def _put_together(
     operands: list[Any] = [v.data for v in values]
     for index, array in zip(floats, arrays, strict=True):
         operands[index] = array
-    found = finish(apply(*operands), scale, drift, dtype, doubt=doubt)
+    found = finish(apply(*operands), scale, drift, dtype, doubt=doubt + more)
     # A wide element stays as it is: a gradient asks which one an extreme is equal to.
     return found if any(map(is_wide, parts)) else rounded(found)
 
@@ -165,4 +174,5 @@ def scatter(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     """Operand and updates are brought to one scale; the default where a function is applied."""
     if eqn.primitive is lax.scatter_p and eqn.params["update_jaxpr"] is not None:
         return interpreter.default(eqn, values)
-    return _put_together(interpreter, values, functools.partial(scattered, eqn))
+    # What is left of the operand, or chosen, may all be small.
+    return _put_together(interpreter, values, functools.partial(scattered, eqn), UNKNOWN)

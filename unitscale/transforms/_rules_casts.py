@@ -11,7 +11,8 @@ from ._align import align
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import same_place
-from ._rules_functions import unbounded
+from ._rules_functions import function_of
+from ._rules_sums import doubt_of_sum
 from ._settle import finish, rounded, sized
 from ._values import (
     ONE,
@@ -66,7 +67,7 @@ def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value
     own = jnp.finfo(aval_of(eqn.invars[0]).dtype)
     if (own.nexp, own.nmant) == (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]):
         return same_place(interpreter, eqn, values)
-    return unbounded(interpreter, eqn, values)
+    return function_of(interpreter, eqn, values)
 
 
 @register("cast", "bitcast_convert_type")
@@ -93,4 +94,4 @@ def fft(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     inverse = "I" in str(eqn.params["fft_type"]).rsplit(".", 1)[-1]
     data = interpreter.bind(eqn, [widen(x.data)])
     drift = x.drift + (-growth if inverse else growth)
-    return finish(data, scale_of(x), drift, x.dtype, doubt=x.doubt)
+    return finish(data, scale_of(x), drift, x.dtype, doubt=doubt_of_sum(x, terms))

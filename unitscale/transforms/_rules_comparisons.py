@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align, is_neutral
+from ._doubt import UNKNOWN, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import wide_operands
@@ -42,6 +43,12 @@ def of_data(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     return Value(interpreter.bind(eqn, [uniform(values[0]).data]))
 
 
+def _doubt_of_choice(cases: list[Value], doubt: Doubt) -> Doubt:
+    """What is chosen of arrays may all be small; a number may be a mask, of no size."""
+    is_numbered = any(c.is_fill and c.const != 0.0 for c in cases)
+    return doubt if is_numbered else UNKNOWN
+
+
 @register("comparison", "max", "min")
 def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The larger or smaller at the scale at which they meet; 0 and infinities cost nothing."""
@@ -49,6 +56,7 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
     if x.const == 0.0 and y.const == 0.0:
         return x.with_data(shaped(x.data, x, y))
     arrays, scale, drift, dtype, doubt = align(interpreter, values, masks=True)
+    doubt = _doubt_of_choice(values, doubt)
     operation = lax.max if eqn.primitive.name == "max" else lax.min
     # Not rounded: the gradient asks which operand the result is equal to.
     return finish(shaped(operation(*arrays), x, y), scale, drift, dtype, doubt=doubt)
@@ -58,7 +66,7 @@ def extreme(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 def clamp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Clamps at the scale at which the operands meet."""
     arrays, scale, drift, dtype, doubt = align(interpreter, values, masks=True)
-    return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=doubt)
+    return finish(lax.clamp(*arrays), scale, drift, dtype, doubt=_doubt_of_choice(values, doubt))
 
 
 @register("comparison", "select_n")
@@ -77,7 +85,8 @@ def select_n(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Va
     arrays, scale, drift, dtype, doubt = align(interpreter, cases, masks=True)
     like = max((c.data for c in cases), key=jnp.ndim)
     arrays = [spread(a, like) for a in arrays]
-    found = finish(lax.select_n(which.data, *arrays), scale, drift, dtype, doubt=doubt)
+    chosen, doubt = lax.select_n(which.data, *arrays), _doubt_of_choice(cases, doubt)
+    found = finish(chosen, scale, drift, dtype, doubt=doubt)
     return found if any(map(is_wide, cases)) else rounded(found)
 
 

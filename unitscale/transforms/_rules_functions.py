@@ -13,16 +13,13 @@ from ._registry import register
 from ._settle import finish
 from ._values import ONE, Value, data_dtype, is_float, numeric, widen
 
-_BOUNDED = (
+_FUNCTIONS = (
     "cos",
     "acos",
     "log",
     "log2",
     "acosh",
     "bessel_i0e",
-)
-# What is unbounded, and what vanishes, at zero or in a tail: its result may be as small.
-_UNBOUNDED = (
     "bessel_i1e",
     "tanh",
     "logistic",
@@ -73,18 +70,12 @@ def wide_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Any]:
     ]
 
 
-@register("function", *_BOUNDED)
-def bounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """f(data * scale) in float32, at scale 1, rounded where a chain ends."""
-    if (apart := interpreter.decoupled(eqn, values)) is not None:
-        return apart
-    data = interpreter.bind(eqn, wide_values(eqn, values))
-    return finish(data, ONE, 0.0, data_dtype(*values))
+@register("function", *_FUNCTIONS)
+def function_of(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """f(data * scale) in float32, at scale 1 until it is rounded or leaves: then at its own.
 
-
-@register("function", *_UNBOUNDED)
-def unbounded(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """f(data * scale) in float32, at scale 1 until it is rounded or leaves: then at its own."""
+    What has no bound may be large, and what vanishes, at zero, a root or in a tail, as small.
+    """
     if (apart := interpreter.decoupled(eqn, values)) is not None:
         return apart
     data = interpreter.bind(eqn, wide_values(eqn, values))

@@ -15,7 +15,7 @@ from ._align import is_neutral, split
 from ._doubt import DOUBT, MOST_DOUBT, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
-from ._rules_functions import unbounded
+from ._rules_functions import function_of
 from ._settle import finish, is_uncertain, ready, rounded, shortened
 from ._values import (
     MOST_LOG2,
@@ -113,6 +113,11 @@ def _is_multiple(x: Value, number: Value, dtype: Any) -> bool:
     )
 
 
+def _doubt_of_square(x: Value) -> Doubt:
+    """Of few large elements it is larger than a product of two arrays: n^2 / n, of one in n."""
+    return DOUBT + Doubt(0.0, above=math.log2(Terms.of(x.shape).count))
+
+
 @register("product", "mul")
 def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """X y: data times data, scale times scale; a power of two among constants costs nothing."""
@@ -137,8 +142,7 @@ def mul(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     if is_uncertain(doubt, dtype):
         (data, other), scale, other_scale = at_one(x, y), ONE, ONE
     product = shaped(lax.mul(*wide_operands(data, other)), x, y)
-    # Of few large elements a square is larger than a product of two arrays.
-    doubt += DOUBT * (eqn.invars[0] is eqn.invars[1])
+    doubt += _doubt_of_square(x) if eqn.invars[0] is eqn.invars[1] else Doubt(0.0)
     return finish(product, scale * other_scale, drift, dtype, doubt=doubt)
 
 
@@ -148,10 +152,11 @@ def power(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
     (x,) = values
     exponent = eqn.params.get("y", 2)
     if exponent not in (1, 2):
-        return unbounded(interpreter, eqn, values)
+        return function_of(interpreter, eqn, values)
     x, *_ = shortened(*[x] * exponent, x)
     data = interpreter.bind(eqn, [widen(x.data)])
-    drift, doubt = x.drift * exponent, x.doubt * exponent + DOUBT * (exponent == 2)
+    doubt = x.doubt * exponent + (_doubt_of_square(x) if exponent == 2 else Doubt(0.0))
+    drift = x.drift * exponent
     return finish(data, scale_of(x) ** exponent, drift, x.dtype, doubt=doubt)
 
 

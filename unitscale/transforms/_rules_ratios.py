@@ -13,7 +13,7 @@ from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_products import at_one, number_of, pair_of, size_of, wide_operands
 from ._settle import finish, is_uncertain, shortened
-from ._values import ONE, Terms, Value, data_dtype, scale_of, shaped, widen
+from ._values import ONE, Terms, Value, aval_of, data_dtype, scale_of, shaped, widen
 
 _POSITIVE = ("exp", "exp2", "square", "abs", "logistic")
 
@@ -25,11 +25,16 @@ def _summed(interpreter: Interpreter, eqn: JaxprEqn, x: Value) -> Terms | None:
     if maker is None or maker.primitive.name not in _POSITIVE:
         return None
     maker = interpreter.maker(total)
-    while maker is not None and maker.primitive.name in ("broadcast_in_dim", "reshape"):
+    places = range(len(aval_of(total).shape))  # the axis of x that each one of the sum lies along
+    while maker is not None and maker.primitive is lax.broadcast_in_dim_p:
+        places = [places[axis] for axis in maker.params["broadcast_dimensions"]]
         maker = interpreter.maker(maker.invars[0])
     if maker is None or maker.primitive is not lax.reduce_sum_p or maker.invars[0] is not share:
         return None
-    return Terms.of(x.shape[axis] for axis in maker.params["axes"])
+    summed = maker.params["axes"]
+    if list(places) != [axis for axis in range(len(x.shape)) if axis not in summed]:
+        return None
+    return Terms.of(x.shape[axis] for axis in summed)
 
 
 @register("ratio", "div")

@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ._align import align
-from ._doubt import Doubt
+from ._doubt import UNKNOWN, Doubt
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_carriers import scattered
@@ -16,8 +16,8 @@ from ._rules_products import wide_operands
 from ._settle import finish, rounded
 from ._values import Terms, Value, data_dtype, scale_of, shaped, uniform, widen
 
-# A sum may be smaller than its operands, or larger by one power of two; never is it certain.
-_CANCELLED = Doubt(0.6)
+# A sum is larger than its operands by one power of two at most; never is it certain.
+_ADDED = Doubt(0.6)
 
 
 @register("sum", "add", "sub", "add_any")
@@ -31,12 +31,13 @@ def add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
         const = y.const if y.const is None or eqn.primitive.name != "sub" else -y.const
         return y.with_data(shaped(data, x, y), const=const)
     arrays, scale, drift, dtype, doubt = align(interpreter, [x, y])
-    operation = lax.sub if eqn.primitive.name == "sub" else lax.add
-    data = shaped(operation(*arrays), x, y)
-    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
+    is_difference = eqn.primitive.name == "sub"  # which may be far smaller than its operands
+    data = shaped((lax.sub if is_difference else lax.add)(*arrays), x, y)
+    return finish(data, scale, drift, dtype, doubt=UNKNOWN if is_difference else doubt + _ADDED)
 
 
-def _doubt_of_sum(x: Value, terms: Terms) -> Doubt:
+def doubt_of_sum(x: Value, terms: Terms) -> Doubt:
+    """The doubt of a sum of so many elements of a value."""
     # Terms of one sign grow by their number, not by its root.
     return x.doubt + Doubt(math.log2(terms.count) / 4) + terms.doubt
 
@@ -48,7 +49,7 @@ def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     data = interpreter.bind(eqn, [widen(x.data)])
     terms = Terms.of(x.shape[axis] for axis in eqn.params["axes"])
     growth = interpreter.growth("reduce_sum", terms.count)
-    doubt = _doubt_of_sum(x, terms)
+    doubt = doubt_of_sum(x, terms)
     return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
@@ -58,7 +59,7 @@ def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
     x = uniform(values[0])
     data = interpreter.bind(eqn, [widen(x.data)])
     terms = Terms.of([x.shape[eqn.params["axis"]]])
-    growth, doubt = interpreter.growth("cumsum", terms.count), _doubt_of_sum(x, terms)
+    growth, doubt = interpreter.growth("cumsum", terms.count), doubt_of_sum(x, terms)
     return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
@@ -69,7 +70,7 @@ def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Valu
     data = interpreter.bind(eqn, [widen(x.data)])
     terms = Terms.of(eqn.params["window_dimensions"])
     growth = interpreter.growth("reduce_window_sum", terms.count)
-    doubt = _doubt_of_sum(x, terms)
+    doubt = doubt_of_sum(x, terms)
     return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
 
 
@@ -80,10 +81,11 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     pair = [uniform(operand), uniform(updates)]
     (x, y), scale, drift, dtype, doubt = align(interpreter, pair)
     data = scattered(eqn, x, indices.data, y)
-    # Of one sign, the terms of a place grow by their number.
-    terms = Terms.of(updates.shape).count / Terms.of(operand.shape).count
-    doubt += Doubt(math.log2(max(1, terms)) / 2)
-    return finish(data, scale, drift, dtype, doubt=doubt + _CANCELLED)
+    # All may be of one sign, and of one place.
+    window = eqn.params["dimension_numbers"].update_window_dims
+    terms = Terms.of(size for axis, size in enumerate(updates.shape) if axis not in window)
+    doubt += Doubt(0.0, above=math.log2(terms.count)) + terms.doubt
+    return finish(data, scale, drift, dtype, doubt=doubt + _ADDED)
 
 
 @register("sum", "select_and_scatter_add", "select_and_gather_add")

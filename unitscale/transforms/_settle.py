@@ -29,7 +29,8 @@ _DEGREE = 4
 # How far scales of narrow data may go, in powers of two, where they are chosen at run time.
 _LIMIT = 100
 # What leaves a program is the input of the next step: its scale is read from the data unless one
-# element-wise product, or less, made it.
+# element-wise product, or less, made it; and of a product too in a narrow type, where two arrays
+# that are large in different places have a small one.
 _CERTAIN = Doubt(2 * DOUBT.off)
 # A sum with a scale that was read from data is not certain: it may be the update of an input that
 # grows, step by step, under a scale that stays.
@@ -186,7 +187,7 @@ def leaving(value: Value) -> Value:
         return value
     # Data with the range of float32 has room for terms of one sign.
     doubt = Doubt(value.doubt.off) if spans(value.dtype) else value.doubt
-    if doubt.within(_CERTAIN):
+    if doubt.within(_CERTAIN if spans(value.dtype) else DOUBT):
         return ready(settle(value))
     if not spans(value.dtype):
         return ready(measured(value))
