@@ -138,10 +138,7 @@ _CHOICES = ("concatenate", "stack", "pad", "dynamic_update_slice")
 
 
 def _put_together(
-    interpreter: Interpreter,
-    values: list[Value],
-    apply: Callable[..., Any],
-    more: Doubt = Doubt(0.0),  # noqa: B008
+    interpreter: Interpreter, values: list[Value], apply: Callable[..., Any], more: Doubt
 ) -> Value:
     floats = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
     parts = [values[i] for i in floats]
@@ -157,7 +154,11 @@ def _put_together(
 @register("carrier", *_CHOICES)
 def put_together(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Float operands are brought to one scale, constants giving way; then applied to data."""
-    return _put_together(interpreter, values, lambda *arrays: interpreter.bind(eqn, arrays))
+
+    def apply(*arrays: Any) -> Any:
+        return interpreter.bind(eqn, arrays)
+
+    return _put_together(interpreter, values, apply, Doubt(0.0))
 
 
 def scattered(eqn: JaxprEqn, *arrays: Any) -> Any:
