@@ -234,21 +234,22 @@ def scalify(
         (`Scalified.report`). The law is, up to rounding,
         ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``. The program is traced on values:
         float32 where data has 16 bits or fewer, so that a constant such as 1e-8 is exact; data
-        keeps its own type, and chains of element-wise functions are rounded to it at their end.
-        Static knowledge chooses the scales inside. A narrow result (float16, 8 bits) that is made
-        of more than one product or of a sum, or carried by a loop, is brought to RMS 1 by the power
-        of two that its data asks for, where it is rounded, at the end of a chain: the scales of
-        parameters and of optimizer state stay where their values are, however often a step is
-        repeated. Types with the range of float32, and bfloat16 is one, need that nowhere: such
-        results are at scale 1, and nothing is measured. Differentiating the scaled function gives
-        derivatives with respect to data, scales being constant.
+        keeps its own type, and chains of element-wise results and sums are rounded to it at their
+        end. Static knowledge chooses the scales inside. A narrow result (float16, 8 bits) of which
+        the size is not certain is brought to RMS 1 by the power of two that its data asks for,
+        where it is rounded, at the end of a chain, and so is one that leaves or that a loop
+        carries: certain are a product or two, sums of these and the weights of a softmax, not what
+        a function, a difference, a choice or a part of an array may be. The scales of parameters
+        and of optimizer state then stay where their values are, however often a step is repeated.
+        Types with the range of float32, and bfloat16 is one, need that nowhere: such results are
+        at scale 1, and nothing is measured. Differentiating the scaled function gives derivatives
+        with respect to data, scales being constant.
 
-        A cast to float32 in the program changes nothing, since it is traced in float32. What
-        follows one is float32 nonetheless, rounded to the type of the arguments where a chain ends:
-        functions, reductions and what is made of them, such as a softmax, a loss or the variance of
-        a large mean. Not so products of matrices, whose operands and results have the type of the
-        arguments, nor what leaves the program or is carried by a loop. To have these in float32
-        too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass in float32.
+        A cast to float32 in the program changes nothing, since it is traced in float32: so are all
+        element-wise results and sums, such as a softmax, a loss or the variance of a large mean,
+        until a chain of them ends. Not so products of matrices, whose operands and results have the
+        type of the arguments, nor what leaves the program or is carried by a loop. To have these in
+        float32 too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass in float32.
 
         In float16 a number of the program from 2^22 on that is chosen, padded or set beside data
         (`where`, `maximum`, `clip`, `pad`) is taken for a mask: it becomes the largest number at
