@@ -2,26 +2,46 @@
 
     python -m recipes bench mnist configs/mnist/mlp.yaml data.train_images=PATH ...
 
-Trains the config once for each format and seed, all on the same images in the same order.
+Trains the config once for each format and seed, all on the same images in the same order; with
+`--rates` at the learning rate of these that is best for the program without scalify.
 """
 
+import statistics
 from typing import Annotated
 
 import typer
 
-from ._compare import compare, comparison
+from ._compare import Compared, compare, comparison
 from ._runs import Fresh, Jobs, Overrides, Seeds, Told
-from ._table import JsonPath, publish
+from ._table import JsonPath, Table, publish
+from .libraries import numbers
 
 
 def main(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")],
     overrides: Overrides = None,
+    rates: Annotated[
+        str | None, typer.Option(help="learning rates to try first; by default the config's alone")
+    ] = None,
     seeds: Seeds = None,
     jobs: Jobs = 1,
     fresh: Fresh = False,
     json: JsonPath = None,
 ) -> None:
     """Prints the test accuracy by number format."""
-    found = compare(comparison("mnist"), Told(config, overrides, seeds, fresh, jobs=jobs))
-    publish("mnist", [found.table()], json)
+    entry, told = comparison("mnist"), Told(config, overrides, seeds, fresh, jobs=jobs)
+    tables = []
+    if rates is not None:
+        tried = {entry.reference: numbers("--rates", rates)}
+        found = compare(entry.of([entry.reference]).at_rates(tried), told)
+        tables.append(Table("Test accuracy by learning rate", found.table().rows))
+        rate = f"optimizer.learning_rate={best_rate(found):g}"
+        told = told._replace(overrides=[*told.words, rate])
+    found = compare(entry, told)
+    publish("mnist", [*tables, found.table()], json)
+
+
+def best_rate(found: Compared) -> float:
+    """The learning rate of the variant with the greatest mean score."""
+    name = max(found.values, key=lambda name: statistics.fmean(found.values[name]))
+    return found.configs[name][0].optimizer.learning_rate

@@ -211,6 +211,26 @@ def test_a_score_is_that_of_the_run(
     assert "stopped by signal 15; run the same command to resume" in capsys.readouterr().err
 
 
+def test_formats_are_compared_at_the_best_rate(
+    tmp_path: Path, given_runs: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = _runs.train
+
+    def train(config: RunConfig, **options: Any) -> Outcome:
+        found = trained(config, **options)
+        lost = abs(config.optimizer.learning_rate - 0.1)
+        return found._replace(scores={"accuracy": found.scores["accuracy"] - lost})
+
+    monkeypatch.setattr(_runs, "train", train)
+    path, out = write_images(tmp_path), tmp_path / "table.json"
+    words = ["--rates", "0.2,0.05,0.1", "--seeds", "1", "train.steps=7", "--json", str(out)]
+    assert main(["bench", "mnist", str(path), *words]) == 0
+    rates, formats = json.loads(out.read_text("utf-8"))["tables"]
+    assert [row["variant"] for row in rates["rows"]] == ["plain, 0.05", "plain, 0.1", "plain, 0.2"]
+    assert {config.optimizer.learning_rate for config in given_runs[3:]} == {0.1}
+    assert formats["rows"][-1]["above reference"] == -0.25
+
+
 @pytest.mark.slow
 def test_compare_trains_once_and_measures_all_validation_text(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
