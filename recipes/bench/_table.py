@@ -127,6 +127,9 @@ def publish(
     console.print(f"written to {path}", markup=False, highlight=False)
 
 
+_WRITTEN = ("--json", "--dump")
+
+
 def command_line(words: Sequence[str]) -> str:
     """The command that was given, files by their names, without where it writes.
 
@@ -136,9 +139,10 @@ def command_line(words: Sequence[str]) -> str:
     """
     kept = PROGRAM.split()
     for before, word in zip(["", *words], words, strict=False):
-        if before == "--json" or word.startswith(("--json", "train.runs_dir=", "data.cache_dir=")):
+        if before in _WRITTEN or word.startswith((*_WRITTEN, "train.runs_dir=", "data.cache_dir=")):
             continue
-        kept.append(Path(word).name if Path(word).is_absolute() else word)
+        key, equals, value = word.rpartition("=")
+        kept.append(key + equals + (Path(value).name if Path(value).is_absolute() else value))
     return shlex.join(kept)
 
 

@@ -77,7 +77,12 @@ def test_a_command_is_told_without_places() -> None:
         "--large",
         "/a/b/c.yaml",
         "--json=x.json",
+        "--dump",
+        "hlo",
         "train.runs_dir=/tmp",
         "data.cache_dir=c",
     ]
     assert command_line(words) == "python -m recipes bench optim --large c.yaml"
+    words = ["bench", "mnist", "data.train_images=/images/train.gz", "--rates=0.1", "data.path=a/b"]
+    told = "data.train_images=train.gz --rates=0.1 data.path=a/b"
+    assert command_line(words) == f"python -m recipes bench mnist {told}"
