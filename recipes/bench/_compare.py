@@ -98,6 +98,12 @@ class Compared(NamedTuple):
     values: dict[str, list[float]]
     texts: list[str]
 
+    def best(self, prefix: str = "") -> str:
+        """The variant, of those whose names begin so, of the least mean loss or greatest score."""
+        names = [name for name in self.values if name.startswith(prefix)]
+        choose = min if self.entry.metric == "loss" else max
+        return choose(names, key=lambda name: statistics.fmean(self.values[name]))
+
     def table(self) -> Table:
         """Every variant beside the reference, over all runs."""
         return self._table(slice(None), self.texts)

@@ -8,7 +8,6 @@ the last of the list, a better one may lie beyond it. A run that is complete in 
 used as it is.
 """
 
-import statistics
 from typing import Annotated
 
 import typer
@@ -61,15 +60,9 @@ def numbers(option: str, text: str) -> list[float]:
     return sorted(found)
 
 
-def best(found: Compared, library: str) -> str:
-    """The variant of a library whose mean loss is least."""
-    names = [name for name in found.values if name.startswith(library)]
-    return min(names, key=lambda name: statistics.fmean(found.values[name]))
-
-
 def at_best(found: Compared) -> Table:
     """Unit scaling over plain `flax.nnx`, each at its best rate, seed by seed."""
-    names = best(found, PLAIN), best(found, UNIT)
+    names = found.best(PLAIN), found.best(UNIT)
     rows = judged({name: found.values[name] for name in names}, names[0], {names[1]: "no worse"})
     for row, name in zip(rows, names, strict=True):
         row["variant"] = found.entry.label(name).partition(",")[0]

@@ -6,12 +6,11 @@ Trains the config once for each format and seed, all on the same images in the s
 `--rates` at the learning rate of these that is best for the program without scalify.
 """
 
-import statistics
 from typing import Annotated
 
 import typer
 
-from ._compare import Compared, compare, comparison
+from ._compare import compare, comparison
 from ._runs import Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish
 from .libraries import numbers
@@ -35,13 +34,7 @@ def main(
         tried = {entry.reference: numbers("--rates", rates)}
         found = compare(entry.of([entry.reference]).at_rates(tried), told)
         tables.append(Table("Test accuracy by learning rate", found.table().rows))
-        rate = f"optimizer.learning_rate={best_rate(found):g}"
-        told = told._replace(overrides=[*told.words, rate])
+        rate = found.configs[found.best()][0].optimizer.learning_rate
+        told = told._replace(overrides=[*told.words, f"optimizer.learning_rate={rate}"])
     found = compare(entry, told)
     publish("mnist", [*tables, found.table()], json)
-
-
-def best_rate(found: Compared) -> float:
-    """The learning rate of the variant with the greatest mean score."""
-    name = max(found.values, key=lambda name: statistics.fmean(found.values[name]))
-    return found.configs[name][0].optimizer.learning_rate

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -42,36 +44,32 @@ def doubt_of_sum(x: Value, terms: Terms) -> Doubt:
     return x.doubt + Doubt(math.log2(terms.count) / 4) + terms.doubt
 
 
+def _summed(
+    interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], dims: Iterable[Any]
+) -> Value:
+    x = uniform(values[0])
+    data, terms = interpreter.bind(eqn, [widen(x.data)]), Terms.of(dims)
+    drift = x.drift + interpreter.growth(eqn.primitive.name, terms.count)
+    return finish(data, scale_of(x), drift, x.dtype, doubt=doubt_of_sum(x, terms))
+
+
 @register("sum", "reduce_sum")
 def reduce_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; the scale grows by the root of the number of terms."""
-    x = uniform(values[0])
-    data = interpreter.bind(eqn, [widen(x.data)])
-    terms = Terms.of(x.shape[axis] for axis in eqn.params["axes"])
-    growth = interpreter.growth("reduce_sum", terms.count)
-    doubt = doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+    dims = [values[0].shape[axis] for axis in eqn.params["axes"]]
+    return _summed(interpreter, eqn, values, dims)
 
 
 @register("sum", "cumsum")
 def cumsum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; the scale grows by the root of the length; asked for are differences."""
-    x = uniform(values[0])
-    data = interpreter.bind(eqn, [widen(x.data)])
-    terms = Terms.of([x.shape[eqn.params["axis"]]])
-    growth, doubt = interpreter.growth("cumsum", terms.count), doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+    return _summed(interpreter, eqn, values, [values[0].shape[eqn.params["axis"]]])
 
 
 @register("sum", "reduce_window_sum")
 def reduce_window_sum(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Applied to data; the scale grows by the root of the window."""
-    x = uniform(values[0])
-    data = interpreter.bind(eqn, [widen(x.data)])
-    terms = Terms.of(eqn.params["window_dimensions"])
-    growth = interpreter.growth("reduce_window_sum", terms.count)
-    doubt = doubt_of_sum(x, terms)
-    return finish(data, scale_of(x), x.drift + growth, x.dtype, doubt=doubt)
+    return _summed(interpreter, eqn, values, eqn.params["window_dimensions"])
 
 
 @register("sum", "scatter_add", "scatter_sub")

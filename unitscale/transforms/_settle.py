@@ -29,8 +29,8 @@ _DEGREE = 4
 # How far scales of narrow data may go, in powers of two, where they are chosen at run time.
 _LIMIT = 100
 # What leaves a program is the input of the next step: its scale is read from the data unless one
-# element-wise product, or less, made it; and of a product too in a narrow type, where two arrays
-# that are large in different places have a small one.
+# element-wise product, or less, made it. In a narrow type that of a product is read too: of two
+# arrays that are large in different places it is small.
 _CERTAIN = Doubt(2 * DOUBT.off)
 # A sum with a scale that was read from data is not certain: it may be the update of an input that
 # grows, step by step, under a scale that stays.
