@@ -5,7 +5,6 @@ failed); `--traceback` shows where it came from.
 """
 
 import importlib
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +13,10 @@ import typer
 from rich.console import Console
 
 from . import MODULE, PROGRAM
-from .allocator import keep_freed_memory
 from .bench import BENCHMARKS
 from .errors import RecipeError, complain, told_by
 from .registry import load_config
+from .startup import start_process
 
 app = typer.Typer(
     help="Train and use the models of unitscale.",
@@ -242,8 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     wants_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
-    keep_freed_memory()
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it writes
+    start_process()
     try:
         app(words, prog_name=PROGRAM)  # a wrong word is reported there, exit code 2
     except Exception as error:

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
-from ..allocator import keep_freed_memory
+from ..startup import start_process
 
 Result = TypeVar("Result")
 ATTEMPTS = 2  # at a task whose process died, which may have been a neighbour's doing
@@ -68,7 +68,7 @@ def _begin(cores: Any) -> None:
 
     It comes before JAX's first computation, which counts the cores and starts threads.
     """
-    keep_freed_memory()
+    start_process()
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     share = cores.get()
     if share:

@@ -1,5 +1,6 @@
 """Work for processes of their own, which import little else."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -31,3 +32,8 @@ def waits_for_a_stop(number: int, folder: str) -> None:
                 Path(folder, f"stopped-{number}").touch()
                 break
             time.sleep(0.1)
+
+
+def level_of_orbax(number: int) -> int:
+    """Work that tells from which level on its process shows what Orbax reports."""
+    return logging.getLogger("absl").getEffectiveLevel()

@@ -1,5 +1,6 @@
 """Work in processes of their own: what comes back, and what an interruption leaves undone."""
 
+import logging
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from recipes.run.pool import each, message_of
 
-from ..dying import takes_a_while
+from ..dying import level_of_orbax, takes_a_while
 
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -18,6 +19,12 @@ def test_each_task_comes_back_with_what_its_work_returned(jobs: int, tmp_path: P
     tasks = [(number, str(tmp_path)) for number in range(3)]
     found = {task[0]: result for task, result in each(tasks, jobs, takes_a_while)}
     assert found == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.slow
+def test_processes_do_not_show_every_file_that_orbax_touches() -> None:
+    tasks = [(0,), (1,)]
+    assert [level for _, level in each(tasks, 2, level_of_orbax)] == [logging.ERROR] * 2
 
 
 @pytest.mark.slow
