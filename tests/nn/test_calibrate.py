@@ -51,8 +51,25 @@ def test_calibration_without_a_loss_is_forward_only() -> None:
         assert found[2] == 1, path
 
 
+class WithNumber(Net):
+    """Returns a number of Python beside its output, as models do for a loss that is absent."""
+
+    def __call__(self, x):
+        return super().__call__(x), 0.0
+
+
+def test_calibration_of_a_model_that_returns_a_number_too() -> None:
+    model, alone = WithNumber(), Net()
+    nn.calibrate(model, [X])
+    nn.calibrate(alone, [X])
+    assert scales(model) == scales(alone)
+
+
 def test_calibration_errors() -> None:
     with pytest.raises(ValueError, match="calibrate: batches is empty"):
         nn.calibrate(Net(), [])
     with pytest.raises(ValueError, match="calibrate: the model holds no scales; give its layers"):
         nn.calibrate(Net(None), [X])
+    with pytest.raises(TypeError) as told:
+        nn.calibrate(Net(), [(X, X[:, 0])])
+    assert "got a tuple of 2. Give loss=" in told.value.__notes__[-1]

@@ -153,6 +153,8 @@ def test_errors() -> None:
     for bad in (0, -1, 1.5):
         with pytest.raises(ValueError, match="block must be a positive number of entries"):
             Moment("float16", block=bad)
+    with pytest.raises(ValueError, match=r"state must hold ScaledArrays.*scalify the grad"):
+        load(SquareRoot(jnp.ones(3)))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])

@@ -12,6 +12,7 @@ from tests.batching import compute, entry
 from tests.optimizers import scaled
 from unitscale.core import ScaledArray, as_scaled, format_of, rebalance
 from unitscale.optim import apply_updates
+from unitscale.optim._weights import scale_weight
 
 FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn"]
 RNG = np.random.default_rng(0)
@@ -117,9 +118,20 @@ def test_per_channel_and_block_scales_are_kept_apart() -> None:
     np.testing.assert_array_equal(moved, 1)
 
 
-def test_large_arrays_are_judged_by_evenly_spaced_rows() -> None:
+def test_large_arrays_are_judged_by_evenly_spaced_entries() -> None:
     data = np.full((3, 700, 100), 64.0, np.float16)
     assert float(rescaled(data, np.float32(1)).scale) == 64.0
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 1e-6), ("float8_e4m3fn", 1e-2)])
+@pytest.mark.parametrize("small", [np.s_[::64], np.s_[:, ::128]], ids=str)
+def test_small_rows_or_columns_that_are_looked_at_clip_no_others(small, dtype, size) -> None:
+    value = np.random.default_rng(0).standard_normal((4096, 256)).astype(np.float32)
+    value[small] *= size
+    weight = first = scale_weight(value, dtype)
+    for _ in range(3):
+        weight = apply_updates(weight, jnp.zeros(value.shape))
+    np.testing.assert_array_equal(weight.value, first.value)
 
 
 @given(power=st.integers(-8, 8), seed=st.integers(0, 2**16))

@@ -52,7 +52,16 @@ def calibrate(
     step = nnx.jit(value_and_grad(_total if loss is None else loss, advance=False))
     count = 0
     for count, batch in enumerate(batches, 1):  # noqa: B007
-        step(probe, batch)
+        try:
+            step(probe, batch)
+        except Exception as error:
+            if loss is None and isinstance(batch, (tuple, list)):
+                error.add_note(
+                    "unitscale.nn.calibrate: a batch is the one argument that the model is called "
+                    f"with; got a {type(batch).__name__} of {len(batch)}. Give loss=, a function "
+                    "of the model and the batch, where it has labels or other arguments."
+                )
+            raise
     if not count:
         raise ValueError("unitscale.nn.calibrate: batches is empty; give at least one batch")
     map_states(probe, _finish if loss is not None else _finish_forward)
@@ -73,5 +82,6 @@ def _finish_forward(state: QuantState) -> QuantState:
 
 
 def _total(model: Any, batch: Any) -> jax.Array:
-    leaves = [x for x in jax.tree.leaves(model(batch)) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum((jnp.sum(x.astype(jnp.float32)) for x in leaves), start=jnp.float32(0))
+    leaves = map(jnp.asarray, jax.tree.leaves(model(batch)))
+    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(x.astype(jnp.float32)) for x in floating), start=jnp.float32(0))

@@ -24,11 +24,15 @@ from ..core import (
     widen,
 )
 from ._rounding import round_finite
-from ._sample import columns, is_sampled, rows
+from ._sample import is_sampled, parts
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+WITHIN_SCALIFY = (
+    "Within scalify every ScaledArray is seen as a plain array: scalify the gradients alone, and "
+    "call tx.step outside."
+)
 # Exponents as float32 has them in its bits: of zero, and of what is not finite.
 _OF_ZERO, _OF_NAN = 0, 255
 _BIAS = 127
@@ -114,7 +118,13 @@ def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
 
 
 def _inner(stored: ScaledArray | SquareRoot) -> ScaledArray:
-    return stored.root if isinstance(stored, SquareRoot) else stored
+    inner = stored.root if isinstance(stored, SquareRoot) else stored
+    if not is_scaled(inner):
+        raise ValueError(
+            "unitscale.optim.scaled: state must hold ScaledArrays, as tx.init made them; got a "
+            f"{type(inner).__name__}. {WITHIN_SCALIFY}"
+        )
+    return inner
 
 
 def _largest(x: jax.Array, moment: Moment, block: tuple[int, ...] | None) -> jax.Array:
@@ -224,7 +234,7 @@ def _shift(
         top = _largest(x, moment, block)
     else:
         axes = _axes(x.ndim, moment)
-        top = jnp.maximum(*(_largest(part(x, axes), moment, None) for part in (rows, columns)))
+        top = jnp.maximum(*(_largest(part, moment, None) for part in parts(x, axes)))
     exponent = (top - _BIAS) >> halved
     if seen is not None and seen.largest is not None:
         exponent = jnp.maximum(exponent, seen.largest)

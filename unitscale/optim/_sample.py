@@ -18,6 +18,15 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
     return math.prod(shape) > max(_ALL, _least(shape, axes))
 
 
+def parts(x: Any, axes: Sequence[int]) -> list[Any]:
+    """All of a small array; rows and columns of a large one, which are seldom all unlike the rest.
+
+    Every 64th row of a layer behind a flattened map of 64 channels belongs to one channel. Rows
+    see all columns and columns almost all rows, so that what is chosen by the larger of both fits.
+    """
+    return [rows(x, axes), columns(x, axes)] if is_sampled(x.shape, axes) else [x]
+
+
 def rows(x: Any, axes: Sequence[int]) -> Any:
     """Rows of a large array, for the scales that are shared along axes; of a small one all.
 

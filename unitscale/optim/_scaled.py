@@ -9,7 +9,7 @@ import optax
 
 from ..core import CastRounding, format_of, is_scaled
 from ._gradients import wide_gradients
-from ._moments import is_stored, load, look_at, moment_of, storable, store
+from ._moments import WITHIN_SCALIFY, is_stored, load, look_at, moment_of, storable, store
 from ._roles import Moments, formats_of, store_state
 from ._states import starts_tiny
 from ._values import is_floating, values
@@ -81,6 +81,7 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
             "params = tx.scale_params(params) first, or pass weights=None to keep plain weights. "
+            f"{WITHIN_SCALIFY} "
             "nn.Optimizer does the first where scaled is outermost: clip inside scaled, as in "
             "scaled(optax.chain(clip, inner))."
         )

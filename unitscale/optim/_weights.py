@@ -18,7 +18,7 @@ from ..core import (
 )
 from ._gradients import is_leaf
 from ._rounding import round_finite
-from ._sample import rows
+from ._sample import parts
 from ._values import is_floating
 
 # The scale of a parameter that is zero and so does not tell how large it will be: float16 then
@@ -49,7 +49,8 @@ def _fresh_scale(weight: ScaledArray) -> Any:
         return scale
     shape = scale.shape or (1,) * weight.ndim
     axes = tuple(a for a, n in enumerate(shape) if n == 1)
-    size = rms(rows(weight.data, axes), axes).reshape(scale.shape)
+    sizes = (rms(part, axes).reshape(scale.shape) for part in parts(weight.data, axes))
+    size = functools.reduce(jnp.maximum, sizes)
     return jnp.where((size < 0.5) | (size > 2), scale * scale_near(size), scale)
 
 
@@ -88,8 +89,9 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
     Scaling:
         The value plus the update in float32, rounded once into the format of the parameter. Where
         the RMS of a ScaledArray's data has left [1/2, 2], the new data takes the scale that brings
-        it near 1. That is seen in the data that comes in (in evenly spaced rows of a large array),
-        so the scale follows one step behind, which a format with binades to spare does not feel.
+        it near 1. That is seen in the data that comes in (of a large array in evenly spaced rows
+        and columns, of which the larger RMS counts), so the scale follows one step behind, which a
+        format with binades to spare does not feel.
 
         Rounded to nearest, an update below half the distance of neighbours is lost: in float16,
         one of less than 2^-12 to 2^-11 of the entry. With a ``key`` the rounding is stochastic, and

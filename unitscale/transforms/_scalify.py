@@ -256,10 +256,10 @@ def scalify(
         the scale of the data, beside which a number of 2^22 times the data's size would leave
         nothing of it. What is far smaller than the rest of its array becomes 0, as the square of a
         gradient of less than 2^-12 of the others, by which Adam divides: give such an optimizer
-        parameters in arrays of one size, bfloat16, or `optim.scaled`, which stores roots. Scales
-        are numbers of float32 and stop at its largest and smallest ones: of a result beyond its
-        range, such as the square of 1e30, or one of float64, the numbers are wrong where plain
-        float32 has infinities or zeros.
+        parameters in arrays of one size, or bfloat16; or scalify the gradients alone, and step by
+        `optim.scaled`, which stores roots. Scales are numbers of float32 and stop at its largest
+        and smallest ones: of a result beyond its range, such as the square of 1e30, or one of
+        float64, the numbers are wrong where plain float32 has infinities or zeros.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
