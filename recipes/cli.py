@@ -14,6 +14,7 @@ from rich.console import Console
 
 from . import MODULE, PROGRAM
 from .bench import BENCHMARKS
+from .config import RunConfig
 from .errors import RecipeError, complain, told_by
 from .registry import load_config
 from .startup import start_process
@@ -116,7 +117,7 @@ def sweep(
 @app.command()
 def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
     """Print the loss of a trained model over its validation data, in whole batches, and scores."""
-    settings = load_config(_of_run(config), overrides or ())
+    settings = _settings(config, overrides)
     from .evaluate import evaluate as evaluate_run
 
     for line in evaluate_run(settings, _warn):
@@ -141,15 +142,14 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
-    config = _of_run(config)
-    if not Path(config).is_dir():
+    if not Path(config).is_dir() or _is_run(config):
         for option, given in {"--adapter": adapter is not None, "--chat": chat}.items():
             if given:
                 raise RecipeError(
                     f"{option}: expected a Hugging Face folder; got {config}; name the folder, or "
                     f"leave out {option}"
                 )
-        settings = load_config(config, overrides or ())
+        settings = _settings(config, overrides)
         from .generate import open_run
 
         writer = open_run(settings, _warn)
@@ -174,7 +174,7 @@ def generate(
 @app.command()
 def describe(config: TrainedPath, overrides: Overrides = None) -> None:
     """Print parameters, FLOPs and bytes of a training run; nothing is trained or allocated."""
-    settings = load_config(_of_run(config), overrides or ())
+    settings = _settings(config, overrides)
     from .describe import report
 
     for line in report(settings):
@@ -191,7 +191,7 @@ def export(
     ] = False,
 ) -> None:
     """Write the arrays of a trained model to a safetensors file."""
-    settings = load_config(_of_run(config), overrides or ())
+    settings = _settings(config, overrides)
     from .export import export as export_run
 
     typer.echo(export_run(settings, path, _warn, fp8=fp8))
@@ -255,10 +255,21 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _of_run(path: str) -> str:
-    """The config that the folder of a run keeps; any other path as it is."""
-    kept = Path(path) / "config.yaml"
-    return str(kept) if kept.is_file() else path
+def _is_run(path: str) -> bool:
+    return (Path(path) / "config.yaml").is_file()
+
+
+def _settings(path: str, overrides: list[str] | None) -> RunConfig:
+    """The config of a YAML file; of a folder with a run the one kept there, and that run itself.
+
+    It may have been moved, copied, or set aside under another name since it was trained.
+    """
+    if not _is_run(path):
+        return load_config(path, overrides or ())
+    folder = Path(path).absolute()
+    config = load_config(folder / "config.yaml", overrides or ())
+    train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
+    return config.model_copy(update={"name": folder.name, "train": train})
 
 
 def _warn(message: str) -> None:

@@ -21,13 +21,18 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bo
 
     Args:
       config: Names the run.
-      path: The file; its folder is made.
+      path: A new file; its folder is made.
       say: Called with a line for each damaged checkpoint that was passed over.
       fp8: Stores the kernels of a plain model's linear layers in FP8, each with a scale.
     Raises:
       RecipeError: No such run, one without a checkpoint, one whose layers have no FP8 kernels, or
-        the file cannot be written.
+        the file exists, has another suffix or cannot be written.
     """
+    if path.suffix != ".safetensors" or path.exists():
+        raise RecipeError(
+            "FILE: expected a new file of safetensors, such as model.safetensors; got "
+            f"{path}{', which exists' if path.exists() else ''}; name another"
+        )
     graphdef, state = load_trained(config, say)
     model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
     if fp8:

@@ -345,7 +345,8 @@ def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
     if not is_first():
         return Outcome(run.folder, step, validation, {}, None)
     plot_run(run)
-    say(f"validation loss {shown(config, validation, run.data.token_size)}")
+    part = f"of at most {config.train.eval_batches} batches; evaluate takes all"
+    say(f"validation loss {shown(config, validation, run.data.token_size)} ({part})")
     model, recipe = run.model(), recipe_of(config)
     scores = save_scores(run.folder, recipe.scores(config, run.data, model, run.folder))
     if scores:

@@ -33,8 +33,7 @@ the speeds that were assumed before they were measured, all else by those that w
 readout in FP8, not yet dithered, and tasks tuned from the first pretrained model of each policy;
 `lms-pairs` has the defaults of now, one pretrained model of each policy and three seeds of each
 task. `lms` has the character study without `optimizer.skip_nonfinite`, `charlm` with it, as its
-config says now. `scalify`, and scalify in `methods`, are of before all its element-wise results
-waited to be rounded.
+config says now.
 """
 
 

@@ -39,7 +39,7 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 # What pydantic says of a value, in the words of a config.
 _EXPECTED = {
     "bool_type": "true or false",
-    "string_pattern_mismatch": "a name without spaces or slashes",
+    "string_pattern_mismatch": "a name of ASCII letters, digits, dots, dashes, underscores",
     "model_type": "a mapping of keys to values",
     "model_attributes_type": "a mapping of keys to values",
     "string_too_short": "at least {min_length} characters",

@@ -65,7 +65,13 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise RecipeError(
             f"{path}: expected a folder of a Hugging Face model; got "
-            f"{'a file' if path.exists() else 'nothing'}; name the folder that has {CONFIG}"
+            f"{'a file' if path.exists() else 'nothing'}; name the folder that has {CONFIG}, in "
+            "a config as init=FOLDER"
+        )
+    if not (path / CONFIG).is_file():
+        raise RecipeError(
+            f"{path}: expected a folder of a Hugging Face model, with {CONFIG}; got one without; "
+            "name another, or copy the whole folder"
         )
     return read_json(path / CONFIG)
 

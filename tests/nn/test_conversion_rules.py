@@ -63,7 +63,7 @@ def test_a_rule_without_layers_is_a_mistake(rules: dict, message: str) -> None:
 
 
 def test_a_model_without_layers() -> None:
-    with pytest.raises(ValueError, match="the model has no matrix products"):
+    with pytest.raises(ValueError, match="no layers of plain Flax with products"):
         assign({"*": 1}, [], "convert")
 
 

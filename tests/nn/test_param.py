@@ -1,3 +1,5 @@
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec
 from tests.nn.table import LAYERS, make, parameters
 from tests.optimizers import scaled
 from unitscale import nn, parallel
-from unitscale.core import ScaledArray, as_scaled
+from unitscale.core import ScaledArray, as_scaled, is_scaled
 from unitscale.nn._param import ones, read, set_depth, unpadded, vector, weight
 
 # Per layer: parameter -> (role, fan_in, fan_out, depth).
@@ -226,3 +228,23 @@ def test_stacked_parameters_map_with_their_scales() -> None:
             # In data space.
             want = gradient[name].get_value() * getattr(model, name).get_value().scale
             np.testing.assert_allclose(found[name].get_value().data, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("symbol", ["add", "sub", "mul", "truediv", "gt", "matmul"])
+def test_a_parameter_meets_a_scaled_array_as_its_array_does(symbol: str) -> None:
+    operation = getattr(operator, symbol)
+    x = as_scaled(jnp.arange(1.0, 10).reshape(3, 3), dtype=jnp.float16)
+    w = nnx.Param(jnp.full((3, 3), 2.0))
+    for found, expected in (
+        (operation(x, w), operation(x, w[...])),
+        (operation(w, x), operation(w[...], x)),
+    ):
+        assert is_scaled(found) == is_scaled(expected) == (symbol != "gt")
+        assert jnp.array_equal(jnp.asarray(found), jnp.asarray(expected))
+
+
+def test_a_parameter_that_holds_a_scaled_array_meets_another() -> None:
+    x = as_scaled(jnp.ones(3), dtype=jnp.float16)
+    found = nnx.Param(x) * x
+    assert is_scaled(found)
+    assert is_scaled(x * nnx.Param(x))

@@ -141,3 +141,8 @@ def test_errors() -> None:
     cell = Unfinished(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match=r"nn\.Unfinished must implement step"):
         nn.RNN(cell)(jnp.ones((1, 2, 2)))
+
+
+def test_the_base_of_cells_is_no_cell() -> None:
+    with pytest.raises(TypeError, match=r"RNNCell: expected a cell that sets gates .*got their ba"):
+        nn.RNNCell(4, 8, rngs=nnx.Rngs(0))

@@ -113,3 +113,13 @@ def test_a_recurrent_kernel_has_a_policy_of_its_own() -> None:
     assert not np.array_equal(recurrent, fp8)
     np.testing.assert_array_equal(outputs("fp8", {"cell.*": "bfloat16"}), wide)
     assert np.isfinite(outputs("fp8_delayed", {"cell.dense_h.*": "bfloat16"})).all()
+
+
+def test_a_model_of_the_other_kind_is_told_apart() -> None:
+    ours, plain = nn.MLP(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"no layers of plain Flax .*or from nn.set_policies"):
+        nn.convert(ours, "fp8_dynamic")
+    with pytest.raises(ValueError, match=r"no layers of unitscale.nn. nn.convert gives formats"):
+        nn.set_policies(plain, {"*": "fp8"})
+    with pytest.raises(ValueError, match=r"keep their weights wide, whatever their policy"):
+        nn.to_static(ours)

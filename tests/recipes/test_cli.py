@@ -81,6 +81,25 @@ def test_the_folder_of_a_run_is_its_config(trained: Path, capsys: Captured) -> N
     assert main(["evaluate", str(kept.parent)]) == 0
 
 
+def test_a_folder_is_the_run_in_it_wherever_it_was_moved(
+    config_file: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", str(config_file), "train.steps=1", "train.eval_every=9"]
+    assert main(words) == 0
+    (kept,) = (path.parent for path in config_file.parent.rglob("*/config.yaml"))
+    assert main(["evaluate", str(kept)]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(kept)]) == 0
+    first = capsys.readouterr().out
+    assert main([*words, "seed=7", "--fresh"]) == 0
+    capsys.readouterr()
+    monkeypatch.chdir(kept.parent)
+    assert main(["evaluate", f"{kept.name}.old-1"]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["evaluate", kept.name]) == 0
+    assert capsys.readouterr().out != first
+
+
 def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other.txt").write_text("something else " * 100, encoding="utf-8")
     assert main(["evaluate", str(trained), f"data.path={tmp_path / 'other.txt'}"]) == 0

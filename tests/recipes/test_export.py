@@ -34,6 +34,13 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
     found = entries(path)["layers.0.mlp.up.kernel"]
     assert (found["dtype"], found["shape"]) == ("F32", list(kernel.shape))
     assert found["data"] == np.asarray(kernel).tobytes()
+    with pytest.raises(RecipeError, match=r"model.safetensors, which exists; name another"):
+        export(config, path, pytest.fail)
+    with pytest.raises(
+        RecipeError, match=r"expected a new file of safetensors.*got .*precious.txt"
+    ):
+        export(config, tmp_path / "precious.txt", pytest.fail)
+    path = tmp_path / "fp8.safetensors"
     export(config, path, pytest.fail, fp8=True)
     found = entries(path)
     narrow, scale = (found[f"layers.0.mlp.up.{name}"] for name in KEYS)
@@ -42,7 +49,7 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
     values = values.reshape(kernel.shape) * np.frombuffer(scale["data"], np.float32)
     # Half of the spacing of three bits, or of the least number, which is 2^-9 of the scale.
     np.testing.assert_allclose(values, kernel, rtol=2**-4, atol=2**-10 * float(jnp.max(kernel)))
-    other = make_config("model.library=unitscale", "name=other")
+    other, path = make_config("model.library=unitscale", "name=other"), tmp_path / "a.safetensors"
     with pytest.raises(RecipeError, match="no run at"):
         export(other, path, pytest.fail)
     untrained(other, open_run(other))

@@ -81,7 +81,11 @@ WRONG = [
     (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),
     (["seed=4294967296"], r"seed .*expected less than or equal to 4294967295; got 4294967296"),
     (["policy=fp16"], r"got 'fp16'; did you mean float16\?"),
-    (["name=a/b"], r"name .*expected a name without spaces or slashes; got 'a/b'"),
+    (
+        ["name=a/b"],
+        r"name .*expected a name of ASCII letters, digits, dots, dashes, underscores; got 'a/b'",
+    ),
+    (["name=café"], r"expected a name of ASCII letters.* got 'café'"),
     (["name=12"], r"name .*expected a valid string; got 12"),
     (["data=7"], r"data .*expected a mapping of keys to values; got 7"),
     (["train.steps"], r"override 'train\.steps': expected key=value"),

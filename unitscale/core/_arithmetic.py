@@ -75,7 +75,8 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
     """Returns an operand as a pair, or None where it is not a real array or number.
 
     Args:
-        x: ScaledArray, real array (its scale is None), or Python number, weakly typed as in JAX.
+        x: ScaledArray, real array (its scale is None), what stands for either as `nnx.Param` does,
+            or Python number, weakly typed as in JAX.
         beside: the scale that the numbers take which every scale can hold; see `scalar_pair`.
     """
     if hasattr(x, "map_data"):
@@ -86,7 +87,8 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
         is_real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
         if is_real and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
             return jnp.asarray(x), None
-    return None
+        return None
+    return operand(x.__jax_array__(), beside) if hasattr(x, "__jax_array__") else None
 
 
 def scalar_scale(scale: Scale) -> Scale:

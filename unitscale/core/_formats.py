@@ -164,7 +164,8 @@ def format_of(dtype: Any) -> Format:
     except TypeError:
         raise ValueError(
             f"unitscale.core.format_of: {dtype!r} is not a floating-point format; use a float "
-            f"dtype, one of {sorted(_ALIASES)}, or 'E<e>M<m>' for a simulated one"
+            "dtype such as 'float16', 'bfloat16' or 'float8_e4m3fn', one of "
+            f"{sorted(_ALIASES)}, or 'E<e>M<m>' for a simulated one"
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(

@@ -18,6 +18,14 @@ CONVERSIONS: Mapping[str, MatmulConfig] = {
 }
 """The configs that `convert` accepts by name."""
 
+# What to say of a model without a layer that an owner of rules looks for.
+_NONE = {
+    "convert": "the model has no layers of plain Flax with products of matrices. What is of "
+    "unitscale.nn takes its formats from policy=, or from nn.set_policies",
+    "set_policies": "the model has no layers of unitscale.nn. nn.convert gives formats to those of "
+    "plain Flax",
+}
+
 ConfigLike: TypeAlias = MatmulConfig | str
 """A config, or the name of a preset: see `convert`."""
 
@@ -95,7 +103,7 @@ def assign(
         near = sorted(paths, key=lambda path: -_likeness(pattern, path))[:3]
         raise ValueError(
             f"unitscale.nn.{owner}: no layer matches {pattern!r}; "
-            + (f"nearest are {', '.join(near)}" if near else "the model has no matrix products")
+            + (f"nearest are {', '.join(near)}" if near else _NONE.get(owner, "there are none"))
         )
     return found
 

@@ -42,6 +42,7 @@ class RNNCell(nnx.Module):
 
     Raises:
         ValueError: if the depth is not positive or the policy is unknown.
+        TypeError: if the cell is this base itself, which has no gates.
 
     Example:
         >>> isinstance(GRUCell(4, 8, rngs=nnx.Rngs(0)), RNNCell)
@@ -69,6 +70,11 @@ class RNNCell(nnx.Module):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ) -> None:
+        if not hasattr(self, "gates"):
+            raise TypeError(
+                f"{self._where}: expected a cell that sets gates and implements step, such as "
+                "SimpleCell, GRUCell or OptimizedLSTMCell; got their base"
+            )
         if self.depth < 1:
             raise ValueError(f"{self._where}: depth must be at least 1; got {self.depth}")
         self.in_features, self.hidden_features = in_features, hidden_features

@@ -80,7 +80,8 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
     found = {path: pair for path, pair in found.items() if pair[1].weight_scale is None}
     if not found:
         raise ValueError(
-            "unitscale.nn.to_static: the model has no converted layers; call convert first"
+            "unitscale.nn.to_static: the model has no converted layers; call convert first. "
+            "Layers of unitscale.nn keep their weights wide, whatever their policy"
         )
     for path, kind in normalized(model).items():
         if inside := [own for own in found if own.startswith(joined(path, ""))]:
