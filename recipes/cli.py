@@ -53,12 +53,15 @@ def train(
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
     convert: Convert = False,
     coordinator: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="of several processes, the first")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="address of the first of several processes"),
     ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="how many train this run")] = None,
-    process: Annotated[int | None, typer.Option(min=0, help="which of them this is")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
+    process: Annotated[
+        int | None, typer.Option(min=0, help="number of this process, from 0")
+    ] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="ask Slurm, Open MPI, ... for these three")
+        bool, typer.Option("--distributed", help="read these three from Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
         int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
@@ -88,7 +91,12 @@ def finetune(
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
     convert: Convert = False,
 ) -> None:
-    """Fine-tune a pretrained model on a task, and score it: `train` by another name."""
+    """Fine-tune a pretrained model on a task, and score it: `train`, where init is asked for."""
+    if not getattr(load_config(config, overrides or ()), "init", None):
+        raise RecipeError(
+            f"init: expected a pretrained model to tune; got none in {config}; add init=FOLDER, or "
+            "train without one by `train`"
+        )
     train(config, overrides, fresh, convert)
 
 

@@ -119,6 +119,10 @@ def _read(path: Path) -> DictConfig:
         raise RecipeError(
             f"config file {path} does not exist; give the path of a YAML file{_similar_file(path)}"
         )
+    if path.is_dir():
+        kept = path / "config.yaml"
+        todo = f"give {kept}" if kept.exists() else "give the path of one"
+        raise RecipeError(f"config file: expected a YAML file; got {path}, a folder; {todo}")
     text = read_text(path, "config file", "give a readable YAML file")
     return _mapping(lambda: OmegaConf.create(text), f"config file {path}")
 
@@ -167,7 +171,8 @@ def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:
 
 
 def _similar_file(path: Path) -> str:
-    folder = path.parent
-    names = [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {folder / close[0]}?" if close else ""
+    for folder in (path.parent, _file(path.parent)):
+        names = [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
+        if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
+            return f"; did you mean {path.parent / close[0]}?"
+    return ""

@@ -56,7 +56,10 @@ def make_points(config: RunConfig) -> list[Point]:
     for key, values in grid.items():
         _check_key("sweep.grid", key, config, (*_OWN, RATE))
         if not values or len({repr(value) for value in values}) < len(values):
-            raise RecipeError(f"sweep.grid: {key}: expected different values; got {values}")
+            raise RecipeError(
+                f"sweep.grid: {key}: expected at least one value, none of them twice; got "
+                f"{values}; list what to try"
+            )
     for words, settings in config.sweep.when.items():
         for key in _conditions(words):
             _check_key("sweep.when", key, config, ())

@@ -114,6 +114,7 @@ WRONG = [
     (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
     (["train", "data.batch_size=999"], "error: data.batch_size: expected at most the"),
     (["train", "--nonsense"], "No such option"),
+    (["finetune"], "error: init: expected a pretrained model to tune; got none in"),
     (["train", "--processes", "2"], "error: processes: unitscale.parallel.initialize: coordinator"),
     (["evaluate"], "error: name: no run at"),
     (["generate", "name=other"], "error: name: no run at"),
@@ -133,6 +134,12 @@ def test_wrong_input(
     assert "Traceback" not in output.err
     assert not output.out
     assert not (config_file.parent / "runs").exists()
+
+
+def test_a_folder_in_place_of_a_config(trained: Path, capsys: Captured) -> None:
+    (kept,) = (path for path in trained.parent.rglob("config.yaml") if path != trained)
+    assert main(["train", str(kept.parent)]) == 2
+    assert f"got {kept.parent}, a folder; give {kept}" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_the_runs(trained: Path, capsys: Captured) -> None:

@@ -107,7 +107,9 @@ def test_configs_that_come_along_are_found_by_name(
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text("name: own\ndata: {path: text.txt}\n", encoding="utf-8")
     assert load_config(name).name == "own"
-    with pytest.raises(RecipeError, match=r"config file gpt/quickstar.yaml does not exist"):
+    with pytest.raises(
+        RecipeError, match=r"quickstar.yaml does not exist.*did you mean gpt/quicks"
+    ):
         load_config("gpt/quickstar.yaml")
 
 
@@ -174,7 +176,7 @@ def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
 
 
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+    with pytest.raises(RecipeError, match="expected a YAML file; got .*, a folder; give the path of one"):
         load_config(tmp_path)
 
 
