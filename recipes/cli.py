@@ -268,16 +268,10 @@ def _is_run(path: str) -> bool:
 
 
 def _settings(path: str, overrides: list[str] | None) -> RunConfig:
-    """The config of a YAML file; of a folder with a run the one kept there, and that run itself.
-
-    It may have been moved, copied, or set aside under another name since it was trained.
-    """
+    """The config of a YAML file; of the folder of a run the one kept there."""
     if not _is_run(path):
         return load_config(path, overrides or ())
-    folder = Path(path).absolute()
-    config = load_config(folder / "config.yaml", overrides or ())
-    train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
-    return config.model_copy(update={"name": folder.name, "train": train})
+    return load_config(Path(path) / "config.yaml", overrides or ()).kept_in(Path(path))
 
 
 def _warn(message: str) -> None:

@@ -5,6 +5,7 @@ never falls back to a default in silence. `recipes.registry` reads YAML into the
 what pydantic reports into messages that name the full dotted key.
 """
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -134,6 +135,12 @@ class RunConfig(Section):
     def resumed(self) -> Self:
         """The config without what only the first start reads: a checkpoint has the rest."""
         return self
+
+    def kept_in(self, folder: Path) -> Self:
+        """The config of the run in a folder: it may have been moved, copied or set aside since."""
+        folder = folder.absolute()
+        train = self.train.model_copy(update={"runs_dir": str(folder.parent)})
+        return self.model_copy(update={"name": folder.name, "train": train})
 
     @property
     def longest(self) -> int | None:

@@ -140,10 +140,7 @@ def pretraining_of(init: str) -> BertConfig:
             f"neither; train a model first, such as `{PROGRAM} train "
             "configs/bert/quickstart.yaml`, and give its folder"
         )
-    config = written_config(folder, BertConfig)
-    # The folder may have been moved since.
-    train = config.train.model_copy(update={"runs_dir": str(folder.parent)})
-    return config.model_copy(update={"train": train, "name": folder.name})
+    return written_config(folder, BertConfig).kept_in(folder)
 
 
 class FinetuneConfig(RunConfig):

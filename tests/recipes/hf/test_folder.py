@@ -77,7 +77,11 @@ DENSE = "bert.encoder.layer.0.attention.self.key.weight"
 # folder, what is wrong with it, the message
 MISTAKES = [
     # config.json
-    ("gpt2", lambda folder: (folder / "config.json").unlink(), r"with config\.json; got one without; name another"),
+    (
+        "gpt2",
+        lambda folder: (folder / "config.json").unlink(),
+        r"with config\.json; got one without; name another",
+    ),
     ("gpt2", text("config.json", "{"), r"config\.json: expected JSON; got Expecting"),
     ("gpt2", text("config.json", "[1]"), r"config\.json: expected a JSON object; got list"),
     ("gpt2", config(model_type="t5"), r"expected model_type gpt2, llama, .*bert.*; got 't5'"),
