@@ -16,12 +16,17 @@ from .convert import FORMAT_KEYS
 
 Config = TypeVar("Config", bound=RunConfig)
 
-# Runs and caches may be moved, and runs resumed on other devices or shown elsewhere: these say
-# nothing about what they hold.
+# Runs and caches may be moved, and runs resumed on other devices, shown elsewhere, measured and
+# saved more or less often: these say nothing about what they hold.
 _FREE = (
     "sweep.",
     "train.runs_dir",
     "train.logger",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.sample_tokens",
     "data.cache_dir",
     "mesh.data",
     "mesh.fsdp",

@@ -177,7 +177,7 @@ def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
 
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
     with pytest.raises(
-        RecipeError, match="expected a YAML file; got .*, a folder; give the path of one"
+        RecipeError, match=r"expected a YAML file; got .*, a folder; give the path of one"
     ):
         load_config(tmp_path)
 

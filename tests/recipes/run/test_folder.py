@@ -44,6 +44,15 @@ def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) ->
     assert open_run(moved) == existing_run(moved) == tmp_path / "elsewhere" / "tiny"
 
 
+def test_a_run_may_be_measured_and_saved_more_often(make_config: MakeConfig) -> None:
+    folder = open_run(make_config())
+    (folder / "metrics.jsonl").touch()
+    keys = ("eval_every", "eval_batches", "checkpoint_every", "keep", "sample_tokens")
+    changed = make_config(*(f"train.{key}=3" for key in keys))
+    assert open_run(changed) == folder
+    assert "checkpoint_every: 3" in (folder / "config.yaml").read_text()
+
+
 def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None:
     path = open_run(make_config()) / "config.yaml"
     tree = yaml.safe_load(path.read_text("utf-8"))
