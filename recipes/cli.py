@@ -7,7 +7,7 @@ failed); `--traceback` shows where it came from.
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -73,15 +73,8 @@ def train(
     options --coordinator, --processes and --process, the environment variables
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
     """
-    settings = load_config(config, overrides or ())
-    # Imported after the config is known to be right: this imports JAX.
-    from .run.processes import Processes, joined
-    from .train import train as train_run
-
-    with joined(Processes(coordinator, processes, process, distributed, heartbeat)):
-        outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
-    if outcome.signal is not None:
-        raise typer.Exit(128 + outcome.signal)
+    told = coordinator, processes, process, distributed, heartbeat
+    _train(load_config(config, overrides or ()), fresh, convert, *told)
 
 
 @app.command()
@@ -92,12 +85,25 @@ def finetune(
     convert: Convert = False,
 ) -> None:
     """Fine-tune a pretrained model on a task, and score it: `train`, where init is asked for."""
-    if not getattr(load_config(config, overrides or ()), "init", None):
+    settings = load_config(config, overrides or ())
+    if not getattr(settings, "init", None):
         raise RecipeError(
             f"init: expected a pretrained model to tune; got none in {config}; add init=FOLDER, or "
             "train without one by `train`"
         )
-    train(config, overrides, fresh, convert)
+    _train(settings, fresh, convert)
+
+
+def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> None:
+    """Trains a run, in the processes that are told, or those of the environment."""
+    # Imported after the config is known to be right: this imports JAX.
+    from .run.processes import Processes, joined
+    from .train import train as train_run
+
+    with joined(Processes(*processes)):
+        outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
 
 
 @app.command()

@@ -28,13 +28,11 @@ def parts(x: Any, axes: Sequence[int]) -> list[Any]:
 
 
 def rows(x: Any, axes: Sequence[int]) -> Any:
-    """Rows of a large array, for the scales that are shared along axes; of a small one all.
+    """Evenly spaced rows of a large array, for the scales that are shared along axes.
 
     At most 2^14 entries, or 2^10 for each of many scales. The first axes are thinned out first, and
     may be left with one item; `columns` has entries of all.
     """
-    if not is_sampled(x.shape, axes):
-        return x
     return _thinned(x, axes, _IN_ROWS)
 
 

@@ -81,9 +81,8 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
             "params = tx.scale_params(params) first, or pass weights=None to keep plain weights. "
-            f"{WITHIN_SCALIFY} "
             "nn.Optimizer does the first where scaled is outermost: clip inside scaled, as in "
-            "scaled(optax.chain(clip, inner))."
+            f"scaled(optax.chain(clip, inner)). {WITHIN_SCALIFY}"
         )
 
 
