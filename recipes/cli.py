@@ -17,6 +17,7 @@ from .bench import BENCHMARKS
 from .config import RunConfig
 from .errors import RecipeError, complain, told_by
 from .registry import load_config
+from .run.folder import CONFIG, is_run
 from .startup import start_process
 
 app = typer.Typer(
@@ -156,7 +157,7 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
-    if not Path(config).is_dir() or _is_run(config):
+    if not Path(config).is_dir() or is_run(config):
         for option, given in {"--adapter": adapter is not None, "--chat": chat}.items():
             if given:
                 raise RecipeError(
@@ -269,15 +270,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _is_run(path: str) -> bool:
-    return (Path(path) / "config.yaml").is_file()
-
-
 def _settings(path: str, overrides: list[str] | None) -> RunConfig:
     """The config of a YAML file; of the folder of a run the one kept there."""
-    if not _is_run(path):
+    if not is_run(path):
         return load_config(path, overrides or ())
-    return load_config(Path(path) / "config.yaml", overrides or ()).kept_in(Path(path))
+    return load_config(Path(path) / CONFIG, overrides or ()).kept_in(Path(path))
 
 
 def _warn(message: str) -> None:

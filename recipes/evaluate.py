@@ -9,14 +9,16 @@ from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_
 from .run.folder import run_folder
 from .run.recipe import recipe_of
 from .run.scaling import plain
-from .run.state import load_trained, with_run_tokenizer
+from .run.state import load_checkpoint, with_run_tokenizer
 
 
 def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
     """The lines that `python -m recipes evaluate` prints."""
     recipe = recipe_of(config)
-    graphdef, state = load_trained(config, say)
-    data = recipe.load_data(with_run_tokenizer(config))
+    graphdef, restored = load_checkpoint(config, say)
+    state, data = restored.state, recipe.load_data(with_run_tokenizer(config))
+    if restored.facts.get("text", data.digest) != data.digest:
+        yield "the data is not what the run was trained on: its loss there is another"
     evaluation = make_evaluation(graphdef, config.scalify)
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
     yield f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}"

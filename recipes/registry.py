@@ -27,6 +27,7 @@ from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
 from .images.config import ImagesConfig
+from .run.folder import CONFIG, is_run
 
 RECIPES: dict[str, type[RunConfig]] = {
     "gpt": GPTConfig,
@@ -62,8 +63,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
       RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that the
-        recipe's config does not allow. The message names every such key. Or `init` is no folder of
-        a decoder, or has another tokenizer.
+        recipe's config does not allow. The message names every such key. Or `init` names no
+        model, or one of another shape or tokenizer.
     """
     file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
@@ -120,8 +121,7 @@ def _read(path: Path) -> DictConfig:
             f"config file {path} does not exist; give the path of a YAML file{_similar_file(path)}"
         )
     if path.is_dir():
-        kept = path / "config.yaml"
-        todo = f"give {kept}" if kept.exists() else "give the path of one"
+        todo = f"give {path / CONFIG}" if is_run(path) else "give the path of one"
         raise RecipeError(f"config file: expected a YAML file; got {path}, a folder; {todo}")
     text = read_text(path, "config file", "give a readable YAML file")
     return _mapping(lambda: OmegaConf.create(text), f"config file {path}")

@@ -22,14 +22,15 @@ from rich.console import Console
 
 from unitscale.core import is_scaled
 
+from . import PROGRAM
 from .batches import Batches, Data
 from .config import RunConfig
 from .errors import RecipeError
 from .run.batch import loss_inputs
 from .run.checkpoint import Checkpoints
-from .run.convert import formats
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
-from .run.folder import flatten, locked, open_run, other_data, run_folder
+from .run.folder import flatten, is_sweep, locked, open_run, other_data, run_folder
+from .run.formats import formats
 from .run.loggers import check_logger
 from .run.metrics import Metrics, open_metrics
 from .run.monitor import watch_overflow
@@ -78,7 +79,7 @@ def train(
     Args:
       config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
       fresh: Moves an earlier run of this name aside instead of resuming it.
-      convert: Goes on with a run of other number formats (`recipes.run.convert.FORMAT_KEYS`).
+      convert: Goes on with a run of other number formats (`recipes.run.formats.FORMAT_KEYS`).
       console: Where to report; standard output by default.
 
     Returns:
@@ -101,6 +102,11 @@ def train(
             if is_first():
                 check_logger(config)
                 held.enter_context(locked(config))
+                if not fresh and is_sweep(folder := run_folder(config)):
+                    raise RecipeError(
+                        f"name: {folder} is the folder of a sweep; change name, or go on with it "
+                        f"by `{PROGRAM} sweep`"
+                    )
                 open_run(config, fresh=fresh, convert=convert)
         return _train(config, data, console, say)
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from unitscale.core import format_of
 
 from ..errors import refused
-from ..gpt import build
 from ..gpt.config import GPTConfig
+from ..gpt.task import build
 from ..run.batch import loss_inputs
 from ..run.probe import Reading, probe
 

@@ -31,7 +31,7 @@ from unitscale.optim import ScaledTransformation
 from unitscale.quant import MatmulConfig
 
 from ..errors import RecipeError
-from ..gpt import build
+from ..gpt.task import build
 from ..registry import CONFIGS
 from ..run.optimizer import make_optimizer
 from ._compare import compare, comparison

@@ -10,6 +10,7 @@ from .. import PROGRAM
 from ..charlm.config import CharlmConfig
 from ..errors import RecipeError
 from ..registry import load_config
+from ..run.folder import CONFIG, is_run
 from ..sweep import (
     ByFormat,
     Curve,
@@ -31,12 +32,12 @@ REGULAR, REGULAR_HALF = ("plain", "float32"), ("plain", "float16")
 def read_study(path: Path) -> list[Curve]:
     """What a sweep of character models found, from its folder or the file of rows in it."""
     folder = path if path.is_dir() else path.parent
-    if not (folder / "config.yaml").exists():
+    if not is_run(folder):
         raise RecipeError(
-            f"--charlm: expected the folder of a sweep, with config.yaml and rows.jsonl; got "
+            f"--charlm: expected the folder of a sweep, with {CONFIG} and rows.jsonl; got "
             f"{path}; run `{PROGRAM} sweep configs/charlm/small.yaml` and give its folder"
         )
-    config = load_config(folder / "config.yaml")
+    config = load_config(folder / CONFIG)
     curves = read_curves(make_points(config), folder)
     if not isinstance(config, CharlmConfig) or not curves:
         raise RecipeError(

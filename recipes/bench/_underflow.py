@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..gpt import build
 from ..gpt.config import GPTConfig
+from ..gpt.task import build
 from ..run.batch import make_loss, over_amax
 from ..run.recipe import recipe_of
 from ..run.scaling import plain, under

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import RecipeError
 from ._compare import Compared, compare, comparison, judged
+from ._numbers import numbers
 from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish
 
@@ -36,28 +36,14 @@ def main(
     json: JsonPath = None,
 ) -> None:
     """Prints the loss at every rate, and of both libraries at their best."""
-    rates = {PLAIN: numbers("--plain-rates", plain_rates)}
+    rates = {PLAIN: numbers("--plain-rates", plain_rates, float)}
     if unit_rates is not None:
-        rates[UNIT] = numbers("--unit-rates", unit_rates)
+        rates[UNIT] = numbers("--unit-rates", unit_rates, float)
     found = compare(
         comparison("libraries").at_rates(rates), Told(config, overrides, seeds, fresh, data, jobs)
     )
     notes = ["Rates are peaks of the config's schedule; unit scaling has those of u-muP."]
     publish("libraries", [*found.tables(), at_best(found)], json, notes)
-
-
-def numbers(option: str, text: str) -> list[float]:
-    """The positive numbers of a list with commas."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) <= 0:
-        raise RecipeError(
-            f"{option}: expected learning rates above 0, such as 0.002,0.004; got {text!r}; "
-            "correct the list"
-        )
-    return sorted(found)
 
 
 def at_best(found: Compared) -> Table:

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from ._compare import compare, comparison
+from ._numbers import numbers
 from ._runs import Fresh, Jobs, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish
-from .libraries import numbers
 
 
 def main(
@@ -31,7 +31,7 @@ def main(
     entry, told = comparison("mnist"), Told(config, overrides, seeds, fresh, jobs=jobs)
     tables = []
     if rates is not None:
-        tried = {entry.reference: numbers("--rates", rates)}
+        tried = {entry.reference: numbers("--rates", rates, float)}
         found = compare(entry.of([entry.reference]).at_rates(tried), told)
         tables.append(Table("Test accuracy by learning rate", found.table().rows))
         rate = found.configs[found.best()][0].optimizer.learning_rate

@@ -21,8 +21,8 @@ from unitscale.core import is_scaled
 from unitscale.optim import scaled
 
 from ..describe import bytes_of
-from ..gpt import build
 from ..gpt.config import GPTConfig
+from ..gpt.task import build
 from ..registry import CONFIGS, load_kind
 from ..run.state import init_state
 from ._compare import compare, comparison, configs_of

@@ -23,14 +23,14 @@ from pydantic import ValidationError
 
 from unitscale import nn
 
-from ..errors import RecipeError
-from ..gpt import build
 from ..gpt.config import GPTConfig
+from ..gpt.task import build
 from ..registry import wrong_values
 from ..run.batch import loss_inputs
 from ..run.probe import probe
 from ..run.recipe import recipe_of
 from ._figure import draw, readings
+from ._numbers import numbers
 from ._table import JsonPath, Table, publish, within
 
 BETWEEN_BLOCKS, DENSE = (0.5, 2.0), (0.8, 1.25)
@@ -72,7 +72,7 @@ def main(
     json: JsonPath = None,
 ) -> None:
     """Prints the RMS of activations, weights and gradients at initialisation."""
-    layers, sizes = _numbers("--depths", depths), _numbers("--widths", widths)
+    layers, sizes = numbers("--depths", depths, int), numbers("--widths", widths, int)
     usual = sizes[min(1, len(sizes) - 1)]
     shapes = [(depth, usual) for depth in layers]
     shapes += [(layers[0], width) for width in sizes if width != usual]
@@ -182,16 +182,3 @@ def outside(found: Mapping[str, Values]) -> Table:
 
 def _range(values: Collection[float]) -> str:
     return f"{min(values):.2f}-{max(values):.2f}"
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise RecipeError(
-            f"{option}: expected positive integers separated by commas; got {text!r}; give such as "
-            "4,8"
-        )
-    return sorted(set(numbers))

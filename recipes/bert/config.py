@@ -1,6 +1,6 @@
 """What pretraining a BERT can be told, each key declared once, with its meaning beside it."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
@@ -15,6 +15,7 @@ from ..config import (
     TokenizerConfig,
     TransformerConfig,
 )
+from ..run.folder import earlier_run
 
 Pairs = Literal["none", "next_sentence", "sentence_order"]
 Pooling = Literal["cls", "mean"]
@@ -115,6 +116,12 @@ class BertConfig(LanguageConfig):
     model: BertModelConfig = Field(
         default_factory=BertModelConfig, description="the shape of the model"
     )
+
+    @classmethod
+    def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """With the shape and the tokenizer of the run in `init`."""
+        init = tree.get("init")
+        return earlier_run(init, cls).passed_on(tree) if isinstance(init, str) else tree
 
     @property
     def loss_unit(self) -> str:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..run.earlier import take_weights
+from ..run.folder import earlier_run
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture
@@ -18,9 +20,15 @@ scores = no_scores
 
 
 def build(config: BertConfig) -> Bert:
-    """The BERT that a config describes, its parameters drawn from `config.seed`."""
-    shape = config.model.model_copy(update={"context": config.context})
-    return Bert(shape, config.data.pairs, policy=monitored(config), rngs=nnx.Rngs(config.seed))
+    """The BERT that a config describes, with the weights of `config.init` or drawn ones."""
+    shape, pairs = config.model.model_copy(update={"context": config.context}), config.data.pairs
+    bert = Bert(shape, pairs, policy=monitored(config), rngs=nnx.Rngs(config.seed))
+    if config.init is not None:
+        run = earlier_run(config.init, BertConfig)
+        # What tells pairs apart is drawn where the run was asked something else.
+        kept = ("pooler", "pair_readout") if pairs == run.data.pairs else ("pooler",)
+        take_weights(bert, run, ("encoder", "dense", "norm", "readout"), kept)
+    return bert
 
 
 def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:

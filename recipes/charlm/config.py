@@ -4,8 +4,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from unitscale import rules
-
 from ..config import (
     Count,
     DataConfig,
@@ -51,13 +49,6 @@ class CharlmModelConfig(Section):
     heads: Count = Field(default=4, description="heads of attention; divides the width")
     kernel: Count = Field(default=5, description="characters that a convolution sees")
     mlp_ratio: Count = Field(default=2, description="hidden size of the MLP over the width")
-
-    @property
-    def taus(self) -> list[float]:
-        """The tau of every residual branch: one that mixes characters and an MLP in each layer."""
-        mixing = self.attention_ratio if self.kind == "attention" else 1.0
-        taus = rules.residual_taus(self.residual, 2 * self.layers, tau=self.tau)
-        return [tau if index % 2 else tau * mixing for index, tau in enumerate(taus)]
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -7,6 +7,7 @@ from unitscale import nn, ops
 
 from ..config import BYTES
 from .config import CharlmModelConfig
+from .residual import branch_taus
 
 CELLS = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell, "rhn": nn.RHNCell}
 
@@ -37,7 +38,7 @@ class UnitModel(nnx.Module):
             if config.kind == "attention"
             else None
         )
-        taus = config.taus
+        taus = branch_taus(config)
         count = len(taus)
         branches = [
             nn.MLP(width, config.mlp_ratio * width, policy=policy, rngs=rngs)

@@ -12,6 +12,7 @@ from unitscale import rules
 from ..config import BYTES
 from ..hf.plain import attend
 from .config import CharlmModelConfig
+from .residual import branch_taus
 
 CELLS = {"gru": nnx.GRUCell, "lstm": nnx.OptimizedLSTMCell}
 
@@ -80,7 +81,7 @@ class RegularModel(nnx.Module):
         self.positions = (
             nnx.Embed(length, width, dtype=dtype, rngs=rngs) if config.kind == "attention" else None
         )
-        weights = [rules.residual(tau) for tau in config.taus]
+        weights = [rules.residual(tau) for tau in branch_taus(config)]
         count = len(weights)
         self.weights = tuple((w.branch, w.skip) for w in weights)
         hidden = config.mlp_ratio * width

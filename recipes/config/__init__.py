@@ -15,7 +15,7 @@ from .keys import (
     unknown_key as unknown_key,
     valid_keys as valid_keys,
 )
-from .language import LanguageConfig as LanguageConfig
+from .language import LanguageConfig as LanguageConfig, filled_from as filled_from
 from .lora import LoraConfig as LoraConfig
 from .optimizer import MultipliersConfig as MultipliersConfig, OptimizerConfig as OptimizerConfig
 from .run import (

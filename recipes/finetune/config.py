@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from .. import PROGRAM
 from ..bert.config import BertConfig, Pooling
 from ..config import (
     Count,
@@ -18,7 +17,7 @@ from ..config import (
     SequenceConfig,
 )
 from ..errors import RecipeError
-from ..run.folder import written_config
+from ..run.folder import earlier_run, is_run
 
 Task = Literal["squad", "classification"]
 Format = Literal["squad", "tsv", "csv", "jsonl"]
@@ -133,14 +132,7 @@ FORMATS: dict[str, ScalifyConfig | None] = {
 
 def pretraining_of(init: str) -> BertConfig:
     """The config of the pretraining run in a folder."""
-    folder = Path(init)
-    if not (folder / "config.yaml").exists():
-        raise RecipeError(
-            f"init: expected the folder of a run, or a Hugging Face folder; got {folder}, which is "
-            f"neither; train a model first, such as `{PROGRAM} train "
-            "configs/bert/quickstart.yaml`, and give its folder"
-        )
-    return written_config(folder, BertConfig).kept_in(folder)
+    return earlier_run(init, BertConfig, other=", or a Hugging Face folder")
 
 
 class FinetuneConfig(RunConfig):
@@ -192,7 +184,7 @@ class FinetuneConfig(RunConfig):
         """
         optimizer, folder = self.optimizer, f"the Hugging Face folder {self.init}"
         if not self.plain:
-            if not (Path(self.init) / "config.yaml").exists():
+            if not is_run(self.init):
                 return self  # what reads the run says so
             if self.scalify is not None:
                 raise RecipeError(

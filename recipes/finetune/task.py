@@ -10,13 +10,14 @@ from flax import nnx
 
 from ..errors import RecipeError
 from ..hf import save
+from ..run.earlier import take_weights
 from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
 from .classification import score_classification, write_labels
 from .config import FinetuneConfig, pretraining_of
 from .data import TaskData, load_data as load_data
 from .model import PlainModel, TaskModel
-from .pretrained import read_plain, take_weights
+from .pretrained import read_plain
 from .rows import Dataset, load_classification
 from .squad_features import SquadFeatures
 from .squad_predict import predict_answers, write_predictions
@@ -36,7 +37,7 @@ def build(config: FinetuneConfig) -> Model:
     shape = pretraining.model.model_copy(update=changes)
     pooling, policy = config.classification.pooling, monitored(config)
     model = TaskModel(shape, classes, pooling, policy=policy, rngs=nnx.Rngs(config.seed))
-    take_weights(model, config.init)
+    take_weights(model, pretraining, needed=("encoder",), wanted=("pooler",))
     return model
 
 

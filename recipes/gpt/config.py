@@ -5,8 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig, LoraConfig
-from ..errors import RecipeError
+from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig, LoraConfig, filled_from
+from ..run.folder import earlier_run, is_run
 
 
 class GPTConfig(LanguageConfig):
@@ -18,7 +18,8 @@ class GPTConfig(LanguageConfig):
     )
     init: str | None = Field(
         default=None,
-        description="a folder of GPT-2 or the Llama family to start from; null for none",
+        description="a run of recipe gpt to start from, or a Hugging Face folder of GPT-2 or the "
+        "Llama family; null for none",
     )
     lora: LoraConfig | None = Field(
         default=None,
@@ -27,23 +28,22 @@ class GPTConfig(LanguageConfig):
 
     @classmethod
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """With the shape and the tokenizer of the folder in `init`."""
-        init, data = tree.get("init"), tree.get("data", {})
+        """With the shape and the tokenizer of the run or the folder in `init`."""
+        init = tree.get("init")
         if not isinstance(init, str):
             return tree
+        if is_run(init):
+            return earlier_run(init, cls).passed_on(tree)
         # It imports JAX, which a wrong key need not wait for.
-        from ..hf import with_shape  # noqa: PLC0415
+        from ..hf import shape_of_decoder  # noqa: PLC0415
 
-        if isinstance(data, dict):
-            tokenizer = {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)}
-            given = data.get("tokenizer", {})
-            data = {**data, "tokenizer": tokenizer | given if isinstance(given, dict) else given}
-            if isinstance(given, dict) and (kind := given.get("kind", "file")) != "file":
-                raise RecipeError(
-                    f"data.tokenizer.kind: expected file, the tokenizer that init {init} was "
-                    f"trained with; got {kind!r}; remove it"
-                )
-        return tree | {"model": with_shape(init, tree.get("model")), "data": data}
+        shape = shape_of_decoder(init).model_dump(mode="json")
+        return filled_from(tree, shape, {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)})
+
+    @property
+    def pretrained(self) -> str | None:
+        """The Hugging Face folder in `init`, if it is one."""
+        return None if self.init is None or is_run(self.init) else self.init
 
     @property
     def settled(self) -> Self:
@@ -52,10 +52,6 @@ class GPTConfig(LanguageConfig):
 
             updated_tensors(self.model, self.lora)  # which says what is wrong with lora.targets
         return self
-
-    @property
-    def resumed(self) -> Self:
-        return self.model_copy(update={"init": None})
 
     @property
     def loss_unit(self) -> str:
@@ -95,8 +91,11 @@ class GPTConfig(LanguageConfig):
                 "model.remat dots needs model.library unitscale; got model.library plain; set "
                 "model.remat layer or none"
             )
-        if self.lora and self.init is None:
-            raise ValueError("lora needs init, the folder whose model it updates; set init")
+        if self.lora and self.pretrained is None:
+            raise ValueError(
+                "lora needs init, the Hugging Face folder whose model it updates; got "
+                f"{self.init}; set init"
+            )
         if self.lora and self.lora.base and self.scalify:
             raise ValueError(
                 "scalify chooses the formats of all weights; got lora.base "

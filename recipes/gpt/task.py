@@ -13,6 +13,8 @@ from unitscale.nn import convert
 
 from ..errors import RecipeError
 from ..hf import adapt, load, plain, save, save_adapter, start_from
+from ..run.earlier import take_weights
+from ..run.folder import earlier_run
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture, Tokenizer, load_corpus, open_tokenizer, require_vocab
@@ -27,11 +29,14 @@ scores = no_scores
 
 def build(config: GPTConfig) -> GPT:
     """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
-    gpt = _drawn(config) if config.init is None else _loaded(config, config.init)
+    folder = config.pretrained
+    gpt = _drawn(config) if folder is None else _loaded(config, folder)
+    if config.init is not None and folder is None:
+        take_weights(gpt, earlier_run(config.init, GPTConfig))
     if config.lora is not None:
         updated = cast(plain.GPT, gpt)
         adapt(updated, config.lora, seed=config.seed)
-        if config.init is not None and config.lora.init is not None:
+        if folder is not None and config.lora.init is not None:
             start_from(updated, config.lora, config.lora.init)
     return gpt
 
@@ -119,13 +124,14 @@ def load_data(config: GPTConfig) -> Corpus | Mixture:
 
 
 def closing(config: GPTConfig, data: Corpus | Mixture, model: GPT, folder: Path) -> Iterator[str]:
-    """A sample of the model's own text; with `config.init`, the tuned model or its adapter."""
+    """A sample of the model's own text; of a Hugging Face folder, the tuned one or its adapter."""
+    pretrained = config.pretrained
     if config.train.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
         yield f"sample:{writer(START, tokens=config.train.sample_tokens, seed=config.seed)}"
-    if config.init is not None and config.lora is not None:
-        save_adapter(cast(plain.GPT, model), config.lora, folder / "adapter", config.init)
+    if pretrained is not None and config.lora is not None:
+        save_adapter(cast(plain.GPT, model), config.lora, folder / "adapter", pretrained)
         yield f"the adapter, in files as PEFT has them, is in {folder / 'adapter'}"
-    elif config.init is not None:
-        save(load(config.init, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
+    elif pretrained is not None:
+        save(load(pretrained, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"

@@ -16,7 +16,7 @@ from ._config import (
     Task as Task,
     labels_in as labels_in,
     shape_of_bert as shape_of_bert,
-    with_shape as with_shape,
+    shape_of_decoder as shape_of_decoder,
 )
 from ._load import Pretrained as Pretrained, load as load, save as save
 from ._lora import Frozen as Frozen, adapt as adapt, updated_tensors as updated_tensors

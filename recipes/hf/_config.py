@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config import GPTModelConfig
 from ..errors import RecipeError, clipped
 from ._decoders import DECODERS
 from ._encoders import ENCODERS, BertConfig, ModernBertConfig
@@ -97,20 +98,10 @@ def task_of(config: dict[str, Any], wanted: Task | None, path: Path) -> Task:
     return task
 
 
-def with_shape(folder: str, given: Any) -> Any:
-    """The `model` section of a config whose parameters come from a folder of a decoder."""
+def shape_of_decoder(folder: str) -> GPTModelConfig:
+    """The shape of the decoder in a folder, from its config.json alone."""
     path, file = Path(folder), read_config(Path(folder))
-    shape = DECODERS[_one_of(DECODERS, file, path)](file, path).model_dump(mode="json")
-    given = {} if given is None else given
-    if not isinstance(given, dict):
-        return given  # for the config to complain about
-    for key, value in given.items():
-        if key not in ("dropout", "remat", "products") and key in shape and value != shape[key]:
-            raise RecipeError(
-                f"model.{key}: expected {shape[key]!r}, that of init {folder}; got {value!r}; "
-                "remove it"
-            )
-    return shape | given
+    return DECODERS[_one_of(DECODERS, file, path)](file, path)
 
 
 def shape_of_bert(folder: str) -> BertConfig | ModernBertConfig:

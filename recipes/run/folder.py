@@ -9,12 +9,18 @@ import filelock
 import yaml
 from pydantic import ValidationError
 
+from .. import PROGRAM
 from ..atomic import write_whole
 from ..config import RunConfig
 from ..errors import RecipeError, refused
-from .convert import FORMAT_KEYS
+from .formats import FORMAT_KEYS
 
 Config = TypeVar("Config", bound=RunConfig)
+
+CONFIG = "config.yaml"
+"""The file in a run's folder that says what it is a run of."""
+ROWS = "rows.jsonl"
+"""The file in a sweep's folder that keeps what each of its runs ended with."""
 
 # Runs and caches may be moved, and runs resumed on other devices, shown elsewhere, measured and
 # saved more or less often: these say nothing about what they hold.
@@ -72,14 +78,24 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
         if folder.exists():
             _check_same(config, folder, free=FORMAT_KEYS if convert else ())
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.yaml", dump_config(config))
+        write_whole(folder / CONFIG, dump_config(config))
     return folder
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is that of a sweep, which keeps losses alone."""
+    return (folder / ROWS).is_file()
 
 
 def existing_run(config: RunConfig) -> Path:
     """The folder of a run that has been trained, for evaluation and generation."""
     folder = run_folder(config)
-    if not (folder / "config.yaml").exists():
+    if not is_run(folder):
         raise RecipeError(
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
@@ -89,9 +105,31 @@ def existing_run(config: RunConfig) -> Path:
     return folder
 
 
+def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
+    """The config of the run that `init` names, which is to be of this kind.
+
+    Args:
+      init: The folder of the run.
+      kind: The config of its recipe.
+      other: What else `init` may name, for the message.
+
+    Raises:
+      RecipeError: The folder is not that of a run, or of one of another recipe.
+    """
+    folder = Path(init)
+    if not is_run(folder):
+        (recipe,) = get_args(kind.model_fields["recipe"].annotation)
+        raise RecipeError(
+            f"init: expected the folder of a run of recipe {recipe}{other}; got {folder}; train "
+            f"one first, such as `{PROGRAM} train configs/{recipe}/quickstart.yaml`, and give its "
+            "folder"
+        )
+    return written_config(folder, kind).kept_in(folder)
+
+
 def written_config(folder: Path, kind: type[Config]) -> Config:
     """The config of the run in a folder."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         wanted = get_args(kind.model_fields["recipe"].annotation)
@@ -132,12 +170,12 @@ def _check_same(
     sections: tuple[str, ...] | None = None,
     free: tuple[str, ...] = (),
 ) -> None:
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.exists():
         if _is_bare(folder):
             return
         raise RecipeError(
-            f"name: {folder} exists but is not a run (it has no config.yaml); change name"
+            f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
         )
     new, text, old = config.model_dump(), path.read_bytes(), None
     with contextlib.suppress(yaml.YAMLError):
@@ -171,7 +209,7 @@ def _check_same(
 def _is_bare(folder: Path) -> bool:
     """Whether nothing in a folder was made by training."""
     return folder.is_dir() and not any(
-        path.is_file() and path != folder / "config.yaml" for path in folder.rglob("*")
+        path.is_file() and path != folder / CONFIG for path in folder.rglob("*")
     )
 
 

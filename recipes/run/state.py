@@ -16,8 +16,9 @@ from unitscale.parallel import AutoScale
 from ..config import TOKENIZER_FILE, DataConfig, RunConfig, SequenceConfig, TokenizerConfig
 from ..errors import RecipeError
 from .checkpoint import Checkpoints, Restored
-from .convert import between, convert, is_reshaped, is_same, reshaped, with_formats
-from .folder import existing_run, run_folder, written_config
+from .convert import convert, reshaped
+from .folder import existing_run, is_sweep, run_folder, written_config
+from .formats import between, is_reshaped, is_same, with_formats
 from .loss_scale import LossScale
 from .optimizer import make_optimizer
 from .placement import place
@@ -124,6 +125,12 @@ def _with_tokenizer(config: Run, file: Path | None) -> Run:
 
 def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
     """The model of a run, from its newest whole checkpoint; nothing on disk is changed."""
+    graphdef, restored = load_checkpoint(config, say)
+    return graphdef, restored.state
+
+
+def load_checkpoint(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, Restored]:
+    """As `load_trained`, with what the checkpoint says of itself."""
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
     longest, data = trained.longest, config.data
@@ -140,7 +147,7 @@ def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.Gra
         checkpoints.close()
     if restored is None:
         todo = "train it first"
-        if (folder / "rows.jsonl").exists():
+        if is_sweep(folder):
             todo = "it is a sweep, which keeps losses alone: train one of its points"
         raise RecipeError(f"name: the run in {folder} has no checkpoint; {todo}")
-    return graphdef, restored.state
+    return graphdef, restored

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..errors import RecipeError
-
-NAME = "rows.jsonl"
+from ..run.folder import ROWS
 
 
 class Row(NamedTuple):
@@ -34,7 +33,7 @@ def append_row(folder: Path, row: Row) -> None:
     """Appends a row in one write, which processes beside this one cannot split."""
     loss = "inf" if row.loss == math.inf else row.loss  # JSON has no infinity
     line = json.dumps(row._asdict() | {"loss": loss}) + "\n"
-    file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = os.open(folder / ROWS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, line.encode())
     finally:
@@ -43,7 +42,7 @@ def append_row(folder: Path, row: Row) -> None:
 
 def read_rows(folder: Path) -> list[Row]:
     """All rows of a folder; a line that a crash cut short is left out, and closed."""
-    path = folder / NAME
+    path = folder / ROWS
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")

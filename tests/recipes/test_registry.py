@@ -1,5 +1,7 @@
 """What is wrong in a config file is said with the key, what was expected, what came, what to do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,11 @@ def test_another_tokenizer_than_that_of_init_is_refused(config_file: Path) -> No
     own = load_config(CONFIGS / "gpt2/finetune.yaml", words).data.tokenizer
     moved = [*words, f"data.tokenizer.path={own.path}"]
     assert load_config(CONFIGS / "gpt2/finetune.yaml", moved).data.tokenizer == own
+
+
+def test_a_wrong_key_need_not_wait_for_jax() -> None:
+    code = "import sys, recipes.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:

@@ -62,12 +62,9 @@ _FUNCTIONS = (
 )
 
 
-def wide_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Any]:
+def wide_values(values: Sequence[Value]) -> list[Any]:
     """Returns what the operands stand for, in the wide types of the program."""
-    return [
-        widen(numeric(v)) if is_float(v.data) else v.data
-        for v, _ in zip(values, eqn.invars, strict=True)
-    ]
+    return [widen(numeric(v)) if is_float(v.data) else v.data for v in values]
 
 
 @register("function", *_FUNCTIONS)
@@ -78,6 +75,6 @@ def function_of(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
     """
     if (apart := interpreter.decoupled(eqn, values)) is not None:
         return apart
-    data = interpreter.bind(eqn, wide_values(eqn, values))
+    data = interpreter.bind(eqn, wide_values(values))
     dtype = data_dtype(*values)
     return finish(data, ONE, 0.0, dtype, doubt=UNKNOWN)

@@ -12,8 +12,8 @@ from recipes.bench import formats, overhead, parallel
 from recipes.bench._compare import comparison, configs_of
 from recipes.bench._runs import Told
 from recipes.cli import main
-from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import build
 from tests.products import conversions
 
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")

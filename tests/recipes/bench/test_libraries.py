@@ -7,10 +7,9 @@ import pytest
 
 from recipes.bench import _compare
 from recipes.bench._compare import comparison
-from recipes.bench.libraries import PLAIN, UNIT, numbers
+from recipes.bench.libraries import PLAIN, UNIT
 from recipes.cli import main
 from recipes.config import RunConfig
-from recipes.errors import RecipeError
 
 
 def test_a_variant_has_a_run_for_each_rate() -> None:
@@ -47,9 +46,3 @@ def test_each_library_is_judged_at_its_best(
     assert best[0]["validation loss"] == pytest.approx(2.01)
     assert best[1]["over reference"] == pytest.approx(-0.0493, abs=1e-3)
     assert best[1]["verdict"] == "within"
-
-
-@pytest.mark.parametrize("text", ["", "a", "0.1,", "0.1,-1"])
-def test_rates_are_positive_numbers(text: str) -> None:
-    with pytest.raises(RecipeError, match="--plain-rates: expected learning rates above 0"):
-        numbers("--plain-rates", text)

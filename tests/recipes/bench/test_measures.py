@@ -24,8 +24,8 @@ from recipes.bench.overhead import flattened, flops, flops_of, plain as in_plain
 from recipes.bench.scalify import Program, error, programs
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import build
 from recipes.registry import load_config
 from tests.recipes.conftest import write_config
 from unitscale import nn, ops, rules
@@ -279,7 +279,7 @@ def test_what_is_out_of_range_is_named(capsys: pytest.CaptureFixture) -> None:
     assert by_name["between blocks"]["within"] is True
     assert "within" not in by_name["weights"]
     assert main(["bench", "scales", "--depths", "4,x"]) == 2
-    assert "--depths: expected positive integers" in capsys.readouterr().err
+    assert "--depths: expected integers above 0" in capsys.readouterr().err
 
 
 def matmul(out: str, *, fp8: bool, flops: float = 1.0) -> Matmul:

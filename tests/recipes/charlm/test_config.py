@@ -1,5 +1,6 @@
 import pytest
 
+from recipes.charlm.residual import branch_taus
 from recipes.registry import load_config
 from recipes.sweep import make_points
 
@@ -59,8 +60,10 @@ def test_the_studies_are_the_paper_s_grid(name, points) -> None:
 def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:
     shape = {"layers": 2, "tau": 0.5, "attention_ratio": 0.4}
     attention = make(tmp_path, model={**shape, "kind": "attention"}).model
-    assert attention.taus == [0.2, 0.5, 0.2, 0.5]
-    assert make(tmp_path, model={**shape, "kind": "conv"}).model.taus == [0.5] * 4
-    assert make(tmp_path, model={**shape, "residual": "running_mean"}).model.taus == pytest.approx(
-        [0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5]
+    assert branch_taus(attention) == [0.2, 0.5, 0.2, 0.5]
+    conv, mean = (
+        make(tmp_path, model={**shape, **changes}).model
+        for changes in ({"kind": "conv"}, {"residual": "running_mean"})
     )
+    assert branch_taus(conv) == [0.5] * 4
+    assert branch_taus(mean) == pytest.approx([0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5])

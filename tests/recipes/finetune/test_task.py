@@ -142,7 +142,9 @@ def test_abstract_batches_are_like_those_of_the_data(folder: Path, task: str) ->
 
 
 def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"init: expected the folder of a run, or .* got nowhere"):
+    with pytest.raises(
+        RecipeError, match=r"init: expected the .* recipe bert, or a .* got nowhere"
+    ):
         build(tuned(folder, "squad", "init=nowhere"))
     gpt = folder / "gpt"
     gpt.mkdir()

@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
-from recipes.gpt.task import load_tokenizer
+from recipes.gpt.task import build, load_tokenizer
 from recipes.run.probe import probe
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
@@ -66,7 +65,7 @@ def test_qwix_is_asked_for_where_it_is_missing(
     [
         (["model.library=unitscale", "model.products=qwix"], "needs model.library plain"),
         (["scalify={}", "model.products=fp8_dynamic"], "scalify null"),
-        (["lora={}"], "lora needs init, the folder whose model it updates; set init"),
+        (["lora={}"], r"lora needs init, the Hugging Face folder .*; got None; set init"),
         (["policy=fp8"], "with model.products for FP8 products"),
     ],
 )

@@ -7,8 +7,8 @@ from flax import nnx
 from pydantic import ValidationError
 
 from recipes.config.run import Policy
-from recipes.gpt import build
 from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import build
 from recipes.registry import load_config
 from unitscale import nn
 

@@ -13,7 +13,7 @@ from flax import nnx
 from recipes.config import RunConfig
 from recipes.describe import describe
 from recipes.errors import RecipeError
-from recipes.gpt import build
+from recipes.gpt.task import build
 from recipes.hf import load
 from recipes.registry import load_config
 from recipes.run.metrics import read_metrics

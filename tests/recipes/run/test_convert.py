@@ -15,14 +15,8 @@ from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.run.checkpoint import Checkpoints
-from recipes.run.convert import (
-    between,
-    convert,
-    formats,
-    is_reshaped,
-    reshaped,
-    with_formats,
-)
+from recipes.run.convert import convert, reshaped
+from recipes.run.formats import between, formats, is_reshaped, with_formats
 from recipes.run.loss_scale import LossScale
 from recipes.run.state import init_state, load_trained, restore
 from unitscale import to_array

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.gpt import build
+from recipes.gpt.task import build
 from recipes.run.evaluate import make_evaluation
 from recipes.run.scaling import plain, scaled
 from recipes.run.state import init_state

@@ -4,9 +4,9 @@ import math
 import pytest
 
 from recipes.errors import RecipeError
+from recipes.run.folder import ROWS as FILE
 from recipes.sweep import Row, append_row, read_rows
 from recipes.sweep._points import key_of
-from recipes.sweep._rows import NAME
 
 ROWS = [
     Row({"model.kind": "rnn"}, 0.25, 0, 2.5),
@@ -20,13 +20,13 @@ def test_rows_come_back_as_they_were(tmp_path) -> None:
     for row in ROWS:
         append_row(tmp_path, row)
     assert read_rows(tmp_path) == ROWS
-    for line in (tmp_path / NAME).read_text().splitlines():
+    for line in (tmp_path / FILE).read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)  # no Infinity: JSON for any reader
 
 
 def test_a_row_that_a_crash_cut_short_costs_that_row_alone(tmp_path) -> None:
     append_row(tmp_path, ROWS[0])
-    with (tmp_path / NAME).open("ab") as file:
+    with (tmp_path / FILE).open("ab") as file:
         file.write(b'\xff{"point": {"mod')
     assert read_rows(tmp_path) == ROWS[:1]
     append_row(tmp_path, ROWS[1])
@@ -43,7 +43,7 @@ ANOTHER = {
 
 @pytest.mark.parametrize("what", ANOTHER)
 def test_another_file_of_that_name(tmp_path, what: str) -> None:
-    (tmp_path / NAME).write_text(json.dumps(ANOTHER[what]) + "\n")
+    (tmp_path / FILE).write_text(json.dumps(ANOTHER[what]) + "\n")
     with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: expected a row .*move the file"):
         read_rows(tmp_path)
 

@@ -11,6 +11,7 @@ from recipes.errors import RecipeError
 from recipes.run.folder import locked
 from recipes.run.pool import each
 from recipes.sweep import _sweep as module, append_row, read_rows, sweep
+from recipes.train import train
 
 from ..characters import make, write
 from ..dying import dies_at_two
@@ -107,6 +108,12 @@ def test_rows_of_another_text_are_refused(machine, tmp_path) -> None:
     text.write_text(text.read_text("utf-8")[::-1], "utf-8")
     with pytest.raises(RecipeError, match=r"data: it is not what .*tiny-sweep was trained on"):
         sweep(config, console=QUIET)
+
+
+def test_nothing_is_trained_in_the_folder_of_a_sweep(machine, tmp_path) -> None:
+    folder = sweep(make(tmp_path, sweep=GRID), console=QUIET)
+    with pytest.raises(RecipeError, match=r"name: .*tiny-sweep is the folder of a sweep; change"):
+        train(make(tmp_path, sweep=GRID, name=folder.name), console=QUIET)
 
 
 def test_two_processes_do_not_sweep_at_once(machine, tmp_path) -> None:

@@ -1,0 +1,155 @@
+"""A run starts from the weights of an earlier one, on another text and in other formats."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes.bert.task import build as build_bert
+from recipes.config import TOKENIZER_FILE, RunConfig
+from recipes.errors import RecipeError
+from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import build, load_data
+from recipes.run.folder import open_run
+from recipes.run.state import load_trained
+from unitscale import to_array
+
+from ..masked import bert_config, write_bert, write_run
+from ..runs import loss_of, untrained
+
+MakeConfig = Callable[..., GPTConfig]
+OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
+
+
+BARE = ("model={}", "optimizer.umup=true")
+
+
+def weights(model: nnx.Module) -> dict[tuple[Any, ...], np.ndarray]:
+    return values(nnx.state(model, nnx.Param))
+
+
+def values(state: Any) -> dict[tuple[Any, ...], np.ndarray]:
+    return {path: np.asarray(to_array(leaf.get_value())) for path, leaf in nnx.to_flat_state(state)}
+
+
+def kept(config: RunConfig) -> tuple[str, dict[tuple[Any, ...], np.ndarray]]:
+    """The folder of a run that is saved untrained, and its weights."""
+    run = open_run(config)
+    state = untrained(config, run)
+    return str(run), values(state.params)
+
+
+FORMATS = {
+    "ours": OURS,
+    "scanned": (*OURS, "model.scan=true"),
+    "plain": (),
+    "6 bytes": (*OURS, "optimizer.weights=float16", "optimizer.min_size=0"),
+    "scalify": ("scalify={storage: float16}",),
+}
+
+
+@pytest.mark.parametrize("words", FORMATS.values(), ids=FORMATS)
+def test_weights_are_those_of_the_run(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    folder, expected = kept(make_config(*words))
+    found = weights(build(make_config(*words, f"init={folder}", "name=next", "seed=7")))
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=str(path))
+
+
+@pytest.mark.parametrize("policy", ["policy=float16", "policy=fp8_delayed"])
+def test_formats_may_be_others(make_config: MakeConfig, policy: str) -> None:
+    folder, expected = kept(make_config(*OURS))
+    found = weights(build(make_config(*OURS, f"init={folder}", "name=next", policy)))
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value.astype(found[path].dtype))
+
+
+def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeConfig) -> None:
+    first = make_config(*OURS, "optimizer.learning_rate=1.0")
+    ended = loss_of(first)
+    words = ("name=next", f"init={Path(first.train.runs_dir) / first.name}")
+    slow = make_config(*OURS, *words, "optimizer.learning_rate=1e-6")
+    assert loss_of(slow) == pytest.approx(ended, abs=1e-4)
+    (Path(first.train.runs_dir) / first.name).rename(Path(first.train.runs_dir) / "moved")
+    _, state = load_trained(slow, pytest.fail)  # its own checkpoint has all of it
+    assert int(state.step) == slow.train.steps
+
+
+def test_the_shape_need_not_be_said_again(make_config: MakeConfig) -> None:
+    shape = ("model.width=24", "model.layers=2", "model.positions=learned", "model.context=32")
+    folder, _ = kept(make_config(*OURS, *shape))
+    config = make_config(f"init={folder}", "name=next", *BARE)
+    assert (config.model.width, config.model.layers, config.model.context) == (24, 2, 32)
+    assert config.model.library == "unitscale"
+    assert config.model.dropout == 0.0
+    assert (
+        make_config(f"init={folder}", "name=next", *BARE, "model.dropout=0.2").model.dropout == 0.2
+    )
+
+
+def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, text_file: Path) -> None:
+    trained = "data.tokenizer={kind: bpe, vocab: 300}"
+    first = make_config(*OURS, "model.vocab=null", trained)
+    data = load_data(first)
+    folder, _ = kept(first)
+    data.save(Path(folder))
+    other = text_file.with_name("other.txt")
+    other.write_text("other words, and others: " * 400, "utf-8")
+    words = (*OURS, f"init={folder}", "name=next", f"data.path={other}")
+    for given in ((), (trained,)):
+        config = make_config(*words, *given)
+        assert config.data.tokenizer.path == str(Path(folder).absolute() / TOKENIZER_FILE)
+        assert load_data(config).tokenizer.identity == data.tokenizer.identity
+    with pytest.raises(RecipeError, match=r"data\.tokenizer\.kind: expected file, .*got 'byte'"):
+        make_config(*words, "data.tokenizer.kind=byte")
+
+
+WRONG = {
+    "model.width=32": r"model\.width: expected 16, that of init .*; got 32; remove it",
+    "model.residual={scheme: fixed}": r"model\.residual: expected \{.*got \{'scheme': 'fixed'\}",
+    "data.tokenizer={kind: bpe}": r"tokenizer\.kind: expected byte, .* got 'bpe'; remove it",
+    "data.sequence_length=64": r"model\.context must be at least .*; got 16 and 64",
+    "lora={}": r"lora needs init, the Hugging Face folder .* got .*tiny; set init",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_another_model_is_refused(make_config: MakeConfig, word: str) -> None:
+    folder, _ = kept(make_config("model.positions=learned"))
+    with pytest.raises(RecipeError, match=WRONG[word]):
+        make_config(f"init={folder}", "name=next", "model.positions=learned", word)
+
+
+def test_a_run_without_a_checkpoint_is_refused(make_config: MakeConfig) -> None:
+    run = open_run(make_config())
+    with pytest.raises(RecipeError, match="has no checkpoint; train it first"):
+        build(make_config(f"init={run}", "name=next"))
+
+
+@pytest.mark.parametrize("pairs", ["none", "next_sentence", "sentence_order"])
+def test_a_bert_may_be_asked_something_else(tmp_path: Path, pairs: str) -> None:
+    first = bert_config(write_bert(tmp_path), "data.pairs=next_sentence", "name=first")
+    folder, expected = kept(first)
+    (Path(folder) / TOKENIZER_FILE).write_bytes((write_run(tmp_path) / TOKENIZER_FILE).read_bytes())
+    words = (f"init={folder}", f"data.pairs={pairs}", "seed=7", "name=next")
+    found = weights(build_bert(bert_config(tmp_path / "tiny-bert.yaml", *words)))
+    same = {
+        path[0]: bool((found[path] == value).all())
+        for path, value in expected.items()
+        if path in found and path[-1] != "bias"
+    }
+    parts = {"encoder", "dense", "norm", *(("pooler", "pair_readout") if pairs != "none" else ())}
+    assert same == {part: part != "pair_readout" or pairs == "next_sentence" for part in parts}
+
+
+def test_a_bert_starts_from_berts_alone(tmp_path: Path, make_config: MakeConfig) -> None:
+    path = write_bert(tmp_path)
+    with pytest.raises(RecipeError, match="init: expected the folder of a run of recipe bert; got"):
+        bert_config(path, "init=nowhere")
+    run = open_run(make_config())
+    with pytest.raises(RecipeError, match="expected a run of recipe bert; got one of gpt"):
+        bert_config(path, f"init={run}")
