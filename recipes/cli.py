@@ -274,7 +274,7 @@ def _settings(path: str, overrides: list[str] | None) -> RunConfig:
     """The config of a YAML file; of the folder of a run the one kept there."""
     if not is_run(path):
         return load_config(path, overrides or ())
-    return load_config(Path(path) / CONFIG, overrides or ()).kept_in(Path(path))
+    return load_config(Path(path) / CONFIG, overrides or (), kept=True).kept_in(Path(path))
 
 
 def _warn(message: str) -> None:

@@ -48,7 +48,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """The configs that come with the recipes."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, kept: bool = False
+) -> RunConfig:
     """Reads a config file of any recipe and applies dotted overrides.
 
     Args:
@@ -57,6 +59,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
       overrides: Strings such as `train.steps=100`; the value is read as YAML. A mapping takes the
         place of the file's, but for sections, of which other keys stay; {} empties one. An entry
         of a mapping is set alone by its name, as in `sweep.grid.model.kind=[conv, rnn]`.
+      kept: The file is that of a trained run: it says what `init` stood for, which is not read.
 
     Returns:
       The validated, frozen config.
@@ -72,7 +75,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         _override(file, word, schema)
     tree: Any = OmegaConf.to_container(file)
     try:
-        config = schema.model_validate(schema.filled(tree))
+        config = schema.model_validate(tree if kept else schema.filled(tree))
     except ValidationError as error:
         raise wrong_values(error, schema, f"{path}: ") from error
     return config.settled

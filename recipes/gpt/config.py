@@ -32,8 +32,8 @@ class GPTConfig(LanguageConfig):
         init = tree.get("init")
         if not isinstance(init, str):
             return tree
-        if is_run(init):
-            return earlier_run(init, cls).passed_on(tree)
+        if is_run(init) or not (Path(init) / "config.json").is_file():
+            return earlier_run(init, cls, other=", or a Hugging Face folder").passed_on(tree)
         # It imports JAX, which a wrong key need not wait for.
         from ..hf import shape_of_decoder  # noqa: PLC0415
 

@@ -92,7 +92,7 @@ def test_the_shape_is_that_of_the_folder() -> None:
 
 # more arguments of train or generate, and what standard error has to say
 WRONG = [
-    (["train", "init=/nowhere"], "error: /nowhere: expected a folder of a Hugging Face model"),
+    (["train", "init=/nowhere"], "recipe gpt, or a Hugging Face folder; got /nowhere; train one"),
     (
         ["train", f"init={FIXTURES / 'bert-mlm'}"],
         "_text; got 'bert'; give another folder as",

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from recipes.bert.task import build as build_bert
+from recipes.cli import main
 from recipes.config import TOKENIZER_FILE, RunConfig
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
@@ -77,6 +78,19 @@ def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeC
     (Path(first.train.runs_dir) / first.name).rename(Path(first.train.runs_dir) / "moved")
     _, state = load_trained(slow, pytest.fail)  # its own checkpoint has all of it
     assert int(state.step) == slow.train.steps
+
+
+def test_what_was_trained_does_without_the_run(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = kept(make_config(*OURS))
+    config = make_config(*OURS, f"init={folder}", "name=next")
+    own, _ = kept(config)
+    Path(folder).rename(f"{folder}-moved")
+    assert main(["evaluate", own]) == 0
+    assert "step 0  validation loss" in capsys.readouterr().out
+    with pytest.raises(RecipeError, match="init: expected the folder of a run of recipe gpt, or a"):
+        make_config(*OURS, f"init={folder}", "name=next")
 
 
 def test_the_shape_need_not_be_said_again(make_config: MakeConfig) -> None:
