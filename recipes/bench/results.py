@@ -57,8 +57,8 @@ class Figure(NamedTuple):
 
 FIGURES = (
     Figure(
-        "validation loss, unit scaling over plain Flax, each at its best of three rates, "
-        "3 seeds, 2 texts",
+        "validation loss, unit scaling over plain Flax, each at its best rate, mean and standard "
+        "error of 5 seeds on 2 texts",
         "libraries.json",
         {"variant": "unit scaling"},
         "{over reference:+.2%}, {standard error:.2%}",
