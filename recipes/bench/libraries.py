@@ -2,16 +2,17 @@
 
     python -m recipes bench libraries --data TEXT
 
-Trains the GPT of `configs/gpt/parity.yaml` in both libraries at every rate that is given, with
-several seeds. The best rate of a library is that of the least mean loss; where it is the first or
-the last of the list, a better one may lie beyond it. A run that is complete in `train.runs_dir` is
-used as it is.
+Trains the GPT of `configs/gpt/parity.yaml`, or with `--config` another GPT or a BERT, in both
+libraries at every rate that is given, with several seeds. The best rate of a library is that of the
+least mean loss; where it is the first or the last of the list, a better one may lie beyond it. A
+run that is complete in `train.runs_dir` is used as it is.
 """
 
 from typing import Annotated
 
 import typer
 
+from ..registry import load_config
 from ._compare import Compared, compare, comparison, judged
 from ._numbers import numbers
 from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told
@@ -39,9 +40,12 @@ def main(
     rates = {PLAIN: numbers("--plain-rates", plain_rates, float)}
     if unit_rates is not None:
         rates[UNIT] = numbers("--unit-rates", unit_rates, float)
-    found = compare(
-        comparison("libraries").at_rates(rates), Told(config, overrides, seeds, fresh, data, jobs)
-    )
+    told, entry = Told(config, overrides, seeds, fresh, data, jobs), comparison("libraries")
+    if config is not None:
+        given = load_config(config)
+        title = f"Validation loss in nats per {given.loss_unit}"
+        entry = entry.model_copy(update={"recipe": given.recipe, "title": title})
+    found = compare(entry.at_rates(rates), told)
     notes = ["Rates are peaks of the config's schedule; unit scaling has those of u-muP."]
     publish("libraries", [*found.tables(), at_best(found)], json, notes)
 

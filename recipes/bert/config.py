@@ -23,6 +23,8 @@ Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 
 SPECIAL = 3
 """Special tokens of a sequence: [CLS] A [SEP] B [SEP]."""
+SEGMENTS = 2
+"""Segments of a sequence, A and B."""
 
 
 class MaskingConfig(Section):
@@ -89,6 +91,10 @@ class BertDataConfig(DataConfig):
 class BertModelConfig(TransformerConfig):
     """The shape of the BERT."""
 
+    library: Literal["unitscale", "plain"] = Field(
+        default="unitscale",
+        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
+    )
     vocab: Count = Field(
         default=8192, description="number of token ids; null for those of data.tokenizer"
     )
@@ -129,10 +135,32 @@ class BertConfig(LanguageConfig):
         return "hidden token plus nats per pair" if asked else "hidden token"
 
     @model_validator(mode="after")
+    def _library_has_keys(self) -> Self:
+        if self.model.library == "unitscale":
+            return self
+        if "fp8" in self.policy or self.optimizer.umup:
+            raise ValueError(
+                "policy in FP8 and optimizer.umup need model.library unitscale; got model.library "
+                f"plain, policy {self.policy} and optimizer.umup {self.optimizer.umup}; use float32"
+                ", bfloat16 or float16, and set optimizer.umup false"
+            )
+        for key, own, only in (
+            ("data.pairs", self.data.pairs, "none"),
+            ("model.norm_placement", self.model.norm_placement, "pre"),
+            ("model.vocab_multiple", self.model.vocab_multiple, 1),
+            ("model.scan", self.model.scan, False),
+            ("model.remat", self.model.remat, "none"),
+            ("model.attention_implementation", self.model.attention_implementation, "auto"),
+        ):
+            if own != only:
+                raise ValueError(
+                    f"{key} {own} needs model.library unitscale; got model.library plain; set "
+                    f"{key} {str(only).lower()}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _no_scalify(self) -> Self:
         if self.scalify is not None:
-            raise ValueError(
-                "scalify is for plain models; this recipe has unitscale models only; set scalify "
-                "null"
-            )
+            raise ValueError("scalify is for the plain models of other recipes; set scalify null")
         return self

@@ -9,10 +9,8 @@ from flax import nnx
 from unitscale import ScaledArray, nn, ops
 
 from ..pooling import mean_of_tokens
-from .config import BertModelConfig, Pairs, Pooling
+from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
 from .heads import Head, mean_loss, mean_of, rows_of, shares
-
-SEGMENTS = 2
 
 
 class Encoder(nnx.Module):

@@ -2,29 +2,40 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from unitscale import to_array
 
 from ..run.earlier import take_weights
 from ..run.folder import earlier_run
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture
+from . import plain
 from .config import BertConfig
 from .data import load_data as load_data
 from .model import Bert
 
+BERT = Bert | plain.Bert
 scores = no_scores
 
 
-def build(config: BertConfig) -> Bert:
+def build(config: BertConfig) -> BERT:
     """The BERT that a config describes, with the weights of `config.init` or drawn ones."""
     shape, pairs = config.model.model_copy(update={"context": config.context}), config.data.pairs
-    bert = Bert(shape, pairs, policy=monitored(config), rngs=nnx.Rngs(config.seed))
-    if config.init is not None:
-        run = earlier_run(config.init, BertConfig)
+    rngs = nnx.Rngs(config.seed)
+    run = None if config.init is None else earlier_run(config.init, BertConfig)
+    if shape.library == "plain":
+        bert = plain.Bert(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
+        if run is not None:
+            take_weights(bert, run)
+        return bert
+    bert = Bert(shape, pairs, policy=monitored(config), rngs=rngs)
+    if run is not None:
         # What tells pairs apart is drawn where the run was asked something else.
         kept = ("pooler", "pair_readout") if pairs == run.data.pairs else ("pooler",)
         take_weights(bert, run, ("encoder", "dense", "norm", "readout"), kept)
@@ -42,13 +53,13 @@ def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     return inputs if data.pairs == "none" else (*inputs, answers)
 
 
-def closing(config: BertConfig, data: Corpus | Mixture, model: Bert, folder: Path) -> Iterator[str]:
+def closing(config: BertConfig, data: Corpus | Mixture, model: BERT, folder: Path) -> Iterator[str]:
     """A validation text with hidden tokens, and what the model puts in their place."""
     if not config.train.sample_tokens:
         return
     batch = next(data.validation(1))
     ids, segments, positions, targets, counts = (jnp.asarray(part[:1]) for part in batch[:5])
-    logits = model.predict(model.encoder(ids, segments), positions).value
+    logits = to_array(cast(Any, model).predict(model.encoder(ids, segments), positions))
     guesses, decode = logits.argmax(-1)[0], data.tokenizer.decode
     pairs = zip(guesses, targets[0], counts[0], strict=True)
     told = [f"{decode([guess])} ({decode([target])})" for guess, target, count in pairs if count]
