@@ -21,7 +21,7 @@ from ..config import Count, Positive, RunConfig, Section
 from ..errors import RecipeError
 from ..registry import CONFIGS, RECIPES
 from ..run.pool import each, message_of
-from ._runs import Told, loss_of, trained, variant
+from ._runs import Told, digest_of, loss_of, trained, variant
 from ._table import Table
 
 Run = Callable[[RunConfig, bool], Mapping[str, float]]
@@ -124,7 +124,9 @@ class Compared(NamedTuple):
         title = f"{entry.title}: {config.train.steps} steps, "
         title += f"seed {config.seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
         title += f", {' and '.join(texts)}" if any(texts) else ""
-        return Table(title, [row | {"variant": entry.label(row["variant"])} for row in rows])
+        rows = [row | {"variant": entry.label(row["variant"])} for row in rows]
+        configs = [one for found in self.configs.values() for one in found[part]]
+        return Table(title, rows, digest_of(configs))
 
 
 @functools.cache

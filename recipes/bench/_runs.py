@@ -1,8 +1,10 @@
 """Whole training runs that a benchmark compares: trained, resumed, or found finished."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -69,6 +71,24 @@ class Told(NamedTuple):
                 "the runs are named after them: rename one"
             )
         return found
+
+
+def digest_of(configs: Iterable[RunConfig]) -> str:
+    """The same for the same runs, wherever they and their texts lie."""
+    trees = [_unplaced(config.model_dump(mode="json")) for config in configs]
+    for tree in trees:
+        del tree["train"]["runs_dir"]
+        tree["data"].pop("cache_dir", None)
+    return hashlib.sha256(json.dumps(trees, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _unplaced(tree: Any) -> Any:
+    """Absolute paths by their names alone."""
+    if isinstance(tree, dict):
+        return {_unplaced(key): _unplaced(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_unplaced(value) for value in tree]
+    return Path(tree).name if isinstance(tree, str) and Path(tree).is_absolute() else tree
 
 
 def variant(

@@ -69,10 +69,17 @@ JsonPath = Annotated[
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of unrounded values, shown by the names of their columns."""
+    """Rows of unrounded values, shown by the names of their columns.
+
+    Attributes:
+      title: What it is of.
+      rows: Values by column.
+      configs: Of rows that were trained, what tells their configs from others.
+    """
 
     title: str
     rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    configs: str | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -118,13 +125,18 @@ def publish(
         "versions": {"python": platform.python_version()} | {n: version(n) for n in PACKAGES},
         "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
         **(measured or {}),
-        "tables": [{"title": t.title, "rows": [plain(row) for row in t.rows]} for t in tables],
+        "tables": [_written(table) for table in tables],
         "notes": list(notes),
     }
     with refused(f"--json: cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     console.print(f"written to {path}", markup=False, highlight=False)
+
+
+def _written(table: Table) -> dict[str, Any]:
+    configs = {} if table.configs is None else {"configs": table.configs}
+    return {"title": table.title, **configs, "rows": [plain(row) for row in table.rows]}
 
 
 _WRITTEN = ("--json", "--dump")

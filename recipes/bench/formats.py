@@ -23,7 +23,7 @@ from ..config import RunConfig
 from ..run.evaluate import make_evaluation, mean_loss
 from ..run.recipe import recipe_of
 from ._compare import compare, comparison, judged
-from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told, last_state
+from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told, digest_of, last_state
 from ._table import JsonPath, Table, publish
 from ._underflow import gradient
 
@@ -117,7 +117,8 @@ def main(
         "is named. Gradient error: norm of the difference over the norm, mean over kernels. "
         "Dithered: rounded up or down by their own bits, but for subnormal numbers of the format.",
     ]
-    publish("formats", [Table(title, rows)], json, notes)
+    digest = digest_of([run.config for run in runs])
+    publish("formats", [Table(title, rows, digest)], json, notes)
 
 
 class Trained(NamedTuple):

@@ -160,7 +160,7 @@ def tuned(pretrained: Compared, tasks: Mapping[str, Sequence[str]], told: Told) 
         found = compare(comparison(task).of([*runs]), told, own)
         config = cast(FinetuneConfig, found.configs[reference][0])
         table = found.table()
-        tables.append(Table(table.title, [*table.rows, *baselines(config)]))
+        tables.append(Table(table.title, [*table.rows, *baselines(config)], table.configs))
     return tables
 
 

@@ -82,7 +82,8 @@ def main(
         "XLA optimizes it. numbers kept: what the method carries from step to step.",
     ]
     labels = [entry.label(name) for name in costs]
-    publish("methods", [Table(losses.title, rows), added(labels, costs)], json, notes)
+    found = Table(losses.title, rows, losses.configs)
+    publish("methods", [found, added(labels, costs)], json, notes)
 
 
 class Cost(NamedTuple):

@@ -33,7 +33,8 @@ def main(
     if rates is not None:
         tried = {entry.reference: numbers("--rates", rates, float)}
         found = compare(entry.of([entry.reference]).at_rates(tried), told)
-        tables.append(Table("Test accuracy by learning rate", found.table().rows))
+        at_rates = found.table()
+        tables.append(Table("Test accuracy by learning rate", at_rates.rows, at_rates.configs))
         rate = found.configs[found.best()][0].optimizer.learning_rate
         told = told._replace(overrides=[*told.words, f"optimizer.learning_rate={rate}"])
     found = compare(entry, told)

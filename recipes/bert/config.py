@@ -162,5 +162,5 @@ class BertConfig(LanguageConfig):
     @model_validator(mode="after")
     def _no_scalify(self) -> Self:
         if self.scalify is not None:
-            raise ValueError("scalify is for the plain models of other recipes; set scalify null")
+            raise ValueError("scalify is for plain models of other recipes; set scalify null")
         return self

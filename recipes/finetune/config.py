@@ -191,9 +191,15 @@ class FinetuneConfig(RunConfig):
                     f"scalify is for plain models; the run in init {self.init} is of a unitscale "
                     "model; set scalify null"
                 )
+            run = pretraining_of(self.init)
+            if run.model.library == "plain":
+                raise RecipeError(
+                    "init: expected the run of a unitscale model; got that of a baseline, "
+                    f"model.library plain, in {self.init}; give another"
+                )
             if "multipliers" in optimizer.model_fields_set or not optimizer.umup:
                 return self
-            changes = {"multipliers": pretraining_of(self.init).optimizer.multipliers}
+            changes = {"multipliers": run.optimizer.multipliers}
             return self.model_copy(update={"optimizer": optimizer.model_copy(update=changes)})
         if self.policy not in FORMATS:
             raise RecipeError(

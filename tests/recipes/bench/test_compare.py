@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from recipes.bench import _compare, _runs
 from recipes.bench._compare import Compared, compare, comparison, configs_of, judged, verdict
-from recipes.bench._runs import Told
+from recipes.bench._runs import Told, digest_of
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
@@ -108,6 +108,15 @@ def test_every_variant_is_a_valid_config(name: str, tmp_path: Path) -> None:
         assert (second.name, second.seed) == (f"{first.name}-seed{first.seed + 1}", first.seed + 1)
         names |= {first.name, second.name}
     assert len(names) == 2 * len(entry.variants)
+
+
+def test_a_digest_tells_runs_apart_but_not_where_they_lie() -> None:
+    def digest(*words: str) -> str:
+        return digest_of([load_config(CONFIGS / "gpt/parity.yaml", words)])
+
+    here = digest("data.path=/a/plays.txt", "train.runs_dir=/a", "data.cache_dir=/a")
+    assert here == digest("data.path=/b/plays.txt", "train.runs_dir=b")
+    assert len({here, digest(), digest("data.path=/b/novels.txt"), digest("seed=1")}) == 4
 
 
 def test_runs_of_one_name_are_the_same_run() -> None:

@@ -1,15 +1,18 @@
 """`bench libraries`: every rate is trained, and each library judged at its best."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from recipes.bench import _compare
-from recipes.bench._compare import comparison
+from recipes.bench._compare import comparison, configs_of
+from recipes.bench._runs import Told
 from recipes.bench.libraries import PLAIN, UNIT
 from recipes.cli import main
 from recipes.config import RunConfig
+from recipes.registry import CONFIGS, load_config
 
 
 def test_a_variant_has_a_run_for_each_rate() -> None:
@@ -19,6 +22,18 @@ def test_a_variant_has_a_run_for_each_rate() -> None:
     assert entry.reference == PLAIN
     assert entry.label(f"{PLAIN}-0.002") == "plain flax.nnx, 0.002"
     assert comparison("libraries").at_rates({PLAIN: [0.3]}).reference == f"{PLAIN}-0.3"
+
+
+def test_a_bert_is_compared_too() -> None:
+    entry, path = comparison("libraries"), str(CONFIGS / "bert/books.yaml")
+    entry = entry.model_copy(update={"recipe": "bert"})
+    plain, unit = (configs_of(entry, Told(path, seeds=1), name)[0] for name in (PLAIN, UNIT))
+    assert (plain.model.library, plain.optimizer.umup, plain.name) == (
+        "plain",
+        False,
+        f"books-{PLAIN}",
+    )
+    assert unit == load_config(path, [f"name=books-{UNIT}"])
 
 
 def test_each_library_is_judged_at_its_best(
@@ -38,7 +53,9 @@ def test_each_library_is_judged_at_its_best(
     words = ["--config", str(config_file), "--json", str(out), "model.dropout=0"]
     words += ["--plain-rates", "0.04,0.01,0.02", "--unit-rates", "0.25,0.5"]
     assert main(["bench", "libraries", *words]) == 0
-    every, best = (table["rows"] for table in json.loads(out.read_text("utf-8"))["tables"])
+    document = json.loads(out.read_text("utf-8"))
+    every, best = (table["rows"] for table in document["tables"])
+    assert re.fullmatch("[0-9a-f]{16}", document["tables"][0]["configs"])
     rates = [f"plain flax.nnx, {rate}" for rate in (0.01, 0.02, 0.04)]
     assert [row["variant"] for row in every] == [*rates, "unit scaling, 0.25", "unit scaling, 0.5"]
     assert [row["learning rate"] for row in best] == [0.02, 0.5]

@@ -151,6 +151,13 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
     (gpt / "config.yaml").write_text("recipe: gpt\nname: gpt\n", "utf-8")
     with pytest.raises(RecipeError, match=r"expected a run of recipe bert; got one of gpt; name"):
         build(tuned(folder, "squad", f"init={gpt}"))
+    (gpt / "config.yaml").write_text(
+        "recipe: bert\nname: b\nmodel: {library: plain, norm_placement: pre}\n"
+        "optimizer: {umup: false}\n",
+        "utf-8",
+    )
+    with pytest.raises(RecipeError, match="expected the run of a unitscale model; got that of a"):
+        tuned(folder, "squad", f"init={gpt}")
     with pytest.raises(RecipeError, match="learned 32 positions; got 64"):
         load_data(tuned(folder, "squad", "data.sequence_length=64"))
     with pytest.raises(RecipeError, match=r"data\.batch_size: expected at most the 20 records"):
