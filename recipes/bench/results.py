@@ -28,12 +28,10 @@ command was given are named without their folder. Times are of the machine that 
 Where the machine is a GPU, runs in float32 had `JAX_DEFAULT_MATMUL_PRECISION=highest`: no TF32.
 In `gpu`, products, attention and the step of qwix are of 2026-11-26. The first two are projected by
 the speeds that were assumed before they were measured, all else by those that were.
-`formats` is of gains and biases that learn at the whole rate, as they did until 2026-11-26; now
-`optimizer.multipliers` gives them 0.03 of it. `bench lms` has BERTs in `fp8` with gradients of the
-readout in FP8, not yet dithered, and tasks tuned from the first pretrained model of each policy;
-`lms-pairs` has the defaults of now, one pretrained model of each policy and three seeds of each
-task. `lms` has the character study without `optimizer.skip_nonfinite`, `charlm` with it, as its
-config says now.
+`bench lms` has BERTs in `fp8` with gradients of the readout in FP8, not yet dithered, and tasks
+tuned from the first pretrained model of each policy; `lms-pairs` has the defaults of now, one
+pretrained model of each policy and three seeds of each task. `lms` has the character study without
+`optimizer.skip_nonfinite`, `charlm` with it, as its config says now.
 """
 
 
