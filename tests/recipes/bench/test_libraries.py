@@ -36,10 +36,12 @@ def test_a_bert_is_compared_too() -> None:
     assert unit == load_config(path, [f"name=books-{UNIT}"])
 
 
+@pytest.mark.parametrize("rate_seeds", [None, 1])
 def test_each_library_is_judged_at_its_best(
-    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+    rate_seeds: int | None, tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses are given: of plain models best at 0.02, of unit scaling at 0.5, and lower."""
+    trained = []
 
     def loss(config: RunConfig) -> float:
         plain = config.name.startswith("tiny-plain")
@@ -47,11 +49,12 @@ def test_each_library_is_judged_at_its_best(
         seed = 0.01 * config.seed * (1 if plain else 1.1)
         return least + abs(config.optimizer.learning_rate - best) + seed
 
-    monkeypatch.setattr(_compare, "trained", lambda config, fresh: {})
+    monkeypatch.setattr(_compare, "trained", lambda config, fresh: trained.append(config) or {})
     monkeypatch.setattr(_compare, "loss_of", loss)
     out = tmp_path / "out.json"
     words = ["--config", str(config_file), "--json", str(out), "model.dropout=0"]
-    words += ["--plain-rates", "0.04,0.01,0.02", "--unit-rates", "0.25,0.5"]
+    words += ["--plain-rates", "0.04,0.01,0.02", "--unit-rates", "0.25,0.5", "--seeds", "3"]
+    words += [] if rate_seeds is None else ["--rate-seeds", str(rate_seeds)]
     assert main(["bench", "libraries", *words]) == 0
     document = json.loads(out.read_text("utf-8"))
     every, best = (table["rows"] for table in document["tables"])
@@ -63,3 +66,8 @@ def test_each_library_is_judged_at_its_best(
     assert best[0]["validation loss"] == pytest.approx(2.01)
     assert best[1]["over reference"] == pytest.approx(-0.0493, abs=1e-3)
     assert best[1]["verdict"] == "within"
+    assert document["tables"][1]["title"].endswith(": mean of 3 seeds")
+    at_best = [c for c in trained if c.optimizer.learning_rate in (0.02, 0.5)]
+    assert {config.seed for config in at_best} == {0, 1, 2}
+    others = {config.seed for config in trained if config not in at_best}
+    assert others == ({0, 1, 2} if rate_seeds is None else {0})
