@@ -142,7 +142,7 @@ def on_device(tree: Any, mesh: AbstractMesh) -> Any:
 def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
     """The config at each `model.remat`; empty where a model has none."""
     shape = getattr(config, "model", None)
-    if not isinstance(shape, TransformerConfig) or getattr(shape, "library", None) == "plain":
+    if not isinstance(shape, TransformerConfig) or shape.library == "plain":
         return {}
     modes = get_args(type(shape).model_fields["remat"].annotation)
     shapes = {mode: shape.model_copy(update={"remat": mode}) for mode in modes}

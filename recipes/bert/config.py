@@ -1,6 +1,6 @@
 """What pretraining a BERT can be told, each key declared once, with its meaning beside it."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
@@ -91,10 +91,11 @@ class BertDataConfig(DataConfig):
 class BertModelConfig(TransformerConfig):
     """The shape of the BERT."""
 
-    library: Literal["unitscale", "plain"] = Field(
-        default="unitscale",
-        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
-    )
+    shared: ClassVar[dict[str, dict[str, tuple[Any, ...]]]] = {
+        "plain": TransformerConfig.shared["plain"] | {"norm_placement": ("pre",)},
+        "unitscale": {},
+    }
+
     vocab: Count = Field(
         default=8192, description="number of token ids; null for those of data.tokenizer"
     )
@@ -144,19 +145,11 @@ class BertConfig(LanguageConfig):
                 f"plain, policy {self.policy} and optimizer.umup {self.optimizer.umup}; use float32"
                 ", bfloat16 or float16, and set optimizer.umup false"
             )
-        for key, own, only in (
-            ("data.pairs", self.data.pairs, "none"),
-            ("model.norm_placement", self.model.norm_placement, "pre"),
-            ("model.vocab_multiple", self.model.vocab_multiple, 1),
-            ("model.scan", self.model.scan, False),
-            ("model.remat", self.model.remat, "none"),
-            ("model.attention_implementation", self.model.attention_implementation, "auto"),
-        ):
-            if own != only:
-                raise ValueError(
-                    f"{key} {own} needs model.library unitscale; got model.library plain; set "
-                    f"{key} {str(only).lower()}"
-                )
+        if self.data.pairs != "none":
+            raise ValueError(
+                f"data.pairs {self.data.pairs} needs model.library unitscale; got model.library "
+                "plain; set data.pairs none"
+            )
         return self
 
     @model_validator(mode="after")

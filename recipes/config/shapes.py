@@ -1,6 +1,7 @@
 """Shapes of models that more than one recipe has."""
 
-from typing import Any, Literal, Self
+import json
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -41,8 +42,26 @@ Positions = Literal["rope", "learned"]
 
 
 class TransformerConfig(Section):
-    """What the shapes of all Transformers have."""
+    """What the shapes of all Transformers have.
 
+    Attributes:
+      shared: Of keys that mean less in one of the libraries, the values that it has.
+    """
+
+    shared: ClassVar[dict[str, dict[str, tuple[Any, ...]]]] = {
+        "plain": {
+            "vocab_multiple": (1,),
+            "attention_implementation": ("auto",),
+            "scan": (False,),
+            "remat": ("none",),
+        },
+        "unitscale": {},
+    }
+
+    library: Literal["unitscale", "plain"] = Field(
+        default="unitscale",
+        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
+    )
     vocab: Count = Field(
         default=BYTES, description="number of token ids; null for those of data.tokenizer"
     )
@@ -110,6 +129,17 @@ class TransformerConfig(Section):
         }
 
     @model_validator(mode="after")
+    def _library_has_keys(self) -> Self:
+        for key, values in self.shared[self.library].items():
+            if (own := getattr(self, key)) not in values:
+                other = "unitscale" if self.library == "plain" else "plain"
+                told = key if isinstance(own, Section) else f"{key} {json.dumps(own)}"
+                meant = " or ".join(map(json.dumps, values))
+                message = f"{told} needs library {other}; got library {self.library}; set {key} "
+                raise ValueError((message + meant).replace('"', ""))
+        return self
+
+    @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         if self.width % self.heads:
             raise ValueError(
@@ -133,10 +163,12 @@ class TransformerConfig(Section):
 class GPTModelConfig(TransformerConfig):
     """The shape of the GPT."""
 
-    library: Literal["unitscale", "plain"] = Field(
-        default="unitscale",
-        description="unitscale.nn, or the same model in plain flax.nnx as a baseline",
-    )
+    shared: ClassVar[dict[str, dict[str, tuple[Any, ...]]]] = {
+        "plain": TransformerConfig.shared["plain"]
+        | {"remat": ("none", "layer"), "document_end": (None,)},
+        "unitscale": {"products": (None,), "norm_eps": (None,), "decoder": (None,)},
+    }
+
     products: Literal["fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
         default=None,
         description="FP8 products in the layers of a plain model, by this preset of "

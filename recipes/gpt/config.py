@@ -65,31 +65,15 @@ class GPTConfig(LanguageConfig):
                 "use policy float32, bfloat16 or float16, with model.products for FP8 products, or "
                 "model.library unitscale"
             )
-        if self.model.products and (self.model.library != "plain" or self.scalify or self.lora):
+        if self.model.products and (self.scalify or self.lora):
             raise ValueError(
-                "model.products needs model.library plain, scalify null and lora null; got "
-                f"{self.model.library}, {self.scalify} and {self.lora}; set model.products null"
+                "model.products needs scalify null and lora null; got "
+                f"{self.scalify} and {self.lora}; set model.products null"
             )
         if self.model.products == "qwix" and self.init:
             raise ValueError(
                 f"model.products qwix needs init null; got {self.init}; set model.products "
                 "fp8_dynamic"
-            )
-        for name, off in (
-            ("scan", False),
-            ("vocab_multiple", 1),
-            ("attention_implementation", "auto"),
-            ("document_end", None),
-        ):
-            if self.model.library == "plain" and getattr(self.model, name) != off:
-                raise ValueError(
-                    f"model.{name} needs model.library unitscale; got model.library plain; "
-                    f"set model.{name} {'null' if off is None else str(off).lower()}"
-                )
-        if self.model.library == "plain" and self.model.remat == "dots":
-            raise ValueError(
-                "model.remat dots needs model.library unitscale; got model.library plain; set "
-                "model.remat layer or none"
             )
         if self.lora and self.pretrained is None:
             raise ValueError(
@@ -100,12 +84,6 @@ class GPTConfig(LanguageConfig):
             raise ValueError(
                 "scalify chooses the formats of all weights; got lora.base "
                 f"{self.lora.base}; set lora.base null, or scalify null"
-            )
-        if self.model.library != "plain" and self.model.norm_eps is not None:
-            raise ValueError("model.norm_eps needs model.library plain; got unitscale; set it null")
-        if self.model.library != "plain" and self.model.decoder is not None:
-            raise ValueError(
-                "model.decoder needs model.library plain; got unitscale; set model.decoder null"
             )
         if self.model.library == "plain" and self.optimizer.umup:
             raise ValueError(

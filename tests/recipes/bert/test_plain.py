@@ -80,8 +80,8 @@ def test_what_only_unitscale_has_is_refused(tmp_path: Path) -> None:
     for word, message in {
         "policy=fp8": "policy in FP8 and optimizer.umup need model.library unitscale",
         "data.pairs=next_sentence": "data.pairs next_sentence needs .* set data.pairs none",
-        "model.norm_placement=post": "model.norm_placement post needs .* pre",
-        "model.scan=true": "model.scan True needs .* set model.scan false",
+        "model.norm_placement=post": "norm_placement post needs library .* set norm_placement pre",
+        "model.scan=true": "model: scan true needs library unitscale; .* set scan false",
     }.items():
         with pytest.raises(RecipeError, match=message):
             load_config(path, [*PLAIN, word])

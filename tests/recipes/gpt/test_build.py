@@ -63,7 +63,7 @@ def test_qwix_is_asked_for_where_it_is_missing(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.library=unitscale", "model.products=qwix"], "needs model.library plain"),
+        (["model.library=unitscale", "model.products=qwix"], "products qwix needs library plain"),
         (["scalify={}", "model.products=fp8_dynamic"], "scalify null"),
         (["lora={}"], r"lora needs init, the Hugging Face folder .*; got None; set init"),
         (["policy=fp8"], "with model.products for FP8 products"),

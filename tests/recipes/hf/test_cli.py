@@ -107,7 +107,10 @@ WRONG = [
     ),
     (["train", "lora={base: float8_e4m3fn}"], "scalify chooses the formats of all weights; got"),
     (["train", "lora={}"], "lora.targets: expected all of query, key, value or none, as"),
-    (["train", "model.remat=dots"], "model.remat dots needs model.library unitscale"),
+    (
+        ["train", "model.remat=dots"],
+        "model: remat dots needs library unitscale; got library plain; set remat none or layer",
+    ),
     (["train", "optimizer.umup=true"], "optimizer.umup needs model.library unitscale"),
 ]
 
