@@ -19,6 +19,7 @@ from recipes.text import (
     require_vocab,
     save_tokenizer,
 )
+from recipes.text._vocabulary import train_tokenizer
 
 from ..conftest import TEXT
 
@@ -69,6 +70,21 @@ def test_wordpiece_is_berts(wordpiece: Tokenizer) -> None:
     assert wordpiece.id("[UNK]") in wordpiece.encode("🦊")
     with pytest.raises(RecipeError, match=r"with the token <pad>; got one of \d+ ids without it"):
         wordpiece.id("<pad>")
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_the_same_text_gives_the_same_ids(kind: str, tmp_path: Path) -> None:
+    """Of random words, where most pieces occur as often as others, and some characters never end
+    or begin a word."""
+    letters = np.random.default_rng(0).choice(list("abcdefghijkl 永,é"), 8000)
+    (tmp_path / "text.txt").write_text("".join(letters), encoding="utf-8")
+    settings = {"kind": kind, "vocab": 600, "lowercase": True}
+    config = DataConfig.model_validate({"path": str(tmp_path / "text.txt"), "tokenizer": settings})
+    first, *others = (train_tokenizer(config).inner.to_str() for _ in range(4))
+    assert others == [first] * 3
+    vocab = tokenizers.Tokenizer.from_str(first).get_vocab()
+    assert len(vocab) == 600
+    assert not {"##,", "##永", " ", "## "} & set(vocab)
 
 
 def test_many_texts_are_encoded_as_one_by_one(bpe: Tokenizer) -> None:
