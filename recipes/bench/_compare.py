@@ -104,10 +104,12 @@ class Compared(NamedTuple):
         choose = min if self.entry.metric == "loss" else max
         return choose(names, key=lambda name: statistics.fmean(self.values[name]))
 
-    @property
-    def runs(self) -> str:
-        """Which seeds and texts these are."""
-        return self._runs(self.texts)
+    def runs(self, texts: list[str]) -> str:
+        """What a title says of seeds, and of those of the texts that it is about."""
+        configs = self.configs[self.entry.reference]
+        seeds = len(self.values[self.entry.reference]) // len(self.texts)
+        which = f"seed {configs[0].seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
+        return f"{which}, {' and '.join(texts)}" if any(texts) else which
 
     def table(self) -> Table:
         """Every variant beside the reference, over all runs."""
@@ -125,16 +127,10 @@ class Compared(NamedTuple):
         values = {name: found[part] for name, found in self.values.items()}
         bounds: dict[str, Bound] = {name: one.bound for name, one in entry.variants.items()}
         rows = judged(values, entry.reference, bounds, entry.metric)
-        title = f"{entry.title}: {config.train.steps} steps, {self._runs(texts)}"
+        title = f"{entry.title}: {config.train.steps} steps, {self.runs(texts)}"
         rows = [row | {"variant": entry.label(row["variant"])} for row in rows]
         configs = [one for found in self.configs.values() for one in found[part]]
         return Table(title, rows, digest_of(configs))
-
-    def _runs(self, texts: list[str]) -> str:
-        configs = self.configs[self.entry.reference]
-        seeds = len(self.values[self.entry.reference]) // len(self.texts)
-        which = f"seed {configs[0].seed} alone" if seeds == 1 else f"mean of {seeds} seeds"
-        return f"{which}, {' and '.join(texts)}" if any(texts) else which
 
 
 @functools.cache

@@ -65,4 +65,5 @@ def at_best(found: Compared) -> Table:
         row["variant"] = found.entry.label(name).partition(",")[0]
         row["learning rate"] = found.configs[name][0].optimizer.learning_rate
     configs = [config for name in names for config in found.configs[name]]
-    return Table(f"Each at its best learning rate: {found.runs}", rows, digest_of(configs))
+    title = f"Each at its best learning rate: {found.runs(found.texts)}"
+    return Table(title, rows, digest_of(configs))
