@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from unitscale import ScaledArray, batch_size, ops, rules
-from unitscale.core import shards
+from unitscale.core import num_batch_shards
 
 
 class Head(NamedTuple):
@@ -84,7 +84,7 @@ def mean_of(
 ) -> jax.Array:
     """`mean_loss`, from the sum of the losses."""
     count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
-    return ops.scale_bwd(total / count, share * labels.size * shards(labels))
+    return ops.scale_bwd(total / count, share * labels.size * num_batch_shards(labels))
 
 
 def shares(heads: Sequence[Head]) -> tuple[float, ...]:

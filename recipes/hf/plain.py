@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from unitscale.core import stream
+from unitscale.core import shard_activations
 
 from ..config import GPTModelConfig, ScalifyConfig
 from .layers import Parts, attend
@@ -184,7 +184,7 @@ class GPT(nnx.Module):
             x = x * jnp.asarray(self.config.width**0.5, x.dtype)
         if self.positions is not None:
             x = x + self.positions(positions)
-        x = stream(self.dropout(x, deterministic=deterministic))
+        x = shard_activations(self.dropout(x, deterministic=deterministic))
         keys, values = [], []
 
         def apply(layer, x, positions, past):
@@ -195,7 +195,7 @@ class GPT(nnx.Module):
         for index, layer in enumerate(self.layers):
             past = None if cache is None else (cache.keys[index], cache.values[index])
             x, past = apply(layer, x, positions, past)
-            x = stream(x)
+            x = shard_activations(x)
             if past is not None:
                 keys.append(past[0])
                 values.append(past[1])

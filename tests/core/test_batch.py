@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.batching import compute, entry
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import ops
-from unitscale.core import batch_over, shards, to_array
+from unitscale.core import batch_over, num_batch_shards, to_array
 
 BATCH, TIME, WIDTH, VOCAB = 16, 3, 4, 6
 RNG = np.random.default_rng(0)
@@ -155,10 +155,10 @@ def counted(axes: Any, spec: Any, **settings: Any) -> int:
 
     def local(x):
         if axes is None:
-            seen.append(shards(x))
+            seen.append(num_batch_shards(x))
         else:
             with batch_over(axes):
-                seen.append(shards(x))
+                seen.append(num_batch_shards(x))
         return x
 
     mesh = mesh_of(data=4, tensor=2)
@@ -189,9 +189,9 @@ def test_parts_that_are_counted(axes: Any, spec: Any, check: bool, parts: int) -
 
 
 def test_nothing_is_divided_outside() -> None:
-    assert shards(jnp.ones(3)) == 1
+    assert num_batch_shards(jnp.ones(3)) == 1
     with batch_over(("data", "tensor")):
-        assert shards(jnp.ones(3)) == 1
+        assert num_batch_shards(jnp.ones(3)) == 1
 
 
 def test_what_was_traced_inside_is_not_used_outside() -> None:

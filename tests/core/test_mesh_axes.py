@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.parallel.devices import explicit_mesh, mesh_of
-from unitscale.core import BATCH_AXES, CONTEXT_AXES, divided, ways
+from unitscale.core import BATCH_AXES, CONTEXT_AXES, axes_size, constrain_sharding
 
 X = np.arange(8 * 4 * 6, dtype=np.float32).reshape(8, 4, 6)
 
@@ -37,8 +37,8 @@ def test_dimensions_lie_over_the_axes_that_divide_them(axes: Any, dimensions: An
     mesh = mesh_of(**axes)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P()))
-        y = jax.jit(lambda x: divided(x, *dimensions) + 0)(x)
-        asked = primitives(lambda x: divided(x, *dimensions), x)
+        y = jax.jit(lambda x: constrain_sharding(x, *dimensions) + 0)(x)
+        asked = primitives(lambda x: constrain_sharding(x, *dimensions), x)
     np.testing.assert_array_equal(y, X)
     assert asked == ([] if spec is None else ["sharding_constraint"])
     if spec is not None:
@@ -49,14 +49,14 @@ def test_a_dimension_may_be_whole() -> None:
     mesh = mesh_of(data=2, context=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data", "context")))
-        y = jax.jit(lambda x: divided(x, BATCH_AXES, (), CONTEXT_AXES) + 0)(x)
+        y = jax.jit(lambda x: constrain_sharding(x, BATCH_AXES, (), CONTEXT_AXES) + 0)(x)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "context")), 3)
 
 
 def test_the_gradient_lies_there_too() -> None:
     mesh = mesh_of(data=4)
     with jax.set_mesh(mesh):
-        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(divided(x, BATCH_AXES))))
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(constrain_sharding(x, BATCH_AXES))))
         found = primitives(gradient, X)
         value = jax.jit(gradient)(X)
     assert found.count("sharding_constraint") == 2
@@ -67,10 +67,10 @@ def test_mapped_functions() -> None:
     """Under vmap the mapped dimension is left to the compiler; manual axes divide already."""
     mesh = mesh_of(data=2, fsdp=2)
     with jax.set_mesh(mesh):
-        each = jax.jit(jax.vmap(lambda x: divided(x, ("data",)) * 2))(X)
+        each = jax.jit(jax.vmap(lambda x: constrain_sharding(x, ("data",)) * 2))(X)
         local = jax.jit(
             jax.shard_map(
-                lambda x: divided(x, BATCH_AXES) * ways(BATCH_AXES),
+                lambda x: constrain_sharding(x, BATCH_AXES) * axes_size(BATCH_AXES),
                 in_specs=P("fsdp"),
                 out_specs=P("fsdp"),
                 axis_names={"fsdp"},
@@ -82,20 +82,20 @@ def test_mapped_functions() -> None:
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_what_is_left_alone(explicit: bool) -> None:
-    assert divided(jnp.asarray(X), BATCH_AXES) is not None
-    assert primitives(lambda x: divided(x, BATCH_AXES), X) == []
+    assert constrain_sharding(jnp.asarray(X), BATCH_AXES) is not None
+    assert primitives(lambda x: constrain_sharding(x, BATCH_AXES), X) == []
     mesh = (explicit_mesh if explicit else mesh_of)(data=2)
     with jax.set_mesh(mesh):
         x = jnp.asarray(X)
-        assert divided(x, BATCH_AXES) is x  # not traced
-        assert ways(BATCH_AXES) == (1 if explicit else 2)
+        assert constrain_sharding(x, BATCH_AXES) is x  # not traced
+        assert axes_size(BATCH_AXES) == (1 if explicit else 2)
         if explicit:
-            assert primitives(lambda x: divided(x, BATCH_AXES), x) == []
+            assert primitives(lambda x: constrain_sharding(x, BATCH_AXES), x) == []
 
 
 def test_a_dimension_that_is_not_named_stays_where_it_lies() -> None:
     mesh = mesh_of(data=2, context=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        y = jax.jit(lambda x: divided(x, None, ("context",)) + 0)(x)
+        y = jax.jit(lambda x: constrain_sharding(x, None, ("context",)) + 0)(x)
     assert y.sharding.spec == P("data", "context")

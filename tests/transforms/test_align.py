@@ -11,11 +11,11 @@ from jax import lax
 
 from tests.batching import compute, entry
 from unitscale import as_scaled, to_array
-from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms import scalify
 from unitscale.transforms._align import align, fill_scale, is_neutral, split
 from unitscale.transforms._doubt import DOUBT, Doubt
 from unitscale.transforms._interpreter import Interpreter, Settings
+from unitscale.transforms._lazy_scale import LazyScale
 from unitscale.transforms._values import Value
 
 

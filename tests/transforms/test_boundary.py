@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms import scalify
 from unitscale.transforms._boundary import from_input, to_output, traced_aval
 from unitscale.transforms._doubt import Doubt
+from unitscale.transforms._lazy_scale import LazyScale
 from unitscale.transforms._settle import leaving
 from unitscale.transforms._values import Value
 

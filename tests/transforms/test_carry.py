@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 from unitscale import as_scaled, scalify, to_array
-from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._carry import Form, crossing, enter, first_form, joined
 from unitscale.transforms._doubt import Doubt
+from unitscale.transforms._lazy_scale import LazyScale
 from unitscale.transforms._values import Value
 
 SCALED = Value(jnp.ones(2, jnp.float16), LazyScale(3))

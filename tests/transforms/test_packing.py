@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._doubt import Doubt
 from unitscale.transforms._interpreter import Settings
+from unitscale.transforms._lazy_scale import LazyScale
 from unitscale.transforms._packing import pack, trace, unpack
 from unitscale.transforms._values import Value
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core._lazy_scale import LazyScale
 from unitscale.transforms._doubt import Doubt
+from unitscale.transforms._lazy_scale import LazyScale
 from unitscale.transforms._settle import finish, leaving, measured, ready, settle, sized
 from unitscale.transforms._values import Value
 

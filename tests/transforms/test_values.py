@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core._lazy_scale import LazyScale
+from unitscale.transforms._lazy_scale import LazyScale
 from unitscale.transforms._values import (
     Value,
     constant_of,

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ..core._compat import scan_counts
+from ..core import scan_counts
 from ._graph import inner_jaxpr, is_float
 
 WIDE = jnp.float64

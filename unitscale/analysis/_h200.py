@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from ..core._compat import cudnn_of
+from ..core import cudnn_of
 from ..ops._attention_path import for_nvidia
 
 # Without a runtime version XLA leaves FP8 products alone.

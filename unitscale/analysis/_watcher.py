@@ -15,9 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from ..core import Format
-from ..core._compat import scan_counts
-from ..core._last_uses import last_uses
+from ..core import Format, last_uses, scan_counts
 from ._graph import inner_jaxpr, is_float
 from ._scale_sums import ScaleSums, add_rows, over_iterations
 from ._source import Source, source_of

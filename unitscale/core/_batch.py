@@ -107,34 +107,34 @@ def batch_size(items: int) -> Iterator[None]:
         yield
 
 
-def batch_of(items: int, *activations: jax.Array) -> int:
+def global_batch_size(items: int, *activations: jax.Array) -> int:
     """The batch size of an op: its items, on all devices together, or what `batch_size` says.
 
     Example:
         >>> import jax.numpy as jnp
         >>> with batch_size(64):
-        ...     print(batch_of(8, jnp.ones((8, 2))))
+        ...     print(global_batch_size(8, jnp.ones((8, 2))))
         64
     """
-    return max(items, 1) * shards(*activations) if _ITEMS.value is None else _ITEMS.value
+    return max(items, 1) * num_batch_shards(*activations) if _ITEMS.value is None else _ITEMS.value
 
 
-def named_batch() -> int | None:
+def batch_size_override() -> int | None:
     """What `batch_size` says; None outside of it.
 
     Example:
-        >>> print(named_batch())
+        >>> print(batch_size_override())
         None
     """
     return _ITEMS.value
 
 
-def shards(*activations: jax.Array) -> int:
+def num_batch_shards(*activations: jax.Array) -> int:
     """Number of parts of the batch that activations are one part of, where this is traced.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> shards(jnp.ones(4))
+        >>> num_batch_shards(jnp.ones(4))
         1
     """
     varied = frozenset().union(*map(varying, activations))

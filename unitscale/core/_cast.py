@@ -295,27 +295,27 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     return _cast_array(x, None, format_of(dtype), False, dtype.itemsize == 1)
 
 
-def widened(x: Any, dtype: Any) -> Any:
+def upcast(x: Any, dtype: Any) -> Any:
     """Returns an array or ScaledArray in a dtype that holds its values.
 
     JAX rounds the cotangent to the dtype of ``x``; to 8 bits it saturates, as in `cast`.
 
     Example:
         >>> x = jnp.ones((), jnp.float8_e4m3fn)
-        >>> print(jax.grad(lambda x: 1e3 * widened(x, jnp.float32))(x))
+        >>> print(jax.grad(lambda x: 1e3 * upcast(x, jnp.float32))(x))
         448
     """
     return cast(x, dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
-def stored(x: jax.Array) -> jax.Array:
+def materialize(x: jax.Array) -> jax.Array:
     """Returns an array that XLA rounds to its dtype and keeps in it.
 
     Otherwise XLA drops a conversion to a narrow format and back, and the rounding with it: what is
     read again is kept wide, at twice the bytes or four times.
 
     Example:
-        >>> print(stored(jnp.bfloat16(0.3)))
+        >>> print(materialize(jnp.bfloat16(0.3)))
         0.300781
     """
     return lax.optimization_barrier(x)

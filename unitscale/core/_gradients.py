@@ -106,7 +106,7 @@ def value_and_grad(
             given = list(wide)
             for n in places:
                 given[n] = map_scaled(with_data, args[n], wide[n])
-            return plain_loss(fun(*given, **kwargs), has_aux)
+            return loss_value(fun(*given, **kwargs), has_aux)
 
         differentiate = jax.value_and_grad(by_data, argnums, has_aux, allow_int=allow_int)
         value, cotangents = differentiate(*wide, **kwargs)
@@ -137,15 +137,15 @@ def grad(
         >>> print(grad(lambda w: w.value**2)(ScaledArray(1.0, 4.0)))
         8.0
     """
-    return without_value(value_and_grad(fun, argnums, has_aux, allow_int=allow_int), has_aux)
+    return drop_value(value_and_grad(fun, argnums, has_aux, allow_int=allow_int), has_aux)
 
 
-def without_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def drop_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """Makes of a ``value_and_grad`` of a function its ``grad``.
 
     Example:
         >>> double = jax.value_and_grad(lambda x: x**2)
-        >>> print(without_value(double, has_aux=False)(1.0))
+        >>> print(drop_value(double, has_aux=False)(1.0))
         2.0
     """
 
@@ -157,11 +157,11 @@ def without_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[
     return run
 
 
-def plain_loss(out: Any, has_aux: bool) -> Any:
+def loss_value(out: Any, has_aux: bool) -> Any:
     """What a function returns for JAX to differentiate: a loss that is a ScaledArray by its value.
 
     Example:
-        >>> print(plain_loss((ScaledArray(1.0, 4.0), "aux"), has_aux=True))
+        >>> print(loss_value((ScaledArray(1.0, 4.0), "aux"), has_aux=True))
         (Array(4., dtype=float32), 'aux')
     """
     if not has_aux:

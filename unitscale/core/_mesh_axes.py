@@ -11,11 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ._scaled_array import ScaledArray
 
 BATCH_AXES = ("fsdp", "data")
-"""Names of the axes that divide a batch, for `divided`."""
+"""Names of the axes that divide a batch, for `constrain_sharding`."""
 CONTEXT_AXES = ("context",)
-"""Those that divide the tokens of a sequence, for `divided`."""
+"""Those that divide the tokens of a sequence, for `constrain_sharding`."""
 TENSOR_AXES = ("tensor",)
-"""Those that divide matrices along hidden units and heads, for `divided`."""
+"""Those that divide matrices along hidden units and heads, for `constrain_sharding`."""
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
@@ -32,32 +32,37 @@ def batch_axes(mesh: Any) -> tuple[str, ...]:
     return tuple(name for name in BATCH_AXES if name in mesh.shape)
 
 
-def ways(names: Sequence[str]) -> int:
+def axes_size(names: Sequence[str]) -> int:
     """Into how many parts axes divide a dimension, of the mesh of `jax.set_mesh`.
 
     Those count that are left to the compiler (`jax.sharding.AxisType.Auto`).
 
     Example:
-        >>> ways(("context",))
+        >>> axes_size(("context",))
         1
     """
     sizes = _left_to_the_compiler()
     return math.prod(sizes.get(name, 1) for name in names)
 
 
-def dividing(names: Sequence[str], sizes: Mapping[str, int], *dimensions: int) -> tuple[str, ...]:
+def dividing_axes(
+    names: Sequence[str], sizes: Mapping[str, int], *dimensions: int
+) -> tuple[str, ...]:
     """The axes of these names that a mesh has, where together they divide all dimensions; else ().
 
     Example:
-        >>> dividing(("fsdp", "data"), {"data": 4}, 8, 12), dividing(("data",), {"data": 4}, 6)
+        >>> (
+        ...     dividing_axes(("fsdp", "data"), {"data": 4}, 8, 12),
+        ...     dividing_axes(("data",), {"data": 4}, 6),
+        ... )
         (('data',), ())
     """
     own = tuple(name for name in names if name in sizes)
-    ways = math.prod(sizes[name] for name in own)
-    return own if all(dimension % ways == 0 for dimension in dimensions) else ()
+    axes_size = math.prod(sizes[name] for name in own)
+    return own if all(dimension % axes_size == 0 for dimension in dimensions) else ()
 
 
-def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
+def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
     """Returns an array that lies over axes of the mesh of `jax.set_mesh`, and so does its gradient.
 
     Left to itself, XLA's partitioner may move activations to where the weights lie in place of
@@ -71,7 +76,7 @@ def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
             the other dimensions.
 
     Example:
-        >>> divided(jax.numpy.ones((4, 2)), ("data",)).shape
+        >>> constrain_sharding(jax.numpy.ones((4, 2)), ("data",)).shape
         (4, 2)
     """
     if not isinstance(x, Tracer):
@@ -82,14 +87,14 @@ def divided(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
         if names is not None and not names:
             spec[axis] = None
             continue
-        if own := dividing(names or (), sizes, x.shape[axis]):
+        if own := dividing_axes(names or (), sizes, x.shape[axis]):
             spec[axis] = own
     if not sizes or all(place is PartitionSpec.UNCONSTRAINED for place in spec):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
-def placed(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
+def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
     """Returns an array that lies as a call asks; None for as it comes.
 
     Products need not be told: on explicit axes their outputs lie as their inputs do, and parts of a
@@ -97,7 +102,7 @@ def placed(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.
     the compiler it tells the compiler.
 
     Example:
-        >>> placed(jax.numpy.ones(2), None).shape
+        >>> reshard(jax.numpy.ones(2), None).shape
         (2,)
     """
     if sharding is None:
@@ -109,7 +114,7 @@ def placed(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def stream(x: Any) -> Any:
+def shard_activations(x: Any) -> Any:
     """Returns a residual stream (batch, time, ...) that lies where its batch does.
 
     On a mesh of `jax.set_mesh` that is left to the compiler, that is over its axes fsdp, data and
@@ -119,12 +124,12 @@ def stream(x: Any) -> Any:
         x: array or ScaledArray.
 
     Example:
-        >>> stream(ScaledArray(jax.numpy.ones((4, 8, 2)))).shape
+        >>> shard_activations(ScaledArray(jax.numpy.ones((4, 8, 2)))).shape
         (4, 8, 2)
     """
     if isinstance(x, ScaledArray):
-        return x.map_data(stream)
-    return divided(x, BATCH_AXES, CONTEXT_AXES)
+        return x.map_data(shard_activations)
+    return constrain_sharding(x, BATCH_AXES, CONTEXT_AXES)
 
 
 def _left_to_the_compiler() -> Mapping[str, int]:

@@ -19,14 +19,14 @@ def varying(x: Any) -> frozenset[str]:
     return getattr(manual, "varying", frozenset())
 
 
-def vary_alike(args: Any) -> Any:
+def match_varying(args: Any) -> Any:
     """Inside shard_map, lets all arrays vary over the mesh axes that any of them varies over.
 
     A gradient varies as the arguments together do, and must have the type of its own; the
     transpose of varying is a sum over the devices, as for JAX's own operations.
 
     Example:
-        >>> vary_alike((1.0, 2.0))  # nothing varies outside of shard_map
+        >>> match_varying((1.0, 2.0))  # nothing varies outside of shard_map
         (1.0, 2.0)
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
@@ -68,7 +68,7 @@ class custom_vjp:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function on positional arguments."""
-        arrays = iter(vary_alike([a for i, a in enumerate(args) if i not in self._static]))
+        arrays = iter(match_varying([a for i, a in enumerate(args) if i not in self._static]))
         args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:
             return self._fun(*args)

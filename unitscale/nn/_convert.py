@@ -11,9 +11,7 @@ import jax
 from flax import nnx
 from jax import lax
 
-from ..quant import MatmulConfig
-from ..quant._einsum import einsum_problem
-from ..quant._strategies import is_stateful
+from ..quant import MatmulConfig, einsum_problem, is_stateful
 from ._conversion import Conversion, ConversionReport
 from ._conversion_rules import ConfigLike, as_config, assign, check_rules
 from ._hooks import (

@@ -8,7 +8,7 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
-from ..quant._einsum import einsum_contraction, einsum_problem
+from ..quant import einsum_contraction, einsum_problem
 from ..rules import Constraint
 from ._amax_state import amax_state, read_state
 from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, vector, weight, zeros

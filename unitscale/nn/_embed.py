@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops
-from ..core import ScaledArray, vary_alike
+from ..core import ScaledArray, match_varying
 from ._amax_state import amax_state, read_state
 from ._linear import LossOptions
 from ._param import (
@@ -242,6 +242,6 @@ class PositionalEmbed(nnx.Module):
                 )
             positions = jnp.arange(time)
         # Inside shard_map positions are those of this part of the batch, as the input is.
-        _, ids = vary_alike((x, jnp.broadcast_to(positions, (batch, time))))
+        _, ids = match_varying((x, jnp.broadcast_to(positions, (batch, time))))
         rows = ops.embed(ids, read(self.embedding)).astype(self.policy.compute_dtype)
         return ops.weighted_add(x, rows)

@@ -2,7 +2,7 @@
 
 from jax import export
 
-from ..core._export import from_json, to_json
+from ..core import from_json, to_json
 from ._attention import KVCache
 
 export.register_pytree_node_serialization(

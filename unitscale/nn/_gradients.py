@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..core import is_scaled, plain_loss, value_gradient, wide_data, with_data, without_value
+from ..core import drop_value, is_scaled, loss_value, value_gradient, wide_data, with_data
 from ..quant import QuantState
 from ._amax_state import AmaxState, amax_states, map_states
 
@@ -85,7 +85,7 @@ def value_and_grad(
         for variable, stored, wide in lent:
             variable.set_value(with_data(stored, wide))
         try:
-            return plain_loss(f(*args, **kwargs), has_aux)
+            return loss_value(f(*args, **kwargs), has_aux)
         finally:
             for variable, stored, _ in lent:
                 variable.set_value(stored)
@@ -159,7 +159,7 @@ def grad(
     if f is None:
         return partial(grad, argnums=argnums, has_aux=has_aux, advance=advance)
     differentiate = value_and_grad(f, argnums=argnums, has_aux=has_aux, advance=advance)
-    return without_value(differentiate, has_aux)
+    return drop_value(differentiate, has_aux)
 
 
 def _holds_scaled(path: Path, variable: Any) -> bool:

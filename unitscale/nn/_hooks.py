@@ -12,11 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ..core import ScaledArray, placed
-from ..quant import Contraction, MatmulConfig, product, quantize
-from ..quant._dot_general import contraction_of, multiply
-from ..quant._einsum import einsum_contraction, einsum_problem
-from ..quant._quantize import quantize_at
+from ..core import ScaledArray, reshard
+from ..quant import (
+    Contraction,
+    MatmulConfig,
+    contraction_of,
+    einsum_contraction,
+    einsum_problem,
+    multiply,
+    product,
+    quantize,
+    quantize_at,
+)
 from ._amax_state import amax_state, read_state
 
 
@@ -53,7 +60,7 @@ class Hook(nnx.Module):
                 lhs, rhs, spec, self.config, state, out_dtype=dtype, out_sharding=out_sharding
             )
         y = self._multiply_static(lhs, rhs, spec, lhs.dtype if dtype is None else dtype)
-        return placed(y, out_sharding)
+        return reshard(y, out_sharding)
 
     def _multiply_static(self, lhs, rhs, spec: Contraction, out_dtype: Any) -> jax.Array:
         if self.input_scale is None:

@@ -5,12 +5,13 @@ from typing import Literal, get_args
 from flax import nnx
 
 from .. import ops
-from ..core import ScaledArray, recomputed
+from ..core import ScaledArray
 from ..quant import Unit
 from ._dropout import Dropout
 from ._given import given
 from ._linear import Dense
 from ._policy import PolicyLike
+from ._recomputed import recomputed
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
 GATED = "_glu"

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..quant import TENSORS, QuantState
-from ..quant._amax import MAX_EXPONENT
+from ..quant import MAX_EXPONENT, TENSORS, QuantState
 from ._amax_state import amax_states
 
 

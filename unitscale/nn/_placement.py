@@ -20,4 +20,4 @@ def placed(y: ScaledArray, out_sharding: OutSharding) -> ScaledArray:
     """
     if out_sharding is None:
         return y
-    return y.map_data(lambda data: core.placed(data, out_sharding))
+    return y.map_data(lambda data: core.reshard(data, out_sharding))

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ScaledArray, cast, format_of, widened
+from ..core import ScaledArray, cast, format_of, upcast
 from ..ops import ArrayLike
 from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy, is_stateful
 from ..rules import ROLES
@@ -147,7 +147,7 @@ class Policy:
         if x.dtype == self.compute_dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         narrower = format_of(self.compute_dtype).exponent_bits < format_of(x.dtype).exponent_bits
-        return cast(x, self.compute_dtype) if narrower else widened(x, self.compute_dtype)
+        return cast(x, self.compute_dtype) if narrower else upcast(x, self.compute_dtype)
 
     def weight(self, parameter: ArrayLike, role: str) -> ArrayLike:
         """Returns a weight as its product takes it: quantized products read it as stored."""

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import ops
-from ..core import ScaledArray, narrow, vary_alike
+from ..core import ScaledArray, match_varying, narrow
 from ._recurrent import Carry, RNNCell
 
 
@@ -121,7 +121,7 @@ class RNN(nnx.Module):
             return new, y.data
 
         # Inside shard_map the first state is that of this part of the batch, as all others are.
-        _, carry = vary_alike((data, _placed(self.cell.as_carry(carry), data)))
+        _, carry = match_varying((data, _placed(self.cell.as_carry(carry), data)))
         carry, outputs = jax.lax.scan(step, carry, (data, jnp.arange(steps)), unroll=self.unroll)
         if reverse and keep_order:
             outputs = _flip(outputs, seq_lengths)

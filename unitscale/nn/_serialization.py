@@ -10,7 +10,8 @@ from typing import Any
 
 from flax import nnx, serialization
 
-from ..core import ScaledArray, SquareRoot
+from ..core import ScaledArray
+from ..optim import SquareRoot
 from ..quant import QuantState
 
 _PARTS = {

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core import format_of
-from ..quant import Block, Dynamic, Static, Unit
-from ..quant._amax import tensor_scale
-from ..quant._quantize import quantize_at
+from ..quant import Block, Dynamic, Static, Unit, quantize_at, tensor_scale
 from ._conversion_rules import assign
 from ._hooks import (
     Hook,

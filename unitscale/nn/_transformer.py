@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
-from ..core import ScaledArray, stream
+from ..core import ScaledArray, shard_activations
 from ._attention import KVCache, MultiHeadAttention
 from ._given import given
 from ._layer_scan import scan_layers, stack_layers, unstack_layers
@@ -175,7 +175,7 @@ class TransformerLayer(nnx.Module):
         dropout = given(deterministic=deterministic)
         factor = None if factors is None else factors.attention
         options = dropout | given(mask=mask, positions=positions, factor=factor)
-        x = stream(self.policy.activation(x))
+        x = shard_activations(self.policy.activation(x))
         x = self._branch(x, 0, lambda h: self.attention(h, **options), factors)
         return self._branch(x, 1, lambda h: self.mlp(h, **dropout), factors)
 
@@ -196,10 +196,10 @@ class TransformerLayer(nnx.Module):
         if factors is not None:
             tau = rules.ResidualFactors(factors.branch[index], factors.skip[index])
         if norm is None:
-            return stream(ops.residual(fn, x, tau))
+            return shard_activations(ops.residual(fn, x, tau))
         if self.norm_placement == "pre":
-            return stream(ops.residual(lambda h: fn(norm(h)), x, tau))
-        return stream(norm(ops.residual(fn, x, tau)))
+            return shard_activations(ops.residual(lambda h: fn(norm(h)), x, tau))
+        return shard_activations(norm(ops.residual(fn, x, tau)))
 
 
 class TransformerStack(nnx.Module):

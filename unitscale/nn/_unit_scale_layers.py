@@ -12,7 +12,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from .. import rules
-from ..quant._einsum import einsum_contraction, einsum_problem
+from ..quant import einsum_contraction, einsum_problem
 from ._attention import MultiHeadAttention
 from ._conv import Conv, ConvTranspose
 from ._dropout import Dropout

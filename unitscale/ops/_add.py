@@ -16,10 +16,10 @@ from ..core import (
     ScaledArray,
     common_scale,
     custom_vjp,
+    materialize,
     narrow,
     result_dtype,
     safe_scale,
-    stored,
     to_float,
     widen,
 )
@@ -38,7 +38,7 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype):
     left, right = terms
     y = narrow(left + right, out_dtype)
     # What is read again by every later layer and its gradient, as a residual stream is.
-    return stored(y) if y.dtype.itemsize == 2 else y
+    return materialize(y) if y.dtype.itemsize == 2 else y
 
 
 def _combine_fwd(operands, ratios, traced, weights, bwd, out_dtype):

@@ -10,14 +10,14 @@ from ..core import (
     ScaledArray,
     bounded_product,
     custom_vjp,
+    match_varying,
     result_dtype,
     scale,
     scale_bwd,
     to_float,
-    vary_alike,
+    upcast,
     wide_dtype,
     widen,
-    widened,
 )
 from ..rules import Constraint
 from ._attention_chunked import attend_in_chunks
@@ -123,7 +123,7 @@ def dot_product_attention(
     # whose factors fuse with what reads them; the cotangent of a fused kernel would be written.
     common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
     qd, kd, vd = (
-        widened(scale_bwd(x, factor / common), shared)
+        upcast(scale_bwd(x, factor / common), shared)
         for x, factor in zip((qd, kd, vd), factors.bwd, strict=True)
     )
     rate = 0.0 if deterministic else dropout_rate
@@ -186,7 +186,7 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 def _fused(q, k, v, mask, is_causal, logit_factor):
     """By cuDNN, whose graph JAX builds with float32 for all that is neither operand nor result."""
-    q, k, v = vary_alike((q, k, v))
+    q, k, v = match_varying((q, k, v))
     # Its rule for vmap needs operands and cotangent all mapped. What is never so is gone when
     # compiled.
     never = jnp.any(jnp.stack([x[0, 0, 0, 0] for x in (q, k, v)]) == 0) & False

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import custom_vjp, to_float, vary_alike, wide_dtype, widen
+from ..core import custom_vjp, match_varying, to_float, wide_dtype, widen
 from ._attention_path import target
 
 # Small ones stay in a CPU's cache; large ones are fewer kernels.
@@ -175,7 +175,7 @@ def _forward(plan: _Plan, q, k, v, parts, scales) -> tuple[jax.Array, tuple]:
         return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
     empty, column = (jnp.zeros_like(x, dtype=wide) for x in (q, q[..., :1]))
-    start, _ = vary_alike(((empty, jnp.full_like(column, -jnp.inf), column), q))
+    start, _ = match_varying(((empty, jnp.full_like(column, -jnp.inf), column), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
     share = 1 / jnp.where(total == 0, 1, total)
     y = (average * share).astype(v.dtype)
@@ -206,7 +206,7 @@ def _backward(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
         dv = _put(dv, _at(dv, j) + _product(weights.astype(v.dtype), cotangent, 2, 2), j)
         return (dq, dk, dv), None
 
-    start, _ = vary_alike((tuple(jnp.zeros_like(x, dtype=wide) for x in (q, k, v)), q))
+    start, _ = match_varying((tuple(jnp.zeros_like(x, dtype=wide) for x in (q, k, v)), q))
     grads, _ = lax.scan(add, start, plan.pairs())
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv, None, tuple(map(jnp.zeros_like, scales))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..core import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, dividing
+from ..core import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, dividing_axes
 
 LANES = 128
 """Of a TPU: lengths are multiples of this."""
@@ -66,9 +66,9 @@ def splash(
 def _spec(mesh: Any, batch: int, *heads: int) -> PartitionSpec:
     """Where a device's part of (batch, heads, time, d) lies: what the axes divide, whole else."""
     axes = {name: size for name, size in mesh.shape.items() if size > 1}
-    rows = dividing(BATCH_AXES, axes, batch)
+    rows = dividing_axes(BATCH_AXES, axes, batch)
     return PartitionSpec(
-        rows or None, dividing((*TENSOR_AXES, *CONTEXT_AXES), axes, *heads) or None
+        rows or None, dividing_axes((*TENSOR_AXES, *CONTEXT_AXES), axes, *heads) or None
     )
 
 

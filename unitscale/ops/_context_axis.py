@@ -2,16 +2,16 @@
 
 import jax
 
-from ..core import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, divided, ways
+from ..core import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, axes_size, constrain_sharding
 
 _HEADS = (*TENSOR_AXES, *CONTEXT_AXES)
 
 
 def whole_heads(*heads: int) -> bool | None:
     """Whether each device can have whole heads of these numbers; None if tokens are not divided."""
-    if ways(CONTEXT_AXES) == 1:
+    if axes_size(CONTEXT_AXES) == 1:
         return None
-    return all(n % ways(_HEADS) == 0 for n in heads)
+    return all(n % axes_size(_HEADS) == 0 for n in heads)
 
 
 def by_heads(x: jax.Array) -> jax.Array:
@@ -42,8 +42,8 @@ def by_tokens(x: jax.Array) -> jax.Array:
 
 
 def _heads(x: jax.Array) -> jax.Array:
-    return divided(x, BATCH_AXES, (), _HEADS)
+    return constrain_sharding(x, BATCH_AXES, (), _HEADS)
 
 
 def _tokens(x: jax.Array) -> jax.Array:
-    return divided(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
+    return constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)

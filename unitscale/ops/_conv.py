@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, batch_of, scale, scale_bwd
+from ..core import ScaledArray, global_batch_size, scale, scale_bwd
 from ..quant import MatmulConfig, QuantState, fake_quantize_operands
 from ..rules import Constraint, Factors
 from ._linear import add_bias
@@ -241,7 +241,7 @@ def _scaled(
     """Convolves data, and multiplies by the factors that a rule has for its shapes."""
     (data, x_scale), (w, w_scale) = operands
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
-    factors = rule(w.shape, batch_of(math.prod(out.shape[:-1]), data), 1)
+    factors = rule(w.shape, global_batch_size(math.prod(out.shape[:-1]), data), 1)
     if config is not None:
         axes = tuple(range(1, data.ndim)), tuple(range(data.ndim - 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, result_dtype, scale, widened
+from ..core import ScaledArray, result_dtype, scale, upcast
 from ._operands import ArrayLike, unpack
 
 
@@ -48,7 +48,7 @@ def dropout(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (dropout).
     """
     data, x_scale = unpack("dropout", "x", x)
-    data = widened(data, result_dtype(data))
+    data = upcast(data, result_dtype(data))
     factor = rules.dropout(rate).fwd
     if rate == 0:
         return ScaledArray(data, x_scale)

@@ -5,9 +5,8 @@ import math
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import ScaledArray, batch_of
-from ..quant import MatmulConfig, QuantState, contract
-from ..quant._einsum import einsum_contraction, einsum_problem
+from ..core import ScaledArray, global_batch_size
+from ..quant import MatmulConfig, QuantState, contract, einsum_contraction, einsum_problem
 from ..rules import Constraint
 from ._add import combine
 from ._operands import ArrayLike, output_dtype, shape_error, times_scales, unpack, unpack_uniform
@@ -84,7 +83,7 @@ def einsum(
     factors = rules.dense(
         max(math.prod(summed), 1),
         max(math.prod(given), 1),
-        batch_of(math.prod(batch), data),
+        global_batch_size(math.prod(batch), data),
         constraint=constraint,
     )
     y = contract(

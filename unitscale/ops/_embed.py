@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import rules
-from ..core import ScaledArray, batch_of, custom_vjp, narrow, result_dtype, widen
+from ..core import ScaledArray, custom_vjp, global_batch_size, narrow, result_dtype, widen
 from ._operands import ArrayLike, shape_error, unpack
 
 
@@ -169,7 +169,7 @@ def _look(op: str, ids: jax.Array, table: ArrayLike, vocab: int | None) -> _Look
     # A negative index would count from the end; one past the end gives NaN.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
     ids = jnp.where((ids < 0) | (ids >= vocab), rows, ids)
-    (factor,) = rules.embed(vocab, batch_of(ids.size, ids)).bwd
+    (factor,) = rules.embed(vocab, global_batch_size(ids.size, ids)).bwd
     if scale is not None and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
         scale = _rows(scale, ids, _Specs.of(scale, ids))  # one scale per row
     elif scale is not None and jnp.size(scale) > 1:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import narrow, widen
-from ..core._vjp import varying
+from ..core import narrow, varying, widen
 from ..quant import QuantState
 
 

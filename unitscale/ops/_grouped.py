@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..core import ScaledArray, widen
-from ..quant import MatmulConfig, QuantState, grouped
-from ..quant._grouped import group_of
+from ..quant import MatmulConfig, QuantState, group_of, grouped
 from ..rules import Constraint
 from ._add import combine
 from ._operands import ArrayLike, output_dtype, shape_error, times_scales, unpack_uniform

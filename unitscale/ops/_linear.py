@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import Scale, ScaledArray, batch_of, to_float
+from ..core import Scale, ScaledArray, global_batch_size, to_float
 from ..quant import Contraction, MatmulConfig, QuantState, contract
 from ..rules import Constraint
 from ._add import combine
@@ -233,7 +233,7 @@ def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledA
             kernel=w.shape,
         )
     batch = math.prod(x.shape[:-1])
-    factors = rule(*w.shape, batch_of(batch, x), constraint=constraint)
+    factors = rule(*w.shape, global_batch_size(batch, x), constraint=constraint)
     rows = _labels(x.ndim - 1)
     spec = Contraction(rows + "y", "yz", rows + "z")
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)

@@ -4,7 +4,7 @@ import math
 from string import ascii_lowercase
 
 from .. import rules
-from ..core import ScaledArray, batch_of
+from ..core import ScaledArray, global_batch_size
 from ..quant import Contraction, contract
 from ..rules import Constraint
 from ._add import combine
@@ -64,7 +64,7 @@ def lora(
             **shapes,
         )
     rows = ascii_lowercase[: data.ndim - 1]
-    batch = batch_of(math.prod(data.shape[:-1]), data)
+    batch = global_batch_size(math.prod(data.shape[:-1]), data)
     spec = Contraction(rows + "y", "yz", rows + "z")
     dtype = output_dtype(x, a, b)
     (n, rank), out = down.shape, up.shape[1]

@@ -12,13 +12,13 @@ from jax import lax
 from .. import rules
 from ..core import (
     TENSOR_AXES,
+    axes_size,
+    batch_size_override,
     custom_vjp,
     dithered,
-    named_batch,
     narrow,
+    num_batch_shards,
     scale_bwd,
-    shards,
-    ways,
     widen,
 )
 from ._operands import ArrayLike, scale_argument, shape_error, unpack
@@ -56,7 +56,7 @@ class Normalizer(NamedTuple):
 
 def has_divided_classes(z: jax.Array) -> bool:
     """Whether devices are known to divide the classes, of which parts would be sent around."""
-    return ways(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
+    return axes_size(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
 
 
 def normalizer(z: jax.Array) -> Normalizer:
@@ -182,14 +182,14 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
 
 def summed(reduction: Reduction) -> Reduction:
     """How losses are reduced first: a mean under `batch_size` is a sum over its own number."""
-    return "sum" if reduction == "mean" and named_batch() is not None else reduction
+    return "sum" if reduction == "mean" and batch_size_override() is not None else reduction
 
 
 def over_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
     """Divides the sum of `summed` by its number of terms; its backward then has N/count for 1."""
     if summed(reduction) == reduction:
         return loss
-    return scale_bwd(loss, float(named_batch() or 1)) / jnp.maximum(count, 1)
+    return scale_bwd(loss, float(batch_size_override() or 1)) / jnp.maximum(count, 1)
 
 
 @partial(custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -311,7 +311,7 @@ def softmax_cross_entropy(
     (factor,) = rules.softmax_cross_entropy(data.shape[-1], mult=mult).bwd
     # Of a part of the batch: the mean over parts divides by their number, which is kept out too.
     first = summed(reduction)
-    factor *= shards(data, labels) if first == "mean" else 1
+    factor *= num_batch_shards(data, labels) if first == "mean" else 1
     loss = _cross_entropy(data, labels, where, scale_argument(scale), float(mult), factor, first)
     return over_count(loss, reduction, labels.size if where is None else jnp.sum(where))
 
@@ -385,7 +385,7 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
         )
     scales = (scale_argument(p_scale), scale_argument(t_scale))
     count = max(math.prod(p.shape), 1)
-    items = named_batch()
-    kept = shards(p, t) if items is None else items / count
+    items = batch_size_override()
+    kept = num_batch_shards(p, t) if items is None else items / count
     factors = tuple(factor * kept for factor in rules.mse_loss().bwd)
     return _mean_square((p, t), scales, factors, count)

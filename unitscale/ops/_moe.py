@@ -15,11 +15,11 @@ from ..core import (
     ScaledArray,
     custom_vjp,
     narrow,
+    num_batch_shards,
     result_dtype,
     scale_bwd,
-    shards,
+    upcast,
     widen,
-    widened,
 )
 from ._expert_axis import Places, divided_as, rows_of
 from ._grouped import Groups
@@ -168,7 +168,7 @@ def route(
         gates = jax.nn.softmax(values)
     else:
         gates = jnp.exp(values - jax.nn.logsumexp(logits * mult, axis=-1, keepdims=True))
-    return Routing(logits, gates, experts, mult, renormalize, shards(logits))
+    return Routing(logits, gates, experts, mult, renormalize, num_batch_shards(logits))
 
 
 def _hits(experts: jax.Array, count: int) -> jax.Array:
@@ -307,7 +307,7 @@ def mixture(
         return places.total(y, y_scale, dtype)
 
     flat = rows_of(data)
-    flat = widened(flat, result_dtype(flat))
+    flat = upcast(flat, result_dtype(flat))
     y, y_scale = places.map(run, flat, scale, routing.gates, routing.experts, params)
     y = divided_as(y.reshape(*data.shape[:-1], y.shape[-1]), data)
     return ScaledArray(y, y_scale)

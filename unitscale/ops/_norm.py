@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, batch_of, to_float, widen
+from ..core import ScaledArray, global_batch_size, to_float, widen
 from ._normalized import Affine, Normalize, Standardize, normalized
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack, unpack_uniform
 
@@ -41,7 +41,9 @@ def _normalize(
                 **{name: p.shape},
             )
         affine[i], scales[i] = p, scale_argument(p_scale)
-    factors = rules.norm(features, features * batch_of(data.size // max(features, 1), data))
+    factors = rules.norm(
+        features, features * global_batch_size(data.size // max(features, 1), data)
+    )
     constants = scale_argument(scale), Affine(*scales), given
     dtype = jnp.dtype(output_dtype(x))
     return ScaledArray(normalized(how, factors, dtype, data, Affine(*affine), constants))

@@ -10,9 +10,9 @@ from ..core import (
     ScaledArray,
     bounded_product,
     narrow,
+    num_batch_shards,
     result_dtype,
     safe_scale,
-    shards,
     to_float,
     widen,
 )
@@ -85,8 +85,8 @@ def sharers(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
     Where both vary over the same devices, as far as JAX knows, it is the leading dimension that
     tells: what is broadcast over the batch is shared.
     """
-    parts = shards(x, other)
-    return parts if is_broadcast else parts // shards(x)
+    parts = num_batch_shards(x, other)
+    return parts if is_broadcast else parts // num_batch_shards(x)
 
 
 def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from .. import rules
 from ..core import (
     TENSOR_AXES,
-    batch_of,
+    axes_size,
     bounded_product,
     custom_vjp,
     format_of,
+    global_batch_size,
     narrow,
-    shards,
-    ways,
+    num_batch_shards,
     widen,
 )
 from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, watched
@@ -116,8 +116,8 @@ def _mantissa_bits(config: MatmulConfig | None) -> int | None:
 
 def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
     # Each device has all that its tokens are multiplied by, where tokens are divided.
-    columns = TENSOR_AXES if ways(TENSOR_AXES) > 1 else ()
-    places = {"y": (), "z": columns} if ways(how.axes) > 1 else None
+    columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
+    places = {"y": (), "z": columns} if axes_size(how.axes) > 1 else None
     return Multiplier(
         shared.kernel,
         how.spec,
@@ -200,7 +200,9 @@ def _devices(x: jax.Array) -> int:
     """Among how many devices the tokens of x are known to be divided."""
     sharding = jax.typeof(x).sharding
     names = jax.tree.leaves(tuple(sharding.spec[:1])) if x.ndim > 1 else []
-    return math.prod(sharding.mesh.shape[name] for name in names) * ways(token_axes(x.shape[:-1]))
+    return math.prod(sharding.mesh.shape[name] for name in names) * axes_size(
+        token_axes(x.shape[:-1])
+    )
 
 
 def _chunks(tokens: int, columns: int, chunk_size: int | None, devices: int) -> int:
@@ -318,7 +320,7 @@ def readout_cross_entropy(
     lead = labels.shape
     tokens = math.prod(lead)
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
-    readout = rules.readout(features, vocab, batch_of(tokens, data), constraint=constraint)
+    readout = rules.readout(features, vocab, global_batch_size(tokens, data), constraint=constraint)
     data, w = watched((data, w), state)
     scale = scale_argument(scale)
     per_token = None
@@ -342,7 +344,7 @@ def readout_cross_entropy(
         jnp.dtype(output_dtype(x, kernel) if config is None else output_dtype(x)),
         float(mult),
         # Of a part of the batch: the mean over parts divides by their number, which is kept out.
-        loss.bwd[0] * (shards(data, labels) if summed(reduction) == "mean" else 1),
+        loss.bwd[0] * (num_batch_shards(data, labels) if summed(reduction) == "mean" else 1),
         summed(reduction),
         vocab,
         _chunks(tokens, columns, chunk_size, _devices(data)),

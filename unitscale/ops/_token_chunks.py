@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import BATCH_AXES, CONTEXT_AXES, divided, ways
+from ..core import BATCH_AXES, CONTEXT_AXES, axes_size, constrain_sharding
 
 Body = Callable[[Any], tuple[Any, Any]]
 
@@ -36,7 +36,7 @@ def joined(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     parts, rest = _parts(lead), x.shape[len(lead) :]
     if parts > 1:
         x = jnp.swapaxes(x.reshape(lead[0], parts, lead[1] // parts, *rest), 0, 1)
-    return divided(x.reshape(math.prod(lead), *rest), token_axes(lead))
+    return constrain_sharding(x.reshape(math.prod(lead), *rest), token_axes(lead))
 
 
 def parted(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
@@ -54,7 +54,7 @@ def parted(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 def _parts(lead: tuple[int, ...]) -> int:
     """Into how many a mesh divides the sequences of (batch, time)."""
-    parts = ways(CONTEXT_AXES)
+    parts = axes_size(CONTEXT_AXES)
     return parts if len(lead) == 2 and lead[1] % parts == 0 else 1
 
 
@@ -78,14 +78,14 @@ def over_chunks(body: Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATC
         >>> print(total, squares)
         10.0 [ 0.  1.  4.  9. 16.]
     """
-    tokens, devices = jax.tree.leaves(rows)[0].shape[0], ways(axes)
+    tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
     if chunks == 1:
         return body(rows)
     if devices == 1 or tokens % devices:
         return _one_after_another(body, rows, chunks)
 
     def by_device(tree: Any) -> Any:
-        return jax.tree.map(lambda x: divided(x, axes), tree)
+        return jax.tree.map(lambda x: constrain_sharding(x, axes), tree)
 
     def each(rows: Any) -> Any:
         total, out = jax.vmap(body)(by_device(rows))

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from .. import rules
 from ..core import ScaledArray, is_scaled, result_dtype
-from ..rules import Constraint, Factors
-from ..rules._simulate import is_floating
+from ..rules import Constraint, Factors, is_floating
 from ._wide import wide_op
 
 

@@ -3,7 +3,7 @@
 from . import _export as _export
 from ._convert import convert_state as convert_state
 from ._decay import independent_weight_decay as independent_weight_decay
-from ._moments import Moment as Moment, SquareRoot as SquareRoot
+from ._moments import Moment as Moment
 from ._nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
 from ._roles import Moments as Moments
 from ._scaled import (
@@ -11,6 +11,7 @@ from ._scaled import (
     ScaledTransformation as ScaledTransformation,
     scaled as scaled,
 )
+from ._square_root import SquareRoot as SquareRoot
 from ._states import Role as Role
 from ._umup import umup as umup
 from ._umup_rates import UmupRate as UmupRate, UmupRates as UmupRates, umup_rates as umup_rates

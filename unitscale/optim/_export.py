@@ -2,9 +2,9 @@
 
 from jax import export
 
-from ..core import SquareRoot
 from ._nonfinite import SkipState
 from ._scaled import ScaledState
+from ._square_root import SquareRoot
 
 export.register_pytree_node_serialization(
     SquareRoot,

@@ -13,7 +13,6 @@ from ..core import (
     CastRounding,
     Format,
     ScaledArray,
-    SquareRoot,
     cast,
     decode_float8,
     format_of,
@@ -25,6 +24,7 @@ from ..core import (
 )
 from ._rounding import round_finite
 from ._sample import is_sampled, parts
+from ._square_root import SquareRoot
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -2,7 +2,7 @@
 
 from jax import export
 
-from ..core._export import from_json, to_json
+from ..core import from_json, to_json
 from ._auto_scale import AutoScale
 from ._train_step import ParallelState
 

@@ -5,6 +5,7 @@ static numbers.
 """
 
 from . import _export as _export
+from ._amax import MAX_EXPONENT as MAX_EXPONENT, tensor_scale as tensor_scale
 from ._check import (
     Fp8Report as Fp8Report,
     Fp8Warning as Fp8Warning,
@@ -13,15 +14,22 @@ from ._check import (
 )
 from ._config import MatmulConfig as MatmulConfig
 from ._contraction import Contraction as Contraction, product as product
-from ._dot_general import dot_general as dot_general, einsum as einsum
+from ._dot_general import (
+    contraction_of as contraction_of,
+    dot_general as dot_general,
+    einsum as einsum,
+    multiply as multiply,
+)
+from ._einsum import einsum_contraction as einsum_contraction, einsum_problem as einsum_problem
 from ._fake import fake_quantize_operands as fake_quantize_operands
-from ._grouped import grouped as grouped
+from ._grouped import group_of as group_of, grouped as grouped
 from ._multiplier import Multiplier as Multiplier
 from ._product import contract as contract
 from ._quantize import (
     dequantize as dequantize,
     fake_quantize as fake_quantize,
     quantize as quantize,
+    quantize_at as quantize_at,
 )
 from ._state import TENSORS as TENSORS, QuantState as QuantState
 from ._strategies import (

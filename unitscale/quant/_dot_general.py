@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import placed, result_dtype
+from ..core import reshard, result_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction
 from ._einsum import einsum_contraction, einsum_problem
@@ -54,7 +54,7 @@ def multiply(
     """
     out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
     y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
-    return placed(y, out_sharding)
+    return reshard(y, out_sharding)
 
 
 def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import export
 
-from ..core._export import from_json, to_json
+from ..core import from_json, to_json
 from ._state import QuantState
 from ._strategies import Delayed, Static
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import ScaledArray, custom_vjp, narrow, result_dtype, vary_alike, wide_dtype
+from ..core import ScaledArray, custom_vjp, match_varying, narrow, result_dtype, wide_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
 from ._product import COTANGENT, LHS, RHS, is_per_slice, quantize_tensor
@@ -104,7 +104,7 @@ def _multiply_rows(
         # What a block writes beyond its group's rows, the next blocks write over.
         return lax.dynamic_update_slice_in_dim(out, y, blocks.start[i], axis=0)
 
-    empty = vary_alike((jnp.zeros((total + size, columns), dtype), rows.data, blocks))[0]
+    empty = match_varying((jnp.zeros((total + size, columns), dtype), rows.data, blocks))[0]
     return lax.fori_loop(0, blocks.count, step, empty)[:total]
 
 
@@ -127,7 +127,7 @@ def _multiply_groups(
 
     wide = wide_dtype(dtype)
     empty = jnp.zeros((groups, lhs.shape[1], cotangent.shape[1]), wide)
-    empty = vary_alike((empty, left.data, right.data, blocks))[0]
+    empty = match_varying((empty, left.data, right.data, blocks))[0]
     return narrow(lax.fori_loop(0, blocks.count, step, empty), dtype)
 
 

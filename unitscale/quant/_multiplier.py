@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..core import ScaledArray, cast, divided, is_scaled, wide_dtype
+from ..core import ScaledArray, cast, constrain_sharding, is_scaled, wide_dtype
 from ._config import MatmulConfig
 from ._contraction import Contraction, product
 from ._product import LHS, RHS, axes_of, operand_gradients, quantize_tensor
@@ -125,7 +125,7 @@ class Multiplier:
 
 def _placed(x: Any, labels: str, places: Mapping[str, Sequence[str]]) -> Any:
     def place(data: jax.Array) -> jax.Array:
-        return divided(data, *(places.get(label) for label in labels))
+        return constrain_sharding(data, *(places.get(label) for label in labels))
 
     return x.map_data(place) if is_scaled(x) else place(x)
 

@@ -17,7 +17,7 @@ from ..core import (
     cast,
     custom_vjp,
     format_of,
-    stored,
+    materialize,
     to_float,
     widen,
 )
@@ -188,7 +188,7 @@ def rounded(x: ScaledArray) -> ScaledArray:
         >>> print(rounded(quantize(jnp.array([0.3, 9.3]), "e4m3fn")).data)
         [0.3125 9]
     """
-    return x.map_data(stored)
+    return x.map_data(materialize)
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:

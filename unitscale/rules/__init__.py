@@ -47,6 +47,7 @@ from ._residual import (
 )
 from ._simulate import (
     Simulation as Simulation,
+    is_floating as is_floating,
     simulate as simulate,
 )
 from ._softmax import softmax as softmax

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import format_of, static_pow2
-from ..core._lazy_scale import LazyScale, ratio
 from ._doubt import DOUBT, UNKNOWN, Doubt, most
 from ._dynamic import MASK, MASK_ROOM, room_of
 from ._interpreter import Interpreter
+from ._lazy_scale import LazyScale, ratio
 from ._settle import is_wide
 from ._values import (
     ONE,

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import ScaledArray, wide_dtype
-from ..core._lazy_scale import LazyScale
-from ..core._scale import broadcasts
+from ..core import ScaledArray, broadcasts, wide_dtype
+from ._lazy_scale import LazyScale
 from ._values import Value, is_complex
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core._lazy_scale import LazyScale
 from ._align import at_scale, held
 from ._doubt import DOUBT, UNKNOWN
+from ._lazy_scale import LazyScale
 from ._settle import measured, settle
 from ._values import (
     ONE,

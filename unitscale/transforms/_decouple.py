@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core._lazy_scale import LazyScale
 from ._doubt import DOUBT, MOST_DOUBT, Doubt
+from ._lazy_scale import LazyScale
 from ._settle import measured, ready
 from ._values import ONE, Value, widen
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..core._last_uses import last_uses
-from ..core._lazy_scale import Atom, LazyScale, largest
+from ..core import last_uses
 from ._decouple import Branches, decoupled, limits
 from ._doubt import UNKNOWN
+from ._lazy_scale import Atom, LazyScale, largest
 from ._plain import result_of_plain
 from ._registry import rule_of
 from ._report import Default, Exponent, Report

@@ -14,9 +14,9 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core import cast, format_of
-from ..core._lazy_scale import LazyScale
 from ._dynamic import Statistic, unit_of
 from ._interpreter import Interpreter
+from ._lazy_scale import LazyScale
 from ._registry import register
 from ._rules_casts import narrowed
 from ._settle import sized

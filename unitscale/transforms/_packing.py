@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from ..core._lazy_scale import Atom, LazyScale
 from ._doubt import Doubt
 from ._interpreter import Interpreter, Settings
+from ._lazy_scale import Atom, LazyScale
 from ._values import Value
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from ..core._lazy_scale import Atom
 from ._carry import Form, changing, crossing, enter
 from ._interpreter import Interpreter
+from ._lazy_scale import Atom
 from ._packing import Traced, pack, trace
 from ._registry import register
 from ._settle import is_wide, ready, settle

@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters import ad
 
-from ..core._lazy_scale import LazyScale
 from ._align import at_scale
 from ._interpreter import Interpreter, Settings
+from ._lazy_scale import LazyScale
 from ._packing import Packed, Spec, Traced, pack, trace, unpack
 from ._registry import register
 from ._values import ONE, Value, aval_of, is_float, narrow, numeric, scale_of, widen

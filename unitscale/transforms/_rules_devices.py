@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from ..core._lazy_scale import LazyScale
 from ._doubt import DOUBT, UNKNOWN
 from ._interpreter import Interpreter
+from ._lazy_scale import LazyScale
 from ._packing import pack, unpack
 from ._registry import register
 from ._settle import finish, ready, rounded, settle

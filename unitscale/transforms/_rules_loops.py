@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from ..core._compat import scan_counts
-from ..core._lazy_scale import LazyScale
+from ..core import scan_counts
 from ._carry import Form, crossing, enter, first_form, joined
 from ._interpreter import Interpreter
+from ._lazy_scale import LazyScale
 from ._registry import register
 from ._rules_carriers import part_of
 from ._settle import leaving

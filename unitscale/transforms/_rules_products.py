@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ..core._lazy_scale import LazyScale
 from ._align import is_neutral, split
 from ._doubt import DOUBT, MOST_DOUBT, Doubt
 from ._interpreter import Interpreter
+from ._lazy_scale import LazyScale
 from ._registry import register
 from ._rules_functions import function_of
 from ._settle import finish, is_uncertain, ready, rounded, shortened

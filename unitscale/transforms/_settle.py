@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..core._lazy_scale import LazyScale, clipped
 from ._doubt import DOUBT, UNKNOWN, Doubt
 from ._dynamic import unit_of
+from ._lazy_scale import LazyScale, clipped
 from ._values import (
     MOST_LOG2,
     ONE,

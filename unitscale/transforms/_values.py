@@ -17,9 +17,9 @@ from jax import lax
 from jax.core import Tracer
 
 from ..core import format_of, result_dtype, wide_dtype
-from ..core._lazy_scale import Atom, LazyScale, made_once
 from ._doubt import DOUBT, UNKNOWN, Doubt
 from ._dynamic import unit_of
+from ._lazy_scale import Atom, LazyScale, made_once
 
 ONE = LazyScale()
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.core._lazy_scale import LazyScale, clipped, largest, ratio
+from unitscale.transforms._lazy_scale import LazyScale, clipped, largest, ratio
 
 
 def scale(number: float) -> LazyScale:

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from unitscale.core import ScaledArray, SquareRoot
+from unitscale.core import ScaledArray
+from unitscale.optim import SquareRoot
 
 
 def test_the_value_is_the_square_with_the_sign_of_the_root() -> None:

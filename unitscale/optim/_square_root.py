@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._cast import widen
-from ._scaled_array import ScaledArray
+from ..core import ScaledArray, widen
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from unitscale import ops
-from unitscale.core import ScaledArray, batch_over, recomputed
+from unitscale.core import ScaledArray, batch_over
+from unitscale.nn._recomputed import recomputed
 
 X = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
 
