@@ -7,14 +7,14 @@ import pytest
 from tests.analysis.programs import AT_ONCE, fused, parameters, program
 from unitscale.analysis._arithmetic import operations
 from unitscale.analysis._projection import project
-from unitscale.quant._hlo import parse
+from unitscale.quant._hlo import parse_hlo
 
 N = 8 * 1024
 F = "f32[8,1024]"
 
 
 def count(text: str) -> float:
-    found = parse(text)
+    found = parse_hlo(text)
     return operations(found, found.computations[found.entry]["out"])
 
 
@@ -65,9 +65,9 @@ def test_many_operations_to_a_byte_are_what_bounds_a_kernel() -> None:
     """Random bits of eight rounds, 32 operations of integers each, are written as bytes."""
     rounds = "\n".join(f"  %p{n + 1} = u32[8,1024] add(%p{n}, %p{n})" for n in range(256))
     inner = f"{rounds}\n  ROOT %r = u8[8,1024] convert(%p256)"
-    (kernel,) = project(parse(fused(inner, "u8[8,1024]", a="u32[8,1024]")), AT_ONCE)[0]
+    (kernel,) = project(parse_hlo(fused(inner, "u8[8,1024]", a="u32[8,1024]")), AT_ONCE)[0]
     assert kernel.kind == "arithmetic-bound"
     assert kernel.seconds == pytest.approx((2 * 256 + 2) * N / AT_ONCE.vector)
     few = inner.replace("add(", "bitcast(").replace("%p1, %p1", "%p1")
-    (kernel,) = project(parse(fused(few, "u8[8,1024]", a="u32[8,1024]")), AT_ONCE)[0]
+    (kernel,) = project(parse_hlo(fused(few, "u8[8,1024]", a="u32[8,1024]")), AT_ONCE)[0]
     assert kernel.kind == "memory-bound"

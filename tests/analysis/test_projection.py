@@ -9,24 +9,24 @@ import pytest
 from tests.analysis.programs import AT_ONCE, fusion, loop, parameters, program
 from tests.quant import programs
 from unitscale.analysis._projection import project
-from unitscale.quant._hlo import parse
+from unitscale.quant._hlo import parse_hlo
 
 K = 4 * 1024
 
 
 def kernels(text: str):
-    return project(parse(text), AT_ONCE)[0]
+    return project(parse_hlo(text), AT_ONCE)[0]
 
 
 def test_a_loop_runs_as_often_as_is_known() -> None:
-    (found,), uncounted = project(parse(loop()), AT_ONCE)
+    (found,), uncounted = project(parse_hlo(loop()), AT_ONCE)
     assert (found.name, found.runs, found.bytes, uncounted) == ("y", 12, 12 * 2 * K, 0)
     assert found.seconds == pytest.approx(12 * 2 * K / AT_ONCE.bandwidth)
     assert found.place == "jit(f)/while/body/neg"
 
 
 def test_a_loop_of_unknown_length_counts_once_and_is_told() -> None:
-    (found,), uncounted = project(parse(loop("")), AT_ONCE)
+    (found,), uncounted = project(parse_hlo(loop("")), AT_ONCE)
     assert (found.runs, found.bytes, uncounted) == (1, 2 * K, 1)
 
 
@@ -106,7 +106,7 @@ def test_layers_share_a_place_and_what_has_no_name_keeps_its_own() -> None:
 
 def test_no_kernel_is_shorter_than_the_smallest() -> None:
     slow = dataclasses.replace(AT_ONCE, start=1e-3)
-    (found,), _ = project(parse(loop()), slow)
+    (found,), _ = project(parse_hlo(loop()), slow)
     assert (found.kind, found.seconds) == ("memory-bound", pytest.approx(12e-3))
 
 
@@ -115,7 +115,7 @@ def test_attention_has_a_speed_of_its_own() -> None:
     types = dict.fromkeys("qkv", "bf16[2,128,4,64]")
     line = "  ROOT %out = (bf16[2,128,4,64], u8[64]) custom-call(%q, %k, %v), "
     text = program(f'{parameters(**types)}\n{line}custom_call_target="__cudnn$fmhaSoftmax"')
-    (found,), _ = project(parse(text), dataclasses.replace(AT_ONCE, attention=1e9))
+    (found,), _ = project(parse_hlo(text), dataclasses.replace(AT_ONCE, attention=1e9))
     assert found.kind == "attention"
     assert found.seconds == pytest.approx(found.flops / 1e9)
     assert found.flops == 2 * 2 * 2 * 4 * 128 * 128 * 64

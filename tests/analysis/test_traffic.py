@@ -6,14 +6,14 @@ import pytest
 
 from tests.analysis.programs import fused, parameters, program
 from unitscale.analysis._traffic import moved, size
-from unitscale.quant._hlo import parse
+from unitscale.quant._hlo import parse_hlo
 
 F, N = "f32[8,1024]{1,0}", "s32[]"
 K = 4 * 1024  # bytes of a row of F
 
 
 def bytes_of(text: str, name: str = "out") -> float:
-    found = parse(text)
+    found = parse_hlo(text)
     return moved(found, found.computations[found.entry][name])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.programs import fused, parameters, program
 from unitscale.analysis._work import work_of
-from unitscale.quant._hlo import parse
+from unitscale.quant._hlo import parse_hlo
 
 GEMM = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}'
 PRECISION = '"precision_config":{"operand_precision":["%s","DEFAULT"]}'
@@ -17,7 +17,7 @@ CUDNN = (
 
 def work(line: str, *types: str):
     named = dict(zip("abcd", types, strict=False))
-    found = parse(program(f"{parameters(**named)}\n  ROOT %out = {line}"))
+    found = parse_hlo(program(f"{parameters(**named)}\n  ROOT %out = {line}"))
     return work_of(found, found.computations[found.entry]["out"])
 
 
@@ -74,7 +74,7 @@ def test_a_dot_alone_and_in_a_fusion() -> None:
         "bf16[8,16]",
         **dict(zip("ab", types("bf16"), strict=True)),
     )
-    found = parse(text)
+    found = parse_hlo(text)
     out = found.computations[found.entry]["out"]
     assert work_of(found, out) == ("16-bit products", "16", 8192.0, 0.0)
 
@@ -89,7 +89,7 @@ def test_a_product_of_a_library_that_reads_a_slice() -> None:
         b="bf16[32,16]",
         c="s32[]",
     )
-    found = parse(text)
+    found = parse_hlo(text)
     out = found.computations[found.entry]["out"]
     assert work_of(found, out) == ("16-bit products", "16", 8192.0, 0.0)
 
@@ -145,7 +145,7 @@ def test_a_collective(line: str) -> None:
 def test_a_collective_of_all_devices() -> None:
     line = "ROOT %out = f32[4096] all-gather(%a), replica_groups={}"
     first, rest = program(f"{parameters(a='f32[1024]')}\n  {line}").split("\n", 1)
-    found = parse(f"{first}, num_partitions=4\n{rest}")
+    found = parse_hlo(f"{first}, num_partitions=4\n{rest}")
     assert work_of(found, found.computations[found.entry]["out"]).wire == 3 * 4096
 
 

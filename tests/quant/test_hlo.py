@@ -3,11 +3,11 @@
 import pytest
 
 from tests.quant import programs
-from unitscale.quant._hlo import parse
+from unitscale.quant._hlo import parse_hlo
 
 
 def only(text: str, opcode: str):
-    program = parse(text)
+    program = parse_hlo(text)
     (found,) = [i for i in program.instructions if i.opcode == opcode]
     return program, found
 
@@ -27,7 +27,7 @@ def test_an_instruction_is_read() -> None:
 
 
 def test_scalars_constants_and_tuples() -> None:
-    program = parse(programs.LOOP)
+    program = parse_hlo(programs.LOOP)
     body = program.computations["body"]
     assert body["state"].dtype == "s32"
     assert body["state"].shape == ()
@@ -82,14 +82,14 @@ def test_the_stack_is_read_from_the_instruction() -> None:
 
 
 def test_text_that_is_no_program_is_empty() -> None:
-    assert parse("").instructions == []
-    assert parse("").entry == ""
-    assert parse("nothing\n  %a = f32[] parameter(0)\n").instructions == []
+    assert parse_hlo("").instructions == []
+    assert parse_hlo("").entry == ""
+    assert parse_hlo("nothing\n  %a = f32[] parameter(0)\n").instructions == []
 
 
 def test_a_fusion_that_runs_beside_others_is_one() -> None:
     """Newer XLA splits it in two, and lists operands, results and a context as the result."""
-    program = parse("""\
+    program = parse_hlo("""\
 %sliced (p: f32[8,4], i: s32[]) -> f32[1,4] {
   %p = f32[8,4]{1,0} parameter(0)
   %i = s32[] parameter(1)

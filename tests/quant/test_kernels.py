@@ -4,7 +4,7 @@ import pytest
 
 from tests.quant import programs
 from unitscale.quant import check_fp8
-from unitscale.quant._hlo import parse
+from unitscale.quant._hlo import parse_hlo
 from unitscale.quant._kernels import is_amax, is_cast
 
 E4, E5, BF16 = "f8e4m3fn", "f8e5m2", "bf16"
@@ -98,7 +98,7 @@ def test_the_source_is_the_users() -> None:
 
 
 def test_statistics_are_told_apart() -> None:
-    program = parse(programs.STATISTICS)
+    program = parse_hlo(programs.STATISTICS)
     assert [i.name for i in program.instructions if is_amax(program, i)] == ["first"]
     # A change of one FP8 format to another casts no wide data.
     assert [i.name for i in program.instructions if is_cast(program, i)] == ["cast"]

@@ -3,7 +3,7 @@
 They matter where there are many to a byte: random bits, chains of transcendental functions.
 """
 
-from ..quant._hlo import Instruction, Program
+from ..quant._hlo import HloInstruction, HloProgram
 from ._traffic import elements, needed, operands
 
 # What only moves or names data.
@@ -23,7 +23,7 @@ _INTEGER = 2
 _ROTATION = {"shift-left": 2 / 3, "shift-right-logical": 2 / 3, "or": 2 / 3}
 
 
-def operations(program: Program, instruction: Instruction) -> float:
+def operations(program: HloProgram, instruction: HloInstruction) -> float:
     """Returns the simple operations of an instruction when it runs once, products left out."""
     if instruction.opcode != "fusion":
         return _cost(program, instruction, elements(instruction))
@@ -33,7 +33,7 @@ def operations(program: Program, instruction: Instruction) -> float:
     return sum(_cost(program, i, counts[i.name]) for i in inner)
 
 
-def _cost(program: Program, i: Instruction, count: float) -> float:
+def _cost(program: HloProgram, i: HloInstruction, count: float) -> float:
     if i.opcode in _MOVES:
         return 0.0
     if i.opcode in ("reduce", "reduce-window", "scatter", "sort", "map"):
@@ -46,7 +46,7 @@ def _cost(program: Program, i: Instruction, count: float) -> float:
     return _FUNCTIONS.get(i.opcode, 1) * count
 
 
-def _of_one(program: Program, i: Instruction) -> float:
+def _of_one(program: HloProgram, i: HloInstruction) -> float:
     """Operations of the computation that an instruction applies; of an addition, 1."""
     inside = [o for name in i.calls for o in program.computations.get(name, {}).values()]
     return sum(_cost(program, o, 1.0) for o in inside) or 1.0

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from ..quant._hlo import Instruction, Program
+from ..quant._hlo import HloInstruction, HloProgram
 from ..quant._kernels import user_line
 from ._arithmetic import operations
 from ._device import Device
@@ -62,7 +62,7 @@ class Kernel:
         return scope + line if scope or line else re.sub(r"[.\d]+$", "", self.name)
 
 
-def project(program: Program, device: Device) -> tuple[tuple[Kernel, ...], int]:
+def project(program: HloProgram, device: Device) -> tuple[tuple[Kernel, ...], int]:
     """Returns the kernels of a program, and how many of its loops are of unknown length."""
     projection = _Projection(program, device)
     return tuple(projection.of(program.entry, 1)), projection.uncounted
@@ -71,7 +71,7 @@ def project(program: Program, device: Device) -> tuple[tuple[Kernel, ...], int]:
 class _Projection:
     """Walks a program's computations as they run."""
 
-    def __init__(self, program: Program, device: Device):
+    def __init__(self, program: HloProgram, device: Device):
         self.program, self.device, self.uncounted = program, device, 0
 
     def of(self, computation: str, runs: int) -> list[Kernel]:
@@ -92,7 +92,7 @@ class _Projection:
                 found.append(self.kernel(i, runs))
         return found
 
-    def kernel(self, i: Instruction, runs: int) -> Kernel:
+    def kernel(self, i: HloInstruction, runs: int) -> Kernel:
         work, size = work_of(self.program, i), moved(self.program, i)
         vector = operations(self.program, i) / self.device.vector
         device = self.device
@@ -116,7 +116,7 @@ class _Projection:
             stack=self.program.stack(told),
         )
 
-    def told(self, i: Instruction) -> Instruction:
+    def told(self, i: HloInstruction) -> HloInstruction:
         """What says where a kernel comes from: itself, or the last in it that does."""
         if i.opcode != "fusion" or i.quoted("op_name"):
             return i
@@ -125,6 +125,6 @@ class _Projection:
         return next(named, i)
 
 
-def _branches(i: Instruction) -> list[str]:
+def _branches(i: HloInstruction) -> list[str]:
     two = re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", i.attributes)
     return two or list(i.calls)

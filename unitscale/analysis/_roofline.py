@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..quant._hlo import parse
+from ..quant._hlo import parse_hlo
 from ._device import H200, Device
 from ._plot_roofline import plot_roofline
 from ._projection import Kernel, project
@@ -179,7 +179,7 @@ def roofline(compiled: "jax.stages.Compiled | str", device: Device = H200) -> Ro
             "unitscale.analysis.roofline: device must be a unitscale.analysis.Device, such as "
             f"unitscale.analysis.H200; got {device!r}"
         )
-    program = parse(text)
+    program = parse_hlo(text)
     if not program.computations.get(program.entry):
         raise ValueError(
             "unitscale.analysis.roofline: expected the text of an optimized HLO program, which has "

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 
-from ..quant._hlo import Instruction, Program
+from ..quant._hlo import HloInstruction, HloProgram
 from ..quant._kernels import bits
 
 # Instructions that take part of their first operand.
@@ -26,7 +26,7 @@ def size(*types: tuple[str, tuple[int, ...]]) -> float:
     return sum((1 if kind == "pred" else bits(kind) / 8) * math.prod(dims) for kind, dims in types)
 
 
-def moved(program: Program, instruction: Instruction) -> float:
+def moved(program: HloProgram, instruction: HloInstruction) -> float:
     """Bytes that an instruction reads and writes in memory, when it runs once."""
     if instruction.opcode == "custom-call":
         return _library_call(program, instruction)
@@ -45,24 +45,24 @@ def moved(program: Program, instruction: Instruction) -> float:
     return sum(map(_share, given, asked)) + _written(program, instruction)
 
 
-def operands(program: Program, i: Instruction) -> list[Instruction]:
+def operands(program: HloProgram, i: HloInstruction) -> list[HloInstruction]:
     """The instructions whose results another one takes."""
     body = program.computations[i.computation]
     return [body[name] for name in i.operands if name in body]
 
 
-def elements(i: Instruction) -> float:
+def elements(i: HloInstruction) -> float:
     """How many numbers its result has, or its results together."""
     return sum(math.prod(dims) for _, dims in i.types)
 
 
-def _share(i: Instruction, count: float) -> float:
+def _share(i: HloInstruction, count: float) -> float:
     """Bytes of some elements of an instruction's result."""
     whole = elements(i)
     return size(*i.types) * min(1.0, count / whole) if whole else 0.0
 
 
-def needed(program: Program, computation: str) -> dict[str, float]:
+def needed(program: HloProgram, computation: str) -> dict[str, float]:
     """How many elements a fusion needs of each of its instructions, from its result backwards."""
     counts: dict[str, float] = collections.defaultdict(float)
     counts[program.roots[computation]] = math.inf
@@ -74,7 +74,7 @@ def needed(program: Program, computation: str) -> dict[str, float]:
     return counts
 
 
-def _asked(program: Program, i: Instruction, count: float) -> list[float]:
+def _asked(program: HloProgram, i: HloInstruction, count: float) -> list[float]:
     """Elements of each operand that some elements of a result need."""
     whole = [elements(operand) for operand in operands(program, i)]
     if i.opcode in _SLICES:
@@ -90,7 +90,7 @@ def _asked(program: Program, i: Instruction, count: float) -> list[float]:
     return [share * n for n in whole]
 
 
-def _written(program: Program, i: Instruction) -> float:
+def _written(program: HloProgram, i: HloInstruction) -> float:
     """Bytes of a result, or of what it changes in place."""
     while i.opcode in _VIEWS:
         (i,) = operands(program, i)
@@ -103,7 +103,7 @@ def _written(program: Program, i: Instruction) -> float:
     return _results(i) if i.opcode == "custom-call" else size(*i.types)
 
 
-def _in_place(program: Program, update: Instruction) -> bool:
+def _in_place(program: HloProgram, update: HloInstruction) -> bool:
     """Whether an update changes an array that its kernel was given, rather than makes another.
 
     What may not be changed XLA has copied before.
@@ -117,16 +117,16 @@ def _in_place(program: Program, update: Instruction) -> bool:
     return i.opcode == "parameter"
 
 
-def _library_call(program: Program, call: Instruction) -> float:
+def _library_call(program: HloProgram, call: HloInstruction) -> float:
     given = itertools.chain.from_iterable(i.types for i in operands(program, call))
     return _results(call) + size(*given)
 
 
-def _results(call: Instruction) -> float:
+def _results(call: HloInstruction) -> float:
     """Bytes of a library's results, without the memory that it works in."""
     return size(*(kind for index, kind in enumerate(call.types) if _is_result(call, index)))
 
 
-def _is_result(call: Instruction, index: int) -> bool:
+def _is_result(call: HloInstruction, index: int) -> bool:
     kind, dims = call.types[index]
     return index == 0 or not (re.fullmatch("[su]8", kind) and len(dims) == 1)

@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 from ..parallel._wire import devices_of, group_size
-from ..quant._hlo import Instruction, Program
+from ..quant._hlo import HloInstruction, HloProgram
 from ..quant._kernels import bits, contracted
 
 ATTENTION, MEMORY, COLLECTIVES = "attention", "memory-bound", "collectives"
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     wire: float = 0.0
 
 
-def work_of(program: Program, i: Instruction) -> Work:
+def work_of(program: HloProgram, i: HloInstruction) -> Work:
     """Returns what an instruction does when it runs once."""
     if _COLLECTIVE.match(i.opcode):
         return Work(COLLECTIVES, wire=_wire(program, i))
@@ -62,7 +62,7 @@ def work_of(program: Program, i: Instruction) -> Work:
     return Work(PRODUCTS[width], width, sum(flops))
 
 
-def _library(program: Program, i: Instruction) -> Work:
+def _library(program: HloProgram, i: HloInstruction) -> Work:
     target = i.quoted("custom_call_target")
     if "fmha" in target:
         return Work(ATTENTION, "16", _attention_flops(program, i, "Backward" in target))
@@ -72,12 +72,12 @@ def _library(program: Program, i: Instruction) -> Work:
     return Work(LIBRARY)
 
 
-def _shapes(program: Program, i: Instruction) -> list[tuple[int, ...]]:
+def _shapes(program: HloProgram, i: HloInstruction) -> list[tuple[int, ...]]:
     body = program.computations[i.computation]
     return [body[name].shape for name in i.operands if name in body]
 
 
-def _format(program: Program, product: Instruction) -> str:
+def _format(program: HloProgram, product: HloInstruction) -> str:
     """The format that a product multiplies in: that of its wider operand."""
     body = program.computations[product.computation]
     wide = max(bits(body[name].dtype) for name in product.operands[:2])
@@ -87,7 +87,7 @@ def _format(program: Program, product: Instruction) -> str:
     return "32 exact" if exact else "32"
 
 
-def _product_flops(program: Program, i: Instruction) -> float:
+def _product_flops(program: HloProgram, i: HloInstruction) -> float:
     left, right, *_ = _shapes(program, i)
     if "dim_labels=" in i.attributes:
         return _convolution_flops(i, left, right)
@@ -99,7 +99,7 @@ def _product_flops(program: Program, i: Instruction) -> float:
     return 2.0 * math.prod(i.shape) * math.sqrt(square)
 
 
-def _convolution_flops(i: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+def _convolution_flops(i: HloInstruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
     """Each value of the output is a sum over a kernel's window and input features."""
     target = i.quoted("custom_call_target")
     output, kernel = i.shape, right
@@ -112,7 +112,7 @@ def _convolution_flops(i: Instruction, left: tuple[int, ...], right: tuple[int, 
     return 2.0 * math.prod(output) * math.prod(kernel) / max(features, 1)
 
 
-def _attention_flops(program: Program, i: Instruction, backward: bool) -> float:
+def _attention_flops(program: HloProgram, i: HloInstruction, backward: bool) -> float:
     """Two products over all pairs of a query and a key, half of them where it is causal."""
     q, k, *_ = _shapes(program, i)  # (batch, time, heads, d)
     weights = re.search(r'"intermediate_tensor_shape":\s*\{[^\]]*"(\d+)"\]', i.attributes)
@@ -121,7 +121,7 @@ def _attention_flops(program: Program, i: Instruction, backward: bool) -> float:
     return 4.0 * math.prod(q) * keys * causal * (_BACKWARD if backward else 1.0)
 
 
-def _wire(program: Program, i: Instruction) -> float:
+def _wire(program: HloProgram, i: HloInstruction) -> float:
     """Bytes that a device sends, by the algorithms that send least."""
     body = program.computations[i.computation]
     given = sum(

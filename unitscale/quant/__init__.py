@@ -23,6 +23,8 @@ from ._dot_general import (
 from ._einsum import einsum_contraction as einsum_contraction, einsum_problem as einsum_problem
 from ._fake import fake_quantize_operands as fake_quantize_operands
 from ._grouped import group_of as group_of, grouped as grouped
+from ._hlo import HloInstruction as HloInstruction, HloProgram as HloProgram, parse_hlo as parse_hlo
+from ._kernels import bits as bits, contracted as contracted, user_line as user_line
 from ._multiplier import Multiplier as Multiplier
 from ._product import contract as contract
 from ._quantize import (

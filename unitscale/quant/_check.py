@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ._hlo import parse
+from ._hlo import parse_hlo
 from ._kernels import Matmul, examine, is_amax, is_cast, is_fp8
 
 
@@ -155,7 +155,7 @@ def check_fp8(compiled: "jax.stages.Compiled | str") -> Fp8Report:
             "unitscale.quant.check_fp8: compiled must be what jax.jit(f).lower(...).compile() "
             f"returns, or its text; got {type(compiled).__name__}"
         )
-    program = parse(text)
+    program = parse_hlo(text)
     found = [examine(program, i, capability) for i in program.instructions]
     return Fp8Report(
         matmuls=tuple(m for m in found if m is not None),

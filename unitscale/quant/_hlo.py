@@ -20,7 +20,7 @@ CALLS = frozenset({"fusion", "call", "async-start"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line of a program.
 
     Attributes:
@@ -71,7 +71,7 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """The computations of a program, and who runs them.
 
     Attributes:
@@ -83,26 +83,26 @@ class Program:
         header: its first line, which says how many devices it is for.
     """
 
-    computations: dict[str, dict[str, Instruction]]
+    computations: dict[str, dict[str, HloInstruction]]
     roots: dict[str, str]
-    callers: dict[str, Instruction]
+    callers: dict[str, HloInstruction]
     frames: dict[str, tuple[str, ...]]
     entry: str = ""
     header: str = ""
 
     @property
-    def instructions(self) -> list[Instruction]:
+    def instructions(self) -> list[HloInstruction]:
         """All instructions of all computations."""
         return [i for body in self.computations.values() for i in body.values()]
 
-    def operand(self, instruction: Instruction, index: int) -> Instruction | None:
+    def operand(self, instruction: HloInstruction, index: int) -> HloInstruction | None:
         """Returns what computes an operand, through fusions: never a fusion or its parameter."""
         if index >= len(instruction.operands):
             return None
         body = self.computations[instruction.computation]
         return self._through(body.get(instruction.operands[index]))
 
-    def _through(self, found: Instruction | None) -> Instruction | None:
+    def _through(self, found: HloInstruction | None) -> HloInstruction | None:
         while found is not None:
             caller = self.callers.get(found.computation)
             if found.opcode == "parameter" and caller is not None and caller.opcode in CALLS:
@@ -127,14 +127,14 @@ class Program:
                 return found
         return None
 
-    def _root(self, instruction: Instruction | None) -> Instruction | None:
+    def _root(self, instruction: HloInstruction | None) -> HloInstruction | None:
         """The result of the computation that a fusion or call runs."""
         if instruction is None or instruction.opcode not in CALLS or not instruction.calls:
             return None
         called = instruction.calls[0]
         return self.computations[called][self.roots[called]] if called in self.roots else None
 
-    def trips(self, instruction: Instruction) -> int:
+    def trips(self, instruction: HloInstruction) -> int:
         """Returns how often an instruction runs, counting the loops around it."""
         total, seen = 1, set()
         name = instruction.computation
@@ -144,7 +144,7 @@ class Program:
             name = self.callers[name].computation
         return total
 
-    def stack(self, instruction: Instruction) -> tuple[str, ...]:
+    def stack(self, instruction: HloInstruction) -> tuple[str, ...]:
         """Returns "file:line" of the source an instruction came from, innermost frame first."""
         frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         if frame:
@@ -172,7 +172,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _instruction(name: str, computation: str, rest: str) -> Instruction | None:
+def _instruction(name: str, computation: str, rest: str) -> HloInstruction | None:
     opcode = _OPCODE.search(rest)
     if opcode is None:
         return None
@@ -184,7 +184,7 @@ def _instruction(name: str, computation: str, rest: str) -> Instruction | None:
     if kind == "fusion-start":  # one that runs beside others: operands, results, a context
         kind, types = "fusion", types[len(operands) : -1]
     dtype, shape = types[0] if types else ("", ())
-    return Instruction(
+    return HloInstruction(
         name=name,
         computation=computation,
         opcode=kind,
@@ -227,9 +227,9 @@ def _frames(text: str) -> dict[str, tuple[str, ...]]:
     return frames
 
 
-def parse(text: str) -> Program:
+def parse_hlo(text: str) -> HloProgram:
     """Reads the text of an optimized program."""
-    computations: dict[str, dict[str, Instruction]] = {}
+    computations: dict[str, dict[str, HloInstruction]] = {}
     roots: dict[str, str] = {}
     current = entry = ""
     lines = text.splitlines()
@@ -250,4 +250,4 @@ def parse(text: str) -> Program:
         for instruction in body.values()
         for called in instruction.calls
     }
-    return Program(computations, roots, callers, _frames(text), entry, lines[0] if lines else "")
+    return HloProgram(computations, roots, callers, _frames(text), entry, lines[0] if lines else "")

@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from ._hlo import CALLS, Instruction, Program
+from ._hlo import CALLS, HloInstruction, HloProgram
 
 FP8_SINCE = 8.9
 """The compute capability from which on NVIDIA GPUs have FP8 kernels."""
@@ -105,7 +105,7 @@ def is_fp8(dtype: str) -> bool:
     return dtype.startswith("f8e") and dtype != "f8e8m0fnu"
 
 
-def _scale_of(program: Program, multiply: Instruction) -> tuple[int, tuple[int, ...]] | None:
+def _scale_of(program: HloProgram, multiply: HloInstruction) -> tuple[int, tuple[int, ...]] | None:
     """Which operand of a multiplication is a broadcast scale, and the shape of that scale."""
     for index in (1, 0):
         node = program.operand(multiply, index)
@@ -120,7 +120,7 @@ def _scale_of(program: Program, multiply: Instruction) -> tuple[int, tuple[int, 
     return None
 
 
-def _trace(program: Program, product: Instruction, index: int) -> _Operand:
+def _trace(program: HloProgram, product: HloInstruction, index: int) -> _Operand:
     """Follows an operand back to FP8 data."""
     body = program.computations[product.computation]
     direct = body[product.operands[index]]
@@ -179,7 +179,7 @@ def _reason(lhs: _Operand, rhs: _Operand, how: str) -> str:
     )
 
 
-def user_line(program: Program, instruction: Instruction) -> str:
+def user_line(program: HloProgram, instruction: HloInstruction) -> str:
     """The user's line: the innermost one that is neither unitscale's nor a dependency's."""
     stack = program.stack(instruction)
     package = str(Path(__file__).parents[1])
@@ -187,7 +187,7 @@ def user_line(program: Program, instruction: Instruction) -> str:
     return (own or list(stack[-1:]) or [""])[0]
 
 
-def contracted(instruction: Instruction) -> tuple[int, ...]:
+def contracted(instruction: HloInstruction) -> tuple[int, ...]:
     """The dimensions of the left operand that a product sums over."""
     found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
     if found:
@@ -196,7 +196,12 @@ def contracted(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _matmul(
-    program: Program, at: Instruction, kernel: str, fp8: bool, how: str, product: Instruction
+    program: HloProgram,
+    at: HloInstruction,
+    kernel: str,
+    fp8: bool,
+    how: str,
+    product: HloInstruction,
 ) -> Matmul:
     """One row: `product` has the operands, `at` the result."""
     lhs, rhs = (_trace(program, product, index) for index in (0, 1))
@@ -217,9 +222,9 @@ def _matmul(
     )
 
 
-def _vector_product(program: Program, instruction: Instruction) -> Instruction | None:
+def _vector_product(program: HloProgram, instruction: HloInstruction) -> HloInstruction | None:
     """The multiplication in a reduction that XLA made of a product with a vector."""
-    node: Instruction | None = instruction
+    node: HloInstruction | None = instruction
     if instruction.opcode != "reduce" or not instruction.quoted("op_name").endswith("dot_general"):
         return None
     node = program.operand(instruction, 0)
@@ -230,7 +235,7 @@ def _vector_product(program: Program, instruction: Instruction) -> Instruction |
     return node if node.quoted("op_name").endswith("dot_general") else None
 
 
-def examine(program: Program, at: Instruction, capability: float) -> Matmul | None:
+def examine(program: HloProgram, at: HloInstruction, capability: float) -> Matmul | None:
     target = at.quoted("custom_call_target")
     if at.opcode == "custom-call" and _CUBLAS.match(target):
         fp8 = target.endswith(("$f8", "$mx"))
@@ -260,7 +265,7 @@ def examine(program: Program, at: Instruction, capability: float) -> Matmul | No
     return None
 
 
-def is_amax(program: Program, instruction: Instruction) -> bool:
+def is_amax(program: HloProgram, instruction: HloInstruction) -> bool:
     """Whether a reduction takes the maximum of magnitudes (the second of two steps does not)."""
     if instruction.opcode != "reduce" or not instruction.calls:
         return False
@@ -273,7 +278,7 @@ def is_amax(program: Program, instruction: Instruction) -> bool:
     return node is not None and node.opcode == "abs"
 
 
-def is_cast(program: Program, instruction: Instruction) -> bool:
+def is_cast(program: HloProgram, instruction: HloInstruction) -> bool:
     if instruction.opcode != "convert" or not is_fp8(instruction.dtype):
         return False
     before = program.operand(instruction, 0)
