@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from unitscale.core._last_uses import last_uses
+from unitscale.core import last_uses
 
 
 def test_every_variable_but_results_is_forgotten_once() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unitscale.core import cast, dithered, format_of
-from unitscale.core._noise import rounding_noise
+from unitscale.core._cast import rounding_noise
 
 SIZE = 2**18
 KEY = jax.random.key(3)

@@ -14,7 +14,6 @@ import numpy as np
 
 from ._cast import widen
 from ._formats import wide_dtype
-from ._pow2 import static_pow2, static_pow2_sqrt
 from ._scale import (
     Scale,
     bounded_power,
@@ -22,6 +21,8 @@ from ._scale import (
     bounded_quotient,
     common_scale,
     safe_scale,
+    static_pow2,
+    static_pow2_sqrt,
     to_float,
 )
 
@@ -37,23 +38,12 @@ def _promoted(data: jax.Array) -> Any:
 
 
 def result_dtype(*data: jax.Array) -> np.dtype:
-    """Returns the data type of a result, as JAX promotes; 8-bit floats count as bfloat16.
-
-    Example:
-        >>> result_dtype(jnp.ones(2, jnp.float8_e5m2), jnp.asarray(2.0)).name
-        'bfloat16'
-    """
+    """Returns the data type of a result, as JAX promotes; 8-bit floats count as bfloat16."""
     return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
 def summable(value: jax.Array) -> jax.Array:
-    """Returns a value in a type that JAX reduces in float32, as it does not 8-bit ones.
-
-    Example:
-        >>> x = jnp.ones(999, jnp.float8_e4m3fn)
-        >>> print(x.std(), summable(x).std())
-        nan 0
-    """
+    """Returns a value in a type that JAX reduces in float32, which 8-bit types are not."""
     value = jnp.asarray(value)
     return value.astype(result_dtype(value))
 
@@ -62,7 +52,7 @@ def scalar_pair(x: float, beside: Scale = None) -> Pair:
     """Splits a Python number exactly into data of magnitude near 1 and a power-of-two scale.
 
     Data is weakly typed, so that a number does not widen the array that it meets. Zero, infinity
-    and NaN are themselves at any scale, and take the one that they stand ``beside``.
+    and NaN take the scale ``beside`` them.
     """
     if x == 0 or not np.isfinite(x):
         return jnp.asarray(float(x)), beside
@@ -72,12 +62,12 @@ def scalar_pair(x: float, beside: Scale = None) -> Pair:
 
 
 def operand(x: Any, beside: Scale = None) -> Pair | None:
-    """Returns an operand as a pair, or None where it is not a real array or number.
+    """Returns an operand as a pair, or None if it is not a real array or number.
 
     Args:
-        x: ScaledArray, real array (its scale is None), what stands for either as `nnx.Param` does,
-            or Python number, weakly typed as in JAX.
-        beside: the scale that the numbers take which every scale can hold; see `scalar_pair`.
+        x: ScaledArray, real array, an object with ``__jax_array__`` such as `nnx.Param`, or a
+            Python number (weakly typed).
+        beside: the scale for zero, infinity and NaN; see `scalar_pair`.
     """
     if hasattr(x, "map_data"):
         return x.pair
@@ -126,7 +116,7 @@ def subtract(left: Pair, right: Pair) -> Pair:
 
 
 def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
-    """An operation on data at one scale, in the wide type: integers become floats before it."""
+    """Applies an operation to data at one scale, in the wide type."""
     scale = left[1] if left[1] is right[1] else common_scale(left[1], right[1])
     dtype = result_dtype(left[0], right[0])
     x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
@@ -151,7 +141,7 @@ def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
 
 
 def divide(left: Pair, right: Pair) -> Pair:
-    """Returns left / right; a divisor whose scale is zero is divided by as the zeros it is."""
+    """Returns left / right; a divisor with scale zero divides by its zeros."""
     dtype = result_dtype(left[0], right[0])
     scale, rest = bounded_quotient(left[1], right[1])
     return (_times(left[0], rest) / widen(right[0])).astype(dtype), scale

@@ -6,6 +6,7 @@ becomes infinite from 61440. Every quantization in the library goes through `cas
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -14,11 +15,147 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._float8 import encode_float8, is_float8
+from ._compat import custom_vjp
 from ._formats import Format, format_of, wide_dtype
-from ._noise import carried, rounding_noise
-from ._pow2 import exponent_of, pow2
-from ._vjp import custom_vjp
+from ._scale import exponent_of, pow2
+
+_NAMES = ("float8_e4m3fn", "float8_e5m2")
+_INFINITY = np.uint32(0x7F800000)  # of float32
+_NAN, _INFINITE = np.uint32(0x7F), np.uint32(0x7C)  # of both formats, and of e5m2
+
+
+def is_float8(dtype: Any) -> bool:
+    """Whether `encode_float8` and `decode_float8` know a format."""
+    return dtype is not None and jnp.dtype(dtype).name in _NAMES
+
+
+def encode_float8(
+    x: jax.Array, fmt: Format, elsewhere: Callable[[jax.Array], jax.Array], *, infinity: bool
+) -> jax.Array:
+    """Rounds to the nearest FP8 number (ties to even) and saturates; NaN stays NaN.
+
+    XLA's CPU backend converts to FP8 element by element, several times slower than everything
+    around it. On a CPU this works on the bits of float32 instead, which is vectorized, with the
+    same result.
+
+    Args:
+        x: floating array, float32 or narrower.
+        fmt: a format for which `is_float8` is true.
+        elsewhere: the conversion on other platforms.
+        infinity: whether infinity stays infinity, if the format has it; otherwise it becomes NaN.
+    """
+
+    def on_cpu(x: jax.Array) -> jax.Array:
+        return _encode(x.astype(jnp.float32), fmt, infinity and fmt.has_inf)
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
+
+
+def decode_float8(data: jax.Array) -> jax.Array:
+    """Returns FP8 numbers in float32; infinity may be NaN."""
+    return lax.platform_dependent(data, cpu=_decode, default=lambda data: data.astype(jnp.float32))
+
+
+def _encode(x: jax.Array, fmt: Format, infinity: bool) -> jax.Array:
+    dropped, bias = 23 - fmt.mantissa_bits, 1 - fmt.min_exponent
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign, magnitude = (bits >> 24) & jnp.uint32(0x80), bits & jnp.uint32(0x7FFFFFFF)
+    is_finite = magnitude < _INFINITY
+    beyond = jnp.where(magnitude == _INFINITY, _INFINITE, _NAN) if infinity else _NAN
+    magnitude = jnp.minimum(magnitude, np.float32(fmt.max).view(np.uint32))
+    odd = (magnitude >> dropped) & 1
+    rounded = (magnitude + jnp.uint32((1 << (dropped - 1)) - 1) + odd) >> dropped
+    normal = rounded - jnp.uint32((127 - bias) << fmt.mantissa_bits)
+    # Added to a number whose last bit is worth one subnormal step, a subnormal is its own code.
+    offset = jnp.float32(fmt.smallest_subnormal * 2.0**23)
+    subnormal = lax.bitcast_convert_type(jnp.abs(x) + offset, jnp.uint32) & jnp.uint32(0xFF)
+    is_subnormal = magnitude < jnp.uint32((fmt.min_exponent + 127) << 23)
+    code = sign | jnp.where(is_finite, jnp.where(is_subnormal, subnormal, normal), beyond)
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.dtype(fmt.name))
+
+
+def _decode(data: jax.Array) -> jax.Array:
+    fmt = format_of(data.dtype)
+    bias = 1 - fmt.min_exponent
+    code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint32)
+    magnitude = code & jnp.uint32(0x7F)
+    exponent = jnp.uint32((127 - bias) << 23)
+    normal = lax.bitcast_convert_type(
+        (magnitude << (23 - fmt.mantissa_bits)) + exponent, jnp.float32
+    )
+    subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * fmt.smallest_subnormal
+    x = jnp.where(magnitude < jnp.uint32(1 << fmt.mantissa_bits), subnormal, normal)
+    largest = np.asarray(fmt.max, data.dtype).view(np.uint8)
+    x = jnp.where(magnitude > jnp.uint32(largest), jnp.nan, x)
+    return jnp.where(code >= jnp.uint32(0x80), -x, x)
+
+
+# An odd number: 2^32 over the golden ratio. Places side by side then differ in many bits.
+_SPREAD = 0x9E3779B9
+
+
+def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns 32 random bits for each entry: a hash of its index and of two words of the key.
+
+    The bits of `jax.random` cost about a hundred integer operations each, which on a GPU takes
+    longer than the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second
+    word mixed in between its two rounds. It is good enough for rounding, not for sampling.
+
+    References:
+        Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com/blog/2018/07/31
+        (lowbias32).
+    """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) * _SPREAD % 2**32)
+        place += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return _hash(place + first, second)
+
+
+def carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
+    """Adds noise below the kept bits of float32 numbers, and clears the ``dropped`` last bits."""
+    return ((bits + (noise >> (32 - dropped))) >> dropped) << dropped
+
+
+def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
+    """Rounds to a number of mantissa bits, up or down such that the mean is kept, without a key.
+
+    Use it where rounding to nearest would bias sums over many numbers. The noise is a multiple of
+    the number's own bits. A later cast to a format with that many mantissa bits changes nothing,
+    except for results that are subnormal in that format: those round to nearest.
+
+    Args:
+        x: floating array.
+        mantissa_bits: explicit mantissa bits to keep.
+
+    Returns:
+        float32 array. Zero, subnormal numbers of float32, magnitudes from 2^127, infinity and NaN
+        are unchanged.
+
+    Example:
+        >>> print(dithered(jnp.array([1.3, 1.31, 1.32, 1.33]), 2))
+        [1.25 1.5  1.25 1.25]
+        >>> print(dithered(jnp.linspace(14.4, 14.6, 1000), 2).mean().round(1))
+        14.5
+    """
+    return _dithered(x.astype(jnp.float32), mantissa_bits)
+
+
+@partial(jax.jit, static_argnums=1)  # by its name analysis knows it for a rounding
+def _dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = carried(bits, bits * jnp.uint32(_SPREAD), 23 - mantissa_bits)
+    exponent = bits >> 23 & 0xFF
+    is_normal = (exponent > 0) & (exponent < 0xFE)
+    return jnp.where(is_normal, lax.bitcast_convert_type(rounded, jnp.float32), x)
+
+
+def _hash(x: jax.Array, second: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D) ^ second
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
 
 CastRounding = Literal["nearest", "stochastic"]
 """How `cast` rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
@@ -42,10 +179,10 @@ def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
-    """Clamps what is finite; infinity stays infinity, or is NaN in a format that has none.
+    """Clamps finite values; infinity stays infinity, or becomes NaN in a format without it.
 
-    The select fuses with the clamp. It stands before it where it can (for e4m3fn), so that a
-    quantization ends in clamp and convert.
+    Where possible the select comes before the clamp, so that a quantization ends in clamp and
+    convert.
     """
     if fmt.has_inf:
         clamped = _clamp(x, fmt)
@@ -102,10 +239,7 @@ def _round_steps(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Arra
 
 
 def _round_at_random(x: jax.Array, fmt: Format, noise: jax.Array) -> jax.Array:
-    """As `_round_steps`, of float32, in less than half the operations.
-
-    Where numbers are normal in ``fmt`` the bits that are dropped carry into those that are kept.
-    """
+    """As `_round_steps` for float32 with noise, in less than half the operations."""
     sign, magnitude = _bits(x)
     normal = carried(magnitude, noise, 23 - fmt.mantissa_bits)
     steps = jnp.abs(x) * (1 / fmt.smallest_subnormal)
@@ -137,10 +271,10 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
 
 
 def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array:
-    """Rounds to powers of two, on integers: float32 holds 2**-127 as a subnormal number only.
+    """Rounds to powers of two on integers: float32 holds 2**-127 only as a subnormal number.
 
     Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if they saturate, else
-    NaN; infinities are NaN.
+    NaN; infinity is NaN.
     """
     sign, magnitude = _bits(x.astype(jnp.float32))
     half = jnp.uint32(1 << 22)
@@ -227,23 +361,20 @@ def cast(
     """Casts to a floating-point format, saturating at its largest finite value.
 
     Scaling:
-        The scale of a ScaledArray is kept; only its data is cast. Backward is the straight-through
-        identity: the cotangent, in the new format by JAX's own rule, is cast to that of ``x``,
-        also where the forward saturated. A result in e8m0, which has no sign and no zero, is a
-        constant.
+        The scale of a ScaledArray is kept; only its data is cast. The gradient is straight-through:
+        the cotangent is cast to the dtype of ``x``, also where the forward saturated. A result in
+        e8m0, which has no sign and no zero, is a constant.
 
     Args:
         x: floating array or ScaledArray, any shape.
-        dtype: a float dtype, a name that `format_of` knows, or a simulated ``"E<e>M<m>"``. The
-            values of simulated and FP6 formats stay in the dtype of ``x``.
+        dtype: a float dtype, a name that `format_of` knows, or a simulated ``"E<e>M<m>"``. Values
+            of simulated and FP6 formats stay in the dtype of ``x``.
         rounding: "nearest" (ties to even) or "stochastic" (up with probability equal to the
-            fraction, so that the expected value is ``x``; from float32, 23 random bits).
+            fraction, so that the expected value is ``x``; 23 random bits).
         key: `jax.random` key, needed for stochastic rounding.
-        saturate: clamp finite values to the largest one of the format. Infinity and NaN are not
-            hidden: infinity stays, or becomes NaN in a format without it (e4m3fn, e8m0); only
-            float4_e2m1fn has neither, and shows its largest value. e8m0 clamps to its smallest
-            value as well. If False, overflow does what the format does: infinity, NaN where there
-            is none, the largest value where there is neither.
+        saturate: clamp finite values to the largest one of the format. Infinity stays infinity, or
+            becomes NaN in a format without it (e4m3fn, e8m0); float4_e2m1fn, which has neither,
+            gives its largest value. If False, overflow does what the format does.
 
     Returns:
         The same type and shape as ``x`` in the new format.
@@ -283,12 +414,7 @@ def cast(
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns ``x`` rounded to a dtype; finite values saturate in 8-bit types and narrower.
-
-    Example:
-        >>> print(narrow(jnp.float32(1e6), jnp.float16), narrow(jnp.float32(1e6), "float8_e4m3fn"))
-        inf 448
-    """
+    """Rounds to a dtype; finite values saturate in 8-bit types and narrower."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -296,36 +422,18 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def upcast(x: Any, dtype: Any) -> Any:
-    """Returns an array or ScaledArray in a dtype that holds its values.
-
-    JAX rounds the cotangent to the dtype of ``x``; to 8 bits it saturates, as in `cast`.
-
-    Example:
-        >>> x = jnp.ones((), jnp.float8_e4m3fn)
-        >>> print(jax.grad(lambda x: 1e3 * upcast(x, jnp.float32))(x))
-        448
-    """
+    """Returns an array or ScaledArray in a wider dtype; the cotangent saturates in 8 bits."""
     return cast(x, dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Returns an array that XLA rounds to its dtype and keeps in it.
+    """Forces XLA to round an array to its dtype and to keep it in that dtype.
 
-    Otherwise XLA drops a conversion to a narrow format and back, and the rounding with it: what is
-    read again is kept wide, at twice the bytes or four times.
-
-    Example:
-        >>> print(materialize(jnp.bfloat16(0.3)))
-        0.300781
+    Otherwise XLA removes a conversion to a narrow format and back, and stores the wide array.
     """
     return lax.optimization_barrier(x)
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Returns ``x`` in the dtype that its values are computed in (float32, or float64).
-
-    Example:
-        >>> widen(jnp.ones(2, jnp.float8_e4m3fn)).dtype.name
-        'float32'
-    """
+    """Returns ``x`` in the dtype in which it is computed with: float32, or float64 for float64."""
     return lax.convert_element_type(x, wide_dtype(x.dtype))

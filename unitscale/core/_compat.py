@@ -1,23 +1,27 @@
-"""What differs between the versions of JAX that the library runs on, and what they keep private."""
+"""What the library takes from JAX that is private or differs between versions, and what it adds."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import update_wrapper
 from typing import Any
 
+import jax
 from jax._src import core as jax_core, dtypes as jax_dtypes
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
+from jax.extend.core import Jaxpr, Literal
 
 
 def take_as_array(
     cls: type, convert: Callable[[Any], Any], convert_loss: Callable[[Any], Any]
 ) -> None:
-    """Lets JAX's primitives take an object of a class for the array that ``convert`` makes of it.
+    """Lets JAX's primitives accept objects of a class as the array that ``convert`` makes of them.
 
-    Where it raises ValueError (JAX hides a TypeError), that is what the user sees; JAX's own
-    message names neither the class nor what to do. ``convert_loss`` is asked in its place for what
-    `jax.grad` differentiates. There is no public place for either; where a version of JAX has none
-    of these, its own message stands.
+    If ``convert`` raises a ValueError, the user sees it (JAX hides a TypeError). ``convert_loss``
+    is used for what `jax.grad` differentiates. There is no public hook for either; a version of JAX
+    without these tables shows its own message.
     """
     types = getattr(jax_core, "pytype_aval_mappings", None)
     if isinstance(types, dict):
@@ -28,7 +32,7 @@ def take_as_array(
 
 
 def _is_loss() -> bool:
-    """Whether `jax.grad` asks `take_as_array`, through `typeof`, if the loss is a scalar."""
+    """Whether `jax.grad` calls `take_as_array`, through `typeof`, to check the loss."""
     return sys._getframe(3).f_code.co_name == "_check_scalar"
 
 
@@ -37,18 +41,19 @@ _MIRRORS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 def mirror_asked_for() -> str:
-    """The method to answer an operator of `jax.Array` that asks the caller, its right operand.
+    """Returns the reflected method that an operator of `jax.Array` needs from its right operand.
 
-    "__radd__" for an addition, "" where none asks. Operators ask for ``__jax_array__`` and then
-    answer themselves; to an operand without it they leave the answer, as Python means it. There is
-    no public way to say so; where a version of JAX has other names, they answer with a plain array.
+    "__radd__" for an addition, "" if no operator is calling. `jax.Array` asks for ``__jax_array__``
+    and then computes the result itself; for an operand without it, it returns NotImplemented, so
+    that Python calls the reflected method. In a version of JAX with other names the result is a
+    plain array.
     """
     asks, _, name = sys._getframe(2).f_code.co_name.partition("_operator_")
     return "" if asks or not name else f"__{_MIRRORS.get(name, 'r' + name)}__"
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried leaves of a scan, from its parameters."""
+    """Returns the numbers of constants and carried leaves of a scan from its parameters."""
     if "num_consts" in params:  # before JAX 0.12
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
@@ -57,10 +62,10 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 @contextmanager
 def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
-    """Within the block, what is traced for cuDNN attention is checked against this GPU and cuDNN.
+    """Within the context, JAX checks cuDNN attention against this GPU and cuDNN version.
 
-    JAX asks the GPU of this machine, which one that compiles ahead of time need not have. There is
-    no public way to name another; where a version of JAX has no such checks, nothing is changed.
+    JAX asks the local GPU, which a machine that compiles ahead of time need not have. In a version
+    of JAX without these checks nothing is changed.
     """
 
     def of(text: str) -> tuple[int, ...]:
@@ -79,3 +84,81 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
     finally:
         for name, check in own.items():
             setattr(jax_cudnn, name, check)
+
+
+_ADVICE = (
+    "unitscale: {name} defines its backward pass only, because its backward factors exist in "
+    "reverse mode; use jax.vjp, jax.grad or jax.jacrev. A Jacobian-vector product is the "
+    "transpose of the transpose: jax.vjp(lambda u: jax.vjp(f, x)[1](u), u0)[1](v)."
+)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """Returns the mesh axes that an array varies over inside `jax.shard_map`."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return getattr(manual, "varying", frozenset())
+
+
+def match_varying(args: Any) -> Any:
+    """Makes all arrays vary over the mesh axes that any of them varies over.
+
+    A gradient varies as the arguments together do, and must have the type of its own argument; the
+    transpose of varying is a sum over devices, as for JAX's own operations.
+    """
+    axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
+    if not axes:
+        return args
+
+    def vary(x: Any) -> Any:
+        missing = tuple(axes - varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, args)
+
+
+class custom_vjp:
+    """`jax.custom_vjp` with a helpful error under forward-mode differentiation.
+
+    The TypeError names the function and the reverse-mode way to the same number. (If the function
+    was traced into a jaxpr first, as under jit, JAX's own message appears.)
+    """
+
+    __name__: str
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):
+        """Wraps ``fun``; the arguments at ``nondiff_argnums`` are static."""
+        self._fun = jax.custom_vjp(fun, nondiff_argnums=nondiff_argnums)
+        self._static = frozenset(nondiff_argnums)
+        update_wrapper(self, fun)
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Sets the forward and backward rules, with the signatures of `jax.custom_vjp.defvjp`."""
+        self._fun.defvjp(fwd, bwd)
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function on positional arguments."""
+        arrays = iter(match_varying([a for i, a in enumerate(args) if i not in self._static]))
+        args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
+        try:
+            return self._fun(*args)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            name = self.__name__.strip("_")
+            raise TypeError(_ADVICE.format(name=name)) from error
+
+
+def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
+    """Returns, for every equation, the variables that no later equation reads (liveness)."""
+    last: dict[Any, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        for atom in [*eqn.invars, *eqn.outvars]:
+            if not isinstance(atom, Literal):
+                last[atom] = index
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal):
+            last.pop(atom, None)
+    groups: dict[int, list[Any]] = {}
+    for var, index in last.items():
+        groups.setdefault(index, []).append(var)
+    return groups

@@ -175,10 +175,5 @@ def format_of(dtype: Any) -> Format:
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype in which values of ``dtype`` are computed: float32, or float64 for float64.
-
-    Example:
-        >>> wide_dtype("float16").name
-        'float32'
-    """
+    """Returns the dtype that values are computed in: float32, or float64 for float64."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)

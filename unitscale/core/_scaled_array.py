@@ -6,38 +6,157 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
-from ._at import At
-from ._cast import widen
+from ._cast import narrow, widen
 from ._compat import mirror_asked_for
-from ._operators import comparison, of_value, operator
-from ._pow2 import exponent_of, pow2
-from ._scale import Scale, as_scale, check_shapes, expand_blocks, scale_text, to_float
+from ._scale import (
+    Scale,
+    as_scale,
+    check_shapes,
+    expand_blocks,
+    exponent_of,
+    pow2,
+    to_float,
+)
+
+
+def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
+    """Makes an operator and its reflection; ``aligned`` if it brings operands to one scale."""
+
+    def apply(self: Any, other: Any, swap: bool = False) -> Any:
+        own = self.pair
+        pair = arithmetic.operand(other, beside=own[1] if aligned else None)
+        if pair is None:
+            return NotImplemented
+        return type(self)(*(fn(pair, own) if swap else fn(own, pair)))
+
+    return apply, lambda self, other: apply(self, other, swap=True)
+
+
+def comparison(fn: Callable[..., jax.Array]) -> Any:
+    """Makes a comparison of values, with a plain array as its result."""
+
+    def compare(self: Any, other: Any) -> jax.Array:
+        pair = arithmetic.operand(other, beside=(own := self.pair)[1])
+        return NotImplemented if pair is None else arithmetic.compare(fn, own, pair)
+
+    return compare
+
+
+def of_value(name: str) -> Any:
+    """Makes a method that calls the method of `jax.Array` of this name on the value."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(arithmetic.summable(self.value), name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"As `jax.Array.{name}`, of the value; the result is a plain one."
+    return method
+
+
+class At:
+    """What ``x.at`` returns: indexed, it reads or updates the elements there."""
+
+    __slots__ = ("_index", "_x")
+
+    def __init__(self, x: Any, index: Any = None) -> None:
+        self._x = x
+        self._index = index
+
+    def __getitem__(self, index: Any) -> "At":
+        return At(self._x, index)
+
+    def get(self, *, mode: Any = None, fill_value: Any = None, **options: Any) -> Any:
+        """Returns ``x[index]``; arguments are those of JAX, and ``fill_value`` is a value."""
+        if fill_value is None:
+            return self._x._rearrange(
+                lambda x: x.at[self._index].get(mode=mode, **options),
+                lambda scale: scale.at[self._index].get(mode="clip", **options),
+            )
+        data, scale = self._pair("get", fill_value)
+        found = self.get(mode=mode, **options)
+        inside = jnp.ones(self._x.shape, bool).at[self._index]
+        inside = inside.get(mode=mode, fill_value=False, **options)
+        fill = arithmetic.at_scale(data, scale, found.full_scale, widen(found.data).dtype)
+        return found.map_data(lambda x: jnp.where(inside, x, narrow(fill, x.dtype)))
+
+    def set(self, values: Any, **options: Any) -> Any:
+        """Returns x with the elements at the index replaced."""
+        return self._update("set", values, options)
+
+    def add(self, values: Any, **options: Any) -> Any:
+        """Returns x with values added at the index; repeated indices add up."""
+        return self._update("add", values, options)
+
+    def subtract(self, values: Any, **options: Any) -> Any:
+        """Returns x with values subtracted at the index; repeated indices add up."""
+        return self._update("subtract", values, options)
+
+    def min(self, values: Any, **options: Any) -> Any:
+        """Returns x with the smaller of its elements at the index and of the values there."""
+        return self._update("min", values, options)
+
+    def max(self, values: Any, **options: Any) -> Any:
+        """Returns x with the larger of its elements at the index and of the values there."""
+        return self._update("max", values, options)
+
+    def multiply(self, values: Any, **options: Any) -> Any:
+        """Returns x with the elements at the index multiplied by values."""
+        value = arithmetic.value(*self._pair("multiply", values))
+        return self._x.map_data(
+            lambda x: narrow(widen(x).at[self._index].multiply(widen(value), **options), x.dtype)
+        )
+
+    def _pair(self, name: str, values: Any) -> arithmetic.Pair:
+        pair = arithmetic.operand(values)
+        if pair is None:
+            raise TypeError(
+                f"unitscale.ScaledArray.at[...].{name}: expected a real array, ScaledArray or "
+                f"number; got {type(values).__name__}"
+            )
+        return pair
+
+    def _update(self, name: str, values: Any, options: dict[str, Any]) -> Any:
+        data, scale = self._pair(name, values)
+        target = self._x.full_scale
+        if arithmetic.varies_over(self._x.data, target, None):
+            target = jnp.broadcast_to(to_float(target), self._x.shape)
+            target = target.at[self._index].get(mode="clip")
+        else:
+            target = arithmetic.scalar_scale(target)
+        update = arithmetic.at_scale(data, scale, target, widen(self._x.data).dtype)
+
+        def updated(old: jax.Array) -> jax.Array:
+            at = widen(old).at[self._index]
+            return narrow(getattr(at, name)(update, **options), np.dtype(old.dtype))
+
+        return self._x.map_data(updated)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class ScaledArray:
     """An array stored as data and a scale: ``value = data * scale``.
 
-    It is immutable. Operators (with real arrays and weakly typed Python numbers on either side),
-    indexing, reshaping and reductions keep the scale; functions of `jax.numpy` take its value.
+    It is immutable. Operators (with real arrays and Python numbers on either side), indexing,
+    reshaping and reductions keep the scale; functions of `jax.numpy` take the value.
 
     Scaling:
-        Cotangents live in data space: the derivative with respect to ``data`` is the ordinary one
-        with ``scale`` held constant, and the cotangent of ``scale`` is zero (`jax.grad`); by the
-        value, it is `unitscale.grad`. Operators compute in float32, round once, and choose the
-        result's scale statically (products multiply scales, sums meet at sqrt(s1**2 + s2**2),
-        reductions over n terms take sqrt(n)). What of it would leave the normal numbers of float32
-        moves into the data. Where a scale varies over what is summed, the result has none.
+        Cotangents live in data space: the derivative with respect to ``data`` holds ``scale``
+        constant, and the cotangent of ``scale`` is zero (`jax.grad`); `unitscale.grad`
+        differentiates by the
+        value. Operators compute in float32, round once, and choose the scale of the result
+        statically: products multiply scales, sums use sqrt(s1**2 + s2**2), reductions over n terms
+        multiply by sqrt(n). A scale outside the normal numbers of float32 is bounded, and the rest
+        multiplies the data. A reduction along which the scale varies has no scale.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
-        scale: None (the data is the value), or a number or float array that broadcasts against
-            data: per tensor, per channel, per item of leading (stack) axes; or one entry per
-            block. float32 or float8_e8m0fnu; a power of two makes rescaling exact. Entries of an
-            array are positive, which is not checked. A scale is a leaf of the tree: its cotangent
-            is zero, except that e8m0 has no zero and shows NaN there.
+        scale: None (the data is the value), or a positive number or float array that broadcasts
+            against data: per tensor, per channel or per item of leading (stack) axes; or one entry
+            per block. float32 or float8_e8m0fnu; a power of two makes rescaling exact. Entries of
+            an array are not checked.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:
@@ -225,7 +344,16 @@ class ScaledArray:
         kind = getattr(getattr(data, "dtype", None), "name", type(data).__name__)
         shape = ",".join(map(str, getattr(data, "shape", ())))
         block = "" if self.block_shape is None else f", block_shape={self.block_shape}"
-        return f"ScaledArray({kind}[{shape}], scale={scale_text(self.scale)}{block})"
+        scale = self._scale
+        if scale is None:
+            text = "None"
+        elif isinstance(scale, Tracer) or not isinstance(scale, (np.ndarray, jax.Array)):
+            text = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
+        elif scale.size == 1:
+            text = f"{float(np.asarray(scale, np.float32).reshape(())):g}"
+        else:
+            text = f"{scale.dtype}{list(jnp.shape(self.scale))}"
+        return f"ScaledArray({kind}[{shape}], scale={text}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":
         """Returns ``fn(data)`` with the same scale; fn must keep the shape.
