@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pytest
 from jax import ShapeDtypeStruct as Spec
 
+from recipes.bench.aot import compile_h200
 from unitscale import doctor
-from unitscale.analysis import compile_h200
 from unitscale.doctor import EXTRAS, SHAPES, Finding, diagnose, fp8_product, kernels_of, report
 from unitscale.quant import Fp8Report, check_fp8
 
