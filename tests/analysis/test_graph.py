@@ -7,8 +7,7 @@ from unitscale.analysis._graph import build
 
 
 def graph_of(fn, *args):
-    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    return build(jaxpr, [True] * len(args))
+    return build(jax.make_jaxpr(fn)(*args), [True] * len(args))
 
 
 X = jnp.ones((2, 2))
@@ -41,8 +40,7 @@ def test_dead_code_is_left_out() -> None:
 
 def test_calls_are_found_once_and_carry_their_operands() -> None:
     graph = graph_of(lambda x, w: jax.jit(ops.dense)(x, w).data, X, X)
-    (call,) = graph.calls
-    assert call.path == (0, 0)
+    assert len(graph.calls) == 1
     entered = [(e.call, e.operand) for e in graph.live() if e.call is not None]
     assert entered == [(0, 0), (0, 1)]
 
@@ -62,4 +60,4 @@ def test_a_loop_closes_a_cycle_through_its_carry() -> None:
 
     graph = graph_of(fn, X, X)
     edges = graph.live()
-    assert any(e.end < e.start and e.end != graph.sink for e in edges)
+    assert any(e.end < e.start and e.end != 0 for e in edges)

@@ -1,20 +1,19 @@
-"""Cut edges: where a backward factor of one's own leaves every gradient a constant times the truth.
+"""Cut edges: where a backward factor of its own leaves every gradient a constant times the truth.
 
-An edge of the forward graph whose removal disconnects it is a bridge, and every path from what lies
-above it to the loss passes it: a factor on its cotangent multiplies all of that by one constant. On
-any other edge a factor would weigh the paths unequally.
+An edge of the forward graph whose removal disconnects it is a bridge. Every path from a value above
+it to the loss passes it, so a factor on its cotangent multiplies all of their gradients by one
+constant. On any other edge a factor would weight the paths unequally.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from ..core import is_scaled
-from ._graph import Edge, build
-from ._source import Source, source_of
-from ._tracing import traced
+from ._graph import Edge, bridges, build
+from ._program import Source, source_of, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,28 +85,26 @@ class CutEdges:
 
     def __str__(self) -> str:
         lines: dict[bool, list[str]] = {True: ["cut edges"], False: ["not cut"]}
-        for item in self.inputs:
-            often = f", used {item.uses} times" if item.uses != 1 else ""
-            lines[item.cut].append(f"  input {item.name} {_type(item)}{often}")
-        for value in self.intermediates:
-            lines[value.cut].append(f"  {_type(value)} {value.source}")
+        for item in (*self.inputs, *self.intermediates):
+            text = f"{item.dtype}[{','.join(map(str, item.shape))}]"
+            if isinstance(item, Input):
+                often = f", used {item.uses} times" if item.uses != 1 else ""
+                lines[item.cut].append(f"  input {item.name} {text}{often}")
+            else:
+                lines[item.cut].append(f"  {text} {item.source}")
         return "\n".join(lines[True] + lines[False])
-
-
-def _type(value: Input | Intermediate) -> str:
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def cut_edges(
     fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None
 ) -> CutEdges:
-    """Finds the cut edges of the forward graph of a function.
+    """Find the cut edges of the forward graph of a function.
 
     Scaling:
         On a cut edge the backward factor may differ from the forward one, and the constraint of an
-        op may be None; on every other edge they must agree. The graph is that of the jaxpr with
-        values and operations as vertices, opened through jit, scan, remat and custom derivatives.
-        Only paths that a gradient takes count: integers and `stop_gradient` carry none.
+        op may be None; on every other edge they must agree. The graph is that of the jaxpr, opened
+        through jit, scan, remat and custom derivatives. Only paths that a gradient takes count:
+        integers and `stop_gradient` carry none.
 
     Args:
         fn: function that JAX can trace.
@@ -147,11 +144,12 @@ def cut_edges(
     flags, names = [], []
     for index, arg in enumerate(args):
         for path, node in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_scaled):
-            # Of a ScaledArray the data is differentiated, the scale is a constant.
-            for part in _parts(node):
+            for leaf in jax.tree.leaves(node):
+                # The data of a ScaledArray is differentiated, its scale is a constant.
+                part = "" if not is_scaled(node) else ".data" if leaf is node.data else ".scale"
                 flags.append(index in chosen and part != ".scale")
                 names.append(f"[{index}]{jax.tree_util.keystr(path)}{part}")
-    graph = build(closed.jaxpr, flags)
+    graph = build(closed, flags)
     edges = graph.live()
     if not edges:
         raise ValueError(
@@ -164,67 +162,15 @@ def cut_edges(
     for edge in edges:
         uses.setdefault(edge.start, []).append(edge)
         made.setdefault(edge.end, []).append(edge)
-    inputs = [
-        Input(
-            name,
-            tuple(var.aval.shape),
-            var.aval.dtype.name,
-            len(uses.get(node, ())),
-            all(edge in cut for edge in uses.get(node, ())),
-        )
-        for node, name, var in zip(graph.inputs, names, closed.jaxpr.invars, strict=True)
-        if node is not None
-    ]
-    intermediates = []
-    for vertex, (eqns, var) in sorted(graph.values.items()):
-        if vertex in made:
-            free = all(edge in cut for edge in made[vertex])
+    inputs = []
+    for node, name, var in zip(graph.inputs, names, closed.jaxpr.invars, strict=True):
+        if node is not None:
+            own = uses.get(node, [])
             shape, dtype = tuple(var.aval.shape), var.aval.dtype.name
-            intermediates.append(Intermediate(source_of(*eqns), shape, dtype, free))
+            inputs.append(Input(name, shape, dtype, len(own), cut.issuperset(own)))
+    intermediates = []
+    for node, (eqns, var) in sorted(graph.values.items()):
+        if node in made:
+            shape, dtype, free = tuple(var.aval.shape), var.aval.dtype.name, cut.issuperset
+            intermediates.append(Intermediate(source_of(*eqns), shape, dtype, free(made[node])))
     return CutEdges(tuple(inputs), tuple(intermediates))
-
-
-def _parts(node: Any) -> list[str]:
-    if not is_scaled(node):
-        return [""]
-    return [".data" if leaf is node.data else ".scale" for leaf in jax.tree.leaves(node)]
-
-
-def bridges(edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Returns the positions of the edges of an undirected graph that are its bridges.
-
-    Example:
-        >>> bridges([(0, 1), (1, 2), (2, 1), (2, 3)])
-        [0, 3]
-    """
-    edges = list(edges)
-    around: dict[int, list[tuple[int, int]]] = {}
-    for index, (a, b) in enumerate(edges):
-        around.setdefault(a, []).append((b, index))
-        around.setdefault(b, []).append((a, index))
-    order: dict[int, int] = {}
-    low: dict[int, int] = {}
-    found = []
-    for root in around:
-        if root in order:
-            continue
-        order[root] = low[root] = len(order)
-        stack = [(root, -1, iter(around[root]))]
-        while stack:
-            vertex, entered, neighbours = stack[-1]
-            for other, index in neighbours:
-                if index == entered:
-                    continue
-                if other not in order:
-                    order[other] = low[other] = len(order)
-                    stack.append((other, index, iter(around[other])))
-                    break
-                low[vertex] = min(low[vertex], order[other])
-            else:
-                stack.pop()
-                if stack:
-                    parent = stack[-1][0]
-                    low[parent] = min(low[parent], low[vertex])
-                    if low[vertex] > order[parent]:
-                        found.append(entered)
-    return sorted(found)

@@ -1,4 +1,4 @@
-"""Factors of a user's own function, with what is known of them."""
+"""Factors of a user's own function, by simulation."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,23 +31,21 @@ class FittedFactors:
     closed_form: Factors | None
 
     def __str__(self) -> str:
-        exact = self.closed_form
-        rows = [("forward   ", self.factors.fwd, self.fwd_interval, exact and exact.fwd)]
-        for i, (factor, interval) in enumerate(
-            zip(self.factors.bwd, self.bwd_intervals, strict=True)
-        ):
+        exact, factors = self.closed_form, self.factors
+        rows = [("forward   ", factors.fwd, self.fwd_interval, exact and exact.fwd)]
+        for i, (factor, interval) in enumerate(zip(factors.bwd, self.bwd_intervals, strict=True)):
             rows.append((f"backward {i}", factor, interval, exact and exact.bwd[i]))
-        lines = []
-        for name, factor, (low, high), known in rows:
-            line = f"{name}  {factor:.5g} [{low:.5g}, {high:.5g}]"
-            lines.append(line if known is None else f"{line}  exact {known:.5g}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"{name}  {factor:.5g} [{low:.5g}, {high:.5g}]"
+            + ("" if known is None else f"  exact {known:.5g}")
+            for name, factor, (low, high), known in rows
+        )
 
 
 def fit_factors(
     fn: Callable[..., Any], example: Sequence[Any], *, seeds: int = 32
 ) -> FittedFactors:
-    """Finds the forward and backward factors of an op or loss by simulation.
+    """Find the forward and backward factors of an op or loss by simulation.
 
     Scaling:
         Forward 1 / std(fn(x)) and, per floating argument, backward 1 / RMS of its gradient, for

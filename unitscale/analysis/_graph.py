@@ -1,18 +1,20 @@
 """The graph of a program's differentiable values, through every call and loop.
 
-Values and operations are vertices. Jitted, checkpointed and custom functions are opened. A loop's
-body stands in the graph once, with an edge from each carried result back to the carried operand:
-what is true of the cycle is true of every iteration.
+Values and operations are vertices. Calls, checkpoints and custom functions are opened. A loop's
+body is in the graph once, with an edge from each carried result back to the carried operand: what
+is true of the cycle is true of every iteration.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from ..core import scan_counts
+from ._exact import Exact, wide
+from ._program import Interpreter, inner_program, is_float
 
 _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
@@ -27,232 +29,237 @@ class Edge(NamedTuple):
 
 
 @dataclasses.dataclass
-class Call:
-    """A custom_vjp function in the graph, and how its equation is reached from the top."""
-
-    eqn: Any
-    path: tuple[int, ...]
-
-
-@dataclasses.dataclass
 class Graph:
-    """Vertices are numbers.
+    """Vertices are numbers; every output leads to vertex 0.
 
     Attributes:
         edges: in program order.
         inputs: the vertex of each flat input; None for one that is not differentiable.
-        values: the variable of each vertex that is an intermediate value outside of custom_vjp
-            functions, and its equation, after which come those of the calls that it is inside of.
-        calls: the custom_vjp functions that are not inside of another.
-        sink: the vertex that every output leads to.
+        values: of each vertex that is a value outside of custom_vjp functions: its equation, those
+            of the calls that it is inside of, and its variable.
+        calls: equations of the custom_vjp functions that are not inside of another.
+        measured: what `build` was asked to measure of each call.
     """
 
     edges: list[Edge] = dataclasses.field(default_factory=list)
     inputs: list[int | None] = dataclasses.field(default_factory=list)
     values: dict[int, tuple[tuple[Any, ...], Any]] = dataclasses.field(default_factory=dict)
-    calls: list[Call] = dataclasses.field(default_factory=list)
-    sink: int = 0
-    count: int = 1
-
-    def vertex(self) -> int:
-        """Returns a new vertex."""
-        self.count += 1
-        return self.count - 1
+    calls: list[Any] = dataclasses.field(default_factory=list)
+    measured: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def live(self) -> list[Edge]:
-        """Returns the edges that lie on a path from an input to an output, in program order."""
-        forward: dict[int, list[int]] = {}
-        backward: dict[int, list[int]] = {}
-        for edge in self.edges:
-            forward.setdefault(edge.start, []).append(edge.end)
-            backward.setdefault(edge.end, []).append(edge.start)
-        below = _reach(forward, [v for v in self.inputs if v is not None])
-        above = _reach(backward, [self.sink])
+        """Return the edges that lie on a path from an input to an output, in program order."""
+        below = _reached(self.edges, [v for v in self.inputs if v is not None])
+        above = _reached([Edge(e.end, e.start) for e in self.edges], [0])
         both = below & above
         return [edge for edge in self.edges if edge.start in both and edge.end in both]
 
 
-def _reach(neighbours: dict[int, list[int]], start: Sequence[int]) -> set[int]:
+def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
+    next_to: dict[int, list[int]] = {}
+    for edge in edges:
+        next_to.setdefault(edge.start, []).append(edge.end)
     seen, waiting = set(start), list(start)
     while waiting:
-        for vertex in neighbours.get(waiting.pop(), ()):
-            if vertex not in seen:
-                seen.add(vertex)
-                waiting.append(vertex)
+        new = [v for v in next_to.get(waiting.pop(), ()) if v not in seen]
+        seen.update(new)
+        waiting += new
     return seen
 
 
-def is_float(aval: Any) -> bool:
-    """Whether values of a type have derivatives.
+def bridges(edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the positions of the edges of an undirected graph whose removal disconnects it."""
+    edges = list(edges)
+    around: dict[int, list[tuple[int, int]]] = {}
+    for index, (a, b) in enumerate(edges):
+        around.setdefault(a, []).append((b, index))
+        around.setdefault(b, []).append((a, index))
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    found = []
+    for root in around:
+        if root in order:
+            continue
+        order[root] = low[root] = len(order)
+        stack = [(root, -1, iter(around[root]))]
+        while stack:
+            vertex, entered, neighbours = stack[-1]
+            for other, index in neighbours:
+                if index == entered:
+                    continue
+                if other not in order:
+                    order[other] = low[other] = len(order)
+                    stack.append((other, index, iter(around[other])))
+                    break
+                low[vertex] = min(low[vertex], order[other])
+            else:
+                stack.pop()
+                if stack:
+                    parent = stack[-1][0]
+                    low[parent] = min(low[parent], low[vertex])
+                    if low[vertex] > order[parent]:
+                        found.append(entered)
+    return sorted(found)
 
-    Example:
-        >>> is_float(jnp.ones(1, jnp.int32)), is_float(jnp.ones(1, jnp.bfloat16))
-        (False, True)
+
+class Value(NamedTuple):
+    """The vertex of a value, None if it carries no gradient, and the value where it is known."""
+
+    node: int | None
+    x: Any = None
+
+
+Measure = Callable[[Any, list[Any]], Any]
+
+
+def build(
+    closed: ClosedJaxpr,
+    differentiated: Sequence[bool],
+    args: Sequence[Any] = (),
+    measure: Measure | None = None,
+) -> Graph:
+    """Build the graph of a program.
+
+    Args:
+        closed: the program.
+        differentiated: which of its inputs are.
+        args: its flat arguments in float64, where calls are measured.
+        measure: called with the equation and operands of each custom_vjp function, of a loop's in
+            its first iteration; what it returns is kept in `Graph.measured`.
     """
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
-_REDUCERS = frozenset({"reduce", "reduce_window"})
-
-
-def inner_jaxpr(eqn: Any) -> Jaxpr | None:
-    """Returns the one inner program that an equation applies to its operands, if it has one.
-
-    That of a reduction is none: it is applied to two of their elements at a time.
-
-    Example:
-        >>> import jax
-        >>> eqn = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).eqns[0]
-        >>> inner_jaxpr(eqn).eqns[0].primitive.name
-        'sin'
-    """
-    if eqn.primitive.name in _REDUCERS:
-        return None
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(name)
-        if isinstance(inner, ClosedJaxpr):
-            inner = inner.jaxpr
-        if (
-            isinstance(inner, Jaxpr)
-            and len(inner.invars) == len(eqn.invars)
-            and len(inner.outvars) == len(eqn.outvars)
-        ):
-            return inner
-    return None
-
-
-Nodes = list[int | None]
-
-
-def build(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> Graph:
-    """Builds the graph of a jaxpr, whose inputs are differentiable where the flags say so."""
-    graph = Graph()
-    graph.inputs = [
-        graph.vertex() if flag and is_float(var.aval) else None
-        for var, flag in zip(jaxpr.invars, differentiated, strict=True)
+    builder = _Builder(measure)
+    inputs = [
+        Value(builder.vertex() if flag and is_float(var.aval) else None, wide(x))
+        for flag, var, x in zip(
+            differentiated, closed.jaxpr.invars, args or itertools.repeat(None), strict=False
+        )
     ]
-    for node in _Builder(graph).run(jaxpr, graph.inputs, (), False):
-        if node is not None:
-            graph.edges.append(Edge(node, graph.sink))
-    return graph
+    builder.graph.inputs = [value.node for value in inputs]
+    builder.connect([value.node for value in builder.run(closed, inputs)], 0)
+    return builder.graph
 
 
-class _Builder:
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.calls: list[Any] = []
+class _Builder(Interpreter):
+    def __init__(self, measure: Measure | None):
+        super().__init__()
+        self.graph, self.measure, self.inside = Graph(), measure, False
+        self.count = itertools.count(1)
+        self.exact = Exact()
 
-    def name(self, vertex: int, eqn: Any, var: Any, inside: bool) -> None:
-        if not inside:
-            self.graph.values[vertex] = ((eqn, *reversed(self.calls[:-1])), var)
+    def vertex(self) -> int:
+        return next(self.count)
 
-    def run(self, jaxpr: Jaxpr, nodes: Nodes, path: tuple[int, ...], inside: bool) -> Nodes:
-        """Adds a program; ``inside`` a custom_vjp function there are no further calls."""
-        env: dict[Any, int | None] = dict(zip(jaxpr.invars, nodes, strict=True))
+    def connect(self, starts: Iterable[int | None], end: int) -> None:
+        self.graph.edges += [Edge(start, end) for start in starts if start is not None]
 
-        def read(atom: Any) -> int | None:
-            return None if isinstance(atom, Literal) else env.get(atom)
+    def constant(self, x: Any, aval: Any) -> Value:
+        return Value(None, self.exact.constant(x, aval) if self.measure else None)
 
-        for index, eqn in enumerate(jaxpr.eqns):
-            operands = [read(atom) for atom in eqn.invars]
-            if any(node is not None for node in operands):
-                self.calls.append(eqn)
-                results = self.apply(eqn, operands, (*path, index), inside)
-                self.calls.pop()
-                for var, node in zip(eqn.outvars, results, strict=True):
-                    env[var] = node if is_float(var.aval) else None
-        return [read(atom) for atom in jaxpr.outvars]
+    def apply(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        name, inner = eqn.primitive.name, inner_program(eqn)
+        nodes: list[int | None] = [None] * len(eqn.outvars)
+        if any(value.node is not None for value in operands):
+            if name == "custom_vjp_call" and not self.inside:
+                nodes = self.custom_vjp(eqn, operands)
+            elif name == "scan":
+                nodes = self.scan(eqn, operands)
+            elif name == "while":
+                first = eqn.params["body_nconsts"]
+                kept = operands[eqn.params["cond_nconsts"] :]
+                nodes = self.loop(eqn.params["body_jaxpr"], kept, first, len(kept))
+            elif name == "cond":
+                nodes = self.cond(eqn, operands[1:])
+            elif inner is not None:
+                return [
+                    value._replace(node=value.node if is_float(var.aval) else None)
+                    for value, var in zip(self.run(inner, operands), eqn.outvars, strict=True)
+                ]
+            else:
+                nodes = self.operation(eqn, operands)
+        xs = [value.x for value in operands]
+        known = self.measure and not self.inside and all(x is not None for x in xs)
+        results = self.exact.apply(eqn, xs) if known else itertools.repeat(None)
+        return [
+            Value(node if is_float(var.aval) else None, x)
+            for node, var, x in zip(nodes, eqn.outvars, results, strict=False)
+        ]
 
-    def apply(self, eqn: Any, nodes: Nodes, path: tuple[int, ...], inside: bool) -> Nodes:
-        name = eqn.primitive.name
-        if name == "custom_vjp_call" and not inside:
-            return self.custom_vjp(eqn, nodes, path)
-        if name == "scan":
-            first, carried = scan_counts(eqn.params)
-            jaxpr = eqn.params["jaxpr"].jaxpr
-            return self.loop(jaxpr, nodes, first, first + carried, path, inside)
-        if name == "while":
-            skipped = eqn.params["cond_nconsts"]
-            jaxpr, first = eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]
-            kept = nodes[skipped:]
-            return self.loop(jaxpr, kept, first, len(kept), path, inside)
-        if name == "cond":
-            return self.branches(eqn, nodes[1:], path, inside)
-        inner = inner_jaxpr(eqn)
-        if inner is not None:
-            return self.run(inner, nodes, path, inside)
-        return self.operation(eqn, nodes, inside)
+    def result(self, start: int, var: Any) -> int | None:
+        """Add a vertex for a result of an operation, unless it has no gradient."""
+        if not is_float(var.aval):
+            return None
+        node = self.vertex()
+        self.connect([start], node)
+        self.name(node, var)
+        return node
 
-    def operation(self, eqn: Any, nodes: Nodes, inside: bool) -> Nodes:
-        graph = self.graph
+    def name(self, node: int, var: Any) -> None:
+        if not self.inside:
+            self.graph.values[node] = tuple(reversed(self.calls)), var
+
+    def operation(self, eqn: Any, operands: list[Value]) -> list[int | None]:
         if eqn.primitive.name in _NO_GRADIENT:
             return [None] * len(eqn.outvars)
-        vertex = graph.vertex()
-        graph.edges += [Edge(node, vertex) for node in nodes if node is not None]
-        results: Nodes = []
-        for var in eqn.outvars:
-            results.append(graph.vertex() if is_float(var.aval) else None)
-            if results[-1] is not None:
-                graph.edges.append(Edge(vertex, results[-1]))
-                self.name(results[-1], eqn, var, inside)
-        return results
+        vertex = self.vertex()
+        self.connect([value.node for value in operands], vertex)
+        return [self.result(vertex, var) for var in eqn.outvars]
 
-    def custom_vjp(self, eqn: Any, nodes: Nodes, path: tuple[int, ...]) -> Nodes:
-        """Opens a function whose operands each enter by an edge of their own."""
-        graph = self.graph
-        call = len(graph.calls)
-        graph.calls.append(Call(eqn, path))
-        ports: Nodes = []
-        for operand, node in enumerate(nodes):
-            ports.append(None if node is None else graph.vertex())
-            if node is not None and ports[-1] is not None:
-                graph.edges.append(Edge(node, ports[-1], call, operand))
-        results = self.run(eqn.params["call_jaxpr"].jaxpr, ports, path, True)
-        if all(node is None for node in results):
-            # Rounded or otherwise without a derivative, but differentiable by its own rule.
-            return self.operation(eqn, ports, False)
-        for var, node in zip(eqn.outvars, results, strict=True):
+    def custom_vjp(self, eqn: Any, operands: list[Value]) -> list[int | None]:
+        """Open a function; each operand enters by an edge of its own."""
+        call = len(self.graph.calls)
+        self.graph.calls.append(eqn)
+        xs = [value.x for value in operands]
+        if self.measure and all(x is not None for x in xs):
+            self.graph.measured[call] = self.measure(eqn, xs)
+        ports = [Value(None if value.node is None else self.vertex()) for value in operands]
+        for operand, (value, port) in enumerate(zip(operands, ports, strict=True)):
+            if value.node is not None and port.node is not None:
+                self.graph.edges.append(Edge(value.node, port.node, call, operand))
+        self.inside = True
+        nodes = [value.node for value in self.run(eqn.params["call_jaxpr"], ports)]
+        self.inside = False
+        if all(node is None for node in nodes):
+            # It rounds or has no derivative otherwise, but is differentiable by its own rule.
+            return self.operation(eqn, ports)
+        for node, var in zip(nodes, eqn.outvars, strict=True):
             if node is not None:
-                self.name(node, eqn, var, False)
-        return results
+                self.name(node, var)
+        return nodes
+
+    def scan(self, eqn: Any, operands: list[Value]) -> list[int | None]:
+        """Add a scan by its first iteration."""
+        params = eqn.params
+        first, carried = scan_counts(params)
+        start, last = -1 if params["reverse"] else 0, first + carried
+        xs = [
+            value._replace(x=value.x[start] if value.x is not None and params["length"] else None)
+            for value in operands[last:]
+        ]
+        return self.loop(params["jaxpr"], [*operands[:last], *xs], first, last)
 
     def loop(
-        self,
-        body: Jaxpr,
-        nodes: Nodes,
-        first: int,
-        last: int,
-        path: tuple[int, ...],
-        inside: bool,
-    ) -> Nodes:
-        """Adds a body whose operands from ``first`` to ``last`` are carried."""
-        graph = self.graph
-        inner = list(nodes)
+        self, body: ClosedJaxpr, operands: list[Value], first: int, last: int
+    ) -> list[int | None]:
+        """Add a body whose operands from ``first`` to ``last`` are carried."""
+        inner = list(operands)
         for index in range(first, last):
-            inner[index] = graph.vertex() if is_float(body.invars[index].aval) else None
-            start, carried = nodes[index], inner[index]
-            if start is not None and carried is not None:
-                graph.edges.append(Edge(start, carried))
-        results = self.run(body, inner, path, inside)
-        for index, node in zip(range(first, last), results, strict=False):
-            carried = inner[index]
-            if node is not None and carried is not None and node != carried:
-                graph.edges.append(Edge(node, carried))
-        return results
+            node = self.vertex() if is_float(body.jaxpr.invars[index].aval) else None
+            inner[index] = operands[index]._replace(node=node)
+            if node is not None:
+                self.connect([operands[index].node], node)
+        nodes = [value.node for value in self.run(body, inner)]
+        for node, value in zip(nodes, inner[first:last], strict=False):
+            if value.node is not None and node != value.node:
+                self.connect([node], value.node)
+        return nodes
 
-    def branches(self, eqn: Any, nodes: Nodes, path: tuple[int, ...], inside: bool) -> Nodes:
-        graph = self.graph
-        every = [
-            self.run(branch.jaxpr, nodes, (*path, number), inside)
-            for number, branch in enumerate(eqn.params["branches"])
-        ]
-        results: Nodes = []
-        for var, found in zip(eqn.outvars, zip(*every, strict=True), strict=True):
-            known = [node for node in found if node is not None]
-            results.append(graph.vertex() if known else None)
-            if results[-1] is not None:
-                either = graph.vertex()
-                graph.edges += [*(Edge(node, either) for node in known), Edge(either, results[-1])]
-                self.name(results[-1], eqn, var, inside)
-        return results
+    def cond(self, eqn: Any, operands: list[Value]) -> list[int | None]:
+        branches = [self.run(branch, operands) for branch in eqn.params["branches"]]
+        nodes: list[int | None] = []
+        for var, values in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
+            nodes.append(None)
+            if any(value.node is not None for value in values):
+                either = self.vertex()
+                self.connect([value.node for value in values], either)
+                nodes[-1] = self.result(either, var)
+        return nodes

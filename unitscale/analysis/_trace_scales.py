@@ -1,6 +1,11 @@
-"""What every value of a program looks like: RMS, amax, and what formats would make of it."""
+"""Measure RMS, amax and what formats would make of every value of a program.
+
+Equations are executed one by one, each compiled by itself. Loops and branches are compiled whole,
+and return statistics of the values inside beside their results.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,22 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..core import Format, format_of
-from ._graph import is_float
-from ._scale_sums import DOWN, UP
+from ..core import Format, amax, format_of
+from ._program import Interpreter, Source, bind, inner_program, is_float, source_of, traced
 from ._scale_trace import FormatShares, ScaleRecord, ScaleTrace
-from ._source import Source
-from ._tracing import traced
-from ._watcher import Memory, Site, Watcher
 
-
-class _Program(NamedTuple):
-    """A function for arguments of some types."""
-
-    jaxpr: Any
-    out: Any
-    memory: Memory
+# Squares of small or large numbers leave float32's range: they are summed at these scales as well.
+UP, DOWN = 2.0**60, 2.0**-60
+# Primitives whose results hold the same numbers as an operand.
+_VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
+_VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,69 +47,58 @@ class ScaleTracer:
     fn: Callable[..., Any]
     formats: tuple[Format, ...]
     sample: int | None
-    _programs: dict[Any, _Program] = dataclasses.field(
+    _programs: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __call__(self, *args: Any, **kwargs: Any) -> ScaleTrace:
-        """Executes the function equation by equation, and measures what each computes.
+        """Execute the function equation by equation, and measure what each computes.
 
         As by `jax.jit`, it is traced once for all arguments of the same types.
         """
-        flat, treedef = jax.tree.flatten((args, kwargs))
-        closed, out, memory = self._program(flat, treedef)
-        jaxpr = closed.jaxpr
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        key = treedef, tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
+        try:
+            program = self._programs.get(key)
+        except TypeError:  # a part of the tree that is no array cannot be hashed
+            key, program = None, None
+        if program is None:
+            program = self._trace(leaves, treedef)
+            if key is not None:
+                self._programs[key] = program
+        closed, out, memory = program
+        watcher = Watcher(self.formats, self.sample, memory)
         inputs = [
             x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-            for x, var in zip(flat, jaxpr.invars, strict=True)
+            for x, var in zip(leaves, closed.jaxpr.invars, strict=True)
         ]
-        watcher = Watcher(self.formats, self.sample, memory)
-        sums = watcher.sums()
-        for x, var, path in zip(inputs, jaxpr.invars, _paths(treedef), strict=True):
-            if is_float(var.aval):
-                watcher.sites.append(Site(Source("input", ""), "input", "", var.aval, path))
-                sums.add(x)
-        results = watcher.run(jaxpr, closed.consts, inputs, sums)
+        for x, path in zip(inputs, _paths(treedef), strict=True):
+            if is_float(x):
+                watcher.measure(x, _record(Source("input", ""), "input", "", x, path))
+        results = watcher.run(closed, inputs)
         if not watcher.sites:
             raise ValueError(
                 "unitscale.analysis.trace_scales: expected a function with floating values; got "
                 "one that computes none from its arguments. Integers have no scale."
             )
-        watcher.name_results(results, out)
-        rows = np.concatenate(jax.device_get(sums.rows)).astype(np.float64)
-        records = [
-            _record(site, row, self.formats) for site, row in zip(watcher.sites, rows, strict=True)
-        ]
-        return ScaleTrace(tuple(records), jax.tree.unflatten(jax.tree.structure(out), results))
+        for value, (path, _) in zip(results, jax.tree_util.tree_leaves_with_path(out), strict=True):
+            if (index := watcher.noted.get(id(value))) is not None:
+                name = f"result{jax.tree_util.keystr(path)}"
+                watcher.sites[index] = dataclasses.replace(watcher.sites[index], name=name)
+        rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
+        records = tuple(
+            _with_statistics(site, row, self.formats)
+            for site, row in zip(watcher.sites, rows, strict=True)
+        )
+        return ScaleTrace(records, jax.tree.unflatten(jax.tree.structure(out), results))
 
-    def _program(self, flat: list[Any], treedef: Any) -> _Program:
+    def _trace(self, leaves: list[Any], treedef: Any) -> tuple[ClosedJaxpr, Any, "Memory"]:
         def of_leaves(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return self.fn(*args, **kwargs)
 
         fn = of_leaves if callable(self.fn) else self.fn
-
-        def program() -> _Program:
-            return _Program(*traced("trace_scales", fn, *flat), Memory({}, {}))
-
-        key = treedef, tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in flat)
-        try:
-            known = key in self._programs
-        except TypeError:  # a part of the tree that is no array cannot be hashed
-            return program()
-        return self._programs[key] if known else self._programs.setdefault(key, program())
-
-
-def _paths(treedef: Any) -> list[str]:
-    """Names of the leaves of (args, kwargs), as `ScaleRecord` has them."""
-    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-    return [
-        jax.tree_util.keystr(path[1:])
-        if path[0].idx == 0
-        else f"[{path[1].key!r}]" + jax.tree_util.keystr(path[2:])
-        for path in paths
-    ]
+        return *traced("trace_scales", fn, *leaves), Memory({}, {})
 
 
 def trace_scales(
@@ -115,7 +107,7 @@ def trace_scales(
     formats: Sequence[Any] = ("float16", "e4m3fn", "e5m2"),
     sample: int | None = 2**12,
 ) -> ScaleTracer:
-    """Measures every floating value that a function computes, forward and backward.
+    """Measure every floating value that a function computes, forward and backward.
 
     Scaling:
         amax over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of zeros, and
@@ -155,44 +147,218 @@ def trace_scales(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, figure of scales in training.
     """
-    if isinstance(formats, str):
-        formats = (formats,)
-    kept = tuple(format_of(f) for f in formats)
+    kept = tuple(format_of(f) for f in ((formats,) if isinstance(formats, str) else formats))
     if sample is not None and sample < 1:
         raise ValueError(
             "unitscale.analysis.trace_scales: sample must be at least 1, or None for all elements; "
             f"got {sample}"
         )
-
     return ScaleTracer(fn, kept, sample)
 
 
-def _record(site: Site, row: np.ndarray, formats: tuple[Format, ...]) -> ScaleRecord:
-    count, middle, small, large, zeros, *rest, amax = row.tolist()
+def _paths(treedef: Any) -> list[str]:
+    """Names of the leaves of (args, kwargs), as `ScaleRecord` has them."""
+    keystr = jax.tree_util.keystr
+    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    return [
+        keystr(path[1:]) if path[0].idx == 0 else f"[{path[1].key!r}]{keystr(path[2:])}"
+        for path, _ in jax.tree_util.tree_leaves_with_path(numbered)
+    ]
+
+
+def _record(source: Source, primitive: str, scope: str, x: Any, name: str = "") -> ScaleRecord:
+    """A record without statistics."""
+    backward, none = "transpose(" in scope, math.nan
+    kind = tuple(x.shape), x.dtype.name
+    return ScaleRecord(name, source, primitive, scope, backward, *kind, 0, none, none, none, {})
+
+
+class Memory(NamedTuple):
+    """What is found of equations, by those that call them, and compiled loops and branches."""
+
+    found: dict[tuple[int, ...], Any]
+    programs: dict[Any, Any]
+
+
+class Watcher(Interpreter):
+    """Executes a program, and collects statistics of its values.
+
+    Attributes:
+        sites: records of the values that are measured, without their statistics.
+        rows: arrays (n, width) of statistics, in the order of the sites. A row is the count of
+            elements, sums of squares at scales 1, `UP` and `DOWN`, the count of zeros, for each
+            format the counts of elements that it makes zero, that lie below its normal numbers,
+            and that exceed its largest, and amax.
+        noted: the site of a value by id.
+    """
+
+    def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: Memory):
+        super().__init__()
+        self.formats, self.sample, self.memory = formats, sample, memory
+        self.sites: list[ScaleRecord] = []
+        self.rows: list[Any] = []
+        self.noted: dict[int, int] = {}
+        # What depends on no input is the program's own, and not measured.
+        self.constants: dict[int, Any] = {}
+
+    def measure(self, x: Any, site: ScaleRecord) -> None:
+        """Add a value and its statistics."""
+        self.sites.append(site)
+        elements, most, count = _sampled(x, self.sample)
+        self.rows.append(_row(elements, most, np.float32(np.size(x)), count, self.formats))
+
+    def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
+        outer, self.rows = self.rows, [jnp.zeros((0, 6 + 3 * len(self.formats)), jnp.float32)]
+        results = self.run(closed, args)
+        rows, self.rows = jnp.concatenate(self.rows), outer
+        return results, rows
+
+    def combined(self, rows: Any) -> Any:
+        most = rows[..., -1:].max(0, initial=0.0)
+        return jnp.append(rows[..., :-1].sum(0), most, axis=-1)
+
+    def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name, inner = eqn.primitive.name, inner_program(eqn)
+        if name == "cond" and (platforms := eqn.params.get("branches_platforms")):
+            # The other branches would not be compiled either.
+            own = jax.default_backend()
+            index = next(i for i, names in enumerate(platforms) if names is None or own in names)
+            return self.run(eqn.params["branches"][index], operands[1:])
+        if inner is not None and name != "shard_map":
+            if eqn.params.get("differentiated"):
+                # Computed again in the backward pass, as checkpointing means it to be.
+                operands = list(lax.optimization_barrier(tuple(operands)))
+            return self.run(inner, operands)
+        if name in ("scan", "while", "cond"):
+            results, rows = self._control(eqn, operands)
+            self.rows.append(rows)
+        elif name in ("pallas_call", "shard_map"):  # interpreted without a compiler around them
+            results = jax.jit(lambda *xs: bind(eqn, xs, eqn.params))(*operands)
+        else:
+            results = bind(eqn, operands, eqn.params)
+        for value in results:  # a value that is gone leaves its id to others
+            self.noted.pop(id(value), None)
+        if name in ("scan", "while", "cond"):
+            return results
+        if all(
+            isinstance(atom, Literal) or id(x) in self.constants
+            for atom, x in zip(eqn.invars, operands, strict=True)
+        ):
+            self.constants.update((id(x), x) for x in results)
+        elif name not in _VIEWS:
+            self.note(eqn, results)
+        return results
+
+    def note(self, eqn: Any, results: list[Any]) -> None:
+        """Measure the floating results of an equation."""
+        found = [
+            (var, value)
+            for var, value in zip(eqn.outvars, results, strict=True)
+            if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
+        ]
+        made = self.once(lambda: [self._site(eqn, var) for var, _ in found])
+        for (_, value), site in zip(found, made, strict=True):
+            self.noted[id(value)] = len(self.sites)
+            self.measure(value, site)
+
+    def _site(self, eqn: Any, var: Any) -> ScaleRecord:
+        scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
+        return _record(source_of(*reversed(self.calls)), eqn.primitive.name, scope, var.aval)
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """Return what was made for the equation at hand the first time."""
+        where = tuple(map(id, self.calls))
+        if where not in self.memory.found:
+            self.memory.found[where] = make()
+        return self.memory.found[where]
+
+    def _control(self, eqn: Any, operands: list[Any]) -> Any:
+        """Execute control flow, compiled once for all layers that have the same program."""
+
+        def once_each(*xs: Any) -> tuple[list[Any], Any]:
+            before = len(self.sites)
+            results, rows = self.control(eqn, [*xs])
+            del self.sites[before + len(rows) :]  # JAX may have traced a body several times
+            return results, rows
+
+        if any(isinstance(x, Tracer) for x in operands):
+            return once_each(*operands)
+
+        def compiled() -> tuple[Any, list[ScaleRecord]]:
+            before = len(self.sites)
+            lowered = jax.jit(once_each).lower(*operands)
+            sites = self.sites[before:]
+            del self.sites[before:]
+            key = lowered.as_text(), *(getattr(x, "sharding", None) for x in operands)
+            if key not in self.memory.programs:
+                self.memory.programs[key] = lowered.compile()
+            return self.memory.programs[key], sites
+
+        program, sites = self.once(compiled)
+        self.sites += sites
+        return program(*operands)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
+    """Return magnitudes of a sample, padded by zeros; amax of all; how many are no padding."""
+    sharding = jax.typeof(x).sharding
+    measure: Any = functools.partial(_magnitudes, sample=sample)
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        # The compiler gathers what devices share as it finds best.
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        measure = jax.sharding.auto_axes(measure, out_sharding=(whole,) * 3)
+    return measure(x)
+
+
+def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
+    most = amax(x).astype(jnp.float32)
+    part = x.reshape(-1)
+    if sample is not None and x.size >= 2 * sample:
+        step = x.size // sample
+        # Odd, so that it meets every column of a matrix whose width is a power of two.
+        part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
+    # Padded to a power of two, so that `_row` is compiled for few sizes.
+    padding = (1 << max(part.size - 1, 0).bit_length()) - part.size
+    return jnp.pad(jnp.abs(part.astype(jnp.float32)), (0, padding)), most, jnp.float32(part.size)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
+    """Return one row (1, width), of all elements of which these are the sample."""
+    terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
+    padded = [0, 0, 0, 1]
+    for f in formats:
+        terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
+        terms += [elements > f.max]
+        padded += [1, 1, 0]
+    operands = tuple(term.astype(jnp.float32) for term in terms)
+    # One reduction, which reads the sample once.
+    zeros = (np.zeros((), np.float32),) * len(operands)
+    sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
+    padding, share = elements.size - count, size / jnp.maximum(count, 1)
+    columns = [(total - padding * pad) * share for total, pad in zip(sums, padded, strict=True)]
+    return jnp.stack([size, *columns, most])[None]
+
+
+def _with_statistics(
+    record: ScaleRecord, row: np.ndarray, formats: tuple[Format, ...]
+) -> ScaleRecord:
+    count, squares, small, large, zeros, *rest, most = row.tolist()
     safe = max(count, 1.0)
-    squares = middle
-    if 0 < amax < DOWN * 2**4 or middle == 0:
+    if 0 < most < DOWN * 2**4 or squares == 0:
         squares = small * DOWN**2
-    elif not math.isfinite(middle):
+    elif not math.isfinite(squares):
         squares = large * UP**2
     shares = {}
     for index, fmt in enumerate(formats):
-        lost, below, above = rest[3 * index : 3 * index + 3]
-        shares[fmt.name] = FormatShares(
-            zero=lost / safe, subnormal=(below - lost) / safe, saturated=above / safe
-        )
-    backward = "transpose(" in site.scope
-    return ScaleRecord(
-        name=site.name,
-        source=site.source,
-        primitive=site.primitive,
-        scope=site.scope,
-        backward=backward,
-        shape=tuple(site.aval.shape),
-        dtype=site.aval.dtype.name,
-        executions=round(count / max(math.prod(site.aval.shape), 1)),
-        rms=math.sqrt(squares / safe) if math.isfinite(amax) else amax,
-        amax=amax,
+        lost, below, above = (part / safe for part in rest[3 * index : 3 * index + 3])
+        shares[fmt.name] = FormatShares(zero=lost, subnormal=below - lost, saturated=above)
+    return dataclasses.replace(
+        record,
+        executions=round(count / max(math.prod(record.shape), 1)),
+        rms=math.sqrt(squares / safe) if math.isfinite(most) else most,
+        amax=most,
         zeros=zeros / safe,
         formats=shares,
     )
