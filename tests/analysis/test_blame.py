@@ -7,8 +7,8 @@ import pytest
 
 from unitscale import ops
 from unitscale.analysis import Guilty, Source
+from unitscale.analysis._cut_edges import build
 from unitscale.analysis._gradients import Ratio, blame
-from unitscale.analysis._graph import build
 
 
 def graph_of(fn, *args):

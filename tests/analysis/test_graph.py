@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from unitscale import ops
-from unitscale.analysis._graph import build
+from unitscale.analysis._cut_edges import build
 
 
 def graph_of(fn, *args):

@@ -1,16 +1,16 @@
 """Check that unit scaling leaves every gradient a constant times the true one, or blame an op.
 
-Along every edge of the graph the given cotangent is a ratio times the true one. A gradient is a
+Along every edge of the graph the given cotangent is a ratio times the true one. Gradients are a
 constant times the truth exactly if the product of the ratios is the same on all paths from a value
-to the loss: if the logarithms of the ratios of the edges that are not cut are the differences of a
-potential. Where they are not, an op is blamed whose ratio is not 1, unless its ratio cancels with
-those of others, as at the split and the sum of a residual connection.
+to the loss: if the logarithms of the ratios off cut edges are the differences of a potential. Where
+they are not, an op is blamed whose ratio is not 1, unless it cancels with those of others, as at
+the split and the sum of a residual connection.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import is_scaled
+from ._cut_edges import Edge, Graph, bridges, build
 from ._exact import evaluate, has_while, only_rounds, types_of
-from ._graph import Edge, Graph, bridges, build
 from ._program import Source, bind, is_float, source_of, traced
 
 _SOUND = ("right", "no gradient")
@@ -127,23 +127,20 @@ def check_gradients(
     """Check that each parameter's gradient is a positive constant times the true gradient.
 
     Scaling:
-        Both gradients are those of the program of ``loss`` in float64 with every rounding taken
-        out, so that any policy can be checked, FP8 included: the given one runs the backward rules
-        of its ops, the true one differentiates their forward bodies. Where they differ, the ratio
-        of each op's own backward to its derivative is measured, and the smallest set of ops is
-        named whose ratios disagree between the paths to the loss.
+        Both gradients are computed in float64 without rounding, so that any policy can be checked,
+        FP8 included: the given one runs the backward rules of the ops, the true one differentiates
+        their forward bodies. Where they differ, the ops are named whose ratios of the two disagree
+        between the paths to the loss.
 
     Args:
         loss: ``loss(params, *batch)``, a floating scalar, deterministic.
-        params: tree of arrays or ScaledArrays; its floating leaves are checked, the data of a
-            ScaledArray with its scale held fixed.
+        params: tree of arrays or ScaledArrays; floating leaves are checked, of a ScaledArray the
+            data with its scale held fixed.
         *batch: further arguments, which are not differentiated.
-        tolerance: largest spread of a gradient that is right. Factors are float32 numbers, whose
-            rounding is near 1e-7 each.
+        tolerance: largest spread of a gradient that is right.
 
     Returns:
-        `GradientReport`: true if all is right; its text is a table, and names the guilty ops. A
-        gradient that is not finite is never right, nor one whose truth is not.
+        `GradientReport`: true if all is right; its text is a table, and names the guilty ops.
 
     Raises:
         TypeError: if ``loss`` cannot be traced.
@@ -288,11 +285,9 @@ def _judge(
 
 
 class Ratio(NamedTuple):
-    """How a given gradient compares with the true one.
+    """How a given gradient compares with the true one; ``given`` and ``true`` are their norms.
 
-    ``constant`` times the true gradient is nearest to the given one, and ``spread`` is the share of
-    the given one that is not in it; ``given`` and ``true`` are their norms. Constant and spread are
-    nan if a gradient is not finite, the constant also if one is zero.
+    Constant and spread are as in `ParameterGradient`; the constant is nan if a norm is zero.
     """
 
     constant: float
@@ -344,12 +339,7 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def blame(graph: Graph, ratios: dict[int, list[Ratio | None]]) -> tuple[Guilty, ...]:
-    """Return the ops that break the gradients of a program, in program order.
-
-    Args:
-        graph: of the program.
-        ratios: of each call, those of its operands.
-    """
+    """Return the ops that break the gradients of a program, by the ratios of each call."""
     edges = graph.live()
     cut = set(bridges((e.start, e.end) for e in edges))
     inner = [edge for i, edge in enumerate(edges) if i not in cut]
@@ -387,65 +377,47 @@ def blame(graph: Graph, ratios: dict[int, list[Ratio | None]]) -> tuple[Guilty, 
     return tuple(found.values())
 
 
-class _Potential:
-    """Union-find in which every member knows its difference to the root."""
-
-    def __init__(self) -> None:
-        self.parent: dict[int, tuple[int, float]] = {}
-
-    def root(self, vertex: int) -> tuple[int, float]:
-        total = 0.0
-        while vertex in self.parent:
-            vertex, step = self.parent[vertex]
-            total += step
-        return vertex, total
-
-    def join(self, start: int, end: int, difference: float) -> bool:
-        """Add potential(start) - potential(end) = difference; return False if it contradicts."""
-        (a, at_start), (b, at_end) = self.root(start), self.root(end)
-        if a != b:
-            self.parent[a] = (b, difference + at_end - at_start)
-            return True
-        return abs(at_start - at_end - difference) <= 16 * _TOLERANCE
-
-
 def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]]) -> set[int]:
     """Return the calls whose ratios stay inconsistent, alone and with up to two others."""
+    parent: dict[int, int] = {}
+
+    def root(vertex: int) -> int:
+        while vertex in parent:
+            vertex = parent[vertex]
+        return vertex
+
     suspected = {edge for parts in suspects.values() for edge, _ in parts}
-    base = _Potential()
     for edge in edges:
-        if edge not in suspected:
-            base.join(edge.start, edge.end, 0.0)
-    parts = {
-        call: [(base.root(e.start)[0], base.root(e.end)[0], math.log(r)) for e, r in pairs]
-        for call, pairs in suspects.items()
-    }
-
-    def consistent(accepted: Iterable[int]) -> bool:
-        accepted, potential = set(accepted), _Potential()
-        return all(
-            potential.join(start, end, difference if call in accepted else 0.0)
-            for call, steps in parts.items()
-            for start, end, difference in steps
-        )
-
-    accepted: set[int] = set()
+        start, end = root(edge.start), root(edge.end)
+        if edge not in suspected and start != end:
+            parent[start] = end
+    steps = [(call, edge, ratio) for call, parts in suspects.items() for edge, ratio in parts]
+    vertices = {v: i for i, v in enumerate({root(v) for _, e, _ in steps for v in e[:2]})}
+    incidence = np.zeros((len(steps), len(vertices)))
+    logs = np.zeros((len(steps), len(suspects)))  # a column for each call
+    for row, (call, edge, ratio) in enumerate(steps):
+        incidence[row, vertices[root(edge.start)]] += 1
+        incidence[row, vertices[root(edge.end)]] -= 1
+        logs[row, list(suspects).index(call)] = math.log(ratio)
+    # What is left of the logarithms when the nearest differences of a potential are taken away.
+    rest = logs - incidence @ (np.linalg.pinv(incidence) @ logs) if steps else logs
+    left = set(range(len(suspects)))
     for size in (1, 2, 3):
-        if len(parts) - len(accepted) > _MOST_SUSPECTS:
+        if len(left) > _MOST_SUSPECTS:
             break
-        for group in itertools.combinations(parts, size):
-            if not accepted & set(group) and consistent(accepted | set(group)):
-                accepted |= set(group)
-    return parts.keys() - accepted
+        for group in itertools.combinations(range(len(suspects)), size):
+            if left.issuperset(group) and np.linalg.norm(rest[:, group].sum(1)) <= 16 * _TOLERANCE:
+                left -= set(group)
+    return {call for index, call in enumerate(suspects) if index in left}
 
 
 def _advice(graph: Graph, inner: list[Edge], source: Source, edges: list[Edge]) -> str:
     starts = {edge.start for edge in edges}
     if any(v in graph.inputs and sum(e.start == v for e in inner) > 1 for v in starts):
         return (
-            "a parameter is used several times with different factors: make the factors of its "
-            "uses agree, by unitscale.batch_size(n) around the loss if inputs of several sizes "
-            "meet it, or as nn.Embed and its attend do, or give each use a parameter of its own"
+            "a parameter is used several times with different factors: make them agree, by "
+            "unitscale.batch_size(n) around the loss if inputs of several sizes meet it, or as "
+            "nn.Embed and its attend do, or give each use a parameter of its own"
         )
     if source.op.startswith("residual"):
         return (
