@@ -103,7 +103,8 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
       triton: Whether XLA may write its own kernels for small matmuls, unlike for large ones.
     """
     # A new function, so that JAX traces it again.
-    jitted: Any = f if hasattr(f, "lower") else jax.jit(lambda *args: f(*args))
+    untraced = functools.wraps(f)(lambda *args: f(*args))
+    jitted: Any = f if hasattr(f, "lower") else jax.jit(untraced)
     on_one = jax.sharding.SingleDeviceSharding(h200_topology().devices[0])
 
     def placed(leaf: Any) -> Any:

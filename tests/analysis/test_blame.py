@@ -7,12 +7,12 @@ import pytest
 
 from unitscale import ops
 from unitscale.analysis import Guilty, Source
-from unitscale.analysis._cut_edges import build
+from unitscale.analysis._cut_edges import Graph
 from unitscale.analysis._gradients import Ratio, blame
 
 
 def graph_of(fn, *args):
-    return build(jax.make_jaxpr(fn)(*args), [True] * len(args))
+    return Graph(jax.make_jaxpr(fn)(*args), [True] * len(args))
 
 
 def blamed(fn, constants, *args):

@@ -3,11 +3,11 @@ import jax.numpy as jnp
 import pytest
 
 from unitscale import ops
-from unitscale.analysis._cut_edges import build
+from unitscale.analysis._cut_edges import Graph
 
 
 def graph_of(fn, *args):
-    return build(jax.make_jaxpr(fn)(*args), [True] * len(args))
+    return Graph(jax.make_jaxpr(fn)(*args), [True] * len(args))
 
 
 X = jnp.ones((2, 2))
@@ -40,8 +40,8 @@ def test_dead_code_is_left_out() -> None:
 
 def test_calls_are_found_once_and_carry_their_operands() -> None:
     graph = graph_of(lambda x, w: jax.jit(ops.dense)(x, w).data, X, X)
-    assert len(graph.calls) == 1
-    entered = [(e.call, e.operand) for e in graph.live() if e.call is not None]
+    assert len(graph.ops) == 1
+    entered = [(e.op, e.operand) for e in graph.live() if e.op is not None]
     assert entered == [(0, 0), (0, 1)]
 
 

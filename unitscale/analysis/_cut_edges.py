@@ -26,12 +26,9 @@ _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of the program.
+    """An input of the program: its path in the arguments, and the shape and dtype of its array.
 
     Attributes:
-        name: its path in the arguments, such as ``"[0]['kernel']"``.
-        shape: of the array.
-        dtype: name of its dtype.
         uses: number of operations that its gradient is summed from.
         cut: whether each of them reads it through a cut edge, so that the backward factor of its
             gradient there is free.
@@ -54,8 +51,6 @@ class Intermediate:
 
     Attributes:
         source: the unitscale op or primitive that computes it, and the line of the code.
-        shape: of the array.
-        dtype: name of its dtype.
         cut: whether a backward factor applied to it is free.
 
     Example:
@@ -72,11 +67,7 @@ class Intermediate:
 
 @dataclasses.dataclass(frozen=True)
 class CutEdges:
-    """The inputs and intermediates of a program, and which of them are cut edges.
-
-    Attributes:
-        inputs: the differentiable ones, in order.
-        intermediates: those on a path from an input to an output, in program order.
+    """The differentiable inputs of a program and the values on their paths to an output, in order.
 
     Example:
         >>> print(cut_edges(lambda x, w: x + x * w, 1.0, 2.0))
@@ -110,8 +101,7 @@ def cut_edges(
 
     Scaling:
         On a cut edge the backward factor may differ from the forward one, and the constraint of an
-        op may be None; on every other edge they must agree. The graph is that of the jaxpr, opened
-        through jit, scan, remat and custom derivatives. Only paths that a gradient takes count:
+        op may be None; on every other edge they must agree. Only paths that a gradient takes count:
         integers and `stop_gradient` carry none.
 
     Args:
@@ -157,7 +147,7 @@ def cut_edges(
                 part = "" if not is_scaled(node) else ".data" if leaf is node.data else ".scale"
                 flags.append(index in chosen and part != ".scale")
                 names.append(f"[{index}]{jax.tree_util.keystr(path)}{part}")
-    graph = build(closed, flags)
+    graph = Graph(closed, flags)
     edges = graph.live()
     if not edges:
         raise ValueError(
@@ -185,32 +175,60 @@ def cut_edges(
 
 
 class Edge(NamedTuple):
-    """A directed edge; ``call`` and ``operand`` are set where it enters a custom_vjp function."""
+    """A directed edge; ``op`` and ``operand`` are set where it enters a custom_vjp function."""
 
     start: int
     end: int
-    call: int | None = None
+    op: int | None = None
     operand: int | None = None
 
 
-@dataclasses.dataclass
-class Graph:
-    """Vertices are numbers; every output leads to vertex 0.
+class Value(NamedTuple):
+    """The vertex of a value, None if it carries no gradient, and the value where it is known."""
+
+    node: int | None
+    x: Any = None
+
+
+class Graph(Interpreter):
+    """The graph of a program; vertices are numbers, and every output leads to vertex 0.
+
+    Args:
+        closed: the program.
+        differentiated: which of its inputs are.
+        args: its flat arguments, where ops are measured.
+        measure: called with the equation and operands of each custom_vjp function, of a loop's in
+            its first iteration.
 
     Attributes:
         edges: in program order.
         inputs: the vertex of each flat input; None for one that is not differentiable.
         values: of each vertex that is a value outside of custom_vjp functions: its equation, those
             of the calls that it is inside of, and its variable.
-        calls: equations of the custom_vjp functions that are not inside of another.
-        measured: what `build` was asked to measure of each call.
+        ops: equations of the custom_vjp functions that are not inside of another.
+        measured: what ``measure`` returned, by the number of the op.
     """
 
-    edges: list[Edge] = dataclasses.field(default_factory=list)
-    inputs: list[int | None] = dataclasses.field(default_factory=list)
-    values: dict[int, tuple[tuple[Any, ...], Any]] = dataclasses.field(default_factory=dict)
-    calls: list[Any] = dataclasses.field(default_factory=list)
-    measured: dict[int, Any] = dataclasses.field(default_factory=dict)
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        differentiated: Sequence[bool],
+        args: Sequence[Any] | None = None,
+        measure: Callable[[Any, list[Any]], Any] | None = None,
+    ):
+        super().__init__()
+        self.edges: list[Edge] = []
+        self.values: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        self.ops: list[Any] = []
+        self.measured: dict[int, Any] = {}
+        self.measure, self.exact, self.inside = measure, Exact(), False
+        self.vertices = itertools.count(1)
+        inputs = []
+        for flag, var in zip(differentiated, closed.jaxpr.invars, strict=True):
+            node = next(self.vertices) if flag and is_float(var.aval) else None
+            inputs.append(Value(node, wide(args[len(inputs)]) if args else None))
+        self.inputs = [value.node for value in inputs]
+        self.connect(self.run(closed, inputs), 0)
 
     def live(self) -> list[Edge]:
         """Return the edges that lie on a path from an input to an output, in program order."""
@@ -218,6 +236,109 @@ class Graph:
         above = _reached([Edge(e.end, e.start) for e in self.edges], [0])
         both = below & above
         return [edge for edge in self.edges if edge.start in both and edge.end in both]
+
+    def connect(self, values: Iterable[Value], end: int) -> None:
+        self.edges += [Edge(value.node, end) for value in values if value.node is not None]
+
+    def name(self, node: int, var: Any) -> None:
+        if not self.inside:
+            self.values[node] = tuple(reversed(self.calls)), var
+
+    def constant(self, x: Any, aval: Any) -> Value:
+        return Value(None, self.exact.constant(x, aval) if self.measure else None)
+
+    def apply(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        name, inner = eqn.primitive.name, inner_program(eqn)
+        nodes: list[int | None] = [None] * len(eqn.outvars)
+        if any(value.node is not None for value in operands):
+            if name == "custom_vjp_call" and not self.inside:
+                nodes = self.custom_vjp(eqn, operands)
+            elif name == "scan":
+                nodes = self.scan(eqn.params, operands)
+            elif name == "while":
+                first = eqn.params["body_nconsts"]
+                kept = operands[eqn.params["cond_nconsts"] :]
+                nodes = self.loop(eqn.params["body_jaxpr"], kept, first, len(kept))
+            elif name == "cond":
+                branches = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
+                for i, values in enumerate(zip(*branches, strict=True)):
+                    nodes[i] = self.operation(eqn, values, eqn.outvars[i : i + 1])[0]
+            elif inner is not None:
+                results = zip(self.run(inner, operands), eqn.outvars, strict=True)
+                return [v if is_float(var.aval) else Value(None, v.x) for v, var in results]
+            elif name not in _NO_GRADIENT:
+                nodes = self.operation(eqn, operands)
+        xs = [value.x for value in operands]
+        known = self.measure and not self.inside and all(x is not None for x in xs)
+        results = self.exact.apply(eqn, xs) if known else [None] * len(nodes)
+        return [
+            Value(node if is_float(var.aval) else None, x)
+            for node, var, x in zip(nodes, eqn.outvars, results, strict=True)
+        ]
+
+    def operation(
+        self, eqn: Any, operands: Sequence[Value], results: Sequence[Any] | None = None
+    ) -> list[int | None]:
+        """Add an operation, with an edge to each of its results that has a gradient."""
+        nodes: list[int | None] = []
+        vertex = next(self.vertices)
+        self.connect(operands, vertex)
+        alive = any(value.node is not None for value in operands)
+        for var in eqn.outvars if results is None else results:
+            nodes.append(next(self.vertices) if alive and is_float(var.aval) else None)
+            if (node := nodes[-1]) is not None:
+                self.connect([Value(vertex)], node)
+                self.name(node, var)
+        return nodes
+
+    def custom_vjp(self, eqn: Any, operands: list[Value]) -> list[int | None]:
+        """Open a function; each operand enters by an edge of its own."""
+        number = len(self.ops)
+        self.ops.append(eqn)
+        xs = [value.x for value in operands]
+        if self.measure and all(x is not None for x in xs):
+            self.measured[number] = self.measure(eqn, xs)
+        ports = []
+        for operand, value in enumerate(operands):
+            ports.append(Value(None if value.node is None else next(self.vertices)))
+            if value.node is not None:
+                self.edges.append(Edge(value.node, ports[-1].node, number, operand))
+        self.inside = True
+        nodes = [value.node for value in self.run(eqn.params["call_jaxpr"], ports)]
+        self.inside = False
+        if all(node is None for node in nodes):
+            # It rounds or has no derivative otherwise, but is differentiable by its own rule.
+            return self.operation(eqn, ports)
+        for node, var in zip(nodes, eqn.outvars, strict=True):
+            if node is not None:
+                self.name(node, var)
+        return nodes
+
+    def scan(self, params: dict[str, Any], operands: list[Value]) -> list[int | None]:
+        """Add a scan by its first iteration."""
+        first, carried = scan_counts(params)
+        start, last = -1 if params["reverse"] else 0, first + carried
+        xs = [
+            Value(value.node, value.x[start] if value.x is not None and params["length"] else None)
+            for value in operands[last:]
+        ]
+        return self.loop(params["jaxpr"], [*operands[:last], *xs], first, last)
+
+    def loop(
+        self, body: ClosedJaxpr, operands: list[Value], first: int, last: int
+    ) -> list[int | None]:
+        """Add a body whose operands from ``first`` to ``last`` are carried."""
+        inner = list(operands)
+        for index in range(first, last):
+            inner[index] = Value(None, operands[index].x)
+            if is_float(body.jaxpr.invars[index].aval):
+                inner[index] = Value(next(self.vertices), operands[index].x)
+                self.connect([operands[index]], inner[index].node)
+        results = self.run(body, inner)
+        for result, carried in zip(results, inner[first:last], strict=False):
+            if carried.node is not None and result.node != carried.node:
+                self.connect([result], carried.node)
+        return [result.node for result in results]
 
 
 def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
@@ -265,166 +386,3 @@ def bridges(edges: Iterable[tuple[int, int]]) -> list[int]:
                     if low[vertex] > order[parent]:
                         found.append(entered)
     return sorted(found)
-
-
-class Value(NamedTuple):
-    """The vertex of a value, None if it carries no gradient, and the value where it is known."""
-
-    node: int | None
-    x: Any = None
-
-
-Measure = Callable[[Any, list[Any]], Any]
-
-
-def build(
-    closed: ClosedJaxpr,
-    differentiated: Sequence[bool],
-    args: Sequence[Any] = (),
-    measure: Measure | None = None,
-) -> Graph:
-    """Build the graph of a program.
-
-    Args:
-        closed: the program.
-        differentiated: which of its inputs are.
-        args: its flat arguments in float64, where calls are measured.
-        measure: called with the equation and operands of each custom_vjp function, of a loop's in
-            its first iteration; what it returns is kept in `Graph.measured`.
-    """
-    builder = _Builder(measure)
-    inputs = [
-        Value(builder.vertex() if flag and is_float(var.aval) else None, wide(x))
-        for flag, var, x in zip(
-            differentiated, closed.jaxpr.invars, args or itertools.repeat(None), strict=False
-        )
-    ]
-    builder.graph.inputs = [value.node for value in inputs]
-    builder.connect([value.node for value in builder.run(closed, inputs)], 0)
-    return builder.graph
-
-
-class _Builder(Interpreter):
-    def __init__(self, measure: Measure | None):
-        super().__init__()
-        self.graph, self.measure, self.inside = Graph(), measure, False
-        self.count = itertools.count(1)
-        self.exact = Exact()
-
-    def vertex(self) -> int:
-        return next(self.count)
-
-    def connect(self, starts: Iterable[int | None], end: int) -> None:
-        self.graph.edges += [Edge(start, end) for start in starts if start is not None]
-
-    def constant(self, x: Any, aval: Any) -> Value:
-        return Value(None, self.exact.constant(x, aval) if self.measure else None)
-
-    def apply(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        name, inner = eqn.primitive.name, inner_program(eqn)
-        nodes: list[int | None] = [None] * len(eqn.outvars)
-        if any(value.node is not None for value in operands):
-            if name == "custom_vjp_call" and not self.inside:
-                nodes = self.custom_vjp(eqn, operands)
-            elif name == "scan":
-                nodes = self.scan(eqn, operands)
-            elif name == "while":
-                first = eqn.params["body_nconsts"]
-                kept = operands[eqn.params["cond_nconsts"] :]
-                nodes = self.loop(eqn.params["body_jaxpr"], kept, first, len(kept))
-            elif name == "cond":
-                nodes = self.cond(eqn, operands[1:])
-            elif inner is not None:
-                return [
-                    value._replace(node=value.node if is_float(var.aval) else None)
-                    for value, var in zip(self.run(inner, operands), eqn.outvars, strict=True)
-                ]
-            else:
-                nodes = self.operation(eqn, operands)
-        xs = [value.x for value in operands]
-        known = self.measure and not self.inside and all(x is not None for x in xs)
-        results = self.exact.apply(eqn, xs) if known else itertools.repeat(None)
-        return [
-            Value(node if is_float(var.aval) else None, x)
-            for node, var, x in zip(nodes, eqn.outvars, results, strict=False)
-        ]
-
-    def result(self, start: int, var: Any) -> int | None:
-        """Add a vertex for a result of an operation, unless it has no gradient."""
-        if not is_float(var.aval):
-            return None
-        node = self.vertex()
-        self.connect([start], node)
-        self.name(node, var)
-        return node
-
-    def name(self, node: int, var: Any) -> None:
-        if not self.inside:
-            self.graph.values[node] = tuple(reversed(self.calls)), var
-
-    def operation(self, eqn: Any, operands: list[Value]) -> list[int | None]:
-        if eqn.primitive.name in _NO_GRADIENT:
-            return [None] * len(eqn.outvars)
-        vertex = self.vertex()
-        self.connect([value.node for value in operands], vertex)
-        return [self.result(vertex, var) for var in eqn.outvars]
-
-    def custom_vjp(self, eqn: Any, operands: list[Value]) -> list[int | None]:
-        """Open a function; each operand enters by an edge of its own."""
-        call = len(self.graph.calls)
-        self.graph.calls.append(eqn)
-        xs = [value.x for value in operands]
-        if self.measure and all(x is not None for x in xs):
-            self.graph.measured[call] = self.measure(eqn, xs)
-        ports = [Value(None if value.node is None else self.vertex()) for value in operands]
-        for operand, (value, port) in enumerate(zip(operands, ports, strict=True)):
-            if value.node is not None and port.node is not None:
-                self.graph.edges.append(Edge(value.node, port.node, call, operand))
-        self.inside = True
-        nodes = [value.node for value in self.run(eqn.params["call_jaxpr"], ports)]
-        self.inside = False
-        if all(node is None for node in nodes):
-            # It rounds or has no derivative otherwise, but is differentiable by its own rule.
-            return self.operation(eqn, ports)
-        for node, var in zip(nodes, eqn.outvars, strict=True):
-            if node is not None:
-                self.name(node, var)
-        return nodes
-
-    def scan(self, eqn: Any, operands: list[Value]) -> list[int | None]:
-        """Add a scan by its first iteration."""
-        params = eqn.params
-        first, carried = scan_counts(params)
-        start, last = -1 if params["reverse"] else 0, first + carried
-        xs = [
-            value._replace(x=value.x[start] if value.x is not None and params["length"] else None)
-            for value in operands[last:]
-        ]
-        return self.loop(params["jaxpr"], [*operands[:last], *xs], first, last)
-
-    def loop(
-        self, body: ClosedJaxpr, operands: list[Value], first: int, last: int
-    ) -> list[int | None]:
-        """Add a body whose operands from ``first`` to ``last`` are carried."""
-        inner = list(operands)
-        for index in range(first, last):
-            node = self.vertex() if is_float(body.jaxpr.invars[index].aval) else None
-            inner[index] = operands[index]._replace(node=node)
-            if node is not None:
-                self.connect([operands[index].node], node)
-        nodes = [value.node for value in self.run(body, inner)]
-        for node, value in zip(nodes, inner[first:last], strict=False):
-            if value.node is not None and node != value.node:
-                self.connect([node], value.node)
-        return nodes
-
-    def cond(self, eqn: Any, operands: list[Value]) -> list[int | None]:
-        branches = [self.run(branch, operands) for branch in eqn.params["branches"]]
-        nodes: list[int | None] = []
-        for var, values in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
-            nodes.append(None)
-            if any(value.node is not None for value in values):
-                either = self.vertex()
-                self.connect([value.node for value in values], either)
-                nodes[-1] = self.result(either, var)
-        return nodes

@@ -45,12 +45,9 @@ class FittedFactors:
 def fit_factors(
     fn: Callable[..., Any], example: Sequence[Any], *, seeds: int = 32
 ) -> FittedFactors:
-    """Find the forward and backward factors of an op or loss by simulation.
+    """Find the forward and backward factors of an op or loss by `rules.simulate`.
 
-    Scaling:
-        Forward 1 / std(fn(x)) and, per floating argument, backward 1 / RMS of its gradient, for
-        arguments and cotangent from N(0, 1). See `rules.simulate`. `ops.unit_scaled` makes an op
-        of them.
+    `ops.unit_scaled` makes an op of them.
 
     Args:
         fn: ``fn(*args)``, differentiable, returning one floating array; a scalar is a loss.
@@ -59,7 +56,7 @@ def fit_factors(
         seeds: number of draws, at least 2.
 
     Returns:
-        `FittedFactors`, with the closed form if `rules` knows it.
+        `FittedFactors`, with the closed form if `rules` has it.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
@@ -73,8 +70,6 @@ def fit_factors(
         >>> found.closed_form
         Factors(fwd=0.25, bwd=(0.125, 0.125))
 
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, empirical factors.
     """
     found = rules.simulate(fn, example, seeds=seeds, name="analysis.fit_factors")
     return FittedFactors(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import is_scaled
-from ._cut_edges import Edge, Graph, bridges, build
+from ._cut_edges import Edge, Graph, bridges
 from ._exact import evaluate, has_while, only_rounds, types_of
 from ._program import Source, bind, is_float, source_of, traced
 
@@ -211,7 +211,7 @@ def check_gradients(
 
             def measured(*xs: Any) -> Any:
                 flags = [i in chosen for i in range(len(args))]
-                graphs.append(build(closed, flags, xs, _gradients_of_op))
+                graphs.append(Graph(closed, flags, xs, _gradients_of_op))
                 return graphs[-1].measured
 
             pairs = _run(measured, closed, wide)
@@ -346,21 +346,21 @@ def blame(graph: Graph, ratios: dict[int, list[Ratio | None]]) -> tuple[Guilty, 
     wrong: dict[int, list[float]] = {}
     suspects: dict[int, list[tuple[Edge, float]]] = {}
     for i, edge in enumerate(edges):
-        if edge.call is None or edge.operand is None:
+        if edge.op is None or edge.operand is None:
             continue
-        measured = ratios.get(edge.call)
+        measured = ratios.get(edge.op)
         ratio = measured[edge.operand] if measured else None
         # Where no gradient flows for these values, a factor does no harm.
         if ratio is None or not math.isfinite(ratio.true) or ratio.given == ratio.true == 0:
             continue
         if not ratio.constant > 0 or ratio.spread > _TOLERANCE:
-            wrong.setdefault(edge.call, []).append(ratio.constant)
+            wrong.setdefault(edge.op, []).append(ratio.constant)
         elif i not in cut and abs(math.log(ratio.constant)) > _TOLERANCE:
-            suspects.setdefault(edge.call, []).append((edge, ratio.constant))
+            suspects.setdefault(edge.op, []).append((edge, ratio.constant))
     suspects = {call: parts for call, parts in suspects.items() if call not in wrong}
     found: dict[Source, Guilty] = {}
     for call in sorted({*wrong, *_unexplained(inner, suspects)}):
-        source = source_of(graph.calls[call])
+        source = source_of(graph.ops[call])
         if call in wrong:
             constants = tuple(wrong[call])
             advice = "its backward pass is no positive multiple of its derivative: correct its rule"

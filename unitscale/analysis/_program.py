@@ -44,9 +44,8 @@ class Source(NamedTuple):
 def source_of(*eqns: Any) -> Source:
     """Return the op and line of an equation.
 
-    Args:
-        *eqns: the equation, and those of the calls that it is inside of, the innermost first: an
-            equation that JAX's own functions make gets the line of the call.
+    What JAX makes inside of its own functions gets the line of the call: further equations are
+    those of the calls that the first is inside of, the innermost first.
     """
     source = _source_of_one(eqns[0])
     for eqn in eqns[1:]:
@@ -80,12 +79,7 @@ def _source_of_one(eqn: Any) -> Source:
 
 
 def traced(where: str, fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of a user's function and the types of its outputs as a tree.
-
-    Raises:
-        TypeError: if ``fn`` is no function of arrays that JAX can trace.
-        ValueError: if it has side effects, which an analysis would repeat or lose.
-    """
+    """Return the jaxpr of a user's function, which has no side effects, and its output types."""
     name = f"unitscale.analysis.{where}"
     if not callable(fn):
         raise TypeError(f"{name}: expected a function; got {type(fn).__name__}")
@@ -146,12 +140,10 @@ class Interpreter:
 
     Subclasses say what an equation does to their values (`apply`), and may collect rows of
     statistics in the bodies of loops and branches (`body`).
-
-    Attributes:
-        calls: the equation that is applied, and those that it is inside of, the outermost first.
     """
 
     def __init__(self) -> None:
+        # The equation that is applied, and those that it is inside of, the outermost first.
         self.calls: list[Any] = []
 
     def constant(self, x: Any, aval: Any) -> Any:

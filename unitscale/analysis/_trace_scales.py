@@ -33,11 +33,6 @@ _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
 class ScaleTracer:
     """What `trace_scales` returns: call it with the arguments of the function.
 
-    Attributes:
-        fn: the function.
-        formats: formats that elements are counted for.
-        sample: elements that large arrays are measured on, or None.
-
     Example:
         >>> tracer = trace_scales(lambda x: 3 * x)
         >>> tracer(2.0)
@@ -57,15 +52,13 @@ class ScaleTracer:
         As by `jax.jit`, it is traced once for all arguments of the same types.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        key = treedef, tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
+        kinds = tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
         try:
-            program = self._programs.get(key)
-        except TypeError:  # a part of the tree that is no array cannot be hashed
-            key, program = None, None
-        if program is None:
+            program = self._programs.get((treedef, kinds))
+        except TypeError:  # a part of the tree that is not an array cannot be hashed
             program = self._trace(leaves, treedef)
-            if key is not None:
-                self._programs[key] = program
+        if program is None:
+            program = self._programs[treedef, kinds] = self._trace(leaves, treedef)
         closed, out, memory = program
         watcher = Watcher(self.formats, self.sample, memory)
         inputs = [
@@ -113,9 +106,7 @@ def trace_scales(
         amax over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of zeros, and
         for each format the shares of elements that it would make zero, hold as subnormal numbers,
         and saturate, over a sample of each array. The RMS of n normal elements has a relative
-        standard error of (2n)^-1/2, 1.1% for the default.
-        Unit scaling keeps RMS near 1, where all shares are small.
-        Equations are executed one by one, so that each value has been rounded to its own dtype; a
+        standard error of (2n)^-1/2, 1.1% for the default. Equations are executed one by one; a
         compiler that fuses them may round less often.
 
     Args:
@@ -126,10 +117,9 @@ def trace_scales(
             many, evenly spread; None measures all of them.
 
     Returns:
-        A `ScaleTracer`, a function of the arguments of ``fn`` that returns a `ScaleTrace`: a
-        sequence of `ScaleRecord`, the inputs first and then the values in program order, with a
-        table and a plot. Values that only rearrange another's elements are left out. What ``fn``
-        returns is `ScaleTrace.result`.
+        A `ScaleTracer`, a function of the arguments of ``fn`` that returns a `ScaleTrace`: records
+        of the inputs and then of the values in program order, but for those that only rearrange
+        another's elements.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace.
@@ -185,10 +175,9 @@ class Watcher(Interpreter):
 
     Attributes:
         sites: records of the values that are measured, without their statistics.
-        rows: arrays (n, width) of statistics, in the order of the sites. A row is the count of
-            elements, sums of squares at scales 1, `UP` and `DOWN`, the count of zeros, for each
-            format the counts of elements that it makes zero, that lie below its normal numbers,
-            and that exceed its largest, and amax.
+        rows: arrays (n, width) of statistics, in the order of the sites: count, sums of squares at
+            scales 1, `UP` and `DOWN`, zeros; for each format elements that become zero, are below
+            its normal numbers, exceed its largest; amax.
         noted: the site of a value by id.
     """
 
