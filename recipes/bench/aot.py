@@ -178,11 +178,10 @@ def _totals(labelled: Iterable[tuple[str, Kernel]]) -> list[Total]:
     groups: dict[str, list[Kernel]] = collections.defaultdict(list)
     for label, kernel in labelled:
         groups[label].append(kernel)
-    sums = ("seconds", "bytes", "flops")
-    totals = [
-        Total(label, *(sum(getattr(k, n) for k in group) for n in sums), len(group))
-        for label, group in groups.items()
-    ]
+    totals = []
+    for label, group in groups.items():
+        seconds, size = sum(k.seconds for k in group), sum(k.bytes for k in group)
+        totals.append(Total(label, seconds, size, sum(k.flops for k in group), len(group)))
     return sorted(totals, key=lambda t: -t.seconds)
 
 

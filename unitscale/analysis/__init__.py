@@ -26,4 +26,4 @@ from ._scale_trace import (
     ScaleTrace as ScaleTrace,
 )
 from ._snr import plot_snr as plot_snr, snr as snr
-from ._trace_scales import ScaleTracer as ScaleTracer, trace_scales as trace_scales
+from ._trace_scales import trace_scales as trace_scales

@@ -84,13 +84,13 @@ class CutEdges:
 
     def __str__(self) -> str:
         lines: dict[bool, list[str]] = {True: ["cut edges"], False: ["not cut"]}
-        for item in (*self.inputs, *self.intermediates):
-            text = f"{item.dtype}[{','.join(map(str, item.shape))}]"
-            if isinstance(item, Input):
-                often = f", used {item.uses} times" if item.uses != 1 else ""
-                lines[item.cut].append(f"  input {item.name} {text}{often}")
+        for x in (*self.inputs, *self.intermediates):
+            text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+            if isinstance(x, Input):
+                often = f", used {x.uses} times" if x.uses != 1 else ""
+                lines[x.cut].append(f"  input {x.name} {text}{often}")
             else:
-                lines[item.cut].append(f"  {text} {item.source}")
+                lines[x.cut].append(f"  {text} {x.source}")
         return "\n".join(lines[True] + lines[False])
 
 
@@ -332,8 +332,9 @@ class Graph(Interpreter):
         for index in range(first, last):
             inner[index] = Value(None, operands[index].x)
             if is_float(body.jaxpr.invars[index].aval):
-                inner[index] = Value(next(self.vertices), operands[index].x)
-                self.connect([operands[index]], inner[index].node)
+                node = next(self.vertices)
+                inner[index] = Value(node, operands[index].x)
+                self.connect([operands[index]], node)
         results = self.run(body, inner)
         for result, carried in zip(results, inner[first:last], strict=False):
             if carried.node is not None and result.node != carried.node:

@@ -24,9 +24,9 @@ def wide(x: Any) -> Any:
     return lax.convert_element_type(x, jnp.float64) if is_float(x) else x
 
 
-def types_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Return plain types of avals, as `jax.make_jaxpr` takes them."""
-    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+def types_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of variables of a jaxpr, as `jax.make_jaxpr` takes them."""
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -140,7 +140,7 @@ def _custom_jvp(eqn: Any, operands: list[Any]) -> list[Any]:
     """Evaluate a function with its own rule, such as that of relu at zero."""
     closed = eqn.params["call_jaxpr"]
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
-    avals = types_of([atom.aval for atom in eqn.invars])
+    avals = types_of(eqn.invars)
     floats = [i for i, aval in enumerate(avals) if is_float(aval)]
     kept = [i for i, var in enumerate(eqn.outvars) if is_float(var.aval)]
 

@@ -14,8 +14,7 @@ class FittedFactors:
 
     Attributes:
         factors: estimated by simulation; one backward factor per floating argument.
-        fwd_interval: 95 percent confidence interval of the forward factor.
-        bwd_intervals: those of the backward factors.
+        fwd_interval, bwd_intervals: 95 percent confidence intervals.
         closed_form: the exact factors, where a rule is known; else None.
 
     Example:

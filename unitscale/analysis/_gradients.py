@@ -59,9 +59,7 @@ class Guilty:
     """An op whose backward factor differs from its forward one where it may not.
 
     Attributes:
-        source: the op and the line that calls it.
         ratios: backward factor over forward factor, of each operand that is not a cut edge.
-        advice: how to correct it.
 
     Example:
         >>> Guilty(Source("dense", "model.py:3 (loss)"), (2.0,), "set a constraint").ratios
@@ -82,8 +80,6 @@ class GradientReport:
     """The result of `check_gradients`: true if every gradient is right, and a table as text.
 
     Attributes:
-        parameters: one finding per parameter.
-        guilty: the ops that broke it, where it is broken.
         loss: value of the loss, without rounding.
 
     Example:
@@ -234,10 +230,8 @@ def _of_chosen(f: Callable[..., Any], xs: Any, chosen: list[int]) -> Callable[..
     """Return a function as one of some of its arguments, the others fixed."""
 
     def partial(*moved: Any) -> Any:
-        full = list(xs)
-        for i, x in zip(chosen, moved, strict=True):
-            full[i] = x
-        return f(*full)
+        given = dict(zip(chosen, moved, strict=True))
+        return f(*(given.get(i, x) for i, x in enumerate(xs)))
 
     return partial
 
@@ -258,13 +252,12 @@ def _judge(
     names: list[str], given: Any, true: Any, tolerance: float
 ) -> tuple[ParameterGradient, ...]:
     ratios = [Ratio.of(g, t) for g, t in zip(given, true, strict=True)]
-    nothing = [
-        _NOTHING * max(filter(math.isfinite, norms), default=0.0)
-        for norms in ([r.given for r in ratios], [r.true for r in ratios])
-    ]
+    largest_given = max((r.given for r in ratios if math.isfinite(r.given)), default=0.0)
+    largest_true = max((r.true for r in ratios if math.isfinite(r.true)), default=0.0)
     found = []
     for name, ratio in zip(names, ratios, strict=True):
-        is_given, is_true = ratio.given > nothing[0], ratio.true > nothing[1]
+        is_given = ratio.given > _NOTHING * largest_given
+        is_true = ratio.true > _NOTHING * largest_true
         verdict: str = "right"
         if not math.isfinite(ratio.true):
             verdict = "truth not finite"
@@ -312,7 +305,7 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
     by_operand: list[Any] = [None] * len(operands)
     if only_rounds(eqn):
         return by_operand
-    avals, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
+    avals, results = types_of(eqn.invars), types_of(eqn.outvars)
     floats = [i for i, aval in enumerate(avals) if is_float(aval)]
     kept = [i for i, aval in enumerate(results) if is_float(aval)]
 
@@ -324,12 +317,9 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
         values, cotangents = xs[: len(avals)], xs[len(avals) :]
         return pulled_back(lambda *full: bind(eqn, full, eqn.params), values, cotangents)
 
-    closed = jax.make_jaxpr(own)(*types_of(avals), *types_of([results[i] for i in kept]))
-    keys = jax.random.split(jax.random.key(0), len(kept))
-    cotangents = [
-        jax.random.normal(key, results[i].shape, jnp.float64)
-        for key, i in zip(keys, kept, strict=True)
-    ]
+    closed = jax.make_jaxpr(own)(*avals, *(results[i] for i in kept))
+    keys = jax.random.split(jax.random.key(0), len(results))
+    cotangents = [jax.random.normal(keys[i], results[i].shape, jnp.float64) for i in kept]
     given = evaluate(closed, *operands, *cotangents)
     body = eqn.params["call_jaxpr"]
     true = pulled_back(lambda *full: evaluate(body, *full), operands, cotangents)

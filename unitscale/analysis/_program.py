@@ -185,9 +185,8 @@ class Interpreter:
 
     def control(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], Any]:
         """Run a scan, while loop or conditional; return its results and statistics."""
-        name = eqn.primitive.name
-        rule = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
-        return rule(eqn.params, operands)
+        rules = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        return rules[eqn.primitive.name](eqn.params, operands)
 
     def _scan(self, params: dict[str, Any], operands: list[Any]) -> tuple[list[Any], Any]:
         first, carried = scan_counts(params)

@@ -3,8 +3,8 @@
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..core import format_of
 from ._program import Source
@@ -26,12 +26,7 @@ def extra(where: str, module: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class FormatShares:
-    """What a format would make of a tensor: shares of its elements, zeros counted as zero.
-
-    Attributes:
-        zero: become or are zero.
-        subnormal: are held as subnormal numbers, with fewer bits.
-        saturated: exceed the largest value.
+    """Shares of a tensor's elements that are zero, subnormal or saturated in a format.
 
     Example:
         >>> FormatShares(0.0, 0.25, 0.0).subnormal
@@ -53,8 +48,7 @@ class ScaleRecord:
         primitive: name of the primitive; "input" for an input.
         scope: JAX's name stack, as `jax.named_scope` and the transformations wrote it.
         backward: whether a backward pass computed it.
-        shape: of one execution.
-        dtype: name of its dtype.
+        shape, dtype: of one execution.
         executions: how often it was computed: more than once in a loop, 0 in a branch not taken.
         rms: root mean square; not finite if an element is not.
         amax: largest magnitude.
@@ -88,11 +82,7 @@ class ScaleRecord:
 
 
 class ScaleTrace(Sequence[ScaleRecord]):
-    """The values of a program in order, as records.
-
-    Attributes:
-        records: the same, as a tuple.
-        result: what the function returned.
+    """The records of a program's values in order; `result` is what the function returned.
 
     Example:
         >>> from unitscale.analysis import trace_scales
@@ -107,15 +97,8 @@ class ScaleTrace(Sequence[ScaleRecord]):
     def __len__(self) -> int:
         return len(self.records)
 
-    @overload
-    def __getitem__(self, index: int) -> ScaleRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ScaleRecord, ...]: ...
-    def __getitem__(self, index: int | slice) -> ScaleRecord | tuple[ScaleRecord, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.records[index]
-
-    def __iter__(self) -> Iterator[ScaleRecord]:
-        return iter(self.records)
 
     def __repr__(self) -> str:
         return f"ScaleTrace({len(self)} values)"

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,78 +29,15 @@ _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_bar
 _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
 
 
-@dataclasses.dataclass(frozen=True)
-class ScaleTracer:
-    """What `trace_scales` returns: call it with the arguments of the function.
-
-    Example:
-        >>> tracer = trace_scales(lambda x: 3 * x)
-        >>> tracer(2.0)
-        ScaleTrace(2 values)
-    """
-
-    fn: Callable[..., Any]
-    formats: tuple[Format, ...]
-    sample: int | None
-    _programs: dict[Any, Any] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> ScaleTrace:
-        """Execute the function equation by equation, and measure what each computes.
-
-        As by `jax.jit`, it is traced once for all arguments of the same types.
-        """
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        kinds = tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
-        try:
-            program = self._programs.get((treedef, kinds))
-        except TypeError:  # a part of the tree that is not an array cannot be hashed
-            program = self._trace(leaves, treedef)
-        if program is None:
-            program = self._programs[treedef, kinds] = self._trace(leaves, treedef)
-        closed, out, memory = program
-        watcher = Watcher(self.formats, self.sample, memory)
-        inputs = [
-            x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-            for x, var in zip(leaves, closed.jaxpr.invars, strict=True)
-        ]
-        for x, path in zip(inputs, _paths(treedef), strict=True):
-            if is_float(x):
-                watcher.measure(x, _record(Source("input", ""), "input", "", x, path))
-        results = watcher.run(closed, inputs)
-        if not watcher.sites:
-            raise ValueError(
-                "unitscale.analysis.trace_scales: expected a function with floating values; got "
-                "one that computes none from its arguments. Integers have no scale."
-            )
-        for value, (path, _) in zip(results, jax.tree_util.tree_leaves_with_path(out), strict=True):
-            if (index := watcher.noted.get(id(value))) is not None:
-                name = f"result{jax.tree_util.keystr(path)}"
-                watcher.sites[index] = dataclasses.replace(watcher.sites[index], name=name)
-        rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
-        records = tuple(
-            _with_statistics(site, row, self.formats)
-            for site, row in zip(watcher.sites, rows, strict=True)
-        )
-        return ScaleTrace(records, jax.tree.unflatten(jax.tree.structure(out), results))
-
-    def _trace(self, leaves: list[Any], treedef: Any) -> tuple[ClosedJaxpr, Any, "Memory"]:
-        def of_leaves(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(treedef, leaves)
-            return self.fn(*args, **kwargs)
-
-        fn = of_leaves if callable(self.fn) else self.fn
-        return *traced("trace_scales", fn, *leaves), Memory({}, {})
-
-
 def trace_scales(
     fn: Callable[..., Any],
     *,
     formats: Sequence[Any] = ("float16", "e4m3fn", "e5m2"),
     sample: int | None = 2**12,
-) -> ScaleTracer:
-    """Measure every floating value that a function computes, forward and backward.
+) -> Callable[..., ScaleTrace]:
+    """Return a function that measures every floating value that a function computes.
+
+    The returned function is traced once for all arguments of the same types, as by `jax.jit`.
 
     Scaling:
         amax over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of zeros, and
@@ -117,8 +54,8 @@ def trace_scales(
             many, evenly spread; None measures all of them.
 
     Returns:
-        A `ScaleTracer`, a function of the arguments of ``fn`` that returns a `ScaleTrace`: records
-        of the inputs and then of the values in program order, but for those that only rearrange
+        A function of the arguments of ``fn`` that returns a `ScaleTrace`: records of the inputs and
+        of the values in program order, forward and backward, but for those that only rearrange
         another's elements.
 
     Raises:
@@ -143,7 +80,50 @@ def trace_scales(
             "unitscale.analysis.trace_scales: sample must be at least 1, or None for all elements; "
             f"got {sample}"
         )
-    return ScaleTracer(fn, kept, sample)
+    programs: dict[Any, Any] = {}
+
+    def program(leaves: list[Any], treedef: Any) -> tuple[ClosedJaxpr, Any, dict[Any, Any]]:
+        def of_leaves(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(treedef, leaves)
+            return fn(*args, **kwargs)
+
+        traceable = of_leaves if callable(fn) else fn
+        return *traced("trace_scales", traceable, *leaves), {}
+
+    def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        kinds = tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
+        try:
+            found = programs.get((treedef, kinds))
+        except TypeError:  # a part of the tree that is not an array cannot be hashed
+            found = program(leaves, treedef)
+        if found is None:
+            found = programs[treedef, kinds] = program(leaves, treedef)
+        closed, out, memory = found
+        watcher = Watcher(kept, sample, memory)
+        inputs = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
+            for x, var in zip(leaves, closed.jaxpr.invars, strict=True)
+        ]
+        for x, path in zip(inputs, _paths(treedef), strict=True):
+            if is_float(x):
+                watcher.measure(x, _record(Source("input", ""), "input", "", x, path))
+        results = watcher.run(closed, inputs)
+        if not watcher.sites:
+            raise ValueError(
+                "unitscale.analysis.trace_scales: expected a function with floating values; got "
+                "one that computes none from its arguments. Integers have no scale."
+            )
+        for value, (path, _) in zip(results, jax.tree_util.tree_leaves_with_path(out), strict=True):
+            if (index := watcher.noted.get(id(value))) is not None:
+                name = f"result{jax.tree_util.keystr(path)}"
+                watcher.sites[index] = dataclasses.replace(watcher.sites[index], name=name)
+        rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
+        sites = zip(watcher.sites, rows, strict=True)
+        records = tuple(_with_statistics(site, row, kept) for site, row in sites)
+        return ScaleTrace(records, jax.tree.unflatten(jax.tree.structure(out), results))
+
+    return measured
 
 
 def _paths(treedef: Any) -> list[str]:
@@ -163,13 +143,6 @@ def _record(source: Source, primitive: str, scope: str, x: Any, name: str = "") 
     return ScaleRecord(name, source, primitive, scope, backward, *kind, 0, none, none, none, {})
 
 
-class Memory(NamedTuple):
-    """What is found of equations, by those that call them, and compiled loops and branches."""
-
-    found: dict[tuple[int, ...], Any]
-    programs: dict[Any, Any]
-
-
 class Watcher(Interpreter):
     """Executes a program, and collects statistics of its values.
 
@@ -181,9 +154,11 @@ class Watcher(Interpreter):
         noted: the site of a value by id.
     """
 
-    def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: Memory):
+    def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
-        self.formats, self.sample, self.memory = formats, sample, memory
+        self.formats, self.sample = formats, sample
+        # Sources of equations and compiled control flow, for later executions of the program.
+        self.memory = memory
         self.sites: list[ScaleRecord] = []
         self.rows: list[Any] = []
         self.noted: dict[int, int] = {}
@@ -245,21 +220,22 @@ class Watcher(Interpreter):
             for var, value in zip(eqn.outvars, results, strict=True)
             if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
         ]
-        made = self.once(lambda: [self._site(eqn, var) for var, _ in found])
-        for (_, value), site in zip(found, made, strict=True):
+
+        def sites() -> list[ScaleRecord]:
+            scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
+            source = source_of(*reversed(self.calls))
+            return [_record(source, eqn.primitive.name, scope, var.aval) for var, _ in found]
+
+        for (_, value), site in zip(found, self.once(sites), strict=True):
             self.noted[id(value)] = len(self.sites)
             self.measure(value, site)
-
-    def _site(self, eqn: Any, var: Any) -> ScaleRecord:
-        scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
-        return _record(source_of(*reversed(self.calls)), eqn.primitive.name, scope, var.aval)
 
     def once(self, make: Callable[[], Any]) -> Any:
         """Return what was made for the equation at hand the first time."""
         where = tuple(map(id, self.calls))
-        if where not in self.memory.found:
-            self.memory.found[where] = make()
-        return self.memory.found[where]
+        if where not in self.memory:
+            self.memory[where] = make()
+        return self.memory[where]
 
     def _control(self, eqn: Any, operands: list[Any]) -> Any:
         """Execute control flow, compiled once for all layers that have the same program."""
@@ -279,9 +255,9 @@ class Watcher(Interpreter):
             sites = self.sites[before:]
             del self.sites[before:]
             key = lowered.as_text(), *(getattr(x, "sharding", None) for x in operands)
-            if key not in self.memory.programs:
-                self.memory.programs[key] = lowered.compile()
-            return self.memory.programs[key], sites
+            if key not in self.memory:
+                self.memory[key] = lowered.compile()
+            return self.memory[key], sites
 
         program, sites = self.once(compiled)
         self.sites += sites
