@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import MODULE, PROGRAM
 from .bench import BENCHMARKS
 from .config import RunConfig
 from .errors import RecipeError, complain, told_by
@@ -241,10 +240,10 @@ def _register(name: str, summary: str) -> None:
 
     @bench.command(name, help=summary, context_settings=context)
     def run(context: typer.Context) -> None:
-        module = importlib.import_module(f"{MODULE}.bench.{name}")
+        module = importlib.import_module(f"recipes.bench.{name}")
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         command.command(help=summary)(module.main)
-        command(context.args, prog_name=f"{PROGRAM} bench {name}")
+        command(context.args, prog_name=f"python -m recipes bench {name}")
 
 
 for _name, _summary in BENCHMARKS.items():
@@ -258,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = [word for word in words if word != _TRACEBACK]
     start_process()
     try:
-        app(words, prog_name=PROGRAM)  # a wrong word is reported there, exit code 2
+        app(words, prog_name="python -m recipes")  # a wrong word is reported there, exit code 2
     except Exception as error:
         told = told_by(error)
         if wants_traceback or told is None:

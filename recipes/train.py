@@ -22,7 +22,6 @@ from rich.console import Console
 
 from unitscale.core import is_scaled
 
-from . import PROGRAM
 from .batches import Batches, Data
 from .config import RunConfig
 from .errors import RecipeError
@@ -105,7 +104,7 @@ def train(
                 if not fresh and is_sweep(folder := run_folder(config)):
                     raise RecipeError(
                         f"name: {folder} is the folder of a sweep; change name, or go on with it "
-                        f"by `{PROGRAM} sweep`"
+                        f"by `python -m recipes sweep`"
                     )
                 open_run(config, fresh=fresh, convert=convert)
         return _train(config, data, console, say)

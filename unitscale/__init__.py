@@ -4,15 +4,15 @@ The parts, from the bottom up, each a package to import by name:
 
 - `unitscale.core`: `ScaledArray`, formats, exact powers of two, saturating casts.
 - `unitscale.rules`: the static scaling factors, each with its source.
-- `unitscale.quant`: quantized matrix products.
+- `unitscale.quant`: quantized matmuls.
 - `unitscale.ops`: unit-scaled operations on arrays, for any layer library.
 - `unitscale.nn`: layers for Flax NNX.
 - `unitscale.transforms`: `scalify`, scale propagation through any JAX program.
 - `unitscale.optim`: weights and moments of optax in 16 and 8 bits, u-muP learning rates.
 - `unitscale.parallel`: gradients and weights exchanged in FP8 between devices.
-- `unitscale.analysis`: cut edges, checks of gradients, scales of every value, fitted factors.
+- `unitscale.analysis`: cut edges, gradient checks, statistics of every value, fitted factors.
 
-`python -m unitscale.doctor` says what a machine has for them, and what it lacks.
+`python -m unitscale.doctor` checks versions, devices and FP8 matmuls of a machine.
 
 Example:
     >>> import jax.numpy as jnp

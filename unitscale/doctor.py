@@ -1,16 +1,11 @@
-"""`python -m unitscale.doctor`: what this machine has for training in 8 and 16 bits.
+"""`python -m unitscale.doctor`: report versions, devices, FP8 matmuls and installed extras."""
 
-It prints versions, devices and their FP8 kernels, executes an FP8 product on each device, and ends
-with what to do. The exit status is 1 if a check failed, else 0.
-"""
-
-import importlib.metadata
+import importlib.metadata as metadata
 import platform
 import re
 import sys
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,39 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import __version__
-from .ops import attention_path
 from .quant import Dynamic, MatmulConfig, check_fp8, dot_general
-from .quant._kernels import BLOCK_SCALES_SINCE, FP8_SINCE
 
-EXTRAS = {
-    "recipes": "training from YAML files, and plots",
-    "hf": "Parquet files and Hugging Face datasets as text",
-    "libraries": "the models of Equinox and Haiku that the documentation shows",
-    "notebooks": "the notebooks, in JupyterLab",
-    "docs": "building the documentation site",
-}
-"""What each optional extra is for, as `diagnose` says."""
-SHAPES = ((128, 256), (256, 128))
-"""Of the operands of the product that `diagnose` executes."""
-
-_GIVES = {"flax": "unitscale.nn and the recipes", "optax": "unitscale.optim and the recipes"}
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-_INSTALL_CUDA = 'pip install -U "jax[cuda13]"'
+EXTRAS = ("recipes", "hf", "libraries", "notebooks")
+SHAPES = ((128, 256), (256, 128))  # of the FP8 matmul's operands
 
 
 class Finding(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        section: the heading that it stands under.
-        text: what was found.
-        failed: whether it is a check that failed.
-        todo: what to do about it; "" for nothing.
-
-    Example:
-        >>> Finding("versions", "jax 0.10.2").failed
-        False
-    """
+    """One line of the report: its section, text, whether a check failed, and what to do."""
 
     section: str
     text: str
@@ -58,99 +28,27 @@ class Finding(NamedTuple):
     todo: str = ""
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version starts with: (0, 10, 2) of "0.10.2.dev3"."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def _requirements() -> list[tuple[str, str, str]]:
-    """Package, least version and extra of each requirement of the installed unitscale."""
-    try:
-        lines = importlib.metadata.requires("unitscale") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        name, least, extra = (
-            re.search(pattern, line)
-            for pattern in (r"^[\w.-]+", r">=\s*([\d.]+)", r"extra == ['\"]([\w-]+)")
-        )
-        if name:
-            found.append((name[0], least[1] if least else "", extra[1] if extra else ""))
-    return found
+def _requirements(extra: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, installed version ("" if none) and least version of what unitscale requires."""
+    found = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    for line in (metadata.requires("unitscale") or []) if "unitscale" in found else []:
+        pattern = r"([\w.-]+)(?:.*?>=\s*([\d.]+))?(?:.*extra == ['\"]([\w-]+))?"
+        name, least, of = re.findall(pattern, line)[0]
+        if of == extra:
+            yield name, found.get(name.lower().replace("_", "-"), ""), least
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("versions", f"python {platform.python_version()}")
-    needed = {name: least for name, least, extra in _requirements() if not extra}
-    for name in dict.fromkeys(("jax", "jaxlib", "flax", "optax", *needed)):
-        version, least = _version(name), needed.get(name, "")
-        if version is None:
-            gives = f"; {_GIVES[name]} need it" if name in _GIVES else ""
-            yield Finding("versions", f"{name} is missing{gives}", todo=f"pip install {name}")
-        elif _numbers(version) < _numbers(least):
+    yield Finding("versions", f"python {platform.python_version()}, jax {jax.__version__}")
+    for name, version, least in _requirements():
+        numbers, needed = ([int(n) for n in re.findall(r"\d+", v)] for v in (version, least))
+        if not version:  # only unitscale.nn needs Flax, and only unitscale.optim needs optax
+            yield Finding("versions", f"{name} is missing", todo=f"pip install {name}")
+        elif numbers < needed:
             text = f"{name} {version} is older than {least}, which unitscale needs"
             yield Finding("versions", text, True, f'pip install -U "{name}>={least}"')
         else:
             yield Finding("versions", f"{name} {version}")
-    for name in sorted({d.name for d in importlib.metadata.distributions()} - {None}):
-        if re.fullmatch(r"jax[-_](cuda|rocm)\d+[-_]plugin", name):
-            yield _plugin(name, _version(name) or "", _version("jaxlib") or "")
-
-
-def _plugin(name: str, version: str, jaxlib: str) -> Finding:
-    """JAX does not use a CUDA plugin of another version than jaxlib's, and only warns of it."""
-    if "rocm" in name or _numbers(version) == _numbers(jaxlib):
-        return Finding("versions", f"{name} {version}")
-    text = f"{name} {version} is not of jaxlib's version {jaxlib}"
-    return Finding("versions", text, True, f'pip install "{name}=={jaxlib}"')
-
-
-def _kind(device: Any) -> str:
-    """The platform, by the name that JAX's plugins have: "cuda", "rocm", "cpu", "tpu"."""
-    version = device.client.platform_version
-    return "cuda" if "cuda" in version else "rocm" if "rocm" in version else device.platform
-
-
-def kernels_of(kind: str, capability: float = 0.0) -> str:
-    """Which FP8 matrix products a device computes in FP8 kernels, in words.
-
-    Args:
-        kind: "cuda", "cpu" or another platform.
-        capability: the compute capability of an NVIDIA GPU.
-
-    Returns:
-        One line for people.
-
-    Example:
-        >>> kernels_of("cuda", 9.0)
-        'FP8 kernels; block scales (mxfp8) are emulated, their kernels exist from sm_100'
-    """
-    if kind == "cpu":
-        return "no FP8 kernels: FP8 numbers, multiplied in wider arithmetic"
-    if kind != "cuda":
-        return "FP8 kernels not known: only those of NVIDIA GPUs are checked"
-    if capability >= BLOCK_SCALES_SINCE:
-        return "FP8 kernels, with block scales (mxfp8) too"
-    if capability >= FP8_SINCE:
-        return "FP8 kernels; block scales (mxfp8) are emulated, their kernels exist from sm_100"
-    return (
-        f"no FP8 kernels: compute capability {capability} < {FP8_SINCE}; FP8 numbers, multiplied "
-        "in 16 bits"
-    )
-
-
-def _capability(device: Any) -> float:
-    """The compute capability of an NVIDIA GPU, 0 of what is none."""
-    return float(device.compute_capability) if _kind(device) == "cuda" else 0.0
 
 
 def _devices() -> Iterator[Finding]:
@@ -158,150 +56,74 @@ def _devices() -> Iterator[Finding]:
         devices = jax.local_devices()
     except RuntimeError as error:
         text = f"JAX finds no device: {str(error).splitlines()[0]}"
-        todo = "set JAX_PLATFORMS to what this machine has, such as cpu, or unset it"
-        yield Finding("devices", text, True, todo)
+        yield Finding("devices", text, True, "set JAX_PLATFORMS to a platform of this machine")
         return
-    for (platform_, name), same in groupby(devices, lambda d: (d.platform, d.device_kind)):
-        group = list(same)
-        words = kernels_of(_kind(group[0]), _capability(group[0]))
-        yield Finding("devices", f"{len(group)} x {name} ({platform_}): {words}")
-    if _DRIVER.exists() and any(_DRIVER.iterdir()) and all(d.platform == "cpu" for d in devices):
-        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-        why = f": JAX_PLATFORMS is {asked}" if asked else ""
-        text = f"there is an NVIDIA GPU that JAX does not use{why}"
-        todo = "unset JAX_PLATFORMS, to use the GPU" if asked else _INSTALL_CUDA
-        yield Finding("devices", text, not asked, todo)
+    for name, same in groupby(devices, lambda d: f"{d.device_kind} ({d.platform})"):
+        yield Finding("devices", f"{len(list(same))} x {name}")
     for device in devices:
-        yield _product(device)
+        text, todo = _check_matmul(device)
+        yield Finding("FP8 matmul", f"{device}: {text}", bool(todo), todo)
 
 
-def fp8_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product that is executed: E4M3 operands, whose scales are found at run time.
-
-    Args:
-        x: (rows, inner), float32.
-        w: (inner, columns), float32.
-
-    Returns:
-        (rows, columns), float32.
-
-    Example:
-        >>> float(fp8_product(jnp.full((1, 2), 1024.0), jnp.full((2, 1), 2.0**-12))[0, 0])
-        0.5
-    """
-    multiply = dot_general(MatmulConfig(strategy=Dynamic()))
-    return multiply(x, w, (((1,), (0,)), ((), ())))
+def fp8_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply float32 matrices in E4M3, with scales found at run time."""
+    return dot_general(MatmulConfig(strategy=Dynamic()))(x, w, (((1,), (0,)), ((), ())))
 
 
-def _product(device: Any) -> Finding:
-    """Compares the product of numbers that E4M3 holds, but for their scales, with float64."""
+def _has_kernels(device: Any) -> bool:
+    """Whether a device is an NVIDIA GPU with FP8 kernels."""
+    return "cuda" in device.client.platform_version and float(device.compute_capability) >= 8.9
+
+
+def _check_matmul(device: Any) -> tuple[str, str]:
+    """Compare an FP8 matmul of numbers that E4M3 represents exactly with float64."""
     rng = np.random.default_rng(0)
-    x, w = (
-        rng.normal(size=shape).astype(jnp.float8_e4m3fn).astype(np.float32) * scale
-        for shape, scale in ((SHAPES[0], 2.0**12), (SHAPES[1], 2.0**-12))
-    )
-    operands = [jax.device_put(a, device) for a in (x, w)]
+    x, w = (rng.normal(size=shape).astype(jnp.float8_e4m3fn).astype(float) for shape in SHAPES)
     try:
-        program = jax.jit(fp8_product).lower(*operands).compile()
+        operands = [jax.device_put(a.astype(np.float32), device) for a in (2**12 * x, w / 2**12)]
+        program = jax.jit(fp8_matmul).lower(*operands).compile()
         found = np.asarray(program(*operands), np.float64)
     except RuntimeError as error:
-        text = f"{device}: failed: {str(error).splitlines()[0]}"
-        return Finding("FP8 product", text, True, "check the device, its driver and the versions")
-    exact = x.astype(np.float64) @ w.astype(np.float64)
-    magnitude = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64)
-    allowed = SHAPES[0][1] / 32 * 2.0**-13  # FP8 kernels may add 32 terms at a time with 13 bits
-    worst = float(np.max(np.abs(found - exact) / magnitude))
-    text = f"{device}: {worst:.1g} from float64, relative to the sum of magnitudes"
+        return f"failed: {str(error).splitlines()[0]}", "check the device, its driver and versions"
+    worst = float(np.max(np.abs(found - x @ w) / (np.abs(x) @ np.abs(w))))
+    allowed = SHAPES[0][1] / 32 * 2.0**-13  # FP8 kernels may add 32 terms at a time in 13 bits
     if not worst <= allowed:
-        text += f"; FP8 kernels may err by {allowed:.1g}"
-        todo = "do not train on it: its products are wrong; check its driver and the versions"
-        return Finding("FP8 product", text, True, todo)
-    if _capability(device) >= FP8_SINCE and not (report := check_fp8(program)):
-        text = f"{device}: right, but not an FP8 kernel: {'; '.join(map(str, report.matmuls))}"
-        return Finding("FP8 product", text, True, _INSTALL_CUDA)
-    return Finding("FP8 product", text)
-
-
-def _attention() -> Iterator[Finding]:
-    shape = (8, 1024, 12, 64)
-    path = attention_path(shape, shape, jnp.bfloat16, is_causal=True)
-    text = f"causal attention over 1,024 tokens in bfloat16 is {path.implementation}: {path.reason}"
-    outdated = path.implementation != "cudnn" and _capability(jax.local_devices()[0]) >= 8
-    yield Finding("cuDNN attention", text, todo=_INSTALL_CUDA if outdated else "")
+        text = f"wrong: relative error {worst:.1g}, expected at most {allowed:.1g}"
+        return text, "do not train on this device; check its driver and versions"
+    if not _has_kernels(device):
+        return "right, in wider arithmetic: no FP8 kernels are known for this device", ""
+    if fp8 := check_fp8(program):
+        return "right, in an FP8 kernel", ""
+    why = "; ".join(map(str, fp8.matmuls))
+    return f"right, but not an FP8 kernel: {why}", 'pip install -U "jax[cuda13]"'
 
 
 def _extras() -> Iterator[Finding]:
-    requirements = _requirements()
-    if not requirements:
-        text = "not known: unitscale is not installed, so its extras are not listed"
-        yield Finding("extras", text, todo='pip install "unitscale[recipes]"')
-    for extra, gives in EXTRAS.items():
-        names = [name for name, _, of in requirements if of == extra]
-        missing = [name for name in names if _version(name) is None]
-        if missing:
-            text = f"{extra} ({gives}): {', '.join(missing)} not installed"
-            yield Finding("extras", text, todo=f'pip install -e ".[{extra}]", for {gives}')
-        elif names:
-            yield Finding("extras", f"{extra} ({gives}): installed")
-
-
-def diagnose() -> list[Finding]:
-    """Looks at this machine, and executes a small FP8 product on each of its devices.
-
-    Returns:
-        The findings, by section.
-
-    Example:
-        >>> findings = diagnose()
-        >>> [f.section for f in findings][0], any(f.failed for f in findings)
-        ('versions', False)
-    """
-    findings = [*_versions(), *_devices()]
-    if all(f.section != "devices" or not f.failed for f in findings):
-        findings += _attention()
-    return [*findings, *_extras()]
+    for extra in EXTRAS:
+        packages = list(_requirements(extra))
+        missing = ", ".join(name for name, version, _ in packages if not version)
+        state = f"{missing} not installed" if missing else "installed" if packages else "unknown"
+        todo = f'pip install -e ".[{extra}]", if you need it' if missing else ""
+        yield Finding("extras", f"{extra}: {state}", todo=todo)
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as text, and what to do.
-
-    Args:
-        findings: from `diagnose`.
-
-    Returns:
-        Lines, the last of which says whether all is well.
-
-    Example:
-        >>> print(report([Finding("devices", "no FP8 kernels")]))
-        unitscale ...
-        <BLANKLINE>
-        devices
-          no FP8 kernels
-        <BLANKLINE>
-        All checks passed.
-    """
+    """Return findings as text, followed by what to do."""
     lines = [f"unitscale {__version__}"]
     for section, group in groupby(findings, lambda f: f.section):
         lines += ["", section, *(f"  {'FAILED: ' * f.failed}{f.text}" for f in group)]
     if todo := dict.fromkeys(f.todo for f in findings if f.todo):
         lines += ["", "what to do", *(f"  {line}" for line in todo)]
     failed = sum(f.failed for f in findings)
-    lines += ["", f"{failed} of the checks failed." if failed else "All checks passed."]
-    return "\n".join(lines)
+    verdict = f"{failed} of the checks failed." if failed else "All checks passed."
+    return "\n".join([*lines, "", verdict])
 
 
 def main() -> int:
-    """Prints the report of this machine; returns the exit status, 1 if a check failed.
-
-    Example:
-        >>> main()  # doctest: +ELLIPSIS
-        unitscale ...
-        All checks passed.
-        0
-    """
-    findings = diagnose()
+    """Print the report of this machine; return 1 if a check failed."""
+    findings = [*_versions(), *_devices(), *_extras()]
     sys.stdout.write(report(findings) + "\n")
-    return int(any(finding.failed for finding in findings))
+    return int(any(f.failed for f in findings))
 
 
 if __name__ == "__main__":

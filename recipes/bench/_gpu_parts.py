@@ -25,7 +25,6 @@ from flax import nnx
 from jax import lax
 
 from unitscale import ops
-from unitscale.analysis import roofline
 from unitscale.core import cast
 from unitscale.optim import ScaledTransformation
 from unitscale.quant import MatmulConfig
@@ -50,6 +49,7 @@ from ._programs import (
 from ._runs import Told
 from ._tasks import split_articles, task_words
 from ._timing import train_step
+from .aot import roofline
 from .lms import tuned
 
 ROUNDS = 5  # of which the median is taken

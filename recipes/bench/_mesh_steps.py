@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 
-from unitscale.analysis import compile_h200, h200_available, h200_topology
-from unitscale.parallel import batch_axes, collectives, make_mesh, param_shardings
+from unitscale.parallel import batch_axes, make_mesh, param_shardings
 
 from ..config import RunConfig
 from ..run.placement import on_mesh
 from ..run.step import abstract_step
 from ._table import Table
+from .aot import compile_h200, h200_available, h200_topology
+from .wire import collectives
 
 DEVICES = 8
 MESHES = (

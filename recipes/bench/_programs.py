@@ -16,7 +16,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from unitscale.analysis import Kernel, Roofline, compile_h200, roofline
 from unitscale.core import is_scaled
 from unitscale.quant import Fp8Report, check_fp8
 
@@ -24,6 +23,7 @@ from ..errors import RecipeError
 from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
 from ..run.step import OPTIMIZER, abstract_step
+from .aot import Kernel, Roofline, compile_h200, roofline
 from .quant import MISSING, has_qwix, is_dense, is_readout
 
 FLOAT32_STATE = ("optimizer.weights=null", "optimizer.moments=null", "optimizer.rounding=nearest")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import PROGRAM
 from ..charlm.config import CharlmConfig
 from ..errors import RecipeError
 from ..registry import load_config
@@ -35,7 +34,7 @@ def read_study(path: Path) -> list[Curve]:
     if not is_run(folder):
         raise RecipeError(
             f"--charlm: expected the folder of a sweep, with {CONFIG} and rows.jsonl; got "
-            f"{path}; run `{PROGRAM} sweep configs/charlm/small.yaml` and give its folder"
+            f"{path}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
         )
     config = load_config(folder / CONFIG)
     curves = read_curves(make_points(config), folder)

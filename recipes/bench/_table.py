@@ -18,7 +18,6 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from .. import PROGRAM
 from ..errors import refused
 
 WIDTH = 160  # of what is not printed to a terminal
@@ -149,7 +148,7 @@ def command_line(words: Sequence[str]) -> str:
       >>> command_line(["bench", "parity", "--data", "/texts/a.txt", "--json", "out.json"])
       'python -m recipes bench parity --data a.txt'
     """
-    kept = PROGRAM.split()
+    kept = ["python", "-m", "recipes"]
     for before, word in zip(["", *words], words, strict=False):
         if before in _WRITTEN or word.startswith((*_WRITTEN, "train.runs_dir=", "data.cache_dir=")):
             continue

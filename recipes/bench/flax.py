@@ -30,7 +30,6 @@ from flax import nnx
 
 from unitscale import nn
 
-from .. import MODULE
 from ..errors import RecipeError, json_lines, read_text
 from ._table import JsonPath, Table, publish
 
@@ -143,7 +142,7 @@ def launched(page: Path, which: str, limit: float) -> dict[int, Outcome]:
         command = [
             sys.executable,
             "-m",
-            f"{MODULE}.bench.flax",
+            "recipes.bench.flax",
             str(page.resolve()),
             which,
             str(out),

@@ -26,7 +26,6 @@ import jax
 import typer
 from rich.console import Console
 
-from .. import MODULE
 from ..atomic import write_json
 from ..errors import RecipeError, read_text, refused
 from ..registry import CONFIGS
@@ -46,7 +45,7 @@ SHOWN = 8  # columns of a row; the file has all of them
 NOTES = (
     "measured ms: the median over rounds of calls with inputs that differ, of which a round's last "
     "is waited for.",
-    "projected: by unitscale.analysis.roofline, for an H200, of the program that was measured.",
+    "projected: by recipes.bench.aot, for an H200, of the program that was measured.",
 )
 ProcessResult = dict[str, Any]
 
@@ -154,7 +153,7 @@ def launched(name: str, *, toy: bool, texts: Mapping[str, Path], limit: float) -
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", MODULE, "bench", "gpu", "--part", name]
+        command = [sys.executable, "-m", "recipes", "bench", "gpu", "--part", name]
         command += ["--out", str(answer), *(["--toy"] if toy else [])]
         command += [word for option, path in texts.items() for word in (option, str(path))]
         # The tests run in a process of their own, beside that of their part.

@@ -3,7 +3,7 @@
     python -m recipes bench h200 --dump programs
 
 Compiles the step of `recipes.train` for an H200, which needs the CUDA plugin for JAX and no GPU,
-and projects its time kernel by kernel (`unitscale.analysis.roofline`). Nothing is run: every time
+and projects its time kernel by kernel (`recipes.bench.aot`). Nothing is run: every time
 is projected, of kernels that follow one another without gaps.
 """
 
@@ -17,8 +17,6 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
-
-from unitscale.analysis import h200_available
 
 from ..errors import RecipeError, refused
 from ..registry import CONFIGS
@@ -39,6 +37,7 @@ from ._programs import (
     installed,
 )
 from ._table import JsonPath, Table, asked, publish
+from .aot import h200_available
 
 # What is asked of `fp8-scaled`, by shape.
 MOST_TIME = {"gpt2-small": 0.65, "llama-1b": 0.62}

@@ -25,9 +25,8 @@ import typer
 from jax.sharding import Mesh, PartitionSpec
 
 from unitscale.core import CastRounding, format_of
-from unitscale.parallel import all_reduce, bytes_on_wire, make_mesh
+from unitscale.parallel import all_reduce, make_mesh
 
-from .. import MODULE
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..gpt.config import GPTConfig
@@ -37,6 +36,7 @@ from ._compare import compare, comparison
 from ._mesh_steps import mesh_steps
 from ._runs import ConfigPath, DataPaths, Fresh, Overrides, Seeds, Told
 from ._table import JsonPath, Table, publish, within
+from .wire import bytes_on_wire
 
 DEVICES, TRAIN_DEVICES = 8, 4
 FORMATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -72,7 +72,7 @@ def main(
     tables = [exchange(SHAPE)]
     notes = [
         f"{DEVICES} devices, one gradient of {SHAPE[0]} x {SHAPE[1]}. Bytes that a device sends, "
-        "by the convention of unitscale.parallel.bytes_on_wire, from the compiled program. "
+        "by the convention of recipes.bench.wire.bytes_on_wire, from the compiled program. "
         "float32 is XLA's all-reduce; a CPU runs that of bfloat16 in float32, so here bfloat16 is "
         "exchanged as FP8 is.",
         "Error: that of the mean in norm, over the mean in float64. Heavy-tailed: magnitudes "
@@ -118,7 +118,7 @@ def _run_on(devices: int, words: list[str]) -> None:
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
     }
-    command = [sys.executable, "-m", MODULE, *words]
+    command = [sys.executable, "-m", "recipes", *words]
     code = subprocess.run(command, env=os.environ | more, check=False).returncode
     if code:
         raise typer.Exit(code)

@@ -23,7 +23,6 @@ from flax import nnx
 from rich.console import Console
 
 from unitscale import nn
-from unitscale.analysis import compile_h200, h200_available
 from unitscale.quant import Fp8Report, Matmul, check_fp8
 
 from ..gpt.config import GPTConfig
@@ -33,6 +32,7 @@ from ._compare import compare, comparison, judged
 from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, PlainRate, Seeds, Told
 from ._table import JsonPath, Table, asked, publish
 from ._timing import random_batch, seconds, stepper
+from .aot import compile_h200, h200_available
 from .overhead import GPT2
 
 MOST_MEMORY = 0.8
@@ -88,7 +88,7 @@ def main(
     elif compile:
         notes.append(
             "FP8 kernels and memory: not compiled; that needs the CUDA plugin for JAX, see "
-            "unitscale.analysis.compile_h200."
+            "recipes.bench.aot.compile_h200."
         )
     if jax.default_backend() == "gpu":
         tables.append(speeds(names, steps))

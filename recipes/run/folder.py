@@ -9,7 +9,6 @@ import filelock
 import yaml
 from pydantic import ValidationError
 
-from .. import PROGRAM
 from ..atomic import write_whole
 from ..config import RunConfig
 from ..errors import RecipeError, refused
@@ -121,8 +120,8 @@ def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
         (recipe,) = get_args(kind.model_fields["recipe"].annotation)
         raise RecipeError(
             f"init: expected the folder of a run of recipe {recipe}{other}; got {folder}; train "
-            f"one first, such as `{PROGRAM} train configs/{recipe}/quickstart.yaml`, and give its "
-            "folder"
+            f"one first, such as `python -m recipes train configs/{recipe}/quickstart.yaml`, and "
+            "give its folder"
         )
     return written_config(folder, kind).kept_in(folder)
 

@@ -14,7 +14,6 @@ from flax import nnx
 
 from unitscale.nn import set_policies
 
-from .. import MODULE
 from ..batches import Data
 from ..config import RunConfig
 from ..errors import RecipeError
@@ -79,4 +78,4 @@ def build_model(config: RunConfig) -> nnx.Module:
 def recipe_of(config: RunConfig) -> Recipe:
     """The recipe that a config is of."""
     # By name, because recipes are built on this module, and few runs need them all.
-    return importlib.import_module(f"{MODULE}.{config.recipe}.task")  # pyright: ignore[reportReturnType]
+    return importlib.import_module(f"recipes.{config.recipe}.task")  # pyright: ignore[reportReturnType]

@@ -6,23 +6,19 @@ import jax.numpy as jnp
 import pytest
 
 from unitscale import ops
-from unitscale.analysis._blame import Guilty, blame
-from unitscale.analysis._graph import build
-from unitscale.analysis._ratios import Ratio
-from unitscale.analysis._source import Source
+from unitscale.analysis import Guilty, Source
+from unitscale.analysis._cut_edges import Graph
+from unitscale.analysis._gradients import Ratio, blame
 
 
 def graph_of(fn, *args):
-    return build(jax.make_jaxpr(fn)(*args).jaxpr, [True] * len(args))
+    return Graph(jax.make_jaxpr(fn)(*args), [True] * len(args))
 
 
 def blamed(fn, constants, *args):
     """The ops blamed when the calls of a program have these ratios, whatever their own are."""
     graph = graph_of(fn, *args)
-    ratios = {
-        call.path: [Ratio(c, 0.0, c, 1.0) for c in given]
-        for call, given in zip(graph.calls, constants, strict=True)
-    }
+    ratios = {call: [Ratio(c, 0.0, c, 1.0) for c in given] for call, given in enumerate(constants)}
     return [(op.source.op, op.ratios) for op in blame(graph, ratios)]
 
 
@@ -85,10 +81,7 @@ def test_advice_knows_the_op() -> None:
 
 def blame_text(fn, constants) -> str:
     graph = graph_of(fn, X)
-    ratios = {
-        call.path: [Ratio(c, 0.0, c, 1.0) for c in given]
-        for call, given in zip(graph.calls, constants, strict=True)
-    }
+    ratios = {call: [Ratio(c, 0.0, c, 1.0) for c in given] for call, given in enumerate(constants)}
     (guilty,) = blame(graph, ratios)
     return str(guilty)
 

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import pytest
 
 from unitscale.analysis import trace_scales
-from unitscale.analysis._extras import extra
 
 
 def test_a_missing_dependency_says_how_to_get_it(monkeypatch) -> None:
@@ -15,7 +14,3 @@ def test_a_missing_dependency_says_how_to_get_it(monkeypatch) -> None:
         trace.plot()
     with pytest.raises(ImportError, match=r"table: needs rich.*unitscale\[recipes\]"):
         trace.table()
-
-
-def test_what_is_there_is_imported() -> None:
-    assert extra("here", "math").pi > 3

@@ -37,6 +37,6 @@ def test_table(trace) -> None:
     assert len([line for line in text.splitlines() if "float32[4]" in line]) == 3
 
 
-def test_plot_has_a_row_for_each(trace) -> None:
-    axes, _ = trace.plot().axes
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["[0]", "sin", "result['y']"]
+def test_plot_names_each(trace) -> None:
+    (axes,) = trace.plot().axes
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["[0]", "sin", "result['y']"]

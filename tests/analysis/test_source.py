@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 from unitscale import nn, ops
-from unitscale.analysis._source import Source, source_of
+from unitscale.analysis._program import Source, source_of
 
 
 def last(fn, *args):

@@ -83,6 +83,21 @@ def test_it_is_traced_once_for_arguments_of_one_type() -> None:
     assert len(calls) == 2
 
 
+def test_a_sample_stands_for_all_but_amax_is_that_of_all() -> None:
+    x = RNG.normal(size=4096).astype(np.float32)
+    x[1] = 100  # not in the sample
+    record = trace_scales(lambda x: x + 0, sample=64)(x)[0]
+    part = np.asarray(x[::63], np.float64)
+    np.testing.assert_allclose(record.rms, np.sqrt(np.mean(part**2)), rtol=1e-5)
+    assert (record.amax, record.executions) == (100, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_values(dtype) -> None:
+    x = jnp.asarray(RNG.normal(size=64) * 2.0 ** RNG.integers(-30, 15, size=64), dtype)
+    check(trace_scales(lambda x: x + 0)(x)[0], x.astype(jnp.float32))
+
+
 def test_an_infinity_is_seen() -> None:
     record = trace_scales(lambda x: 1 / x)(jnp.zeros(3))[-1]
     assert not np.isfinite(record.rms)

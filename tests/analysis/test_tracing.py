@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from unitscale.analysis._tracing import traced
+from unitscale.analysis._program import traced
 
 
 def choose(x):

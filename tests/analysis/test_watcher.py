@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.analysis.records import check, named
 from tests.parallel.devices import explicit_mesh
 from unitscale.analysis import trace_scales
-from unitscale.analysis._watcher import Memory, Watcher
+from unitscale.analysis._trace_scales import Watcher
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4)).astype(np.float32)
@@ -54,12 +54,15 @@ def test_only_the_branch_that_was_taken_was_executed() -> None:
     check(cos, np.cos(X))
 
 
+def compiled(memory):
+    return [x for x in memory.values() if isinstance(x, jax.stages.Compiled)]
+
+
 def watched(fn, *args, memory=None):
     """The results of a function, and what executed it."""
     closed = jax.make_jaxpr(fn)(*args)
-    watcher = Watcher((), None, Memory({}, {}) if memory is None else memory)
-    sums = watcher.sums()
-    return watcher.run(closed.jaxpr, closed.consts, [*args], sums), watcher, sums
+    watcher = Watcher((), None, {} if memory is None else memory)
+    return watcher.run(closed, args), watcher
 
 
 def test_loops_of_one_text_are_compiled_once() -> None:
@@ -69,40 +72,39 @@ def test_loops_of_one_text_are_compiled_once() -> None:
         with jax.named_scope("second"):
             return scanned(x, w)
 
-    (result,), watcher, sums = watched(layers, jnp.asarray(X), jnp.asarray(W))
-    assert len(watcher.memory.programs) == 1
+    (result,), watcher = watched(layers, jnp.asarray(X), jnp.asarray(W))
+    assert len(compiled(watcher.memory)) == 1
     assert [site.primitive for site in watcher.sites] == ["mul", "tanh"] * 2
     assert [site.scope.split("/")[0] for site in watcher.sites] == ["first"] * 2 + ["second"] * 2
     np.testing.assert_allclose(result, scanned(scanned(X, W), W), rtol=1e-6)
-    rows = np.concatenate(jax.device_get(sums.rows))
+    rows = np.concatenate(jax.device_get(watcher.rows))
     assert len(rows) == 4
     assert rows[3, -1] == np.abs(result).max()
 
 
 def test_a_program_that_is_executed_again_is_not_compiled_again() -> None:
     closed = jax.make_jaxpr(jax.jit(scanned))(X, W)
-    memory = Memory({}, {})
+    memory = {}
     for factor in (1, 2):
         watcher = Watcher((), None, memory)
-        sums = watcher.sums()
-        (result,) = watcher.run(closed.jaxpr, closed.consts, [factor * X, W], sums)
+        (result,) = watcher.run(closed, [factor * X, W])
         np.testing.assert_allclose(result, scanned(factor * X, W), rtol=1e-6)
         assert [site.primitive for site in watcher.sites] == ["mul", "tanh"]
         if factor == 1:
-            found = dict(memory.found)
-    assert memory.found == found
-    assert len(memory.programs) == 1
+            found = dict(memory)
+    assert memory == found
+    assert len(compiled(memory)) == 1
 
 
 def test_a_value_is_gone_when_nothing_reads_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most = [], []
     measure = Watcher.note
 
-    def note(self, eqn, results, sums):
+    def note(self, eqn, results):
         alive.extend(map(weakref.ref, results))
         gc.collect()
         most.append(sum(ref() is not None for ref in alive))
-        measure(self, eqn, results, sums)
+        measure(self, eqn, results)
 
     monkeypatch.setattr(Watcher, "note", note)
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from unitscale.analysis import compile_h200
+from recipes.bench.aot import compile_h200
 from unitscale.nn import CONVERSIONS, amax_states, convert, restore, value_and_grad
 from unitscale.quant import Delayed, MatmulConfig, check_fp8
 

@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.aot import compile_h200, h200_topology
+from recipes.bench.wire import collectives
 from tests.h200 import FP8_GEMM, library_calls
 from unitscale import nn, ops
-from unitscale.analysis import compile_h200, h200_topology
 from unitscale.ops import Implementation
-from unitscale.parallel import collectives, make_mesh, param_shardings
+from unitscale.parallel import make_mesh, param_shardings
 from unitscale.quant import check_fp8
 
 pytestmark = pytest.mark.h200

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.wire import collectives
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import nn
-from unitscale.parallel import collectives, param_shardings
+from unitscale.parallel import param_shardings
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 IDS = np.arange(24).reshape(4, 6) % 8

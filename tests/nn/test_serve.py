@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from unitscale.analysis import compile_h200
+from recipes.bench.aot import compile_h200
 from unitscale.nn import StaticWeight, amax_states, calibrate, convert, restore, to_static
 from unitscale.quant import MatmulConfig, Static, check_fp8
 

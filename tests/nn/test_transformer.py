@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.modules import build
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import nn, rules
-from unitscale.parallel import collectives, param_shardings
+from unitscale.parallel import param_shardings
 
 from .models import Decoder
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of
 from unitscale import ops
 from unitscale.ops._attention_path import for_nvidia
 from unitscale.ops._context_axis import by_heads, by_tokens, whole_heads
-from unitscale.parallel import collectives
 
 TIME, HEADS, SIZE = 16, 4, 8
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax import ShapeDtypeStruct as Spec
 
+from recipes.bench.aot import compile_h200
 from tests.h200 import gemms
 from unitscale import ops
-from unitscale.analysis import compile_h200
 from unitscale.quant import MatmulConfig, check_fp8
 
 pytestmark = pytest.mark.h200

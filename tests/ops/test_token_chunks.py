@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of
 from unitscale.ops._token_chunks import joined, over_chunks, parted, token_axes
-from unitscale.parallel import collectives
 
 TOKENS, SIZE = 24, 3
 X = np.random.default_rng(0).normal(size=(TOKENS, SIZE)).astype(np.float32)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from recipes.bench.aot import compile_h200, roofline
 from unitscale import grad, ops, optim
-from unitscale.analysis import compile_h200, roofline
 from unitscale.quant import MatmulConfig
 
 pytestmark = pytest.mark.h200

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from recipes.bench.wire import bytes_on_wire, collectives
 from tests.parallel.devices import mesh_of, on_each
 from unitscale import ScaledArray, cast
 from unitscale.core import format_of, to_array
-from unitscale.parallel import all_gather, bytes_on_wire, collectives, reduce_scatter
+from unitscale.parallel import all_gather, reduce_scatter
 
 DEVICES = 4
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from unitscale.analysis import compile_h200, h200_topology
-from unitscale.parallel import all_reduce, bytes_on_wire, collectives
+from recipes.bench.aot import compile_h200, h200_topology
+from recipes.bench.wire import bytes_on_wire, collectives
+from unitscale.parallel import all_reduce
 
 pytestmark = pytest.mark.h200
 OPTIMIZED = True

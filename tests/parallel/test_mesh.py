@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale.core import amax, as_scaled, rescale
-from unitscale.parallel import batch_axes, collectives, make_mesh, param_shardings, shard_batch
+from unitscale.parallel import batch_axes, make_mesh, param_shardings, shard_batch
 from unitscale.quant import Block, quantize
 
 

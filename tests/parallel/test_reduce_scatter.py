@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from recipes.bench.wire import bytes_on_wire
 from tests.parallel.devices import heavy_tailed, on_each, relative_error
 from unitscale import ScaledArray
 from unitscale.core import format_of
-from unitscale.parallel import all_reduce, bytes_on_wire, reduce_scatter
+from unitscale.parallel import all_reduce, reduce_scatter
 
 DEVICES = 4
 

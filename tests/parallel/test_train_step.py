@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from recipes.bench.wire import collectives
 from tests.batching import compute
 from tests.optimizers import scaled
 from tests.parallel.devices import mesh_of, relative_error
@@ -17,7 +18,6 @@ from unitscale.core import ScaledArray, to_array
 from unitscale.parallel import (
     AutoScale,
     ParallelState,
-    collectives,
     param_shardings,
     shard_batch,
     train_step,

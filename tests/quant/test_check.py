@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import ShapeDtypeStruct as Spec, lax
 
+from recipes.bench.aot import compile_h200
 from tests.quant import programs
-from unitscale.analysis import compile_h200
 from unitscale.quant import (
     Block,
     Fp8Report,

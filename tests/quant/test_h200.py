@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax import ShapeDtypeStruct as Spec
 
+from recipes.bench.aot import compile_h200
 from tests.h200 import FP8_GEMM, gemms, library_calls
 from unitscale import ops
-from unitscale.analysis import compile_h200
 from unitscale.quant import (
     Contraction,
     Delayed,

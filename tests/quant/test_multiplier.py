@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of
 from tests.products import conversions
 from unitscale.core import is_scaled
-from unitscale.parallel import collectives
 from unitscale.quant import Block, Contraction, Delayed, Dynamic, MatmulConfig, Multiplier, Unit
 
 from .products import state_of, three_products

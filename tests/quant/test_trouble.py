@@ -10,9 +10,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from recipes.bench.aot import compile_h200
 from tests.gradients import jit
 from unitscale import ScaledArray, nn, ops, to_array
-from unitscale.analysis import compile_h200
 from unitscale.quant import Block, Contraction, Dynamic, MatmulConfig
 from unitscale.transforms import scalify
 

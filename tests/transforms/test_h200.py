@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from recipes.bench.aot import compile_h200
 from unitscale import as_scaled
-from unitscale.analysis import compile_h200
 from unitscale.transforms import scalify
 
 pytestmark = pytest.mark.h200

@@ -1,30 +1,34 @@
-"""Cut edges: where a backward factor of one's own leaves every gradient a constant times the truth.
+"""Cut edges: where a backward factor of its own leaves every gradient a constant times the truth.
 
-An edge of the forward graph whose removal disconnects it is a bridge, and every path from what lies
-above it to the loss passes it: a factor on its cotangent multiplies all of that by one constant. On
-any other edge a factor would weigh the paths unequally.
+An edge of the forward graph whose removal disconnects it is a bridge. Every path from a value above
+it to the loss passes it, so a factor on its cotangent multiplies all of their gradients by one
+constant. On any other edge a factor would weight the paths unequally.
+
+In the graph values and operations are vertices. Calls, checkpoints and custom functions are opened.
+A loop's body is in it once, with an edge from each carried result back to the carried operand: what
+is true of the cycle is true of every iteration.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
-from ..core import is_scaled
-from ._graph import Edge, build
-from ._source import Source, source_of
-from ._tracing import traced
+from ..core import is_scaled, scan_counts
+from ._exact import Exact, wide
+from ._program import Interpreter, Source, inner_program, is_float, source_of, traced
+
+_NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of the program.
+    """An input of the program: its path in the arguments, and the shape and dtype of its array.
 
     Attributes:
-        name: its path in the arguments, such as ``"[0]['kernel']"``.
-        shape: of the array.
-        dtype: name of its dtype.
         uses: number of operations that its gradient is summed from.
         cut: whether each of them reads it through a cut edge, so that the backward factor of its
             gradient there is free.
@@ -47,8 +51,6 @@ class Intermediate:
 
     Attributes:
         source: the unitscale op or primitive that computes it, and the line of the code.
-        shape: of the array.
-        dtype: name of its dtype.
         cut: whether a backward factor applied to it is free.
 
     Example:
@@ -65,11 +67,7 @@ class Intermediate:
 
 @dataclasses.dataclass(frozen=True)
 class CutEdges:
-    """The inputs and intermediates of a program, and which of them are cut edges.
-
-    Attributes:
-        inputs: the differentiable ones, in order.
-        intermediates: those on a path from an input to an output, in program order.
+    """The differentiable inputs of a program and the values on their paths to an output, in order.
 
     Example:
         >>> print(cut_edges(lambda x, w: x + x * w, 1.0, 2.0))
@@ -86,28 +84,25 @@ class CutEdges:
 
     def __str__(self) -> str:
         lines: dict[bool, list[str]] = {True: ["cut edges"], False: ["not cut"]}
-        for item in self.inputs:
-            often = f", used {item.uses} times" if item.uses != 1 else ""
-            lines[item.cut].append(f"  input {item.name} {_type(item)}{often}")
-        for value in self.intermediates:
-            lines[value.cut].append(f"  {_type(value)} {value.source}")
+        for x in (*self.inputs, *self.intermediates):
+            text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+            if isinstance(x, Input):
+                often = f", used {x.uses} times" if x.uses != 1 else ""
+                lines[x.cut].append(f"  input {x.name} {text}{often}")
+            else:
+                lines[x.cut].append(f"  {text} {x.source}")
         return "\n".join(lines[True] + lines[False])
-
-
-def _type(value: Input | Intermediate) -> str:
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def cut_edges(
     fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None
 ) -> CutEdges:
-    """Finds the cut edges of the forward graph of a function.
+    """Find the cut edges of the forward graph of a function.
 
     Scaling:
         On a cut edge the backward factor may differ from the forward one, and the constraint of an
-        op may be None; on every other edge they must agree. The graph is that of the jaxpr with
-        values and operations as vertices, opened through jit, scan, remat and custom derivatives.
-        Only paths that a gradient takes count: integers and `stop_gradient` carry none.
+        op may be None; on every other edge they must agree. Only paths that a gradient takes count:
+        integers and `stop_gradient` carry none.
 
     Args:
         fn: function that JAX can trace.
@@ -147,11 +142,12 @@ def cut_edges(
     flags, names = [], []
     for index, arg in enumerate(args):
         for path, node in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_scaled):
-            # Of a ScaledArray the data is differentiated, the scale is a constant.
-            for part in _parts(node):
+            for leaf in jax.tree.leaves(node):
+                # The data of a ScaledArray is differentiated, its scale is a constant.
+                part = "" if not is_scaled(node) else ".data" if leaf is node.data else ".scale"
                 flags.append(index in chosen and part != ".scale")
                 names.append(f"[{index}]{jax.tree_util.keystr(path)}{part}")
-    graph = build(closed.jaxpr, flags)
+    graph = Graph(closed, flags)
     edges = graph.live()
     if not edges:
         raise ValueError(
@@ -164,39 +160,202 @@ def cut_edges(
     for edge in edges:
         uses.setdefault(edge.start, []).append(edge)
         made.setdefault(edge.end, []).append(edge)
-    inputs = [
-        Input(
-            name,
-            tuple(var.aval.shape),
-            var.aval.dtype.name,
-            len(uses.get(node, ())),
-            all(edge in cut for edge in uses.get(node, ())),
-        )
-        for node, name, var in zip(graph.inputs, names, closed.jaxpr.invars, strict=True)
-        if node is not None
-    ]
-    intermediates = []
-    for vertex, (eqns, var) in sorted(graph.values.items()):
-        if vertex in made:
-            free = all(edge in cut for edge in made[vertex])
+    inputs = []
+    for node, name, var in zip(graph.inputs, names, closed.jaxpr.invars, strict=True):
+        if node is not None:
+            own = uses.get(node, [])
             shape, dtype = tuple(var.aval.shape), var.aval.dtype.name
-            intermediates.append(Intermediate(source_of(*eqns), shape, dtype, free))
+            inputs.append(Input(name, shape, dtype, len(own), cut.issuperset(own)))
+    intermediates = []
+    for node, (eqns, var) in sorted(graph.values.items()):
+        if node in made:
+            shape, dtype, free = tuple(var.aval.shape), var.aval.dtype.name, cut.issuperset
+            intermediates.append(Intermediate(source_of(*eqns), shape, dtype, free(made[node])))
     return CutEdges(tuple(inputs), tuple(intermediates))
 
 
-def _parts(node: Any) -> list[str]:
-    if not is_scaled(node):
-        return [""]
-    return [".data" if leaf is node.data else ".scale" for leaf in jax.tree.leaves(node)]
+class Edge(NamedTuple):
+    """A directed edge; ``op`` and ``operand`` are set where it enters a custom_vjp function."""
+
+    start: int
+    end: int
+    op: int | None = None
+    operand: int | None = None
+
+
+class Value(NamedTuple):
+    """The vertex of a value, None if it carries no gradient, and the value where it is known."""
+
+    node: int | None
+    x: Any = None
+
+
+class Graph(Interpreter):
+    """The graph of a program; vertices are numbers, and every output leads to vertex 0.
+
+    Args:
+        closed: the program.
+        differentiated: which of its inputs are.
+        args: its flat arguments, where ops are measured.
+        measure: called with the equation and operands of each custom_vjp function, of a loop's in
+            its first iteration.
+
+    Attributes:
+        edges: in program order.
+        inputs: the vertex of each flat input; None for one that is not differentiable.
+        values: of each vertex that is a value outside of custom_vjp functions: its equation, those
+            of the calls that it is inside of, and its variable.
+        ops: equations of the custom_vjp functions that are not inside of another.
+        measured: what ``measure`` returned, by the number of the op.
+    """
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        differentiated: Sequence[bool],
+        args: Sequence[Any] | None = None,
+        measure: Callable[[Any, list[Any]], Any] | None = None,
+    ):
+        super().__init__()
+        self.edges: list[Edge] = []
+        self.values: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        self.ops: list[Any] = []
+        self.measured: dict[int, Any] = {}
+        self.measure, self.exact, self.inside = measure, Exact(), False
+        self.vertices = itertools.count(1)
+        inputs = []
+        for flag, var in zip(differentiated, closed.jaxpr.invars, strict=True):
+            node = next(self.vertices) if flag and is_float(var.aval) else None
+            inputs.append(Value(node, wide(args[len(inputs)]) if args else None))
+        self.inputs = [value.node for value in inputs]
+        self.connect(self.run(closed, inputs), 0)
+
+    def live(self) -> list[Edge]:
+        """Return the edges that lie on a path from an input to an output, in program order."""
+        below = _reached(self.edges, [v for v in self.inputs if v is not None])
+        above = _reached([Edge(e.end, e.start) for e in self.edges], [0])
+        both = below & above
+        return [edge for edge in self.edges if edge.start in both and edge.end in both]
+
+    def connect(self, values: Iterable[Value], end: int) -> None:
+        self.edges += [Edge(value.node, end) for value in values if value.node is not None]
+
+    def name(self, node: int, var: Any) -> None:
+        if not self.inside:
+            self.values[node] = tuple(reversed(self.calls)), var
+
+    def constant(self, x: Any, aval: Any) -> Value:
+        return Value(None, self.exact.constant(x, aval) if self.measure else None)
+
+    def apply(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        name, inner = eqn.primitive.name, inner_program(eqn)
+        nodes: list[int | None] = [None] * len(eqn.outvars)
+        if any(value.node is not None for value in operands):
+            if name == "custom_vjp_call" and not self.inside:
+                nodes = self.custom_vjp(eqn, operands)
+            elif name == "scan":
+                nodes = self.scan(eqn.params, operands)
+            elif name == "while":
+                first = eqn.params["body_nconsts"]
+                kept = operands[eqn.params["cond_nconsts"] :]
+                nodes = self.loop(eqn.params["body_jaxpr"], kept, first, len(kept))
+            elif name == "cond":
+                branches = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
+                for i, values in enumerate(zip(*branches, strict=True)):
+                    nodes[i] = self.operation(eqn, values, eqn.outvars[i : i + 1])[0]
+            elif inner is not None:
+                results = zip(self.run(inner, operands), eqn.outvars, strict=True)
+                return [v if is_float(var.aval) else Value(None, v.x) for v, var in results]
+            elif name not in _NO_GRADIENT:
+                nodes = self.operation(eqn, operands)
+        xs = [value.x for value in operands]
+        known = self.measure and not self.inside and all(x is not None for x in xs)
+        results = self.exact.apply(eqn, xs) if known else [None] * len(nodes)
+        return [
+            Value(node if is_float(var.aval) else None, x)
+            for node, var, x in zip(nodes, eqn.outvars, results, strict=True)
+        ]
+
+    def operation(
+        self, eqn: Any, operands: Sequence[Value], results: Sequence[Any] | None = None
+    ) -> list[int | None]:
+        """Add an operation, with an edge to each of its results that has a gradient."""
+        nodes: list[int | None] = []
+        vertex = next(self.vertices)
+        self.connect(operands, vertex)
+        alive = any(value.node is not None for value in operands)
+        for var in eqn.outvars if results is None else results:
+            nodes.append(next(self.vertices) if alive and is_float(var.aval) else None)
+            if (node := nodes[-1]) is not None:
+                self.connect([Value(vertex)], node)
+                self.name(node, var)
+        return nodes
+
+    def custom_vjp(self, eqn: Any, operands: list[Value]) -> list[int | None]:
+        """Open a function; each operand enters by an edge of its own."""
+        number = len(self.ops)
+        self.ops.append(eqn)
+        xs = [value.x for value in operands]
+        if self.measure and all(x is not None for x in xs):
+            self.measured[number] = self.measure(eqn, xs)
+        ports = []
+        for operand, value in enumerate(operands):
+            ports.append(Value(None if value.node is None else next(self.vertices)))
+            if value.node is not None:
+                self.edges.append(Edge(value.node, ports[-1].node, number, operand))
+        self.inside = True
+        nodes = [value.node for value in self.run(eqn.params["call_jaxpr"], ports)]
+        self.inside = False
+        if all(node is None for node in nodes):
+            # It rounds or has no derivative otherwise, but is differentiable by its own rule.
+            return self.operation(eqn, ports)
+        for node, var in zip(nodes, eqn.outvars, strict=True):
+            if node is not None:
+                self.name(node, var)
+        return nodes
+
+    def scan(self, params: dict[str, Any], operands: list[Value]) -> list[int | None]:
+        """Add a scan by its first iteration."""
+        first, carried = scan_counts(params)
+        start, last = -1 if params["reverse"] else 0, first + carried
+        xs = [
+            Value(value.node, value.x[start] if value.x is not None and params["length"] else None)
+            for value in operands[last:]
+        ]
+        return self.loop(params["jaxpr"], [*operands[:last], *xs], first, last)
+
+    def loop(
+        self, body: ClosedJaxpr, operands: list[Value], first: int, last: int
+    ) -> list[int | None]:
+        """Add a body whose operands from ``first`` to ``last`` are carried."""
+        inner = list(operands)
+        for index in range(first, last):
+            inner[index] = Value(None, operands[index].x)
+            if is_float(body.jaxpr.invars[index].aval):
+                node = next(self.vertices)
+                inner[index] = Value(node, operands[index].x)
+                self.connect([operands[index]], node)
+        results = self.run(body, inner)
+        for result, carried in zip(results, inner[first:last], strict=False):
+            if carried.node is not None and result.node != carried.node:
+                self.connect([result], carried.node)
+        return [result.node for result in results]
+
+
+def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
+    next_to: dict[int, list[int]] = {}
+    for edge in edges:
+        next_to.setdefault(edge.start, []).append(edge.end)
+    seen, waiting = set(start), list(start)
+    while waiting:
+        new = [v for v in next_to.get(waiting.pop(), ()) if v not in seen]
+        seen.update(new)
+        waiting += new
+    return seen
 
 
 def bridges(edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Returns the positions of the edges of an undirected graph that are its bridges.
-
-    Example:
-        >>> bridges([(0, 1), (1, 2), (2, 1), (2, 3)])
-        [0, 3]
-    """
+    """Return the positions of the edges of an undirected graph whose removal disconnects it."""
     edges = list(edges)
     around: dict[int, list[tuple[int, int]]] = {}
     for index, (a, b) in enumerate(edges):

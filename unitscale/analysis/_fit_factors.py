@@ -1,4 +1,4 @@
-"""Factors of a user's own function, with what is known of them."""
+"""Factors of a user's own function, by simulation."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,8 +14,7 @@ class FittedFactors:
 
     Attributes:
         factors: estimated by simulation; one backward factor per floating argument.
-        fwd_interval: 95 percent confidence interval of the forward factor.
-        bwd_intervals: those of the backward factors.
+        fwd_interval, bwd_intervals: 95 percent confidence intervals.
         closed_form: the exact factors, where a rule is known; else None.
 
     Example:
@@ -31,28 +30,23 @@ class FittedFactors:
     closed_form: Factors | None
 
     def __str__(self) -> str:
-        exact = self.closed_form
-        rows = [("forward   ", self.factors.fwd, self.fwd_interval, exact and exact.fwd)]
-        for i, (factor, interval) in enumerate(
-            zip(self.factors.bwd, self.bwd_intervals, strict=True)
-        ):
+        exact, factors = self.closed_form, self.factors
+        rows = [("forward   ", factors.fwd, self.fwd_interval, exact and exact.fwd)]
+        for i, (factor, interval) in enumerate(zip(factors.bwd, self.bwd_intervals, strict=True)):
             rows.append((f"backward {i}", factor, interval, exact and exact.bwd[i]))
-        lines = []
-        for name, factor, (low, high), known in rows:
-            line = f"{name}  {factor:.5g} [{low:.5g}, {high:.5g}]"
-            lines.append(line if known is None else f"{line}  exact {known:.5g}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"{name}  {factor:.5g} [{low:.5g}, {high:.5g}]"
+            + ("" if known is None else f"  exact {known:.5g}")
+            for name, factor, (low, high), known in rows
+        )
 
 
 def fit_factors(
     fn: Callable[..., Any], example: Sequence[Any], *, seeds: int = 32
 ) -> FittedFactors:
-    """Finds the forward and backward factors of an op or loss by simulation.
+    """Find the forward and backward factors of an op or loss by `rules.simulate`.
 
-    Scaling:
-        Forward 1 / std(fn(x)) and, per floating argument, backward 1 / RMS of its gradient, for
-        arguments and cotangent from N(0, 1). See `rules.simulate`. `ops.unit_scaled` makes an op
-        of them.
+    `ops.unit_scaled` makes an op of them.
 
     Args:
         fn: ``fn(*args)``, differentiable, returning one floating array; a scalar is a loss.
@@ -61,7 +55,7 @@ def fit_factors(
         seeds: number of draws, at least 2.
 
     Returns:
-        `FittedFactors`, with the closed form if `rules` knows it.
+        `FittedFactors`, with the closed form if `rules` has it.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
@@ -75,8 +69,6 @@ def fit_factors(
         >>> found.closed_form
         Factors(fwd=0.25, bwd=(0.125, 0.125))
 
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, empirical factors.
     """
     found = rules.simulate(fn, example, seeds=seeds, name="analysis.fit_factors")
     return FittedFactors(

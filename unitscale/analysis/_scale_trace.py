@@ -1,22 +1,32 @@
-"""The findings of `trace_scales`, as records, as a table and as a picture."""
+"""The findings of `trace_scales`: records, a table and a plot."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ._extras import extra
-from ._plot_scales import plot_scales
-from ._source import Source
+from ..core import format_of
+from ._program import Source
+
+_NAMED = 60  # values up to which each has its name in the plot
+_FORMAT_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:olive", "tab:cyan", "tab:gray")
+
+
+def extra(where: str, module: str) -> Any:
+    """Import a module of the extra ``recipes``, which only tables and plots need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"unitscale.analysis.{where}: needs {module.split('.')[0]}, which is not installed; "
+            'run pip install "unitscale[recipes]"'
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class FormatShares:
-    """What a format would make of a tensor: shares of its elements, zeros counted as zero.
-
-    Attributes:
-        zero: become or are zero.
-        subnormal: are held as subnormal numbers, with fewer bits.
-        saturated: exceed the largest value.
+    """Shares of a tensor's elements that are zero, subnormal or saturated in a format.
 
     Example:
         >>> FormatShares(0.0, 0.25, 0.0).subnormal
@@ -38,8 +48,7 @@ class ScaleRecord:
         primitive: name of the primitive; "input" for an input.
         scope: JAX's name stack, as `jax.named_scope` and the transformations wrote it.
         backward: whether a backward pass computed it.
-        shape: of one execution.
-        dtype: name of its dtype.
+        shape, dtype: of one execution.
         executions: how often it was computed: more than once in a loop, 0 in a branch not taken.
         rms: root mean square; not finite if an element is not.
         amax: largest magnitude.
@@ -73,11 +82,7 @@ class ScaleRecord:
 
 
 class ScaleTrace(Sequence[ScaleRecord]):
-    """The values of a program in order, as records.
-
-    Attributes:
-        records: the same, as a tuple.
-        result: what the function returned.
+    """The records of a program's values in order; `result` is what the function returned.
 
     Example:
         >>> from unitscale.analysis import trace_scales
@@ -92,57 +97,84 @@ class ScaleTrace(Sequence[ScaleRecord]):
     def __len__(self) -> int:
         return len(self.records)
 
-    @overload
-    def __getitem__(self, index: int) -> ScaleRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ScaleRecord, ...]: ...
-    def __getitem__(self, index: int | slice) -> ScaleRecord | tuple[ScaleRecord, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.records[index]
-
-    def __iter__(self) -> Iterator[ScaleRecord]:
-        return iter(self.records)
 
     def __repr__(self) -> str:
         return f"ScaleTrace({len(self)} values)"
 
     def table(self) -> Any:
-        """Returns a `rich.table.Table` with a row for each value.
+        """Return a `rich.table.Table` with a row for each value.
 
         Raises:
             ImportError: if rich is not installed.
         """
+
+        def percent(share: float) -> str:
+            return "0" if share == 0 else f"{100 * share:.3g}%"
+
         table = extra("ScaleTrace.table", "rich.table").Table(title=repr(self))
-        names = list(self.records[0].formats) if self.records else []
         for column in ("value", "pass", "type", "rms", "amax", "zero"):
             table.add_column(column, justify="left" if column in ("value", "pass") else "right")
-        for name in names:
+        for name in self.records[0].formats if self.records else ():
             table.add_column(f"{name}\nzero/subn./sat.", justify="right")
         table.add_column("source", overflow="fold")
         for r in self.records:
-            shares = [
-                " / ".join(_percent(s) for s in (f.zero, f.subnormal, f.saturated))
-                for f in r.formats.values()
-            ]
+            shares = (dataclasses.astuple(f) for f in r.formats.values())
             table.add_row(
                 r.label,
                 "backward" if r.backward else "forward",
                 f"{r.dtype}[{','.join(map(str, r.shape))}]",
                 f"{r.rms:.3g}",
                 f"{r.amax:.3g}",
-                _percent(r.zeros),
-                *shares,
+                percent(r.zeros),
+                *(" / ".join(map(percent, parts)) for parts in shares),
                 f"{r.primitive} {r.source.line}",
             )
         return table
 
     def plot(self) -> Any:
-        """Returns a `matplotlib.figure.Figure`: RMS and amax of each value, formats shaded.
+        """Return a `matplotlib.figure.Figure` of the RMS and amax of each value, on a log2 axis.
+
+        Values are in program order, with their names if they are up to 60. The range of each format
+        is shaded, its normal numbers darker than its subnormal ones.
 
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        return plot_scales(self.records)
-
-
-def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{100 * share:.3g}%"
+        count = len(self.records)
+        width = min(20.0, 6 + 0.15 * count)
+        figure = extra("ScaleTrace.plot", "matplotlib.figure").Figure((width, 5))
+        figure.set_layout_engine("constrained")
+        axes = figure.subplots()
+        shown = [(i, r) for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
+        levels = [math.log2(v) for _, r in shown for v in (r.rms, r.amax)]
+        low, high = min([-8.0, *levels]) - 2, max([4.0, *levels]) + 2
+        for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
+            label = "backward" if backward else "forward"
+            points = [(i, math.log2(r.rms), math.log2(r.amax)) for i, r in shown]
+            points = [p for p, (_, r) in zip(points, shown, strict=True) if r.backward is backward]
+            if points:
+                places, rms, amax = zip(*points, strict=True)
+                axes.vlines(places, rms, amax, color=color, alpha=0.35)
+                axes.plot(places, rms, "o", color=color, markersize=4, label=f"{label} RMS")
+                axes.plot(places, amax, "_", color=color, label=f"{label} amax")
+        lost = sorted({i for i, r in enumerate(self) if r.executions} - {i for i, _ in shown})
+        if lost:
+            label = "all zero or not finite"
+            axes.plot(lost, [low + 0.5] * len(lost), "x", color="tab:red", label=label)
+        for index, name in enumerate(self.records[0].formats if self.records else ()):
+            fmt, color = format_of(name), _FORMAT_COLORS[index % len(_FORMAT_COLORS)]
+            edges = (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
+            bottom, normal, top = (min(max(math.log2(v), low), high) for v in edges)
+            axes.axhspan(bottom, normal, color=color, alpha=0.05, linewidth=0)
+            axes.axhspan(normal, top, color=color, alpha=0.12, linewidth=0, label=name)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="log2 of the value")
+        axes.set_xlabel("value, in program order")
+        if 0 < count <= _NAMED:
+            labels = [r.label if len(r.label) <= 48 else f"...{r.label[-45:]}" for r in self]
+            axes.set_xticks(range(count), labels, rotation=90, fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper center", ncols=4, frameon=False)
+        return figure

@@ -1,112 +1,32 @@
-"""What every value of a program looks like: RMS, amax, and what formats would make of it."""
+"""Measure RMS, amax and what formats would make of every value of a program.
+
+Equations are executed one by one, each compiled by itself. Loops and branches are compiled whole,
+and return statistics of the values inside beside their results.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..core import Format, format_of
-from ._graph import is_float
-from ._scale_sums import DOWN, UP
+from ..core import Format, amax, format_of
+from ._program import Interpreter, Source, bind, inner_program, is_float, source_of, traced
 from ._scale_trace import FormatShares, ScaleRecord, ScaleTrace
-from ._source import Source
-from ._tracing import traced
-from ._watcher import Memory, Site, Watcher
 
-
-class _Program(NamedTuple):
-    """A function for arguments of some types."""
-
-    jaxpr: Any
-    out: Any
-    memory: Memory
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaleTracer:
-    """What `trace_scales` returns: call it with the arguments of the function.
-
-    Attributes:
-        fn: the function.
-        formats: formats that elements are counted for.
-        sample: elements that large arrays are measured on, or None.
-
-    Example:
-        >>> tracer = trace_scales(lambda x: 3 * x)
-        >>> tracer(2.0)
-        ScaleTrace(2 values)
-    """
-
-    fn: Callable[..., Any]
-    formats: tuple[Format, ...]
-    sample: int | None
-    _programs: dict[Any, _Program] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> ScaleTrace:
-        """Executes the function equation by equation, and measures what each computes.
-
-        As by `jax.jit`, it is traced once for all arguments of the same types.
-        """
-        flat, treedef = jax.tree.flatten((args, kwargs))
-        closed, out, memory = self._program(flat, treedef)
-        jaxpr = closed.jaxpr
-        inputs = [
-            x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-            for x, var in zip(flat, jaxpr.invars, strict=True)
-        ]
-        watcher = Watcher(self.formats, self.sample, memory)
-        sums = watcher.sums()
-        for x, var, path in zip(inputs, jaxpr.invars, _paths(treedef), strict=True):
-            if is_float(var.aval):
-                watcher.sites.append(Site(Source("input", ""), "input", "", var.aval, path))
-                sums.add(x)
-        results = watcher.run(jaxpr, closed.consts, inputs, sums)
-        if not watcher.sites:
-            raise ValueError(
-                "unitscale.analysis.trace_scales: expected a function with floating values; got "
-                "one that computes none from its arguments. Integers have no scale."
-            )
-        watcher.name_results(results, out)
-        rows = np.concatenate(jax.device_get(sums.rows)).astype(np.float64)
-        records = [
-            _record(site, row, self.formats) for site, row in zip(watcher.sites, rows, strict=True)
-        ]
-        return ScaleTrace(tuple(records), jax.tree.unflatten(jax.tree.structure(out), results))
-
-    def _program(self, flat: list[Any], treedef: Any) -> _Program:
-        def of_leaves(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(treedef, leaves)
-            return self.fn(*args, **kwargs)
-
-        fn = of_leaves if callable(self.fn) else self.fn
-
-        def program() -> _Program:
-            return _Program(*traced("trace_scales", fn, *flat), Memory({}, {}))
-
-        key = treedef, tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in flat)
-        try:
-            known = key in self._programs
-        except TypeError:  # a part of the tree that is no array cannot be hashed
-            return program()
-        return self._programs[key] if known else self._programs.setdefault(key, program())
-
-
-def _paths(treedef: Any) -> list[str]:
-    """Names of the leaves of (args, kwargs), as `ScaleRecord` has them."""
-    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-    return [
-        jax.tree_util.keystr(path[1:])
-        if path[0].idx == 0
-        else f"[{path[1].key!r}]" + jax.tree_util.keystr(path[2:])
-        for path in paths
-    ]
+# Squares of small or large numbers leave float32's range: they are summed at these scales as well.
+UP, DOWN = 2.0**60, 2.0**-60
+# Primitives whose results hold the same numbers as an operand.
+_VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
+_VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
 
 
 def trace_scales(
@@ -114,16 +34,16 @@ def trace_scales(
     *,
     formats: Sequence[Any] = ("float16", "e4m3fn", "e5m2"),
     sample: int | None = 2**12,
-) -> ScaleTracer:
-    """Measures every floating value that a function computes, forward and backward.
+) -> Callable[..., ScaleTrace]:
+    """Return a function that measures every floating value that a function computes.
+
+    The returned function is traced once for all arguments of the same types, as by `jax.jit`.
 
     Scaling:
         amax over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of zeros, and
         for each format the shares of elements that it would make zero, hold as subnormal numbers,
         and saturate, over a sample of each array. The RMS of n normal elements has a relative
-        standard error of (2n)^-1/2, 1.1% for the default.
-        Unit scaling keeps RMS near 1, where all shares are small.
-        Equations are executed one by one, so that each value has been rounded to its own dtype; a
+        standard error of (2n)^-1/2, 1.1% for the default. Equations are executed one by one; a
         compiler that fuses them may round less often.
 
     Args:
@@ -134,10 +54,9 @@ def trace_scales(
             many, evenly spread; None measures all of them.
 
     Returns:
-        A `ScaleTracer`, a function of the arguments of ``fn`` that returns a `ScaleTrace`: a
-        sequence of `ScaleRecord`, the inputs first and then the values in program order, with a
-        table and a plot. Values that only rearrange another's elements are left out. What ``fn``
-        returns is `ScaleTrace.result`.
+        A function of the arguments of ``fn`` that returns a `ScaleTrace`: records of the inputs and
+        of the values in program order, forward and backward, but for those that only rearrange
+        another's elements.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace.
@@ -155,44 +74,256 @@ def trace_scales(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, figure of scales in training.
     """
-    if isinstance(formats, str):
-        formats = (formats,)
-    kept = tuple(format_of(f) for f in formats)
+    kept = tuple(format_of(f) for f in ((formats,) if isinstance(formats, str) else formats))
     if sample is not None and sample < 1:
         raise ValueError(
             "unitscale.analysis.trace_scales: sample must be at least 1, or None for all elements; "
             f"got {sample}"
         )
+    programs: dict[Any, Any] = {}
 
-    return ScaleTracer(fn, kept, sample)
+    def program(leaves: list[Any], treedef: Any) -> tuple[ClosedJaxpr, Any, dict[Any, Any]]:
+        def of_leaves(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(treedef, leaves)
+            return fn(*args, **kwargs)
+
+        traceable = of_leaves if callable(fn) else fn
+        return *traced("trace_scales", traceable, *leaves), {}
+
+    def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        kinds = tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
+        try:
+            found = programs.get((treedef, kinds))
+        except TypeError:  # a part of the tree that is not an array cannot be hashed
+            found = program(leaves, treedef)
+        if found is None:
+            found = programs[treedef, kinds] = program(leaves, treedef)
+        closed, out, memory = found
+        watcher = Watcher(kept, sample, memory)
+        inputs = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
+            for x, var in zip(leaves, closed.jaxpr.invars, strict=True)
+        ]
+        for x, path in zip(inputs, _paths(treedef), strict=True):
+            if is_float(x):
+                watcher.measure(x, _record(Source("input", ""), "input", "", x, path))
+        results = watcher.run(closed, inputs)
+        if not watcher.sites:
+            raise ValueError(
+                "unitscale.analysis.trace_scales: expected a function with floating values; got "
+                "one that computes none from its arguments. Integers have no scale."
+            )
+        for value, (path, _) in zip(results, jax.tree_util.tree_leaves_with_path(out), strict=True):
+            if (index := watcher.noted.get(id(value))) is not None:
+                name = f"result{jax.tree_util.keystr(path)}"
+                watcher.sites[index] = dataclasses.replace(watcher.sites[index], name=name)
+        rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
+        sites = zip(watcher.sites, rows, strict=True)
+        records = tuple(_with_statistics(site, row, kept) for site, row in sites)
+        return ScaleTrace(records, jax.tree.unflatten(jax.tree.structure(out), results))
+
+    return measured
 
 
-def _record(site: Site, row: np.ndarray, formats: tuple[Format, ...]) -> ScaleRecord:
-    count, middle, small, large, zeros, *rest, amax = row.tolist()
+def _paths(treedef: Any) -> list[str]:
+    """Names of the leaves of (args, kwargs), as `ScaleRecord` has them."""
+    keystr = jax.tree_util.keystr
+    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    return [
+        keystr(path[1:]) if path[0].idx == 0 else f"[{path[1].key!r}]{keystr(path[2:])}"
+        for path, _ in jax.tree_util.tree_leaves_with_path(numbered)
+    ]
+
+
+def _record(source: Source, primitive: str, scope: str, x: Any, name: str = "") -> ScaleRecord:
+    """A record without statistics."""
+    backward, none = "transpose(" in scope, math.nan
+    kind = tuple(x.shape), x.dtype.name
+    return ScaleRecord(name, source, primitive, scope, backward, *kind, 0, none, none, none, {})
+
+
+class Watcher(Interpreter):
+    """Executes a program, and collects statistics of its values.
+
+    Attributes:
+        sites: records of the values that are measured, without their statistics.
+        rows: arrays (n, width) of statistics, in the order of the sites: count, sums of squares at
+            scales 1, `UP` and `DOWN`, zeros; for each format elements that become zero, are below
+            its normal numbers, exceed its largest; amax.
+        noted: the site of a value by id.
+    """
+
+    def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
+        super().__init__()
+        self.formats, self.sample = formats, sample
+        # Sources of equations and compiled control flow, for later executions of the program.
+        self.memory = memory
+        self.sites: list[ScaleRecord] = []
+        self.rows: list[Any] = []
+        self.noted: dict[int, int] = {}
+        # What depends on no input is the program's own, and not measured.
+        self.constants: dict[int, Any] = {}
+
+    def measure(self, x: Any, site: ScaleRecord) -> None:
+        """Add a value and its statistics."""
+        self.sites.append(site)
+        elements, most, count = _sampled(x, self.sample)
+        self.rows.append(_row(elements, most, np.float32(np.size(x)), count, self.formats))
+
+    def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
+        outer, self.rows = self.rows, [jnp.zeros((0, 6 + 3 * len(self.formats)), jnp.float32)]
+        results = self.run(closed, args)
+        rows, self.rows = jnp.concatenate(self.rows), outer
+        return results, rows
+
+    def combined(self, rows: Any) -> Any:
+        most = rows[..., -1:].max(0, initial=0.0)
+        return jnp.append(rows[..., :-1].sum(0), most, axis=-1)
+
+    def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name, inner = eqn.primitive.name, inner_program(eqn)
+        if name == "cond" and (platforms := eqn.params.get("branches_platforms")):
+            # The other branches would not be compiled either.
+            own = jax.default_backend()
+            index = next(i for i, names in enumerate(platforms) if names is None or own in names)
+            return self.run(eqn.params["branches"][index], operands[1:])
+        if inner is not None and name != "shard_map":
+            if eqn.params.get("differentiated"):
+                # Computed again in the backward pass, as checkpointing means it to be.
+                operands = list(lax.optimization_barrier(tuple(operands)))
+            return self.run(inner, operands)
+        if name in ("scan", "while", "cond"):
+            results, rows = self._control(eqn, operands)
+            self.rows.append(rows)
+        elif name in ("pallas_call", "shard_map"):  # interpreted without a compiler around them
+            results = jax.jit(lambda *xs: bind(eqn, xs, eqn.params))(*operands)
+        else:
+            results = bind(eqn, operands, eqn.params)
+        for value in results:  # a value that is gone leaves its id to others
+            self.noted.pop(id(value), None)
+        if name in ("scan", "while", "cond"):
+            return results
+        if all(
+            isinstance(atom, Literal) or id(x) in self.constants
+            for atom, x in zip(eqn.invars, operands, strict=True)
+        ):
+            self.constants.update((id(x), x) for x in results)
+        elif name not in _VIEWS:
+            self.note(eqn, results)
+        return results
+
+    def note(self, eqn: Any, results: list[Any]) -> None:
+        """Measure the floating results of an equation."""
+        found = [
+            (var, value)
+            for var, value in zip(eqn.outvars, results, strict=True)
+            if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
+        ]
+
+        def sites() -> list[ScaleRecord]:
+            scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
+            source = source_of(*reversed(self.calls))
+            return [_record(source, eqn.primitive.name, scope, var.aval) for var, _ in found]
+
+        for (_, value), site in zip(found, self.once(sites), strict=True):
+            self.noted[id(value)] = len(self.sites)
+            self.measure(value, site)
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """Return what was made for the equation at hand the first time."""
+        where = tuple(map(id, self.calls))
+        if where not in self.memory:
+            self.memory[where] = make()
+        return self.memory[where]
+
+    def _control(self, eqn: Any, operands: list[Any]) -> Any:
+        """Execute control flow, compiled once for all layers that have the same program."""
+
+        def once_each(*xs: Any) -> tuple[list[Any], Any]:
+            before = len(self.sites)
+            results, rows = self.control(eqn, [*xs])
+            del self.sites[before + len(rows) :]  # JAX may have traced a body several times
+            return results, rows
+
+        if any(isinstance(x, Tracer) for x in operands):
+            return once_each(*operands)
+
+        def compiled() -> tuple[Any, list[ScaleRecord]]:
+            before = len(self.sites)
+            lowered = jax.jit(once_each).lower(*operands)
+            sites = self.sites[before:]
+            del self.sites[before:]
+            key = lowered.as_text(), *(getattr(x, "sharding", None) for x in operands)
+            if key not in self.memory:
+                self.memory[key] = lowered.compile()
+            return self.memory[key], sites
+
+        program, sites = self.once(compiled)
+        self.sites += sites
+        return program(*operands)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
+    """Return magnitudes of a sample, padded by zeros; amax of all; how many are no padding."""
+    sharding = jax.typeof(x).sharding
+    measure: Any = functools.partial(_magnitudes, sample=sample)
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        # The compiler gathers what devices share as it finds best.
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        measure = jax.sharding.auto_axes(measure, out_sharding=(whole,) * 3)
+    return measure(x)
+
+
+def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
+    most = amax(x).astype(jnp.float32)
+    part = x.reshape(-1)
+    if sample is not None and x.size >= 2 * sample:
+        step = x.size // sample
+        # Odd, so that it meets every column of a matrix whose width is a power of two.
+        part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
+    # Padded to a power of two, so that `_row` is compiled for few sizes.
+    padding = (1 << max(part.size - 1, 0).bit_length()) - part.size
+    return jnp.pad(jnp.abs(part.astype(jnp.float32)), (0, padding)), most, jnp.float32(part.size)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
+    """Return one row (1, width), of all elements of which these are the sample."""
+    terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
+    padded = [0, 0, 0, 1]
+    for f in formats:
+        terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
+        terms += [elements > f.max]
+        padded += [1, 1, 0]
+    operands = tuple(term.astype(jnp.float32) for term in terms)
+    # One reduction, which reads the sample once.
+    zeros = (np.zeros((), np.float32),) * len(operands)
+    sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
+    padding, share = elements.size - count, size / jnp.maximum(count, 1)
+    columns = [(total - padding * pad) * share for total, pad in zip(sums, padded, strict=True)]
+    return jnp.stack([size, *columns, most])[None]
+
+
+def _with_statistics(
+    record: ScaleRecord, row: np.ndarray, formats: tuple[Format, ...]
+) -> ScaleRecord:
+    count, squares, small, large, zeros, *rest, most = row.tolist()
     safe = max(count, 1.0)
-    squares = middle
-    if 0 < amax < DOWN * 2**4 or middle == 0:
+    if 0 < most < DOWN * 2**4 or squares == 0:
         squares = small * DOWN**2
-    elif not math.isfinite(middle):
+    elif not math.isfinite(squares):
         squares = large * UP**2
     shares = {}
     for index, fmt in enumerate(formats):
-        lost, below, above = rest[3 * index : 3 * index + 3]
-        shares[fmt.name] = FormatShares(
-            zero=lost / safe, subnormal=(below - lost) / safe, saturated=above / safe
-        )
-    backward = "transpose(" in site.scope
-    return ScaleRecord(
-        name=site.name,
-        source=site.source,
-        primitive=site.primitive,
-        scope=site.scope,
-        backward=backward,
-        shape=tuple(site.aval.shape),
-        dtype=site.aval.dtype.name,
-        executions=round(count / max(math.prod(site.aval.shape), 1)),
-        rms=math.sqrt(squares / safe) if math.isfinite(amax) else amax,
-        amax=amax,
+        lost, below, above = (part / safe for part in rest[3 * index : 3 * index + 3])
+        shares[fmt.name] = FormatShares(zero=lost, subnormal=below - lost, saturated=above)
+    return dataclasses.replace(
+        record,
+        executions=round(count / max(math.prod(record.shape), 1)),
+        rms=math.sqrt(squares / safe) if math.isfinite(most) else most,
+        amax=most,
         zeros=zeros / safe,
         formats=shares,
     )

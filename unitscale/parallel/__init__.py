@@ -16,8 +16,3 @@ from ._multihost import initialize as initialize
 from ._quantize import AxisName as AxisName
 from ._reduce_scatter import reduce_scatter as reduce_scatter
 from ._train_step import ParallelState as ParallelState, train_step as train_step
-from ._wire import (
-    Collective as Collective,
-    bytes_on_wire as bytes_on_wire,
-    collectives as collectives,
-)

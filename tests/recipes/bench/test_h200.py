@@ -20,9 +20,9 @@ from recipes.bench._programs import (
     Program,
     config_of,
 )
+from recipes.bench.aot import roofline
 from recipes.cli import main
 from tests.recipes.bench.test_programs import TEXT
-from unitscale.analysis import roofline
 from unitscale.quant import check_fp8
 
 

@@ -20,8 +20,8 @@ from recipes.bench._programs import (
     config_of,
 )
 from recipes.bench._table import FORMATS
+from recipes.bench.aot import roofline
 from recipes.errors import RecipeError
-from unitscale.analysis import roofline
 from unitscale.quant import check_fp8
 
 TEXT = """\

@@ -1,0 +1,399 @@
+"""Compile programs for an NVIDIA H200 on a machine without one, and project the time they take.
+
+XLA's compiler needs a description of the GPU and the packages that write its machine code, but
+neither the GPU nor its driver. `roofline` then reads the text of a compiled program: each kernel
+takes the longest of its matmuls at the speed of their format, its other arithmetic, its bytes at
+the speed of the memory, and the time of the smallest kernel. It is a projection, not a measurement:
+kernels run one after the other, without gaps, overlap or caches.
+"""
+
+import collections
+import functools
+import importlib.util
+import math
+import re
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.extend.backend
+from jax.experimental import topologies
+
+from unitscale.core import cudnn_of
+from unitscale.quant import HloInstruction, HloProgram, bits, contracted, parse_hlo, user_line
+
+from .wire import collective, devices_of
+
+# Without a runtime version XLA does not use FP8 kernels.
+_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048   core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200 141GB HBM3e"
+"""
+
+# What large kernels reach on an H200, measured by `python -m recipes bench gpu` with JAX 0.11.2:
+# matmuls of 8,192 x 8,192, attention of GPT-2 small, XLA's copy of 1 GB, and the smallest kernel.
+# TF32, exact float32, float64 and NVLink are 70 to 80% of the data sheet.
+FLOPS = {"FP8 products": 1.32e15, "16-bit products": 0.70e15, "32-bit products": 0.35e15}
+FLOPS |= {"exact 32-bit products": 0.05e15, "64-bit products": 0.05e15}
+ATTENTION_FLOPS, VECTOR_FLOPS = 0.25e15, 0.80 * 33.5e12
+BANDWIDTH, LINK, SMALLEST = 3.3e12, 0.80 * 450e9, 1.2e-6
+
+ATTENTION, MEMORY, ARITHMETIC = "attention", "memory-bound", "arithmetic-bound"
+COLLECTIVES, LIBRARY = "collectives", "library calls"
+Type = tuple[str, tuple[int, ...]]
+_COLLECTIVE = re.compile(r"(all-|reduce-scatter|ragged-all|collective-)")
+# Instructions that are no kernel: they name memory, or end what was counted where it started.
+_FREE = frozenset({"parameter", "tuple", "get-tuple-element", "constant", "bitcast", "after-all"})
+_FREE |= {"partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"}
+_SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is the update
+_VIEWS = frozenset({"bitcast", "reshape"})
+# Simple float32 operations that an element takes; instructions that only move data take none.
+_MOVES = _FREE | _SLICES | _VIEWS
+_MOVES |= {"iota", "copy", "broadcast", "transpose", "concatenate", "pad", "reverse", "copy-start"}
+_MOVES |= {"bitcast-convert", "dynamic-update-slice", "fusion", "custom-call", "dot", "scaled-dot"}
+_OPERATIONS: dict[str, int] = dict.fromkeys(("exponential", "log", "rsqrt", "sqrt", "divide"), 8)
+_OPERATIONS |= dict.fromkeys(("exponential-minus-one", "log-plus-one", "logistic", "cbrt"), 16)
+_OPERATIONS |= dict.fromkeys(("erf", "tanh", "sine", "cosine", "tan", "power", "remainder"), 24)
+# Integer units are half as many. XLA writes a rotation, one operation, as these three.
+_ROTATION = {"shift-left": 2 / 3, "shift-right-logical": 2 / 3, "or": 2 / 3}
+
+
+def h200_available() -> bool:
+    """Return whether the CUDA plugin for JAX is installed, which `compile_h200` needs."""
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def h200_topology(devices: int = 1) -> topologies.TopologyDescription:
+    """Describe a host with this many H200s; its `devices` make a `jax.sharding.Mesh`."""
+    if not h200_available():
+        raise ImportError(
+            "recipes.bench.aot: compiling for an H200 needs the CUDA plugin for JAX, which is not "
+            f'installed; run pip install "jax-cuda13-plugin=={jax.__version__}" '
+            '"nvidia-cuda-nvcc==13.*" nvidia-nvvm'
+        )
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology=f"1x{devices}x1", target_config=_TARGET
+    )
+
+
+def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax.stages.Compiled:
+    """Compile a function for an H200. Run it with `JAX_PLATFORMS=cpu`.
+
+    The result can be read (`as_text()`, `memory_analysis()`) but not called. A function that was
+    jitted and traced for these shapes before is not traced again.
+
+    Args:
+      f: The function, jitted or not.
+      args: Arrays or `jax.ShapeDtypeStruct`, on one H200 where they have no sharding; for several
+        devices shard every argument over the devices of `h200_topology`.
+      triton: Whether XLA may write its own kernels for small matmuls, unlike for large ones.
+    """
+    # A new function, so that JAX traces it again.
+    untraced = functools.wraps(f)(lambda *args: f(*args))
+    jitted: Any = f if hasattr(f, "lower") else jax.jit(untraced)
+    on_one = jax.sharding.SingleDeviceSharding(h200_topology().devices[0])
+
+    def placed(leaf: Any) -> Any:
+        sharded = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+        if sharded or not hasattr(leaf, "dtype"):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_one)
+
+    # The library and JAX choose an attention kernel by the GPU that they find.
+    gpu = types.SimpleNamespace(compute_capability="9.0")
+    backend = types.SimpleNamespace(
+        platform="gpu", platform_version="cuda 13000", local_devices=lambda: [gpu]
+    )
+    with (
+        cudnn_of((9, 0), 91200),
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(jax.extend.backend, "get_backend", return_value=backend),
+    ):
+        lowered = jitted.lower(*jax.tree.map(placed, args))
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
+
+
+class Kernel(NamedTuple):
+    """One kernel, with seconds, bytes and FLOPs (of matmuls) of all its runs."""
+
+    name: str
+    kind: str
+    seconds: float
+    bytes: float
+    flops: float
+    op_name: str
+    source: str
+
+    @property
+    def place(self) -> str:
+        """Name stack without layer numbers, and line; the kernel's name if there is neither."""
+        line = f" at {self.source}" if self.source else ""
+        return re.sub(r"\d+", "#", self.op_name) + line or re.sub(r"[.\d]+$", "", self.name)
+
+
+class Total(NamedTuple):
+    """Sums over the kernels of one kind or place; the kernel of a loop counts once."""
+
+    label: str
+    seconds: float
+    bytes: float
+    flops: float
+    kernels: int
+
+
+class Roofline(NamedTuple):
+    """The kernels of a program, and how many loops count once because XLA knows no length."""
+
+    kernels: tuple[Kernel, ...]
+    uncounted: int = 0
+
+    seconds = property(lambda self: sum(k.seconds for k in self.kernels))
+    bytes = property(lambda self: sum(k.bytes for k in self.kernels))
+    flops = property(lambda self: sum(k.flops for k in self.kernels))
+
+    def by_kind(self) -> list[Total]:
+        """Totals of each kind of kernel, the longest first."""
+        return _totals((k.kind, k) for k in self.kernels)
+
+    def by_place(self) -> list[Total]:
+        """Totals of each place that XLA's own element-wise kernels come from, longest first."""
+        return _totals((k.place, k) for k in self.kernels if k.kind in (MEMORY, ARITHMETIC))
+
+
+def _totals(labelled: Iterable[tuple[str, Kernel]]) -> list[Total]:
+    groups: dict[str, list[Kernel]] = collections.defaultdict(list)
+    for label, kernel in labelled:
+        groups[label].append(kernel)
+    totals = []
+    for label, group in groups.items():
+        seconds, size = sum(k.seconds for k in group), sum(k.bytes for k in group)
+        totals.append(Total(label, seconds, size, sum(k.flops for k in group), len(group)))
+    return sorted(totals, key=lambda t: -t.seconds)
+
+
+def roofline(compiled: jax.stages.Compiled | str) -> Roofline:
+    """Project how long a compiled program, or its text, takes on an H200."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    program = parse_hlo(text)
+    if not program.computations.get(program.entry):
+        raise ValueError(
+            "recipes.bench.aot.roofline: expected the text of an optimized HLO program; got "
+            f"{text.strip()[:60]!r}. Give jax.jit(f).lower(...).compile()."
+        )
+    projection = _Projection(program)
+    kernels = tuple(projection.kernels(program.entry, 1))
+    return Roofline(kernels, projection.uncounted)
+
+
+class _Projection:
+    """Work, traffic and time of the kernels of one program."""
+
+    def __init__(self, program: HloProgram):
+        self.program, self.uncounted = program, 0
+        self.needed = functools.cache(self._needed)
+
+    def kernels(self, computation: str, runs: int) -> list[Kernel]:
+        """The kernels that a computation runs; of a condition those of its longest branch."""
+        found: list[Kernel] = []
+        for i in self.program.computations.get(computation, {}).values():
+            if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):
+                continue
+            if i.opcode == "while":
+                self.uncounted += "known_trip_count" not in i.attributes
+                body = re.search(r"\bbody=%?([\w.\-]+)", i.attributes)
+                found += self.kernels(body[1], runs * i.trips) if body else []
+            elif i.opcode == "conditional":
+                two = re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", i.attributes)
+                branches = [self.kernels(name, runs) for name in two or i.calls]
+                found += max(branches, key=lambda b: sum(k.seconds for k in b), default=[])
+            elif i.opcode in ("call", "async-start") and i.calls:
+                found += self.kernels(i.calls[0], runs)
+            else:
+                found.append(self.kernel(i, runs))
+        return found
+
+    def kernel(self, i: HloInstruction, runs: int) -> Kernel:
+        """One instruction as a kernel, named by the last instruction in it that has a name."""
+        kind, matmul_seconds, flops = self.work(i)
+        size, vector = self.moved(i), self.operations(i) / VECTOR_FLOPS
+        seconds = max(size / BANDWIDTH, vector, SMALLEST)
+        if kind == COLLECTIVES:
+            sent = collective(i, devices_of(self.program.header)).sent
+            seconds = max(seconds, sent / LINK)
+        if kind == MEMORY and vector == seconds:
+            kind = ARITHMETIC
+        named = i
+        if i.opcode == "fusion" and not i.quoted("op_name"):
+            inside = reversed(self.program.computations[i.calls[0]].values())
+            has_name = (j for j in inside if j.quoted("op_name") and j.opcode != "parameter")
+            named = next(has_name, i)
+        return Kernel(
+            name=i.name,
+            kind=kind,
+            seconds=runs * max(seconds, matmul_seconds),
+            bytes=runs * size,
+            flops=runs * flops,
+            op_name=named.quoted("op_name"),
+            source=user_line(self.program, named),
+        )
+
+    def operands(self, i: HloInstruction) -> list[HloInstruction]:
+        body = self.program.computations[i.computation]
+        return [body[name] for name in i.operands if name in body]
+
+    def work(self, i: HloInstruction) -> tuple[str, float, float]:
+        """Kind of a kernel, and seconds and FLOPs of its matmuls."""
+        if _COLLECTIVE.match(i.opcode):
+            return COLLECTIVES, 0.0, 0.0
+        inside = [i]
+        if i.opcode == "fusion":
+            inside = list(self.program.computations[i.calls[0]].values())
+        # A fusion around a library call only slices its operands or writes into its result.
+        call = next((j for j in inside if j.opcode == "custom-call"), None)
+        target = call.quoted("custom_call_target") if call else ""
+        if call and "fmha" in target:
+            flops = self.attention_flops(call, "Backward" in target)
+            return ATTENTION, flops / ATTENTION_FLOPS, flops
+        if call and not re.search("gemm|matmul", target):
+            return LIBRARY, 0.0, 0.0
+        found = [call] if call else [j for j in inside if j.opcode in ("dot", "scaled-dot")]
+        if not found:
+            return MEMORY, 0.0, 0.0
+        flops = [self.matmul_flops(j) for j in found]
+        kind = self.matmul_kind(found[flops.index(max(flops))])
+        return kind, sum(flops) / FLOPS[kind], sum(flops)
+
+    def matmul_kind(self, matmul: HloInstruction) -> str:
+        """The format that a matmul multiplies in is that of its wider operand."""
+        wide = max(bits(o.dtype) for o in self.operands(matmul)[:2])
+        highest = re.search(r"operand_precision\W+highest", matmul.attributes, re.IGNORECASE)
+        exact = "exact " if wide == 32 and highest else ""
+        return "FP8 products" if wide <= 8 else f"{exact}{wide}-bit products"
+
+    def matmul_flops(self, i: HloInstruction) -> float:
+        left, right = (o.shape for o in self.operands(i)[:2])
+        if summed := contracted(i):
+            return 2.0 * math.prod(i.shape) * math.prod(left[d] for d in summed)
+        # (b m k) (b k n) / (b m n) is b k^2.
+        batch = math.prod(i.shape[:-2])
+        square = math.prod(left) * math.prod(right) / max(math.prod(i.shape) * batch, 1)
+        return 2.0 * math.prod(i.shape) * math.sqrt(square)
+
+    def attention_flops(self, i: HloInstruction, backward: bool) -> float:
+        """Two matmuls over all pairs of query and key, five backward; half if causal."""
+        q, k = (o.shape for o in self.operands(i)[:2])  # (batch, time, heads, d)
+        weights = re.search(r'"intermediate_tensor_shape":\s*\{[^\]]*"(\d+)"\]', i.attributes)
+        keys = int(weights[1]) if weights else k[1]
+        causal = 0.5 if "CAUSAL" in i.attributes else 1.0
+        return 4.0 * math.prod(q) * keys * causal * (2.5 if backward else 1.0)
+
+    def moved(self, i: HloInstruction) -> float:
+        """Bytes that a kernel reads and writes; what a fusion computes inside costs nothing."""
+        given = self.operands(i)
+        if i.opcode == "custom-call":
+            return _size(*_results(i)) + sum(_size(*o.types) for o in given)
+        if i.opcode == "copy-start":
+            return 2 * _size(*given[0].types)
+        read, results = list(zip(given, self.asked(i, _elements(i)), strict=True)), [i]
+        if i.opcode == "fusion":
+            inner = self.program.computations[i.calls[0]]
+            counts, root = self.needed(i.calls[0]), inner[self.program.roots[i.calls[0]]]
+            read = [(p, counts[p.name]) for p in inner.values() if p.opcode == "parameter"]
+            results = self.operands(root) if root.opcode == "tuple" else [root]
+        shares = (_size(*p.types) * min(1.0, n / max(_elements(p), 1)) for p, n in read)
+        return sum(shares) + sum(map(self.written, results))
+
+    def _needed(self, computation: str) -> dict[str, float]:
+        """How many elements a fusion needs of each of its instructions."""
+        counts: dict[str, float] = collections.defaultdict(float)
+        counts[self.program.roots[computation]] = math.inf
+        for i in reversed(self.program.computations[computation].values()):  # users come later
+            count = counts[i.name] = min(counts[i.name], _elements(i))
+            for operand, asked in zip(self.operands(i), self.asked(i, count), strict=True):
+                counts[operand.name] += asked
+        return counts
+
+    def asked(self, i: HloInstruction, count: float) -> list[float]:
+        """Elements of each operand that this many elements of the result need."""
+        whole = [_elements(operand) for operand in self.operands(i)]
+        if i.opcode in _SLICES:
+            return [min(count, whole[0]), *whole[1:]]
+        if i.opcode in _UPDATES:
+            update = whole[_UPDATES[i.opcode]]
+            own = max(count - update, 0.0)
+            if self.in_place(i):  # a scatter adds to the elements that are there
+                own = update if i.opcode == "scatter" else 0.0
+            return [own, *whole[1:]]
+        share = 1.0 if i.opcode == "tuple" or not _elements(i) else count / _elements(i)
+        return [share * n for n in whole]
+
+    def written(self, i: HloInstruction) -> float:
+        """Bytes of a result, or of the part that is changed in place."""
+        while i.opcode in _VIEWS:
+            (i,) = self.operands(i)
+        if i.opcode in _UPDATES and self.in_place(i):
+            return _size(*self.operands(i)[_UPDATES[i.opcode]].types)
+        if i.opcode == "get-tuple-element":
+            (call,), index = self.operands(i), re.search(r"\bindex=(\d+)", i.attributes)
+            workspace = call.opcode == "custom-call" and index and int(index[1]) > 0
+            return 0.0 if workspace and _is_workspace(i.types[0]) else _size(*i.types)
+        return _size(*(_results(i) if i.opcode == "custom-call" else i.types))
+
+    def in_place(self, i: HloInstruction) -> bool:
+        """Whether an update changes an array that its kernel was given."""
+        caller = self.program.callers.get(i.computation)
+        if caller is None or caller.opcode != "fusion":
+            return True
+        while i.opcode in _VIEWS or i.opcode in _UPDATES:
+            i = self.operands(i)[0]
+        return i.opcode == "parameter"
+
+    def operations(self, i: HloInstruction) -> float:
+        """Simple float32 operations of a kernel, matmuls left out."""
+        if i.opcode != "fusion":
+            return self.cost(i, _elements(i))
+        counts, inner = self.needed(i.calls[0]), self.program.computations[i.calls[0]]
+        return sum(self.cost(j, counts[j.name]) for j in inner.values())
+
+    def cost(self, i: HloInstruction, count: float) -> float:
+        if i.opcode in _MOVES:
+            return 0.0
+        if i.opcode in ("reduce", "reduce-window", "scatter", "sort", "map"):
+            bodies = (self.program.computations.get(name, {}) for name in i.calls)
+            each = sum(self.cost(j, 1.0) for body in bodies for j in body.values()) or 1.0
+            given = max(map(_elements, self.operands(i)), default=0.0)
+            return each * given * count / max(_elements(i), 1)
+        if i.dtype[:1] in ("u", "s"):
+            return _ROTATION.get(i.opcode, 2) * count
+        return _OPERATIONS.get(i.opcode, 1) * count
+
+
+def _size(*arrays: Type) -> float:
+    return sum((1 if kind == "pred" else bits(kind) / 8) * math.prod(d) for kind, d in arrays)
+
+
+def _elements(i: HloInstruction) -> float:
+    return sum(math.prod(dims) for _, dims in i.types)
+
+
+def _is_workspace(array: Type) -> bool:
+    """Whether a second or later result of a library call is the memory that it works in."""
+    return array[0] in ("s8", "u8") and len(array[1]) == 1
+
+
+def _results(call: HloInstruction) -> list[Type]:
+    return [t for index, t in enumerate(call.types) if not index or not _is_workspace(t)]

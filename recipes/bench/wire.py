@@ -1,0 +1,96 @@
+"""Count the bytes that the collectives of a compiled program send.
+
+XLA widens small types where a backend has no arithmetic for them (a bfloat16 all-reduce on a CPU
+runs in float32), and merges or drops collectives, so bytes are counted in the compiled program.
+"""
+
+import math
+import re
+from typing import Any, NamedTuple
+
+from unitscale.quant import HloInstruction, bits, parse_hlo
+
+# Bytes that each of n devices in a ring sends, per byte of the result.
+_SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda _: 1,
+    "collective-broadcast": lambda _: 1,
+}
+
+
+class Collective(NamedTuple):
+    """One collective: its kind, XLA's type of its first result, and bytes of all its results.
+
+    Bytes are those on one of the devices that take part.
+    """
+
+    kind: str
+    dtype: str
+    size: int
+    devices: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends, by the convention of `bytes_on_wire`."""
+        return self.size * _SENT[self.kind](self.devices)
+
+
+def collectives(compiled: Any) -> list[Collective]:
+    """The collectives of a compiled program or its text; in a loop's body each counts once."""
+    program = parse_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
+    everyone = devices_of(program.header)
+    return [
+        collective(i, everyone)
+        for i in program.instructions
+        if i.opcode.removesuffix("-start") in _SENT
+    ]
+
+
+def bytes_on_wire(compiled: Any) -> int:
+    """Bytes that each device sends in one run of a compiled program, rounded up.
+
+    The convention is that of a ring of n devices, with B bytes of the whole array: reduce-scatter,
+    all-gather and all-to-all send B (n - 1) / n, and an all-reduce twice that.
+
+    References:
+      Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+      2009, J. Parallel Distrib. Comput. 69, section 3.
+    """
+    return math.ceil(sum(c.sent for c in collectives(compiled)))
+
+
+def collective(i: HloInstruction, everyone: int) -> Collective:
+    """A collective of a program for this many devices."""
+    kind, arrays = i.opcode.removesuffix("-start"), i.types
+    if kind != i.opcode and kind != "all-reduce":
+        # An asynchronous start returns its operands, its results, and perhaps contexts.
+        arrays = arrays[len(i.operands) : 2 * len(i.operands)]
+    sizes = [(1 if dtype == "pred" else bits(dtype) / 8) * math.prod(d) for dtype, d in arrays]
+    return Collective(
+        kind, arrays[0][0], math.ceil(sum(sizes)), _group_size(i.attributes, everyone)
+    )
+
+
+def devices_of(header: str) -> int:
+    """Devices that a program is for, by its first line."""
+    return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)))
+
+
+def _group_size(attributes: str, everyone: int) -> int:
+    """Devices that take part in a collective together, by its attributes."""
+    if "replica_groups=" not in attributes or "replica_groups={}" in attributes:
+        return everyone
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(listed[1].split(","))
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
+        return int(iota[2])
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        # A part of an axis is written 'name':(size before it)size.
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(part or sizes[name]) for name, part in axes)
+    raise ValueError(f"recipes.bench: unknown format of replica groups: {attributes}")

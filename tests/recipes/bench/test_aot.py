@@ -1,0 +1,156 @@
+"""Bytes, FLOPs and runs of kernels, counted by hand and in programs that XLA compiles."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from recipes.bench.aot import BANDWIDTH, SMALLEST, compile_h200, h200_topology, roofline
+from tests.quant import programs
+
+OPTIMIZED = True
+F = "f32[8,1024]"
+K = 4 * 1024  # bytes of a row of F
+S = "f32[8192,8192]"
+GEMM = 'custom_call_target="__cublas$lt$matmul", backend_config={"lhs_contracting_dimensions":["1"]'
+ATTENTION = 'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL"}'
+Q = "bf16[2,32,4,16]"
+CALLED = "%called (p: f32[8,1024]) -> f32[8,1024] {{\n  %p = {F} parameter(0)\n{lines}\n}}"
+
+
+def program(line: str, *types: str, called: str = "") -> str:
+    """A program of one instruction, whose parameters are x0, x1 and so on."""
+    own = "\n".join(f"  %x{n} = {kind} parameter({n})" for n, kind in enumerate(types))
+    entry = f"ENTRY %main () -> f32[] {{\n{own}\n  ROOT %out = {line}\n}}"
+    return f"HloModule jit_f, num_partitions=4\n\n{called}\n{entry}"
+
+
+def fused(inner: str, result: str, *types: str) -> str:
+    own = "\n".join(f"  %p{n} = {kind} parameter({n})" for n, kind in enumerate(types))
+    operands = ", ".join(f"%x{n}" for n in range(len(types)))
+    called = f"%called () -> f32[] {{\n{own}\n  {inner}\n}}\n"
+    return program(f"{result} fusion({operands}), calls=%called", *types, called=called)
+
+
+# What is fused, its result, its parameters, and the bytes.
+FUSIONS = {
+    "element-wise": (f"ROOT %r = {F} add(%p0, %p1)", F, (F, F), 3 * 8 * K),
+    "a slice": ("ROOT %r = f32[1,1024] slice(%p0)", "f32[1,1024]", (F,), 2 * K),
+    "an update in place": (
+        f"ROOT %r = {F} dynamic-update-slice(%p0, %p1, %p2, %p2)",
+        F,
+        (F, "f32[1,1024]", "s32[]"),
+        2 * K + 4,
+    ),
+    "a matmul of a slice": (
+        f"%s = f32[1,1024] dynamic-slice(%p0, %p2, %p2)\n"
+        f"  ROOT %r = (f32[1,8], s8[4096]) custom-call(%s, %p1), {GEMM}}}",
+        "(f32[1,8], s8[4096])",
+        (F, F, "s32[]"),
+        9 * K + 4 * 8 + 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_a_fusion_moves_what_it_reads_and_writes(name: str) -> None:
+    inner, result, types, expected = FUSIONS[name]
+    report = roofline(fused(inner, result, *types))
+    assert report.bytes == expected
+    assert report.seconds == SMALLEST  # all of these are small
+
+
+def gemm(kind: str, config: str = "}") -> str:
+    return f"({kind}[8,16], s8[64]) custom-call(%x0, %x1), {GEMM}{config}"
+
+
+# An instruction, its parameters, its kind, bytes and FLOPs.
+ALONE = {
+    "all-reduce": (f"{F} all-reduce(%x0), replica_groups={{}}", (F,), "collectives", 16 * K, 0),
+    **{
+        f"{kind} matmul{exact}": (
+            gemm(kind, ', "operand_precision":["HIGHEST"]}' if exact else "}"),
+            (f"{kind}[8,32]", f"{kind}[32,16]"),
+            f"{exact}{name} products",
+            size * (8 * 32 + 32 * 16 + 8 * 16),
+            2 * 8 * 32 * 16,
+        )
+        for kind, size, name, exact in [
+            *[("f8e4m3fn", 1, "FP8", ""), ("bf16", 2, "16-bit", ""), ("f32", 4, "32-bit", "")],
+            *[("f32", 4, "32-bit", "exact "), ("f64", 8, "64-bit", "")],
+        ]
+    },
+    "attention": (
+        f"({Q}, u8[64]) custom-call(%x0, %x1, %x2), {ATTENTION}",
+        (Q, Q, Q),
+        "attention",
+        4 * 2 * 2 * 32 * 4 * 16,
+        2 * 2 * (2 * 4 * 32 * 32 * 16) / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_instruction_by_itself(name: str) -> None:
+    line, types, kind, size, flops = ALONE[name]
+    (found,) = roofline(program(line, *types)).kernels
+    assert (found.kind, found.bytes, found.flops) == (kind, size, flops)
+
+
+def test_time_is_that_of_the_slowest_resource() -> None:
+    assert roofline(program(f"{S} negate(%x0)", S)).seconds == pytest.approx(
+        2 * 4 * 8192**2 / BANDWIDTH
+    )
+    chain = "%a = S power(%p0, %p0)\n  %b = S power(%a, %a)\n  ROOT %r = S power(%b, %b)"
+    (found,) = roofline(fused(chain.replace("S", S), S, S)).kernels
+    assert found.kind == "arithmetic-bound"
+    assert found.seconds == pytest.approx(3 * 24 * 8192**2 / (0.80 * 33.5e12))
+
+
+def test_loops_count_their_runs_and_conditions_their_longest_branch() -> None:
+    trips = 'backend_config={"known_trip_count":{"n":"12"}}'
+    body = CALLED.format(F=F, lines=f"  ROOT %r = {F} negate(%p)")
+    report = roofline(program(f"{F} while(%x0), body=%called, {trips}", F, called=body))
+    assert (report.bytes, report.uncounted, len(report.kernels)) == (12 * 16 * K, 0, 1)
+    report = roofline(program(f"{F} while(%x0), body=%called", F, called=body))
+    assert (report.bytes, report.uncounted) == (16 * K, 1)
+    long = CALLED.format(F=F, lines=f"  %s = {F} sine(%p)\n  ROOT %r = {F} cosine(%s)")
+    both = body.replace("called", "short") + "\n" + long
+    line = f"{F} conditional(%x1, %x0, %x0), branch_computations={{%short, %called}}"
+    assert [k.name for k in roofline(program(line, F, "s32[]", called=both)).kernels] == ["s", "r"]
+
+
+def test_kernels_have_a_place_and_totals_are_sums() -> None:
+    assert (
+        roofline(programs.direct()).kernels[0].place
+        == "jit(step)/dot_general at /home/user/train.py:17"
+    )
+    report = roofline(programs.LOOP)
+    assert sum(t.seconds for t in report.by_kind()) == pytest.approx(report.seconds)
+    assert sum(t.kernels for t in report.by_kind()) == len(report.kernels)
+
+
+def test_compiled_programs() -> None:
+    w = jnp.ones((64, 64))
+    scan = jax.jit(lambda x: lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=7)[0])
+    report = roofline(scan.lower(w).compile())
+    assert (report.flops, report.uncounted) == (7 * 2 * 64**3, 0)
+    with pytest.raises(ValueError, match="optimized HLO program"):
+        roofline(scan.lower(w).as_text())
+
+
+@pytest.mark.h200
+def test_an_h200_runs_attention_of_cudnn_and_several_devices() -> None:
+    x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.bfloat16)
+
+    def loss(q):
+        y = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
+        return y.astype(jnp.float32).sum()
+
+    report = roofline(compile_h200(jax.grad(loss), x))
+    assert [k.kind for k in report.kernels].count("attention") == 2
+    assert report.flops == 7 * 2 * (8 * 12 * 1024 * 1024 * 64) / 2
+    mesh = Mesh(h200_topology(8).devices, ("data",))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    assert "all-reduce" in (compile_h200(lambda x: jnp.sum(x, axis=0), x).as_text() or "")

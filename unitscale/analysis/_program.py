@@ -1,0 +1,239 @@
+"""Programs as JAX traces them: jaxprs, where their equations come from, and an interpreter."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ..core import last_uses, scale_fwd, scan_counts
+
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OPS = (os.path.join(_LIBRARY, "ops", ""), str(sys.modules[scale_fwd.__module__].__file__))
+_NN = os.path.join(_LIBRARY, "nn", "")
+
+
+class Source(NamedTuple):
+    """Where an equation came from.
+
+    Attributes:
+        op: name of the unitscale op that made it, or of its primitive.
+        line: ``file:line (function)`` of the user's code, or of the library's where only that is
+            known; "" if nothing is.
+        layer: classes of the unitscale layers between the two, the outermost first, as in
+            ``"MLP/Dense"``; "" outside of layers.
+
+    Example:
+        >>> str(Source("dense", "model.py:12 (loss)", "MLP/Dense"))
+        'dense of MLP/Dense at model.py:12 (loss)'
+    """
+
+    op: str
+    line: str
+    layer: str = ""
+
+    def __str__(self) -> str:
+        layer = f" of {self.layer}" if self.layer else ""
+        return f"{self.op}{layer} at {self.line}" if self.line else f"{self.op}{layer}"
+
+
+def source_of(*eqns: Any) -> Source:
+    """Return the op and line of an equation.
+
+    What JAX makes inside of its own functions gets the line of the call: further equations are
+    those of the calls that the first is inside of, the innermost first.
+    """
+    source = _source_of_one(eqns[0])
+    for eqn in eqns[1:]:
+        if source.line:
+            break
+        source = _source_of_one(eqn)._replace(op=source.op)
+    return source
+
+
+def _source_of_one(eqn: Any) -> Source:
+    others = [sys.modules[name] for name in ("jax", "flax", "optax") if name in sys.modules]
+    foreign = (_LIBRARY, *(path for package in others for path in package.__path__))
+    op, library, layers = eqn.primitive.name, "", []
+    if op.startswith("custom_") and (inner := inner_program(eqn)):
+        op = inner.jaxpr.debug_info.func_name
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        where = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        function = frame.function_name.split(".")[0]
+        if not frame.file_name.startswith(foreign):
+            return Source(op, where, "/".join(reversed(layers)))
+        # The outermost function of the ops is the one that was called: dense, not its helper.
+        if frame.file_name.startswith(_OPS) and not layers and not function.startswith("_"):
+            op = function
+        is_class = frame.file_name.startswith(_NN) and function[:1].isupper()
+        if is_class and layers[-1:] != [function]:
+            layers.append(function)
+        if frame.file_name.startswith(_LIBRARY):
+            library = where
+    return Source(op, library, "/".join(reversed(layers)))
+
+
+def traced(where: str, fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """Return the jaxpr of a user's function, which has no side effects, and its output types."""
+    name = f"unitscale.analysis.{where}"
+    if not callable(fn):
+        raise TypeError(f"{name}: expected a function; got {type(fn).__name__}")
+    try:
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"{name}: expected a function that JAX can trace; got one that needs the values of its "
+            f"arguments ({str(error).strip().splitlines()[0]}). Close over what must be static, "
+            "and use jax.lax.cond or jnp.where for choices."
+        ) from error
+    except TypeError as error:
+        if "abstract array" not in str(error) and "JAX type" not in str(error):
+            raise
+        raise TypeError(
+            f"{name}: expected arrays as arguments and results; got something else "
+            f"({str(error).strip().splitlines()[0]}). Close over what is not an array."
+        ) from error
+    if closed.effects:
+        # The text of an effect on a Ref goes on with its address.
+        effects = {str(effect).split("<")[0] or type(effect).__name__ for effect in closed.effects}
+        raise ValueError(
+            f"{name}: expected a function without side effects; got one with "
+            f"{', '.join(sorted(effects))}. Remove jax.debug.print, callbacks and Refs."
+        )
+    return closed, out
+
+
+def is_float(x: Any) -> bool:
+    """Return whether an array or type of one has derivatives."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Apply the primitive of an equation."""
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def inner_program(eqn: Any) -> ClosedJaxpr | None:
+    """Return the program that an equation applies to its operands as a whole, if it has one."""
+    if eqn.primitive.name in ("reduce", "reduce_window", "scan", "while", "pallas_call"):
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(name)
+        inner = ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner
+        if isinstance(inner, ClosedJaxpr) and (
+            len(inner.jaxpr.invars) == len(eqn.invars)
+            and len(inner.jaxpr.outvars) == len(eqn.outvars)
+        ):
+            return inner
+    return None
+
+
+class Interpreter:
+    """Runs a jaxpr equation by equation.
+
+    Subclasses say what an equation does to their values (`apply`), and may collect rows of
+    statistics in the bodies of loops and branches (`body`).
+    """
+
+    def __init__(self) -> None:
+        # The equation that is applied, and those that it is inside of, the outermost first.
+        self.calls: list[Any] = []
+
+    def constant(self, x: Any, aval: Any) -> Any:
+        """Return the value of a literal or of a constant of the program."""
+        return x
+
+    def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        """Return the results of a program; a value is dropped after its last use."""
+        jaxpr = closed.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, x in zip(jaxpr.constvars, closed.consts, strict=True):
+            env[var] = self.constant(x, var.aval)
+        unused = last_uses(jaxpr)
+
+        def read(atom: Any) -> Any:
+            is_literal = isinstance(atom, Literal)
+            return self.constant(atom.val, atom.aval) if is_literal else env[atom]
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            self.calls.append(eqn)
+            with eqn.ctx.manager:
+                results = self.apply(eqn, [read(atom) for atom in eqn.invars])
+            self.calls.pop()
+            env.update(zip(eqn.outvars, results, strict=True))
+            for var in unused.get(index, ()):
+                del env[var]
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Run a body of control flow; return its results and statistics, here none."""
+        return self.run(closed, args), None
+
+    def combined(self, rows: Any) -> Any:
+        """Combine the statistics of iterations, which are along the first axis."""
+        return rows
+
+    def control(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], Any]:
+        """Run a scan, while loop or conditional; return its results and statistics."""
+        rules = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        return rules[eqn.primitive.name](eqn.params, operands)
+
+    def _scan(self, params: dict[str, Any], operands: list[Any]) -> tuple[list[Any], Any]:
+        first, carried = scan_counts(params)
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[Any, Any]:
+            results, rows = self.body(params["jaxpr"], [*operands[:first], *carry, *x])
+            return results[:carried], (results[carried:], rows)
+
+        init, xs = operands[first : first + carried], operands[first + carried :]
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, (ys, rows) = lax.scan(step, init, xs, **options)
+        return [*carry, *ys], self.combined(rows)
+
+    def _while(self, params: dict[str, Any], operands: list[Any]) -> tuple[list[Any], Any]:
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+
+        def step(carry: list[Any]) -> tuple[list[Any], Any]:
+            return self.body(params["body_jaxpr"], [*operands[first:second], *carry])
+
+        def proceeds(state: Any) -> Any:
+            return self.body(params["cond_jaxpr"], [*operands[:first], *state[0]])[0][0]
+
+        def turn(state: Any) -> Any:
+            results, rows = step(state[0])
+            return results, self.combined(jax.tree.map(lambda *r: jnp.stack(r), state[1], rows))
+
+        types = jax.eval_shape(step, operands[second:])[1]
+        state = operands[second:], jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), types)
+        try:  # one turn after another where values are known, as reverse mode needs it
+            while bool(proceeds(state)):
+                state = turn(state)
+            return state
+        except jax.errors.ConcretizationTypeError:
+            return lax.while_loop(proceeds, turn, state)
+
+    def _cond(self, params: dict[str, Any], operands: list[Any]) -> tuple[list[Any], Any]:
+        branches, args = params["branches"], operands[1:]
+        types = [jax.eval_shape(lambda *xs, b=b: self.body(b, xs)[1], *args) for b in branches]
+
+        def taken(number: int) -> Callable[..., Any]:
+            def branch(*xs: Any) -> Any:
+                results, own = self.body(branches[number], xs)
+                rows = [jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), t) for t in types]
+                return results, [*rows[:number], own, *rows[number + 1 :]]
+
+            return branch
+
+        results, rows = lax.switch(operands[0], [*map(taken, range(len(branches)))], *args)
+        return results, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
