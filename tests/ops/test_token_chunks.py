@@ -9,7 +9,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.parallel.devices import mesh_of
-from unitscale.ops._token_chunks import joined, over_chunks, parted, token_axes
+from unitscale.ops._readout_cross_entropy import (
+    join_tokens,
+    over_chunks,
+    split_tokens,
+    token_axes,
+)
 from unitscale.parallel import collectives
 
 TOKENS, SIZE = 24, 3
@@ -74,11 +79,11 @@ def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[s
         batch = "fsdp" if "fsdp" in axes else "data" if "data" in axes else None
         context = "context" if lead[1] % axes.get("context", 1) == 0 else None
         spec = P(batch, context if "context" in axes else None)
-        program = jax.jit(lambda x: joined(x, lead)).lower(
+        program = jax.jit(lambda x: join_tokens(x, lead)).lower(
             jax.device_put(x, NamedSharding(mesh, spec))
         )
-        rows = jax.jit(lambda x: joined(x, lead))(x)
-        back = jax.jit(lambda x: parted(joined(x, lead), lead))(x)
+        rows = jax.jit(lambda x: join_tokens(x, lead))(x)
+        back = jax.jit(lambda x: split_tokens(join_tokens(x, lead), lead))(x)
         assert token_axes(lead) == axis_names
         over = tuple(name for name in axis_names if name in axes)
     np.testing.assert_array_equal(back, x)
@@ -89,10 +94,10 @@ def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[s
 
 
 def test_nothing_to_join() -> None:
-    assert joined(jnp.ones((0, 4, 3)), (0, 4)).shape == (0, 3)
-    assert parted(jnp.ones((0, 3)), (0, 4)).shape == (0, 4, 3)
+    assert join_tokens(jnp.ones((0, 4, 3)), (0, 4)).shape == (0, 3)
+    assert split_tokens(jnp.ones((0, 3)), (0, 4)).shape == (0, 4, 3)
     with jax.set_mesh(mesh_of(context=2)):
-        assert jax.jit(lambda x: joined(x, (0, 4)))(jnp.ones((0, 4, 3))).shape == (0, 3)
+        assert jax.jit(lambda x: join_tokens(x, (0, 4)))(jnp.ones((0, 4, 3))).shape == (0, 3)
 
 
 def test_devices_are_added_once() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unitscale import ops
-from unitscale.ops._wide import wide_op
+from unitscale.ops._operands import wide_op
 
 from .conformance import case, in_every_dtype, normal
 
