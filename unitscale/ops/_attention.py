@@ -48,9 +48,8 @@ def dot_product_attention(
 ) -> ScaledArray:
     """Attends from queries to keys and averages values.
 
-    Scaling:
-        `rules.dot_product_attention`; the scales of q and k are applied to the logits, and that of
-        v is carried.
+    Scaling: `rules.dot_product_attention`; the scales of q and k are applied to the logits, and
+    that of v is carried.
 
     Args:
         q: (batch, time, heads, d), floating.
@@ -90,7 +89,6 @@ def dot_product_attention(
         (1, 128, 4, 16)
 
     References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (attention);
         Ainslie et al., "GQA", 2023, arXiv 2305.13245.
     """
     (qd, qs), (kd, ks), (vd, vs) = (
@@ -201,10 +199,7 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
 def shard_heads(x: jax.Array) -> jax.Array:
     """Reshards (batch, time, heads, d) from tokens to heads, so that each device has whole heads.
 
-    An all-to-all, forward and backward; the attention in between is that of one device.
-
-    References:
-        Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv 2309.14509, section 3.
+    An all-to-all, forward and backward, as in Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
     # Both sides are constrained, so that XLA does not reshard the matmuls before and after.
     x = constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)

@@ -68,26 +68,16 @@ def attend_in_chunks(
     is_causal: bool,
     factor: float,
     logit_scales: tuple[jax.Array, ...] = (),
-    *,
-    chunk: int | None = None,
 ) -> jax.Array:
     """Averages v under the softmax of ``factor * q k^T``, times the scales of the logits.
 
-    Args:
-        q: (batch, time, heads, d), in the dtype of k and v.
-        k: (batch, source, kv_heads, d).
-        v: (batch, source, kv_heads, d).
-        mask: boolean, four dimensions that broadcast to (batch, heads, time, source), or None.
-        is_causal: whether query t sees only keys up to t.
-        factor: static factor of the logits.
-        logit_scales: scalars, or (batch, 1, 1, 1).
-        chunk: the most queries, and the most keys, of one chunk; by default that of the platform.
+    Operands have one dtype; the mask has four dimensions; scales are scalars or (batch, 1, 1, 1).
     """
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     if not q.size or not k.size:
         return jnp.zeros(q.shape, v.dtype)
-    chunk = chunk or _CHUNK.get(target(), _CHUNK_ELSEWHERE)
+    chunk = _CHUNK.get(target(), _CHUNK_ELSEWHERE)
     queries, keys = _size(time, chunk), _size(source, chunk)
     groups, counts = heads // kv_heads, (-(-time // queries), -(-source // keys))
     plan = _Plan(batch, kv_heads, groups, time, source, queries, keys, is_causal, factor)
@@ -266,20 +256,9 @@ def splash(
 ) -> jax.Array:
     """Averages v under the softmax of ``factor * q k^T`` by JAX's splash kernel for TPUs.
 
-    Under the mesh of `jax.set_mesh` each device has whole heads of some items of the batch, because
-    the kernel does not communicate.
-
-    Args:
-        q: (batch, time, heads, d) in bfloat16; `LANES` divides time and source.
-        k: (batch, source, kv_heads, d).
-        v: (batch, source, kv_heads, d).
-        is_causal: whether query t sees only keys up to t.
-        factor: static; q is multiplied by it and rounded.
-        interpret: whether XLA interprets the kernel, on any device.
-
-    References:
-        Dao et al., "FlashAttention", 2022, arXiv 2205.14135;
-        `jax.experimental.pallas.ops.tpu.splash_attention`.
+    Operands are bfloat16, and `LANES` divides time and source. Under the mesh of `jax.set_mesh`
+    each device has whole heads of some items of the batch, because the kernel does not communicate.
+    With ``interpret`` XLA interprets the kernel, on any device.
     """
     q = (q.astype(jnp.float32) * factor).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))

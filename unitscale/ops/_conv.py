@@ -65,10 +65,9 @@ def conv(
 ) -> ScaledArray:
     """Convolves over the spatial dimensions.
 
-    Scaling:
-        `rules.conv`; the scales are multiplied, and the bias is added at the result's. bfloat16
-        operands stay bfloat16 and are rounded before their factor, as those of `dense`; others are
-        widened to float32, and results are rounded once, after their factor.
+    Scaling: `rules.conv`; the scales are multiplied, and the bias is added at the result's.
+    bfloat16 operands stay bfloat16 and are rounded before their factor, as those of `dense`; others
+    are widened to float32, and results are rounded once, after their factor.
 
     Args:
         x: (batch, *spatial, in), floating.
@@ -94,9 +93,6 @@ def conv(
         >>> y = conv(jnp.ones((1, 5, 4)), jnp.ones((3, 4, 2)), padding="VALID")
         >>> print(y.shape, round(float(y.data[0, 0, 0]), 3))
         (1, 3, 2) 3.464
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (conv1d).
     """
     (data, x_scale), (w, w_scale) = _operands("conv", x, kernel, feature_group_count)
     if w.shape[-1] % feature_group_count:
@@ -145,23 +141,12 @@ def conv_transpose(
 ) -> ScaledArray:
     """Applies a transposed convolution, as `jax.lax.conv_transpose`.
 
-    Scaling:
-        `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in `conv`.
+    Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
+    `conv`.
 
-    Args:
-        x: (batch, *spatial, in), floating.
-        kernel: (*spatial, in, out), floating.
-        bias: (out,), or None.
-        strides: one stride, or one per spatial dimension: the number of outputs per input.
-        padding: "SAME", for ``strides`` times as many outputs as inputs, "VALID", for all that an
-            input reaches, or an integer or (low, high) pairs, of the dilated input.
-        dilation: one kernel dilation, or one per spatial dimension.
-        constraint: see `matmul`.
-        config: see `conv`.
-        state: see `matmul`.
-
-    Returns:
-        ScaledArray (batch, *output spatial, out) in the dtype of ``x``.
+    Arguments are those of `conv`. ``strides`` is the number of outputs per input, and ``padding``
+    "SAME", for ``strides`` times as many outputs as inputs, "VALID", for all that an input reaches,
+    or an integer or (low, high) pairs, of the dilated input.
 
     Example:
         >>> y = conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((2, 4, 3)), strides=2)
@@ -217,14 +202,15 @@ def _scaled(
     if config is not None:
         axes = tuple(range(1, data.ndim)), tuple(range(data.ndim - 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
-    fwd, bwd = factors.fwd, factors.bwd[:2]
+    bwd = factors.bwd[:2]
     if data.dtype == w.dtype == jnp.bfloat16:
         # With the range of float32, factors can follow the rounding, as in `quant.contract`.
-        y = scale(f(scale_bwd(data, bwd[0]), scale_bwd(w, bwd[1])), fwd)
+        y = scale(f(scale_bwd(data, bwd[0]), scale_bwd(w, bwd[1])), factors.fwd)
     else:
-        y = wide_op(f.func, data, w, fwd=fwd, bwd=bwd, static=f.args, out_dtype=out_dtype)
+        own = Factors(factors.fwd, bwd)
+        y = wide_op(f.func, data, w, factors=own, static=f.args, out_dtype=out_dtype)
     result = multiply_scales(y, x_scale, w_scale)
-    return ScaledArray(*result) if bias is None else add_bias(name, result, bias, factors.bwd[2])
+    return add_bias(name, result, bias, factors.bwd[2])
 
 
 def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
@@ -317,9 +303,8 @@ def avg_pool(
 ) -> ScaledArray:
     """Takes the mean over windows, as `flax.linen.avg_pool`, scaled to unit variance.
 
-    Scaling:
-        `rules.avg_pool`; the scale is carried. Entries are taken as independent: the mean of
-        similar entries, such as neighbours in an image, is larger.
+    Scaling: `rules.avg_pool`; the scale is carried. Entries are taken as independent: the mean of
+    similar entries, such as neighbours in an image, is larger.
 
     Args:
         x: (..., *spatial, features), floating; any number of leading dimensions, also none.
@@ -335,9 +320,6 @@ def avg_pool(
     Example:
         >>> print(avg_pool(jnp.ones((1, 4, 4, 3)), (2, 2), (2, 2)).data[0, 0, 0])
         [2. 2. 2.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, the unit-variance rule.
     """
     windows = _windows("avg_pool", x, window_shape, strides, padding)
     factors = rules.avg_pool(windows.shape, windows.strides, constraint=constraint)
@@ -354,25 +336,14 @@ def max_pool(
 ) -> ScaledArray:
     """Takes the maximum over windows, as `flax.linen.max_pool`, scaled to unit variance.
 
-    Scaling:
-        `rules.max_pool`; the scale is carried, and the mean is not removed.
+    Scaling: `rules.max_pool`; the scale is carried, and the mean is not removed.
 
-    Args:
-        x: (..., *spatial, features), floating; any number of leading dimensions, also none.
-        window_shape: size of the window in each spatial dimension.
-        strides: step from window to window in each; by default 1.
-        padding: as for `avg_pool`; the padding is -inf.
-        constraint: see `unitscale.ops`.
-
-    Returns:
-        ScaledArray (..., *output spatial, features). Of equal entries the first gets the gradient.
+    Arguments are those of `avg_pool`; the padding is -inf. Of equal entries the first gets the
+    gradient.
 
     Example:
         >>> print(max_pool(jnp.array([[1.0], [3.0], [2.0]]), (2,)).data.ravel().round(3))
         [3.634 3.634]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, factors of activations.
     """
     windows = _windows("max_pool", x, window_shape, strides, padding)
     factors = rules.max_pool(windows.shape, windows.strides, constraint=constraint)
@@ -407,8 +378,7 @@ def _pool(
     y = wide_op(
         f,
         data,
-        fwd=factors.fwd,
-        bwd=factors.bwd,
+        factors=factors,
         static=(windows, *options),
         out_dtype=output_dtype(x),
     )

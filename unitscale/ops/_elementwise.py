@@ -57,8 +57,7 @@ def _elementwise(
         wide_op(
             _of_value,
             data,
-            fwd=factors.fwd,
-            bwd=factors.bwd,
+            factors=factors,
             static=(f, float(mult)),
             constants=(scale_argument(scale),),
         )
@@ -74,8 +73,7 @@ def elementwise(
 ) -> ScaledArray:
     """Applies an element-wise function of your own: ``f(mult * x)``, scaled to unit variance.
 
-    Scaling:
-        `rules.elementwise`, by quadrature; the scale of x is applied, and the result has none.
+    Scaling: `rules.elementwise`, by quadrature; the scale of x is applied, and the result has none.
 
     Args:
         f: element-wise function of one float32 array, hashable, neither constant nor infinite.
@@ -87,9 +85,6 @@ def elementwise(
         >>> y = elementwise(jnp.cos, jax.random.normal(jax.random.key(0), (4096,)))
         >>> print(bool(abs(y.data.std() - 1) < 0.1))
         True
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, factors of activations.
     """
     return _elementwise(getattr(f, "__name__", "elementwise"), f, x, mult, constraint)
 
@@ -174,8 +169,7 @@ def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
         _gated,
         a,
         b,
-        fwd=factors.fwd,
-        bwd=factors.bwd,
+        factors=factors,
         static=(f, float(mult)),
         constants=(scale_argument(b_scale),),
         out_dtype=result_dtype(a, b),
@@ -192,8 +186,7 @@ def silu_glu(
 ) -> ScaledArray:
     """Applies a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
 
-    Scaling:
-        `rules.glu`; the scale of x is carried, that of the gate applied.
+    Scaling: `rules.glu`; the scale of x is carried, that of the gate applied.
 
     Args:
         x: linear half.
@@ -206,8 +199,7 @@ def silu_glu(
         ScaledArray(float32[3], scale=None)
 
     References:
-        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
     """
     return _glu("silu_glu", _silu, x, gate, mult, constraint)
 
@@ -257,8 +249,7 @@ def softmax(
 ) -> ScaledArray:
     """Applies softmax over an axis, scaled to unit variance.
 
-    Scaling:
-        `rules.softmax`; the scale of x is applied, and the result has none.
+    Scaling: `rules.softmax`; the scale of x is applied, and the result has none.
 
     Args:
         x: logits.
@@ -270,9 +261,6 @@ def softmax(
         >>> y = softmax(jax.random.normal(jax.random.key(0), (64, 512)))
         >>> print(bool(abs(y.data.std() - 1) < 0.1))
         True
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (softmax).
     """
     data, scale = unpack("softmax", "x", x, ())
     if not -data.ndim <= axis < data.ndim:
@@ -285,8 +273,7 @@ def softmax(
         wide_op(
             _softmax,
             data,
-            fwd=factors.fwd,
-            bwd=factors.bwd,
+            factors=factors,
             static=(axis, float(mult)),
             constants=(scale_argument(scale),),
         )
@@ -303,9 +290,8 @@ def dropout(
 ) -> ScaledArray:
     """Sets elements to zero at random, and keeps unit variance.
 
-    Scaling:
-        `rules.dropout`; the scale is carried, and the derivative is the true one. When
-        deterministic (evaluation), the expected value of the random result.
+    Scaling: `rules.dropout`; the scale is carried, and the derivative is the true one. When
+    deterministic (evaluation), the expected value of the random result.
 
     Args:
         x: operand.
@@ -320,8 +306,7 @@ def dropout(
         [0.0, 2.0]
 
     References:
-        Srivastava et al., "Dropout", JMLR 2014;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (dropout).
+        Srivastava et al., "Dropout", JMLR 2014.
     """
     data, x_scale = unpack("dropout", "x", x)
     data = upcast(data, result_dtype(data))

@@ -36,48 +36,28 @@ def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
 
 @partial(custom_vjp, nondiff_argnums=(2, 3))
 def _take(table, ids, factor, specs):
-    return _rows(table, ids, specs).astype(result_dtype(table))
+    """Returns the rows, and the table for its second use if it is tied."""
+    return _rows(table, ids, specs).astype(result_dtype(table)), table
 
 
 def _take_fwd(table, ids, factor, specs):
-    return _take(table, ids, factor, specs), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
+    return _take(table, ids, factor, specs), ids
 
 
-def _take_bwd(factor, specs, residuals, cotangent):
-    ids, like = residuals
-    shape = (like.shape[0], *cotangent.shape[ids.ndim :])
+def _take_bwd(factor, specs, ids, cotangents):
     # Rows are summed in float32 and rounded once, after the factor.
-    zeros = jnp.zeros(shape, widen(cotangent).dtype, out_sharding=specs.table)
-    total = zeros.at[ids].add(widen(cotangent), out_sharding=specs.table)
-    return narrow(times(total, factor), like.dtype), None
-
-
-_take.defvjp(_take_fwd, _take_bwd)
-
-
-@partial(custom_vjp, nondiff_argnums=(2, 3))
-def _take_and_keep(table, ids, factor, specs):
-    return _take(table, ids, factor, specs), table
-
-
-def _take_and_keep_fwd(table, ids, factor, specs):
-    return _take_and_keep(table, ids, factor, specs), ids
-
-
-def _take_and_keep_bwd(factor, specs, ids, cotangents):
     rows, table = cotangents
     total = widen(table).at[ids].add(times(widen(rows), factor), out_sharding=specs.table)
     return narrow(total, table.dtype), None
 
 
-_take_and_keep.defvjp(_take_and_keep_fwd, _take_and_keep_bwd)
+_take.defvjp(_take_fwd, _take_bwd)
 
 
 def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
     """Looks up rows of a table.
 
-    Scaling:
-        `rules.embed`; the scale is carried. The gradient of a row is summed in float32.
+    Scaling: `rules.embed`; the scale is carried. The gradient of a row is summed in float32.
 
     Args:
         ids: integer array of any shape, in [0, vocab); an id outside gives a row of NaN.
@@ -90,12 +70,9 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
     Example:
         >>> print(embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]])).data.ravel())
         [2. 2.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
     data, ids, factor, scale = _look_up("embed", ids, table, vocab)
-    return ScaledArray(_take(data, ids, factor, _specs(data, ids)), scale)
+    return ScaledArray(_take(data, ids, factor, _specs(data, ids))[0], scale)
 
 
 def tied_embed(
@@ -103,17 +80,10 @@ def tied_embed(
 ) -> tuple[ScaledArray, ArrayLike]:
     """Looks up rows of a table that is used once more, as the kernel of a readout.
 
-    Scaling:
-        As `embed`. The gradient of the rows is added in place to the gradient of the returned
-        table, so that no second array as large as the table is made.
+    Scaling: As `embed`. The gradient of the rows is added in place to the gradient of the returned
+    table, so that no second array as large as the table is made.
 
-    Args:
-        ids: as for `embed`.
-        table: as for `embed`.
-        vocab: as for `embed`.
-
-    Returns:
-        The rows, and the table for its second use.
+    Returns the rows, and the table for its second use; arguments are those of `embed`.
 
     Example:
         >>> rows, table = tied_embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]]))
@@ -125,7 +95,7 @@ def tied_embed(
         1608.05859.
     """
     data, ids, factor, scale = _look_up("tied_embed", ids, table, vocab)
-    rows, data = _take_and_keep(data, ids, factor, _specs(data, ids))
+    rows, data = _take(data, ids, factor, _specs(data, ids))
     kept = table.map_data(lambda _: data) if isinstance(table, ScaledArray) else data
     return ScaledArray(rows, scale), kept
 
@@ -186,8 +156,7 @@ _rotate.defvjp(_rotate_fwd, _rotate_bwd)
 def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> ScaledArray:
     """Rotates pairs of features by an angle proportional to the position.
 
-    Scaling:
-        A rotation keeps variances, so every factor is 1; the scale is carried.
+    Scaling: A rotation keeps variances, so every factor is 1; the scale is carried.
 
     Args:
         x: (..., time, heads, d) with even d; feature i is paired with i + d / 2.

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable
 from string import ascii_lowercase
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import Scale, ScaledArray, global_batch_size, to_float
+from ..core import ScaledArray, global_batch_size, to_float
 from ..quant import (
     Contraction,
     MatmulConfig,
@@ -21,6 +20,8 @@ from ..quant import (
 from ..rules import Constraint, Factors
 from ._operands import (
     ArrayLike,
+    Operand,
+    broadcast_shapes,
     combine,
     multiply_scales,
     num_sharing,
@@ -40,9 +41,8 @@ def matmul(
 ) -> ScaledArray:
     """Multiplies two activations: ``left @ right``.
 
-    Scaling:
-        `rules.matmul`; the scales are multiplied. A dimension that an operand is broadcast over
-        counts in the sum of its own gradient.
+    Scaling: `rules.matmul`; the scales are multiplied. A dimension that an operand is broadcast
+    over counts in the sum of its own gradient.
 
     Args:
         left: (..., m, k), floating.
@@ -57,9 +57,6 @@ def matmul(
     Example:
         >>> print(matmul(jnp.ones((2, 16)), jnp.ones((16, 3))).data[0])
         [4. 4. 4.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (matmul).
     """
     x, x_scale = unpack("matmul", "left", left, (-1,))
     y, y_scale = unpack("matmul", "right", right, (-2,))
@@ -71,16 +68,8 @@ def matmul(
             left=x.shape,
             right=y.shape,
         )
-    try:
-        batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    except ValueError:
-        raise shape_error(
-            "matmul",
-            "leading dimensions must broadcast",
-            "Insert dimensions of size 1.",
-            left=x.shape,
-            right=y.shape,
-        ) from None
+    leading = {"left": x.shape[:-2], "right": y.shape[:-2]}
+    batch = broadcast_shapes("matmul", "leading dimensions must broadcast", **leading)
     (m, k), n, size = x.shape[-2:], y.shape[-1], math.prod(batch)
     repeats = (size // max(math.prod(a.shape[:-2]), 1) or 1 for a in (x, y))
     factors = rules.matmul(
@@ -127,11 +116,10 @@ def dense(
 ) -> ScaledArray:
     """Applies a dense layer: ``x @ kernel + bias``.
 
-    Scaling:
-        `rules.dense`, the batch being the product of the leading dimensions on all devices
-        (`unitscale.batch_over`). The scales are multiplied, and the bias is added at the result's.
-        If ``config`` quantizes, a scalar scale of the kernel multiplies the data and both gradients
-        instead, except in float16, which lacks the range.
+    Scaling: `rules.dense`, the batch being the product of the leading dimensions on all devices
+    (`unitscale.batch_over`). The scales are multiplied, and the bias is added at the result's. If
+    ``config`` quantizes, a scalar scale of the kernel multiplies the data and both gradients
+    instead, except in float16, which lacks the range.
 
     Args:
         x: (..., in), floating.
@@ -148,9 +136,6 @@ def dense(
     Example:
         >>> print(dense(jnp.ones((2, 16)), jnp.ones((16, 3)), jnp.ones(3)).data[0])
         [5. 5. 5.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return affine("dense", rules.dense, x, kernel, bias, constraint, config, state)
 
@@ -166,27 +151,14 @@ def readout(
 ) -> ScaledArray:
     """Applies the layer that produces the logits: ``x @ kernel + bias``.
 
-    Scaling:
-        `rules.readout`; scales as in `dense`. The default constraint None is valid where the
-        readout's input is a cut edge: the only path from the loss to the model.
+    Scaling: `rules.readout`; scales as in `dense`. The default constraint None is valid where the
+    readout's input is a cut edge: the only path from the loss to the model.
 
-    Args:
-        x: (..., in), floating.
-        kernel: (in, out), floating.
-        bias: (out,), or None.
-        constraint: see `matmul`.
-        config: see `matmul`.
-        state: see `matmul`.
-
-    Returns:
-        ScaledArray (..., out), as `dense`.
+    Arguments and result are those of `dense`.
 
     Example:
         >>> print(readout(jnp.ones((2, 16)), jnp.ones((16, 3))).data[0])
         [1. 1. 1.]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights).
     """
     return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
@@ -232,25 +204,23 @@ def affine(
     )
     if w_scale is not None and jnp.ndim(w_scale):
         w_scale = jnp.reshape(w_scale, w.shape[1:])  # per output channel
-    y = multiply_scales(data, x_scale, w_scale)
-    return ScaledArray(*y) if bias is None else add_bias(op, y, bias, factors.bwd[2])
+    return add_bias(op, multiply_scales(data, x_scale, w_scale), bias, factors.bwd[-1])
 
 
-def add_bias(op: str, y: tuple[jax.Array, Scale], bias: Any, factor: float) -> ScaledArray:
-    """Adds a bias to the last axis, at the scale of the matmul's result."""
-    b, b_scale = unpack(op, "bias", bias)
-    if b.shape != y[0].shape[-1:]:
-        raise shape_error(
-            op,
-            "bias must be (out,)",
-            "Give one bias per output feature.",
-            bias=b.shape,
-            output=y[0].shape,
-        )
-    leading = tuple(range(y[0].ndim - 1))
-    if b_scale is not None and jnp.ndim(b_scale) == 1:
-        b_scale = jnp.expand_dims(b_scale, leading)
-    return combine(y, (jnp.expand_dims(b, leading), b_scale), bwd=(1.0, factor))
+def add_bias(
+    op: str, y: Operand, bias: ArrayLike | None, factor: float, axes: tuple[int, ...] | None = None
+) -> ScaledArray:
+    """Adds a bias along some axes, by default the last, at the scale of the matmul's result."""
+    if bias is None:
+        return ScaledArray(*y)
+    b, b_scale = unpack(op, "bias", bias, ...)
+    shape, axes = y[0].shape, (y[0].ndim - 1,) if axes is None else axes
+    own = tuple(shape[axis] for axis in axes)
+    if b.shape != own:
+        advice = "Give one bias per output feature."
+        raise shape_error(op, f"bias must be {own}", advice, bias=b.shape, output=shape)
+    b = b.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)])
+    return combine(y, (b, b_scale), bwd=(1.0, factor))
 
 
 def einsum(
@@ -265,10 +235,9 @@ def einsum(
 ) -> ScaledArray:
     """Applies a dense layer along any axes: ``jnp.einsum(subscripts, x, kernel) + bias``.
 
-    Scaling:
-        `rules.dense`: contracted sizes are its input features, those of the kernel alone its
-        output features, and those of ``x`` alone its batch. The scales are multiplied; one that
-        is not a scalar goes into the data.
+    Scaling: `rules.dense`: contracted sizes are its input features, those of the kernel alone its
+    output features, and those of ``x`` alone its batch. The scales are multiplied; one that is not
+    a scalar goes into the data.
 
     Args:
         subscripts: an einsum such as ``"...a,ab->...b"`` in which every label is in at least two of
@@ -287,9 +256,6 @@ def einsum(
         >>> y = einsum("btd,dhk->bthk", jnp.ones((2, 3, 16)), jnp.ones((16, 4, 5)))
         >>> print(y.shape, y.data[0, 0, 0, 0])
         (2, 3, 4, 5) 4.0
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (matmul).
     """
     if problem := einsum_problem(subscripts):
         raise ValueError(
@@ -331,20 +297,8 @@ def einsum(
         out_dtype=output_dtype(x, kernel) if config is None else output_dtype(x),
         state=state,
     )
-    result = multiply_scales(y, x_scale, w_scale)
-    if bias is None:
-        return ScaledArray(*result)
-    b, b_scale = unpack("einsum", "bias", bias, ...)
-    own = tuple(size[c] for c in spec.out if c in spec.rhs)
-    if b.shape != own:
-        raise shape_error(
-            "einsum",
-            f"bias must be {own}, the result's axes that the kernel has",
-            "Reshape the bias.",
-            bias=b.shape,
-        )
-    b = b.reshape([size[c] if c in spec.rhs else 1 for c in spec.out])
-    return combine(result, (b, b_scale), bwd=(1.0, factors.bwd[2]))
+    axes = tuple(axis for axis, c in enumerate(spec.out) if c in spec.rhs)
+    return add_bias("einsum", multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2], axes)
 
 
 def lora(
@@ -357,9 +311,8 @@ def lora(
 ) -> ScaledArray:
     """Applies a low-rank update of a dense layer: ``base + x @ a @ b``.
 
-    Scaling:
-        `rules.lora`; the scales are multiplied. ``base`` is added with factor 1 both ways, because
-        an update begins at zero.
+    Scaling: `rules.lora`; the scales are multiplied. ``base`` is added with factor 1 both ways,
+    because an update begins at zero.
 
     Args:
         x: (..., in), floating.
@@ -376,8 +329,7 @@ def lora(
         [[8. 8.]]
 
     References:
-        Hu et al., "LoRA", 2021, arXiv 2106.09685; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
-        2303.11257.
+        Hu et al., "LoRA", 2021, arXiv 2106.09685.
     """
     data, x_scale = unpack("lora", "x", x, (-1,))
     down, a_scale = unpack("lora", "a", a, (0, 1))

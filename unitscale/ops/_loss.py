@@ -126,17 +126,7 @@ def token_gradients(
     The gradients of a token sum to 0, so they do not move all logits together. Rounded to nearest
     in 8 bits they would: rounding errs in one direction for most labels. The common shift then
     accumulates over thousands of steps until 16 bits cannot tell logits apart. Dithered rounding
-    prevents it.
-
-    Args:
-        z: logits, of `wide_logits`.
-        labels: columns of the right classes.
-        norm: of ``z``.
-        where: the tokens that count.
-        scale: of the logits.
-        factor: static factor of all gradients.
-        cotangent: a scalar or one number per token; None for 1.
-        mantissa_bits: of the 8-bit format that gradients are rounded to, if any.
+    prevents it, given the mantissa bits of the 8-bit format.
     """
     hits = labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
@@ -235,10 +225,9 @@ def softmax_cross_entropy(
 ) -> jax.Array:
     """Returns the cross entropy of integer labels under softmax(mult * logits).
 
-    Scaling:
-        `rules.softmax_cross_entropy`; the scale of the logits is applied. The value is the ordinary
-        loss. Gradients omit the mean's 1/N, N being the tokens of all devices
-        (`unitscale.batch_over`), or the items of `unitscale.batch_size`.
+    Scaling: `rules.softmax_cross_entropy`; the scale of the logits is applied. The value is the
+    ordinary loss. Gradients omit the mean's 1/N, N being the tokens of all devices
+    (`unitscale.batch_over`), or the items of `unitscale.batch_size`.
 
     Args:
         logits: (..., V), floating.
@@ -257,10 +246,6 @@ def softmax_cross_entropy(
     Example:
         >>> print(softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).round(4))
         1.3863
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops
-        (softmax_cross_entropy).
     """
     op = "softmax_cross_entropy"
     data, scale = unpack(op, "logits", logits)
@@ -317,23 +302,12 @@ _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
 def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
     """Returns the mean squared error.
 
-    Scaling:
-        `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients omit the
-        mean's 1/N, as in `softmax_cross_entropy`.
-
-    Args:
-        pred: operand.
-        target: operand of the same shape.
-
-    Returns:
-        float32 scalar (float64 of float64 operands).
+    Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
+    omit the mean's 1/N, as in `softmax_cross_entropy`.
 
     Example:
         >>> print(mse_loss(jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])))
         2.0
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     (p, p_scale), (t, t_scale) = (
         unpack("mse_loss", "pred", pred),

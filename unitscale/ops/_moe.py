@@ -35,10 +35,10 @@ class Groups:
     """Which rows of a matrix belong together, such as the tokens of an expert.
 
     Attributes:
-        sizes: (groups,) integers: the number of rows of each group, one after another. Rows beyond
-            their sum belong to none.
-        rows: number of rows of all groups, on all devices together.
-        groups: number of groups, on all devices together.
+        sizes: (groups,) integers: the rows of each group, one after another. Rows beyond their sum
+            belong to no group.
+        rows: number of rows on all devices together.
+        groups: number of groups on all devices together.
 
     Example:
         >>> Groups(jnp.array([3, 1]), rows=4, groups=2).of_rows(5)
@@ -66,8 +66,8 @@ def grouped_dense(
 ) -> ScaledArray:
     """Applies a dense layer with a kernel for each group of rows.
 
-    Scaling:
-        `rules.grouped_dense`; scales as in `dense`. The gradient of a group without rows is zero.
+    Scaling: `rules.grouped_dense`; scales as in `dense`. The gradient of a group without rows is
+    zero.
 
     Args:
         x: (rows, in), floating, sorted by group.
@@ -90,7 +90,6 @@ def grouped_dense(
          [0. 0.]]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops;
         Gale et al., "MegaBlocks", 2022, arXiv 2211.15841.
     """
     data, x_scale = unpack("grouped_dense", "x", x, ...)
@@ -137,7 +136,7 @@ def grouped_dense(
 )
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts see a token, and how much each of them counts.
+    """Which experts see a token, and with which weight.
 
     Attributes:
         logits: (tokens, experts), float32, before the multiplier.
@@ -172,10 +171,9 @@ class Routing:
     def load_balancing_loss(self) -> jax.Array:
         """Returns the loss whose minimum, 1, is an equal load and probability of all experts.
 
-        Scaling:
-            ``experts * sum(f * P)``, f being the share of choices of each expert, P its mean
-            probability; the gradient is by P alone. The value is the ordinary one; gradients omit
-            the mean's 1/N, as in `softmax_cross_entropy`.
+        Scaling: ``experts * sum(f * P)``, f being the share of choices of each expert, P its mean
+        probability; the gradient is by P alone. The value is the ordinary one; gradients omit the
+        mean's 1/N, as in `softmax_cross_entropy`.
 
         Example:
             >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 2)), 2).load_balancing_loss())
@@ -194,8 +192,7 @@ class Routing:
     def z_loss(self) -> jax.Array:
         """Returns the mean square of the log of the softmax's normalizer, to keep logits small.
 
-        Scaling:
-            As `load_balancing_loss`.
+        Scaling: As `load_balancing_loss`.
 
         Example:
             >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 1)), 1).z_loss())
@@ -220,11 +217,10 @@ def route(
     renormalize: bool = True,
     out_features: int | None = None,
 ) -> Routing:
-    """Chooses the experts of each token: those of the largest logits, ``x @ kernel``.
+    """Chooses the experts of each token, by the largest logits ``x @ kernel``.
 
-    Scaling:
-        `rules.router`, in float32; the scales are applied. A gate is an entry of the softmax, over
-        the chosen experts if ``renormalize``, with the true gradient.
+    Scaling: `rules.router`, in float32; the scales are applied. A gate is an entry of the softmax,
+    over the chosen experts if ``renormalize``, with the true gradient.
 
     Args:
         x: (..., in), floating: the tokens.
@@ -234,9 +230,6 @@ def route(
         renormalize: whether the gates of a token sum to 1. Else they are probabilities among all
             experts, which the router needs for a gradient if top_k is 1.
         out_features: size of the experts' outputs; that of x by default.
-
-    Returns:
-        `Routing` of tokens in one dimension.
 
     Example:
         >>> routing = route(jnp.ones((1, 4)), jnp.eye(4), 1)
@@ -317,16 +310,13 @@ def mixture(
 ) -> ScaledArray:
     """Applies to each token the experts that were chosen for it, and adds their weighted results.
 
-    Scaling:
-        `rules.mixture`; the scale of x goes to ``fn``, and that of its result is carried. Gradients
-        inside of ``fn`` are unit; those of ``x`` and of the gates are the true ones.
+    Scaling: `rules.mixture`; the scale of x goes to ``fn``, and that of its result is carried.
+    Gradients inside of ``fn`` are unit; those of ``x`` and of the gates are the true ones.
 
-        No token is dropped, and no capacity reserved: rows are sorted by expert, and
-        `grouped_dense` multiplies each group by its kernel. If the mesh of the context
-        (`jax.set_mesh`, or an enclosing `jax.shard_map`) has the axis ``expert_axis``, each of its
-        devices applies its own experts to all tokens that it sees, and the results are summed over
-        the axis. Explicit axes that shard tokens keep doing so, and parameters are gathered along
-        them.
+    No token is dropped: rows are sorted by expert, and `grouped_dense` multiplies each group by its
+    kernel. If the mesh of the context has the axis ``expert_axis``, each of its devices applies its
+    own experts to all tokens that it sees, and the results are summed over the axis. Explicit axes
+    that shard tokens keep doing so, and parameters are gathered along them.
 
     Args:
         fn: function of rows (tokens * top_k, features), parameters, and the `Groups` of the rows,
@@ -402,8 +392,7 @@ _attach.defvjp(
 def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
     """Returns ``x``, whose backward pass adds the gradient of ``weight * loss``.
 
-    A layer inside of a model, under a scan or rematerialization, can so have a loss of its own that
-    need not be returned. The value of the model's loss does not contain it.
+    So a layer can have a loss of its own without returning it. The model's loss is unchanged.
 
     Args:
         x: operand between the parameters of ``loss`` and the model's loss.
@@ -444,27 +433,17 @@ def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertDevices:
-    """How a mesh shards the experts and tokens of a mixture.
+    """How a mesh shards the experts and tokens of a mixture."""
 
-    Attributes:
-        axis: name of the mesh axis that shards the experts.
-        size: its number of devices, 1 if there is no such axis.
-        manual: whether it is the axis of an enclosing `jax.shard_map`.
-        experts: number of all experts.
-        explicit: the explicit mesh axes.
-        tokens: those of them that shard the tokens.
-    """
-
-    axis: str
-    size: int
-    manual: bool
-    experts: int
-    explicit: frozenset[str]
-    tokens: tuple[str, ...]
+    axis: str  # mesh axis that shards the experts
+    size: int  # its number of devices, 1 if there is no such axis
+    manual: bool  # whether it is the axis of an enclosing `jax.shard_map`
+    experts: int  # number of all experts
+    explicit: frozenset[str]  # the explicit mesh axes
+    tokens: tuple[str, ...]  # those of them that shard the tokens
 
     @classmethod
     def of(cls, x: jax.Array, axis: str, experts: int) -> "ExpertDevices":
-        """Returns those of tokens ``x``, (..., features), in the mesh of the context."""
         mesh = jax.sharding.get_abstract_mesh()
         size, manual = mesh.shape.get(axis, 1), axis in mesh.manual_axes
         if experts % size:

@@ -19,6 +19,7 @@ from ..core import (
     to_float,
     widen,
 )
+from ..rules import Factors
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, times, unpack, wide_op
 
 
@@ -167,8 +168,7 @@ def _norm(
     y = wide_op(
         _standardized,
         *(p for p, _ in present),
-        fwd=factors.fwd,
-        bwd=tuple(f for _, f in present),
+        factors=Factors(factors.fwd, tuple(f for _, f in present)),
         static=(how.eps, *(p is not None for p in affine)),
         constants=(*constants, *given),
         out_dtype=dtype,
@@ -212,8 +212,7 @@ def layer_norm(
 ) -> ScaledArray:
     """Normalizes the last axis to mean 0 and variance 1.
 
-    Scaling:
-        `rules.norm`; the scale of x is dropped, eps being divided by its square.
+    Scaling: `rules.norm`; the scale of x is dropped, eps being divided by its square.
 
     Args:
         x: (..., features), floating.
@@ -226,8 +225,7 @@ def layer_norm(
         [-1.  1.]
 
     References:
-        Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+        Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450.
     """
     _rank("layer_norm", x, 1, "(..., features)")
     return _norm("layer_norm", x, gain, bias, _How(float(eps)))
@@ -236,21 +234,16 @@ def layer_norm(
 def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) -> ScaledArray:
     """Normalizes the last axis to RMS 1.
 
-    Scaling:
-        As `layer_norm`.
+    Scaling: As `layer_norm`.
 
-    Args:
-        x: (..., features), floating.
-        gain: (features,), or None.
-        eps: added to the mean square of the value; not negative.
+    Arguments are those of `layer_norm`, without a bias.
 
     Example:
         >>> print(rms_norm(jnp.array([3.0, 3.0])).data.round(3))
         [1. 1.]
 
     References:
-        Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467;
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (RMSNorm).
+        Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
     """
     _rank("rms_norm", x, 1, "(..., features)")
     return _norm("rms_norm", x, gain, None, _How(float(eps), centered=False))
@@ -266,23 +259,17 @@ def group_norm(
 ) -> ScaledArray:
     """Normalizes each group of channels, over all positions, to mean 0 and variance 1.
 
-    Scaling:
-        As `layer_norm`.
+    Scaling: As `layer_norm`.
 
-    Args:
-        x: (batch, *spatial, features), floating.
-        gain: (features,), or None.
-        bias: (features,), or None.
-        num_groups: number of groups of neighbouring features, dividing their number.
-        eps: added to the variance of the value; not negative.
+    Arguments are those of `layer_norm`, with x (batch, ..., features), and ``num_groups``
+    groups of neighbouring features, which divide their number.
 
     Example:
         >>> print(group_norm(jnp.array([[1.0, 3.0, 5.0, 9.0]]), num_groups=2).data.round(3))
         [[-1.  1. -1.  1.]]
 
     References:
-        Wu, He, "Group Normalization", 2018, arXiv 1803.08494;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+        Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
     """
     rank = _rank("group_norm", x, 2, "(batch, *spatial, features)")
     if num_groups < 1 or x.shape[-1] % num_groups:
@@ -305,16 +292,10 @@ def batch_norm(
 ) -> ScaledArray:
     """Normalizes each feature, over all other axes, to mean 0 and variance 1.
 
-    Scaling:
-        As `layer_norm`. Given ``statistics`` are those of the value.
+    Scaling: As `layer_norm`. Given ``statistics`` are those of the value.
 
-    Args:
-        x: (..., features), floating.
-        gain: (features,), or None.
-        bias: (features,), or None.
-        statistics: mean and variance (features,) in place of those of ``x``, such as a running
-            average of `batch_statistics`; they have no gradient.
-        eps: added to the variance of the value; not negative.
+    Arguments are those of `layer_norm`, and ``statistics``: mean and variance (features,) in place
+    of those of ``x``, such as a running average of `batch_statistics`, without a gradient.
 
     Example:
         >>> print(batch_norm(jnp.array([[1.0, 5.0], [3.0, 9.0]])).data.round(3))
@@ -322,8 +303,7 @@ def batch_norm(
          [ 1.  1.]]
 
     References:
-        Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+        Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.
     """
     rows = tuple(range(_rank("batch_norm", x, 2, "(..., features)") - 1))
     if statistics is not None:
@@ -337,11 +317,7 @@ def batch_norm(
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of each feature, over all other axes, for a running average.
 
-    Args:
-        x: (..., features), floating.
-
-    Returns:
-        ``(mean, variance)`` of the value, float32 (features,), without a gradient.
+    Those of the value, float32 (features,), without a gradient.
 
     Example:
         >>> mean, variance = batch_statistics(jnp.array([[1.0, 5.0], [3.0, 9.0]]))

@@ -42,13 +42,8 @@ def unpack(
 ) -> Operand:
     """Returns the data and scale of an operand; the scale of a plain array is None.
 
-    Args:
-        op: name of the op, for errors.
-        name: name of the argument, for errors.
-        x: the operand.
-        uniform: axes along which the scale must be constant because the op contracts or normalizes
-            them; ``...`` for all. The scale's maximum along them is returned, and the rest, at most
-            1, is multiplied into the data.
+    The returned scale is constant along the axes ``uniform`` (``...`` for all), which the op
+    contracts or normalizes: it is the maximum along them, and the rest is multiplied into the data.
     """
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
@@ -106,11 +101,18 @@ def times(x: jax.Array, factor: Any) -> jax.Array:
 def num_sharing(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
     """Returns over how many shards of the batch the gradient of ``x`` is summed.
 
-    If JAX does not track which operand varies over the devices, an operand that is broadcast over
-    the leading dimension is shared by all of them.
+    All of them for an operand that is broadcast over the batch, its leading dimension.
     """
     shards = num_batch_shards(x, other)
     return shards if is_broadcast else shards // num_batch_shards(x)
+
+
+def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that shapes broadcast to, or raises."""
+    try:
+        return jnp.broadcast_shapes(*shapes.values())
+    except ValueError:
+        raise shape_error(op, expected, "Insert dimensions of size 1.", **shapes) from None
 
 
 def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:
@@ -119,21 +121,21 @@ def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) 
     return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {advice}")
 
 
-@partial(custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _wide_op(f, static, fwd, bwd, out_dtype, args, constants):
-    return narrow(times(f(*static, *map(widen, args), *constants), fwd), out_dtype)
+@partial(custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _wide_op(f, static, factors, out_dtype, args, constants):
+    return narrow(times(f(*static, *map(widen, args), *constants), factors.fwd), out_dtype)
 
 
-def _wide_op_fwd(f, static, fwd, bwd, out_dtype, args, constants):
-    return _wide_op(f, static, fwd, bwd, out_dtype, args, constants), (args, constants)
+def _wide_op_fwd(f, static, factors, out_dtype, args, constants):
+    return _wide_op(f, static, factors, out_dtype, args, constants), (args, constants)
 
 
-def _wide_op_bwd(f, static, fwd, bwd, out_dtype, residuals, cotangent):
+def _wide_op_bwd(f, static, factors, out_dtype, residuals, cotangent):
     args, constants = residuals
     _, vjp = jax.vjp(lambda *wide: f(*static, *wide, *constants), *map(widen, args))
     rounded = tuple(
         narrow(times(grad, factor), x.dtype)
-        for x, factor, grad in zip(args, bwd, vjp(widen(cotangent)), strict=True)
+        for x, factor, grad in zip(args, factors.bwd, vjp(widen(cotangent)), strict=True)
     )
     return rounded, jax.tree.map(_zero_cotangent, constants)
 
@@ -150,30 +152,20 @@ _wide_op.defvjp(_wide_op_fwd, _wide_op_bwd)
 def wide_op(
     f: Callable[..., jax.Array],
     *args: jax.Array,
-    fwd: float = 1.0,
-    bwd: tuple[float, ...] | None = None,
+    factors: Factors | None = None,
     static: tuple[Any, ...] = (),
     constants: tuple[Any, ...] = (),
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Computes ``fwd * f(*static, *args, *constants)`` in float32, with gradients ``bwd * df``.
+    """Computes ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
 
-    The result, and each gradient after its factor, is rounded once. The backward pass saves the
-    narrow operands only and computes the function again.
-
-    Args:
-        f: function of float32 arrays.
-        *args: floating arrays that are differentiated.
-        fwd: static forward factor.
-        bwd: static backward factor of each of ``args``; None for 1.
-        static: hashable arguments that ``f`` gets first.
-        constants: arrays, keys or None that ``f`` gets last; their cotangent is zero.
-        out_dtype: dtype of the result; by default that of the first argument (bfloat16 for 8-bit
-            data).
+    The backward pass saves the narrow operands only and computes the function again. ``static``
+    arguments are hashable; ``constants`` are arrays, keys or None, without a gradient. The dtype of
+    the result is by default that of the first of ``args``, bfloat16 for 8-bit data.
     """
     out_dtype = jnp.dtype(result_dtype(args[0]) if out_dtype is None else out_dtype)
-    bwd = (1.0,) * len(args) if bwd is None else tuple(bwd)
-    return _wide_op(f, static, fwd, bwd, out_dtype, args, constants)
+    factors = Factors(1.0, (1.0,) * len(args)) if factors is None else factors
+    return _wide_op(f, static, factors, out_dtype, args, constants)
 
 
 @partial(custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -219,15 +211,8 @@ def combine(
     """Returns the weighted sum of two operands, with a backward factor for each.
 
     data = sum of weights[i] * x[i].data * (x[i].scale / scale), computed in float32 and rounded
-    once; dx[i] = bwd[i] * (x[i].scale / scale) * dy, summed over broadcast dimensions.
-
-    Args:
-        left: data and scale.
-        right: data and scale, broadcasting with ``left``.
-        weights: numbers, or arrays, which are constants of differentiation.
-        bwd: static backward factors.
-        scale: scale of the result; by default that of ``left``.
-        out: dtype of the result; by default that of ``left``.
+    once; dx[i] = bwd[i] * (x[i].scale / scale) * dy, summed over broadcast dimensions. Scale and
+    dtype of the result are by default those of ``left``. Weights may be arrays.
     """
     target = left[1] if isinstance(scale, str) else scale
     ratios = tuple(
@@ -288,8 +273,7 @@ class UnitScaled:
         y = wide_op(
             _in_order,
             *operands,
-            fwd=self.factors.fwd,
-            bwd=self.factors.bwd,
+            factors=self.factors,
             static=(self.fn, self.floats, len(values)),
             constants=tuple(x for i, x in enumerate(values) if i not in self.floats),
             out_dtype=jnp.float32 if self.is_loss else result_dtype(*operands),
@@ -307,12 +291,11 @@ def unit_scaled(
 ) -> UnitScaled:
     """Makes a unit-scaled op of any function, with factors found by simulation.
 
-    Scaling:
-        `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
-        example (the whole batch, if devices divide it). Arguments in ``cut`` keep their own
-        backward factors, the others share one with the result. A scalar result is a loss: its
-        forward factor is 1, and the arguments outside of ``cut`` share the geometric mean of their
-        factors. Scales are applied.
+    Scaling: `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
+    example (the whole batch, if devices divide it). Arguments in ``cut`` keep their own backward
+    factors, the others share one with the result. A scalar result is a loss: its forward factor is
+    1, and the arguments outside of ``cut`` share the geometric mean of their factors. Scales are
+    applied.
 
     Args:
         fn: hashable function of arrays, computed in float32, returning one floating array.
@@ -333,9 +316,6 @@ def unit_scaled(
         >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])
         >>> decay(jax.random.normal(jax.random.key(1), (512,)))
         ScaledArray(float32[512], scale=None)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, empirical factors.
     """
     floats = tuple(i for i, x in enumerate(example) if is_floating(jnp.asarray(x)))
     if not set(cut) <= set(floats):

@@ -72,7 +72,6 @@ class _Rows(NamedTuple):
     x: jax.Array
     labels: Any  # whose cotangent is None
     where: jax.Array | None
-    scale: jax.Array | None
     weight: jax.Array | None = None  # cotangent of a token's loss
 
 
@@ -81,7 +80,7 @@ class _Shared(NamedTuple):
 
     kernel: jax.Array
     state: QuantState | None
-    x_scale: jax.Array | None  # if it is the same for all tokens
+    x_scale: jax.Array | None
     scale: jax.Array | None  # of the kernel
 
 
@@ -90,8 +89,7 @@ def _chunk(
 ) -> tuple[jax.Array, Callable[[jax.Array | None], tuple[Any, ...]]]:
     """Returns the losses of a chunk, and a function from their cotangents to gradients."""
     y, part = matmul(rows.x)
-    x_scale = shared.x_scale if rows.scale is None else rows.scale
-    scale, rest = bounded_product(x_scale, shared.scale)
+    scale, rest = bounded_product(shared.x_scale, shared.scale)
 
     def multiply_rest(x: jax.Array) -> jax.Array:
         return x if isinstance(rest, int) else narrow(widen(x) * rest, x.dtype)
@@ -164,21 +162,20 @@ def _fwd(rows: _Rows, shared: _Shared, how: _Statics):
     losses, *gradients = _evaluate(rows, shared, how, with_gradients=True)
     loss = reduce_losses(losses, rows.where, how.reduction)
     like = jnp.zeros((0,), shared.kernel.dtype)
-    return loss, (gradients, rows.scale, shared._replace(kernel=like))
+    return loss, (gradients, shared._replace(kernel=like))
 
 
 def _bwd(how: _Statics, residuals: Any, cotangent: jax.Array):
     if how.reduction == "none":
         rows, shared = residuals
-        row_scale = rows.scale
         rows = rows._replace(weight=cotangent)
         _, dx, dkernel, dstate = _evaluate(rows, shared, how, with_gradients=True)
     else:
-        (dx, dkernel, dstate), row_scale, shared = residuals
+        (dx, dkernel, dstate), shared = residuals
         dx, dkernel = (widen(gradient) * cotangent for gradient in (dx, dkernel))
-    row_scale, *scales = jax.tree.map(jnp.zeros_like, (row_scale, shared.x_scale, shared.scale))
+    scales = jax.tree.map(jnp.zeros_like, (shared.x_scale, shared.scale))
     dkernel = narrow(dkernel, shared.kernel.dtype)
-    return _Rows(narrow(dx, how.x_dtype), None, None, row_scale), _Shared(dkernel, dstate, *scales)
+    return _Rows(narrow(dx, how.x_dtype), None, None), _Shared(dkernel, dstate, *scales)
 
 
 _cross_entropy.defvjp(_fwd, _bwd)
@@ -202,11 +199,10 @@ def readout_cross_entropy(
 ) -> jax.Array:
     """Returns the cross entropy of labels under the logits of a readout, chunk by chunk.
 
-    Scaling:
-        ``softmax_cross_entropy(readout(x, kernel), labels)``: its value, factors and gradients, up
-        to the order of sums. Logits exist for one chunk of tokens at a time, forward and backward.
-        Amax statistics are those of a chunk; the kernel is quantized once. Gradients of logits that
-        are rounded to 8 bits are dithered, so that those of a token still sum to 0.
+    Scaling: ``softmax_cross_entropy(readout(x, kernel), labels)``: its value, factors and
+    gradients, up to the order of sums. Logits exist for one chunk of tokens at a time, forward and
+    backward. Amax statistics are those of a chunk; the kernel is quantized once. Gradients of
+    logits that are rounded to 8 bits are dithered, so that those of a token still sum to 0.
 
     Args:
         x: (..., in), floating.
@@ -239,11 +235,11 @@ def readout_cross_entropy(
         1.3863
 
     References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights); Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009.
+        Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv
+        2411.09009.
     """
     contracted = 1 if transposed else 0
-    data, scale = unpack(_OP, "x", x, (-1,))
+    data, scale = unpack(_OP, "x", x, ...)
     w, w_scale = unpack(_OP, "kernel", kernel, (contracted,))
     labels, where = check_labels(_OP, labels, where, reduction)
     if w.ndim != 2 or data.ndim < 1 or data.shape[-1] != w.shape[contracted]:
@@ -281,14 +277,11 @@ def readout_cross_entropy(
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
     readout = rules.readout(features, vocab, global_batch_size(tokens, data), constraint=constraint)
     data, w = watched((data, w), state)
-    scale, w_scale, per_token = scale_argument(scale), scale_argument(w_scale), None
-    if scale is not None and scale.ndim:
-        scale, per_token = None, join_tokens(jnp.broadcast_to(scale, (*lead, 1)), lead)
+    scale, w_scale = scale_argument(scale), scale_argument(w_scale)
     rows = _Rows(
         join_tokens(data, lead),
         join_tokens(label_columns(labels, vocab, columns), lead),
         None if where is None else join_tokens(where, lead),
-        per_token,
     )
     if w_scale is not None and w_scale.ndim:
         w_scale = w_scale.reshape(1, columns)  # per class
@@ -363,16 +356,9 @@ _Body = Callable[[Any], tuple[Any, Any]]
 def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
     """Applies ``body`` to chunks of rows; sums its first results and joins its second ones.
 
-    Where the compiler shards tokens over the mesh axes ``axes``, each device keeps a sum of its
-    own, and these are added at the end: a sum over all devices for every chunk would send as much
-    as all gradients do.
-
-    Args:
-        body: function of a chunk of rows, which returns a tree to sum and a tree with one entry per
-            row.
-        rows: tree of arrays (tokens, ...).
-        chunks: number of chunks, at least 1.
-        axes: mesh axes that shard the tokens, from `token_axes`.
+    Where the compiler shards the tokens (first axes of ``rows``) over the mesh axes ``axes``, each
+    device keeps a sum of its own, and these are added at the end: a sum over all devices for every
+    chunk would send as much as all gradients do.
     """
     tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
     if chunks == 1:

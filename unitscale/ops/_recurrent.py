@@ -55,9 +55,8 @@ def gated_update(
 ) -> ScaledArray:
     """Moves a state towards a candidate: the convex combination of a GRU or a highway layer.
 
-    Scaling:
-        s * state + (1 - s) * weight * candidate with s = sigmoid(gate) and the weight of
-        `rules.gated_update`. Scales are applied, and every gradient is the true one.
+    Scaling: s * state + (1 - s) * weight * candidate with s = sigmoid(gate) and the weight of
+    `rules.gated_update`. Scales are applied, and every gradient is the true one.
 
     Args:
         state: operand; the result has its dtype.
@@ -72,7 +71,6 @@ def gated_update(
         [0.5 0.5]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (weighted_add);
         Cho et al., 2014, arXiv 1406.1078.
     """
     weight = rules.gated_update(share, reset=reset, period=period)
@@ -89,23 +87,16 @@ def gated_sum(
 ) -> ScaledArray:
     """Adds a candidate to a state, each through a gate of its own: the cell state of an LSTM.
 
-    Scaling:
-        sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate with the weight of
-        `rules.gated_sum`. Scales are applied, and every gradient is the true one.
+    Scaling: sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate with the weight of
+    `rules.gated_sum`. Scales are applied, and every gradient is the true one.
 
-    Args:
-        state: operand; the result has its dtype.
-        candidate: unit tanh of the same shape.
-        forget: logits of keeping the state, of the same shape.
-        input_gate: logits of taking the candidate, of the same shape.
-        share: share of the candidate's argument that the hidden state contributes, in variance.
+    Arguments are those of `gated_update`, with one gate for the state and one for the candidate.
 
     Example:
         >>> print(gated_sum(jnp.ones(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
         [0.5 0.5]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (weighted_add);
         Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
     return _gated(
@@ -121,22 +112,17 @@ def gated_sum(
 def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
     """Applies the gates of a GRU, and returns the new state (..., features).
 
-    Scaling:
-        r = add(x_r, h_r), z = add(x_z, h_z), n = tanh(add(x_n, sigmoid_glu(h_n, r))), all unit;
-        the new state is `gated_update` of n by z.
+    ``x`` and ``h`` are projections of input and state (..., 3 features): r, z, n.
 
-    Args:
-        state: (..., features).
-        x: projection of the input (..., 3 features): r, z, n.
-        h: projection of the state, of the same shape.
+    Scaling: r = add(x_r, h_r), z = add(x_z, h_z), n = tanh(add(x_n, sigmoid_glu(h_n, r))), all
+    unit; the new state is `gated_update` of n by z.
 
     Example:
         >>> gru(jnp.zeros((1, 2)), jnp.ones((1, 6)), jnp.ones((1, 6))).shape
         (1, 2)
 
     References:
-        Cho et al., 2014, arXiv 1406.1078; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
-        2303.11257.
+        Cho et al., 2014, arXiv 1406.1078.
     """
     x_r, x_z, x_n = _split("gru", state, "x", x, 3)
     h_r, h_z, h_n = _split("gru", state, "h", h, 3)
@@ -147,14 +133,10 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
 def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, ScaledArray]:
     """Applies the gates of an LSTM, and returns ``(cell, hidden)``, each (..., features).
 
-    Scaling:
-        i, f, g, o are sums of the two projections, all unit. The new cell state is `gated_sum` of
-        tanh(g) by f and i, and the hidden state sigmoid_glu(tanh(cell), o).
+    ``x`` and ``h`` are projections of input and hidden state (..., 4 features): i, f, g, o.
 
-    Args:
-        cell: (..., features).
-        x: projection of the input (..., 4 features): i, f, g, o.
-        h: projection of the hidden state, of the same shape.
+    Scaling: i, f, g, o are sums of the two projections, all unit. The new cell state is `gated_sum`
+    of tanh(g) by f and i, and the hidden state sigmoid_glu(tanh(cell), o).
 
     Example:
         >>> cell, hidden = lstm(jnp.zeros((1, 2)), jnp.ones((1, 8)), jnp.ones((1, 8)))
@@ -162,8 +144,7 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
         ((1, 2), (1, 2))
 
     References:
-        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997; Blake, Orr, Luschi, "Unit
-        Scaling", 2023, arXiv 2303.11257.
+        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
     parts = zip(_split("lstm", cell, "x", x, 4), _split("lstm", cell, "h", h, 4), strict=True)
     input_gate, forget, candidate, output = (add(a, b) for a, b in parts)
@@ -176,9 +157,8 @@ def highway(
 ) -> ScaledArray:
     """Applies the gates of one layer of a recurrent highway cell, and returns the new state.
 
-    Scaling:
-        `gated_update` of tanh(n) by z, where z and n are the sums of the two projections, or the
-        state's alone; the transform gate is 1 - sigmoid(z).
+    Scaling: `gated_update` of tanh(n) by z, where z and n are the sums of the two projections, or
+    the state's alone; the transform gate is 1 - sigmoid(z).
 
     Args:
         state: (..., features).
@@ -191,8 +171,7 @@ def highway(
         (1, 2)
 
     References:
-        Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474; Blake, Orr, Luschi,
-        "Unit Scaling", 2023, arXiv 2303.11257.
+        Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474.
     """
     gate, candidate = _split("highway", state, "h", h, 2)
     share = 1.0
@@ -212,9 +191,8 @@ def simple_rnn(
 ) -> ScaledArray:
     """Applies the activation of a simple recurrent network, and returns the new state.
 
-    Scaling:
-        elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual. The new
-        state is unit for an odd activation such as tanh. Every gradient is the true one.
+    Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual.
+    The new state is unit for an odd activation such as tanh. Every gradient is the true one.
 
     Args:
         state: (..., features); the result has its dtype.

@@ -12,7 +12,15 @@ import numpy as np
 from .. import rules
 from ..core import ScaledArray, common_scale, custom_vjp, narrow, result_dtype, scale_bwd, widen
 from ..rules import Constraint
-from ._operands import ArrayLike, Operand, combine, num_sharing, shape_error, unpack
+from ._operands import (
+    ArrayLike,
+    Operand,
+    broadcast_shapes,
+    combine,
+    num_sharing,
+    shape_error,
+    unpack,
+)
 
 Tau = float | rules.ResidualFactors
 """The weight of a residual branch, or `rules.residual` of it, whose numbers may be arrays."""
@@ -25,9 +33,8 @@ def add(
 ) -> ScaledArray:
     """Adds two independent activations.
 
-    Scaling:
-        `rules.add`. The result has the common scale sqrt(sx^2 + sy^2), rounded to a power of two.
-        A number, Python's or NumPy's, is added as it is, and changes neither scale nor gradient.
+    Scaling: `rules.add`. The result has the common scale sqrt(sx^2 + sy^2), rounded to a power of
+    two. A number, Python's or NumPy's, is added as it is, and changes neither scale nor gradient.
 
     Args:
         x: operand, or a number if ``y`` is not.
@@ -37,9 +44,6 @@ def add(
     Example:
         >>> print(add(jnp.ones(2), jnp.ones(2)).data)
         [1.4142135 1.4142135]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (add).
     """
     if isinstance(x, _NUMBER) and not isinstance(y, _NUMBER):
         x, y = y, x
@@ -48,7 +52,8 @@ def add(
         number = jnp.float32(y), None
         return combine(left, number, bwd=(1.0, 0.0), out=result_dtype(left[0]))
     right = unpack("add", "y", y)
-    shape, (a, b) = _broadcast("add", left, right), (left[0], right[0])
+    a, b = left[0], right[0]
+    shape = broadcast_shapes("add", "x and y must broadcast", x=a.shape, y=b.shape)
 
     def repeats(x: jax.Array, other: jax.Array) -> int:
         is_broadcast = x.ndim < len(shape) or x.shape[:1] != shape[:1]
@@ -66,21 +71,12 @@ def weighted_add(
 ) -> ScaledArray:
     """Adds two independent activations with static weights.
 
-    Scaling:
-        `rules.weighted_add`: (w0 * x + w1 * y) / sqrt(w0^2 + w1^2) at the common scale of `add`,
-        with the true derivative.
-
-    Args:
-        x: operand.
-        y: operand, broadcasting with ``x``.
-        weights: two static numbers.
+    Scaling: `rules.weighted_add`: (w0 * x + w1 * y) / sqrt(w0^2 + w1^2) at the common scale of
+    `add`, with the true derivative.
 
     Example:
         >>> print(weighted_add(jnp.ones(1), jnp.zeros(1), weights=(3, 4)).data)
         [0.6]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (weighted_add).
     """
     if len(weights) != 2:
         raise ValueError(
@@ -88,18 +84,9 @@ def weighted_add(
         )
     normalized = rules.normalized_weights(tuple(weights))
     left, right = unpack("weighted_add", "x", x), unpack("weighted_add", "y", y)
-    _broadcast("weighted_add", left, right)
+    shapes = {"x": left[0].shape, "y": right[0].shape}
+    broadcast_shapes("weighted_add", "x and y must broadcast", **shapes)
     return _aligned(left, right, normalized, normalized)
-
-
-def _broadcast(op: str, left: Operand, right: Operand) -> tuple[int, ...]:
-    x, y = left[0].shape, right[0].shape
-    try:
-        return jnp.broadcast_shapes(x, y)
-    except ValueError:
-        raise shape_error(
-            op, "x and y must broadcast", "Insert dimensions of size 1.", x=x, y=y
-        ) from None
 
 
 def _aligned(left: Operand, right: Operand, weights: Any, bwd: Any, out: Any = None) -> ScaledArray:
@@ -117,10 +104,9 @@ def _aligned(left: Operand, right: Operand, weights: Any, bwd: Any, out: Any = N
 def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
     """Splits a stream into the input of a residual branch and the skip connection.
 
-    Scaling:
-        `rules.residual`: identities forward. Backward the gradients of branch and skip get the
-        weights that the true derivative has at `residual_add`, so that gradients inside the branch
-        are unit scaled.
+    Scaling: `rules.residual`: identities forward. Backward the gradients of branch and skip get the
+    weights that the true derivative has at `residual_add`, so that gradients inside the branch are
+    unit scaled.
 
     Args:
         x: operand.
@@ -134,9 +120,6 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
         >>> branch, skip = residual_split(jnp.ones(2), 0.5)
         >>> print(residual_add(branch, skip, 0.5).data.round(3))
         [1.342 1.342]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
     whole = ScaledArray(*unpack("residual_split", "x", x))
     factors = _factors(tau)
@@ -147,24 +130,14 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
 def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
     """Adds a residual branch to its skip connection.
 
-    Scaling:
-        `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2 at the common scale of `add`;
-        backward the identity to both, because `residual_split` applies the weights.
+    Scaling: `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2 at the common scale of `add`;
+    backward the identity to both, because `residual_split` applies the weights.
 
-    Args:
-        branch: output of the branch.
-        skip: the second output of `residual_split`, of the same shape.
-        tau: as given to `residual_split`.
-
-    Returns:
-        ScaledArray of the same shape, in the dtype of ``skip``.
+    Shapes must agree, and the result has the dtype of ``skip``.
 
     Example:
         >>> print(residual_add(jnp.ones(1), jnp.zeros(1), 0.75).data)
         [0.6]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
     left = unpack("residual_add", "branch", branch)
     right = unpack("residual_add", "skip", skip)
@@ -184,20 +157,11 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
 def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> ScaledArray:
     """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
 
-    Scaling:
-        `residual_split`, ``fn``, `residual_add`.
-
-    Args:
-        fn: the branch, from ScaledArray to an array or ScaledArray of the same shape.
-        x: operand.
-        tau: as for `residual_split`.
+    Scaling: `residual_split`, ``fn``, `residual_add`.
 
     Example:
         >>> print(residual(lambda x: x, jnp.ones(1), 1.0).data.round(3))
         [1.414]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
     branch, skip = residual_split(x, tau)
     return residual_add(fn(branch), skip, tau)
@@ -228,17 +192,9 @@ def _multiply_gradient(x: ScaledArray, factor: Any) -> ScaledArray:
 def fan_out(x: ArrayLike, count: int) -> tuple[ScaledArray, ...]:
     """Gives one activation to several matmuls, such as those of query, key and value.
 
-    Scaling:
-        Identities. The gradients are added in the order of the outputs, ``d_n + (... + (d_2 +
-        d_1))``, so that XLA adds the sum so far inside each matmul (its beta term) and writes no
-        more than one gradient.
-
-    Args:
-        x: operand.
-        count: number of outputs, at least 1.
-
-    Returns:
-        ``count`` times ``x``.
+    Scaling: Identities. The gradients are added in the order of the outputs, ``d_n + (... + (d_2 +
+    d_1))``, so that XLA adds the sum so far inside each matmul (its beta term) and writes no more
+    than one gradient.
 
     Example:
         >>> q, k, v = fan_out(jnp.ones(2), 3)
