@@ -179,7 +179,7 @@ def _attend_fwd(plan: _Plan, q, k, v, mask, scales) -> tuple[jax.Array, tuple]:
     empty = jnp.zeros_like(q, dtype=wide), jnp.full_like(q, -jnp.inf, wide, column)
     start, _ = match_varying(((*empty, jnp.zeros_like(q, wide, column)), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
-    share = 1 / jnp.where(total == 0, 1, total)
+    share = 1 / jnp.maximum(total, 1)  # 0 only for a query that sees nothing
     y = (average * share).astype(v.dtype)
     # Maximum and share are kept apart: in a sum, a large logit would absorb the logarithm.
     return y, (q, k, v, mask, scales, y, _finite(top), share)
@@ -218,8 +218,8 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _finite(top: jax.Array) -> jax.Array:
-    """Replaces the largest logit of a query that sees nothing by 0, so that its weights are 0."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
+    """Makes the largest logit of a query that sees nothing finite, so that its weights are 0."""
+    return jnp.maximum(top, jnp.finfo(top.dtype).min)
 
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:

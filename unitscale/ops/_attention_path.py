@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -110,28 +111,28 @@ def attention_path(
         )
     no_chunks = "dropout needs all weights at once" if dropout_rate else None
 
-    def no_kernel(name: str) -> str | None:
-        """Returns why a fused kernel cannot take the call, or None."""
-        reason = _not_for_kernels(q_shape, k_shape, mask, dropout_rate)
-        if reason is None and name == "splash":
-            return _not_for_splash(q_shape[1], k_shape[1], dtype)
-        return reason or _not_for_cudnn(q_shape, k_shape, dtype, is_causal, scaled)
+    def refusal_of(name: str) -> str | None:
+        """Returns why an implementation cannot take the call, or None."""
+        if name in ("plain", "chunked"):
+            return no_chunks if name == "chunked" else None
+        refusal = _not_for_kernels(q_shape, k_shape, mask, dropout_rate)
+        if name == "splash":
+            return refusal or _not_for_splash(q_shape[1], k_shape[1], dtype)
+        return refusal or _not_for_cudnn(q_shape, k_shape, dtype, is_causal, scaled)
 
     if wanted != "auto":
-        refusal = {"plain": None, "chunked": no_chunks}.get(wanted)
-        refusal = no_kernel(wanted) if wanted in ("cudnn", "splash") else refusal
-        if refusal is not None:
+        if (refusal := refusal_of(wanted)) is not None:
             raise ValueError(
                 f"{_NAME}: implementation {wanted!r} was asked for, and cannot be had: "
                 f'{refusal.rstrip(".")}; use implementation="auto", which takes another one.'
             )
         return AttentionPath(wanted, "asked for")
     if target() == "tpu":
-        kernel, refusal = "splash", _unknown_devices() or no_kernel("splash")
+        kernel, refusal = "splash", _unknown_devices() or refusal_of("splash")
         if refusal is None:
             return AttentionPath("splash", "a fused kernel of JAX for the TPU")
     else:
-        kernel, refusal = "cuDNN", (None if tracing.target else _no_gpu()) or no_kernel("cudnn")
+        kernel, refusal = "cuDNN", (None if tracing.target else _no_gpu()) or refusal_of("cudnn")
         if refusal is None:
             return AttentionPath("cudnn", "a fused kernel of the NVIDIA GPU")
     time, source = q_shape[1], k_shape[1]
@@ -258,11 +259,7 @@ def _not_for_splash(time: int, source: int, dtype: Any) -> str | None:
 
 
 def _not_for_cudnn(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    dtype: Any,
-    is_causal: bool,
-    scaled: bool,
+    q_shape: Any, k_shape: Any, dtype: Any, is_causal: bool, scaled: bool
 ) -> str | None:
     features = q_shape[-1]
     if dtype not in (jnp.float16, jnp.bfloat16):
@@ -272,18 +269,10 @@ def _not_for_cudnn(
     if features % 8 or features > _MOST_FEATURES:
         return f"it takes head sizes that 8 divides, up to {_MOST_FEATURES}, not {features}"
 
-    def differentiated(*arguments: jax.Array) -> Any:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=is_causal, implementation="cudnn"
-            )
-
-        return jax.vjp(attend, *arguments)[0]
-
+    attend = partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
+    q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q_shape, k_shape))
     try:  # JAX checks the installed cuDNN and the GPU, for training too
-        jax.eval_shape(
-            differentiated, *(jax.ShapeDtypeStruct(s, dtype) for s in (q_shape, k_shape, k_shape))
-        )
+        jax.eval_shape(lambda *args: jax.vjp(attend, *args)[0], q, k, k)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return None

@@ -132,10 +132,10 @@ def _look_up(
 @partial(custom_vjp, nondiff_argnums=(2, 3, 4))
 def _rotate(x, positions, base, sign, out_dtype):
     half = x.shape[-1] // 2
-    frequencies = np.float32(np.float64(base) ** (-np.arange(half) / half))
+    frequencies = np.float32(sign * np.float64(base) ** (-np.arange(half) / half))
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
-    cos, sin, wide = jnp.cos(angles), sign * jnp.sin(angles), widen(x)
+    cos, sin, wide = jnp.cos(angles), jnp.sin(angles), widen(x)
     first, second = wide[..., :half], wide[..., half:]
     y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return narrow(y, out_dtype)

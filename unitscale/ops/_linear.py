@@ -346,7 +346,8 @@ def lora(
     rows = ascii_lowercase[: data.ndim - 1]
     batch = global_batch_size(math.prod(data.shape[:-1]), data)
     spec, dtype = Contraction(rows + "y", "yz", rows + "z"), output_dtype(x, a, b)
-    both = rules.lora(*down.shape, up.shape[1], batch, constraint=constraint)
+    (inputs, rank), outputs = down.shape, up.shape[1]
+    both = rules.lora(inputs, rank, outputs, batch, constraint=constraint)
     for w, factors in zip((down, up), both, strict=True):
         data = contract(data, w, spec, factors=(factors.fwd, *factors.bwd), out_dtype=dtype)
     update = multiply_scales(*multiply_scales(data, x_scale, a_scale), b_scale)

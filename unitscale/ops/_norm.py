@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .. import rules
@@ -111,7 +110,8 @@ def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, 
         # One pass over the row, by distances from its first entry. That entry is at most n^1/2
         # standard deviations from the mean, so the difference of squares loses at most n roundings.
         first = widen(x[..., :1])
-        offset, square = how.mean(wide - first), how.mean(jnp.square(wide - first))
+        distance = wide - first
+        offset, square = how.mean(distance), how.mean(jnp.square(distance))
         mean, square = first + offset, jnp.maximum(square - jnp.square(offset), 0)
     else:
         mean = how.mean(wide)
@@ -122,16 +122,15 @@ def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, 
 def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
     """Returns (square + eps / scale^2)^-1/2.
 
-    The data is normalized rather than the value, which could leave the range of float32. A constant
-    where the square is 0, so that no infinite derivative is multiplied by 0.
+    The data is normalized rather than the value, which could leave the range of float32.
     """
-    is_zero, root = square == 0, math.sqrt(eps)
+    root = math.sqrt(eps)
+    if scale is None and root > 2.0**-40:
+        return lax.rsqrt(square + square.dtype.type(root) ** 2)
+    # A constant where the square is 0, so that no infinite derivative is multiplied by 0.
+    is_zero = square == 0
     share = jnp.where(is_zero, 1, square)
-    if scale is None:
-        own = square.dtype.type(root)
-        with np.errstate(divide="ignore"):
-            return jnp.where(is_zero, 1 / own, lax.rsqrt(share + own * own))
-    scale = scale.astype(square.dtype)
+    scale = jnp.ones((), square.dtype) if scale is None else scale.astype(square.dtype)
     # The square of eps^1/2 / scale would overflow at scales below 2^-64 eps^1/2.
     unit = jnp.clip(round_to_pow2(root / scale), 1, 2.0**126).astype(square.dtype)
     inverse = lax.rsqrt(share / unit / unit + jnp.square(root / scale / unit)) / unit

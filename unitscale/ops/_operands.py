@@ -93,7 +93,7 @@ def scale_argument(scale: Scale) -> jax.Array | None:
     return None if scale is None else to_float(scale)
 
 
-def times(x: jax.Array, factor: Any) -> jax.Array:
+def times(x: Any, factor: Any) -> jax.Array:
     """Multiplies, except by None and by the number 1."""
     return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
 
@@ -245,7 +245,7 @@ class UnitScaled:
 
     Attributes:
         fn: the function.
-        factors: the constrained factors; one backward factor per floating argument.
+        factors: the constrained factors, a backward one per floating argument.
         floats: positions of the floating arguments.
         is_loss: whether the result is a scalar.
 

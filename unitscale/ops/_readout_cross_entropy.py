@@ -115,7 +115,7 @@ def _mantissa_bits(config: MatmulConfig | None) -> int | None:
 
 def _evaluate(
     rows: _Rows, shared: _Shared, how: _Statics, with_gradients: bool
-) -> tuple[jax.Array, jax.Array | None, Any, Any]:
+) -> tuple[jax.Array, Any, Any, Any]:
     """Returns losses and gradients by x of all tokens, and gradients by kernel and state."""
     # Where tokens are sharded, each device holds all that its tokens are multiplied by.
     columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
