@@ -78,10 +78,6 @@ def dot_product_attention(
         ScaledArray (batch, time, heads, d) in the dtype of ``v``. A query whose keys are all masked
         gets the mean of all values, and never NaN.
 
-    Raises:
-        TypeError: if the mask is not boolean.
-        ValueError: if dropout has no key, or the implementation is not available.
-
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 128, 4, 16))
         >>> y = dot_product_attention(x, x[:, ::-1], x[::-1, :, ::-1])

@@ -88,12 +88,6 @@ def attention_path(
         scaled: whether q or k is a ScaledArray that has a scale.
         implementation: as for the op.
 
-    Returns:
-        `AttentionPath`, the implementation and the reason.
-
-    Raises:
-        ValueError: if the implementation is unknown, or the requested one is not available.
-
     Example:
         >>> shape = (1, 4096, 8, 64)
         >>> attention_path(shape, shape, "float32").implementation
@@ -145,15 +139,12 @@ def attention_path(
 
 @contextmanager
 def attention_paths(implementation: Implementation = "auto") -> Iterator[list[AttentionPath]]:
-    """Lists the implementations of the calls of attention that are traced within the block.
+    """Yields a list that gets the `AttentionPath` of each call that is traced within the block.
 
     JAX does not trace again what it has traced before for the same shapes.
 
     Args:
         implementation: overrides that of every call within the block, unless it is "auto".
-
-    Yields:
-        The list, one `AttentionPath` per call, which grows as calls are traced.
 
     Example:
         >>> from unitscale import ops

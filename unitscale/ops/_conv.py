@@ -375,11 +375,5 @@ def _pool(
     *options: bool,
 ) -> ScaledArray:
     data, scale = unpack(op, "x", x, tuple(range(-1 - len(windows.shape), -1)))
-    y = wide_op(
-        f,
-        data,
-        factors=factors,
-        static=(windows, *options),
-        out_dtype=output_dtype(x),
-    )
+    y = wide_op(f, data, factors=factors, static=(windows, *options), out_dtype=output_dtype(x))
     return ScaledArray(y, scale)

@@ -178,11 +178,7 @@ def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
 
 
 def silu_glu(
-    x: ArrayLike,
-    gate: ArrayLike,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
     """Applies a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
 
@@ -205,11 +201,7 @@ def silu_glu(
 
 
 def gelu_glu(
-    x: ArrayLike,
-    gate: ArrayLike,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
     """Applies a gated linear unit: ``x * gelu(mult * gate)``, as `silu_glu`.
 
@@ -221,11 +213,7 @@ def gelu_glu(
 
 
 def sigmoid_glu(
-    x: ArrayLike,
-    gate: ArrayLike,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
     """Applies a gated linear unit: ``x * sigmoid(mult * gate)``, as `silu_glu`.
 
@@ -241,11 +229,7 @@ def _softmax(axis, mult, x, scale):
 
 
 def softmax(
-    x: ArrayLike,
-    axis: int = -1,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    x: ArrayLike, axis: int = -1, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
     """Applies softmax over an axis, scaled to unit variance.
 
@@ -296,7 +280,7 @@ def dropout(
     Args:
         x: operand.
         rate: probability of zero, in [0, 1).
-        key: `jax.random` key; not needed if deterministic or rate is 0.
+        key: `jax.random` key, unless deterministic or rate is 0.
         deterministic: whether to apply the expected value in place of a random mask.
         broadcast_dims: dimensions along which all elements are dropped together.
 

@@ -240,9 +240,6 @@ def softmax_cross_entropy(
     Returns:
         float32 scalar (float64 of float64 operands), or (...) for reduction "none".
 
-    Raises:
-        TypeError: if labels are not integers or ``where`` is not boolean.
-
     Example:
         >>> print(softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).round(4))
         1.3863

@@ -384,8 +384,7 @@ def _attach(y, loss, weight):
 
 
 _attach.defvjp(
-    lambda y, loss, weight: (y, None),
-    lambda weight, _, cotangent: (cotangent, jnp.float32(weight)),
+    lambda y, loss, weight: (y, None), lambda weight, _, cotangent: (cotangent, jnp.float32(weight))
 )
 
 

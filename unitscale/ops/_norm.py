@@ -203,11 +203,7 @@ def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
 
 
 def layer_norm(
-    x: ArrayLike,
-    gain: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
-    eps: float = 1e-6,
+    x: ArrayLike, gain: ArrayLike | None = None, bias: ArrayLike | None = None, *, eps: float = 1e-6
 ) -> ScaledArray:
     """Normalizes the last axis to mean 0 and variance 1.
 

@@ -209,9 +209,9 @@ def readout_cross_entropy(
         kernel: (in, V), floating.
         labels: (...), integers in [0, V), as for `softmax_cross_entropy`.
         mult: static multiplier of the logits (inverse temperature).
-        where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
-        reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token, whose
-            backward pass computes the logits again).
+        where: (...), boolean, as for `softmax_cross_entropy`.
+        reduction: as for `softmax_cross_entropy`; "none" computes the logits again in the backward
+            pass.
         constraint: that of `readout`.
         transposed: whether the kernel is (V, in), as a table of embeddings is.
         vocab: number of classes if the kernel has more columns, as padding; None for all.
@@ -222,12 +222,6 @@ def readout_cross_entropy(
         logits_dtype: dtype of x and the kernel in the forward matmul, such as "bfloat16"; None for
             the formats of ``config``. Rounding logits to 8 bits raises the loss for good, while
             gradients average over many tokens.
-
-    Returns:
-        float32 scalar (float64 of float64 operands), or (...) for reduction "none".
-
-    Raises:
-        TypeError: if labels are not integers or ``where`` is not boolean.
 
     Example:
         >>> x, kernel = jnp.ones((2, 16)), jnp.zeros((16, 4))
