@@ -175,9 +175,9 @@ def _attend_fwd(plan: _Plan, q, k, v, mask, scales) -> tuple[jax.Array, tuple]:
         total = total * shrink + jnp.sum(weights, -1, keepdims=True)
         return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
-    column = (*q.shape[:-1], 1)
-    empty = jnp.zeros_like(q, dtype=wide), jnp.full_like(q, -jnp.inf, wide, column)
-    start, _ = match_varying(((*empty, jnp.zeros_like(q, wide, column)), q))
+    # Like slices of q, so that they have its explicit sharding.
+    empty, column = (jnp.zeros_like(x, dtype=wide) for x in (q, q[..., :1]))
+    start, _ = match_varying(((empty, jnp.full_like(column, -jnp.inf), column), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
     share = 1 / jnp.maximum(total, 1)  # 0 only for a query that sees nothing
     y = (average * share).astype(v.dtype)
