@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tests.refusals import refuses
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
-from unitscale.ops import _attention_chunked
+from unitscale.ops import _attention_kernels
 from unitscale.parallel import make_mesh
 
 from .conformance import (
@@ -287,7 +287,7 @@ def test_operands_that_vary_differently_in_shard_map(
     dtype: str, rate: float, implementation: ops.Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries of each device meet the values of all, whose gradient is summed over the devices."""
-    monkeypatch.setattr(_attention_chunked, "_CHUNK", {"cpu": 2})
+    monkeypatch.setattr(_attention_kernels, "_CHUNK", {"cpu": 2})
     q, v = (jnp.asarray(a, dtype) for a in normal("shard", (2, 4, 2, 4), (1, 4, 2, 4)))
     key = jax.random.key(0)
     options = {"is_causal": not rate, "dropout_rate": rate, "implementation": implementation}

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from unitscale import as_scaled, ops, rules, scalify, to_array
 from unitscale.analysis import check_gradients
 from unitscale.core import ScaledArray
-from unitscale.ops import _attention_chunked as chunked
+from unitscale.ops import _attention_kernels as chunked
 from unitscale.parallel import make_mesh
 
 from .conformance import TRANSFORMS, assert_close, check, normal, pulled, rounded

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
 from unitscale.ops import attention_path
+from unitscale.ops._attention_kernels import splash
 from unitscale.ops._attention_path import for_tpu
-from unitscale.ops._attention_splash import splash
 
 TIME, SIZE = 128, 16
 LONG = (2, 256, 8, 64)

@@ -221,7 +221,7 @@ ERRORS = [
     (
         ValueError,
         lambda: ops.batch_norm(x, statistics=(x[0], x[0, :2])),
-        r"the variance must be \(features,\).*variance \(2,\)",
+        r"variance must be \(features,\).*variance \(2,\)",
     ),
     (
         ValueError,

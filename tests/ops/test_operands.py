@@ -12,7 +12,6 @@ from unitscale.ops._operands import (
     scale_argument,
     shape_error,
     unpack,
-    unpack_uniform,
 )
 
 from .conformance import normal
@@ -53,7 +52,7 @@ UNIFORM = [
 @pytest.mark.parametrize(("scale", "axes", "shape"), UNIFORM, ids=range(len(UNIFORM)))
 def test_uniform_keeps_the_value(scale, axes, shape) -> None:
     scale = np.asarray(scale, np.float32)
-    data, left = unpack_uniform("op", "x", ScaledArray(DATA, scale), axes)
+    data, left = unpack("op", "x", ScaledArray(DATA, scale), axes)
     assert jnp.shape(left) == shape
     # The data never grows, so that it stays in range whatever the scale.
     assert (np.abs(data) <= np.abs(np.float32(DATA))).all()
@@ -63,15 +62,15 @@ def test_uniform_keeps_the_value(scale, axes, shape) -> None:
 
 def test_uniform_keeps_narrow_data_where_it_can() -> None:
     rows = ScaledArray(DATA, jnp.array([[2.0], [4.0]]))
-    assert unpack_uniform("op", "x", rows, (-1,))[0].dtype == jnp.float16
-    assert unpack_uniform("op", "x", rows, (0,))[0].dtype == jnp.float32
+    assert unpack("op", "x", rows, (-1,))[0].dtype == jnp.float16
+    assert unpack("op", "x", rows, (0,))[0].dtype == jnp.float32
 
 
 def test_uniform_gradient_is_in_data_space() -> None:
     scale = jnp.array([1.0, 2.0, 4.0])
 
     def value(data, scale):
-        data, left = unpack_uniform("op", "x", ScaledArray(data, scale), (-1,))
+        data, left = unpack("op", "x", ScaledArray(data, scale), (-1,))
         return jnp.sum(data * left)
 
     grad, of_scale = jax.grad(value, (0, 1))(DATA, scale)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of
-from unitscale.ops._token_chunks import joined, over_chunks, parted, token_axes
+from unitscale.ops import _readout_cross_entropy as readout
 
 TOKENS, SIZE = 24, 3
 X = np.random.default_rng(0).normal(size=(TOKENS, SIZE)).astype(np.float32)
@@ -26,7 +26,7 @@ def program(chunks: int) -> Any:
             return (rows["x"].T @ y, None), (jnp.sum(y, 1), rows["index"])
 
         rows = {"x": x, "index": jnp.arange(x.shape[0]), "absent": None}
-        return over_chunks(body, rows, chunks)
+        return readout.over_chunks(body, rows, chunks)
 
     return jax.jit(run)
 
@@ -67,19 +67,19 @@ def test_many_devices(axes: dict[str, int], chunks: int) -> None:
     ],
     ids=str,
 )
-def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[str, ...]) -> None:
+def test_readoutof_a_device_are_joined(axes: dict[str, int], axis_names: tuple[str, ...]) -> None:
     lead, x = (4, 12), np.arange(4 * 12 * 3).reshape(4, 12, 3)
     mesh = mesh_of(**axes)
     with jax.set_mesh(mesh):
         batch = "fsdp" if "fsdp" in axes else "data" if "data" in axes else None
         context = "context" if lead[1] % axes.get("context", 1) == 0 else None
         spec = P(batch, context if "context" in axes else None)
-        program = jax.jit(lambda x: joined(x, lead)).lower(
+        program = jax.jit(lambda x: readout.join_tokens(x, lead)).lower(
             jax.device_put(x, NamedSharding(mesh, spec))
         )
-        rows = jax.jit(lambda x: joined(x, lead))(x)
-        back = jax.jit(lambda x: parted(joined(x, lead), lead))(x)
-        assert token_axes(lead) == axis_names
+        rows = jax.jit(lambda x: readout.join_tokens(x, lead))(x)
+        back = jax.jit(lambda x: readout.split_tokens(readout.join_tokens(x, lead), lead))(x)
+        assert readout.token_axes(lead) == axis_names
         over = tuple(name for name in axis_names if name in axes)
     np.testing.assert_array_equal(back, x)
     assert sorted(rows[:, 0].tolist()) == x[..., 0].ravel().tolist()
@@ -89,10 +89,11 @@ def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[s
 
 
 def test_nothing_to_join() -> None:
-    assert joined(jnp.ones((0, 4, 3)), (0, 4)).shape == (0, 3)
-    assert parted(jnp.ones((0, 3)), (0, 4)).shape == (0, 4, 3)
+    assert readout.join_tokens(jnp.ones((0, 4, 3)), (0, 4)).shape == (0, 3)
+    assert readout.split_tokens(jnp.ones((0, 3)), (0, 4)).shape == (0, 4, 3)
     with jax.set_mesh(mesh_of(context=2)):
-        assert jax.jit(lambda x: joined(x, (0, 4)))(jnp.ones((0, 4, 3))).shape == (0, 3)
+        joined = jax.jit(readout.join_tokens, static_argnums=1)(jnp.ones((0, 4, 3)), (0, 4))
+        assert joined.shape == (0, 3)
 
 
 def test_devices_are_added_once() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from unitscale import ops
-from unitscale.ops._wide import wide_op
+from unitscale.ops._operands import wide_op
+from unitscale.rules import Factors
 
 from .conformance import case, in_every_dtype, normal
 
@@ -18,7 +19,7 @@ def ratio(x, y, shift):
 test_factors_forward_and_backward = in_every_dtype(
     {
         "ratio": case(
-            lambda x, y: wide_op(ratio, x, y, fwd=0.5, bwd=(3.0, 0.25), constants=(None,)),
+            lambda x, y: wide_op(ratio, x, y, factors=Factors(0.5, (3.0, 0.25)), constants=(None,)),
             lambda x, y: x / (y * y + 1),
             normal("wide", (3, 4), (3, 4)),
             fwd=0.5,
@@ -34,7 +35,7 @@ def test_inside_is_float32() -> None:
         return x * 1e5 * 1e-5
 
     x = jnp.asarray([1.0, -2.0], jnp.float16)
-    y, vjp = jax.vjp(lambda x: wide_op(peek, x, fwd=1.0, bwd=(1.0,)), x)
+    y, vjp = jax.vjp(lambda x: wide_op(peek, x), x)
     np.testing.assert_array_equal(y, x)
     np.testing.assert_array_equal(vjp(jnp.ones_like(x))[0], 1)
 
@@ -48,7 +49,7 @@ def test_constants_of_every_kind_have_no_gradient() -> None:
 
     def loss(x, scale):
         constants = (scale, jnp.arange(3), key, None)
-        return wide_op(f, x, fwd=1.0, bwd=(1.0,), constants=constants).sum()
+        return wide_op(f, x, constants=constants).sum()
 
     dx, dscale = jax.grad(loss, (0, 1))(x, scale)
     np.testing.assert_array_equal(dx, [0, 2, 4])
@@ -57,9 +58,9 @@ def test_constants_of_every_kind_have_no_gradient() -> None:
 
 def test_out_dtype() -> None:
     for given, expected in (("float16", "float16"), ("float8_e5m2", "bfloat16")):
-        y = wide_op(jnp.negative, jnp.ones(2, given), fwd=1.0, bwd=(1.0,))
+        y = wide_op(jnp.negative, jnp.ones(2, given))
         assert y.dtype.name == expected
-    y = wide_op(jnp.negative, jnp.full(2, 1e3), fwd=1.0, bwd=(1.0,), out_dtype="float8_e4m3fn")
+    y = wide_op(jnp.negative, jnp.full(2, 1e3), out_dtype="float8_e4m3fn")
     np.testing.assert_array_equal(y.astype(jnp.float32), -448)
 
 

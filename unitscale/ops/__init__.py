@@ -1,14 +1,25 @@
 """Unit-scaled ops: functions of arrays and ScaledArrays, independent of any layer library.
 
 Each op multiplies its output by a static forward factor and its gradients by static backward
-factors, all taken from `unitscale.rules`, so that unit inputs give unit outputs and unit
-gradients. Scales of ScaledArray operands travel beside the data: linear ops carry them, norms drop
-them, other functions and the losses fold them in, sums align them.
+factors, so that unit inputs give unit outputs and unit gradients. Its *Scaling* section names the
+rule in `unitscale.rules` that states them, and adds what happens to the scales of operands: linear
+ops multiply or carry them, norms drop them, other functions and the losses apply them to the data,
+sums align them.
+
+What follows holds for every op, unless its docstring says otherwise:
+
+- Operands (`ArrayLike`) are floating arrays or ScaledArrays, else TypeError. Shapes and options
+  that do not fit raise ValueError.
+- The result is a ScaledArray in the promoted dtype of the operands, 8-bit data counting as
+  bfloat16. Functions other than matmuls are computed in float32 and rounded once.
+- ``constraint`` says how output and gradients come to share one factor (`rules.Constraint`); None
+  gives each its ideal factor, which is valid on cut edges.
+- ``config`` has the formats of a quantized matmul (`quant.MatmulConfig`), and ``state`` the scales
+  of a strategy that keeps them, such as `quant.Delayed`; see `matmul`.
 
 The backward factors exist in reverse mode only; forward-mode differentiation raises an error.
 """
 
-from ._add import add as add, weighted_add as weighted_add
 from ._attention import dot_product_attention as dot_product_attention
 from ._attention_path import (
     AttentionPath as AttentionPath,
@@ -16,28 +27,39 @@ from ._attention_path import (
     attention_path as attention_path,
     attention_paths as attention_paths,
 )
-from ._conv import conv as conv, conv_transpose as conv_transpose
-from ._dropout import dropout as dropout
-from ._einsum import einsum as einsum
+from ._conv import (
+    avg_pool as avg_pool,
+    conv as conv,
+    conv_transpose as conv_transpose,
+    max_pool as max_pool,
+)
 from ._elementwise import (
+    dropout as dropout,
     elementwise as elementwise,
     gelu as gelu,
     gelu_glu as gelu_glu,
     relu as relu,
     sigmoid as sigmoid,
+    sigmoid_glu as sigmoid_glu,
     silu as silu,
     silu_glu as silu_glu,
+    softmax as softmax,
     tanh as tanh,
 )
-from ._embed import embed as embed, tied_embed as tied_embed
-from ._fan_out import fan_out as fan_out
-from ._grouped import Groups as Groups, grouped_dense as grouped_dense
-from ._linear import dense as dense, matmul as matmul, readout as readout
-from ._lora import lora as lora
+from ._embed import embed as embed, rotary as rotary, tied_embed as tied_embed
+from ._linear import (
+    dense as dense,
+    einsum as einsum,
+    lora as lora,
+    matmul as matmul,
+    readout as readout,
+)
 from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
 from ._moe import (
+    Groups as Groups,
     Routing as Routing,
     attach_loss as attach_loss,
+    grouped_dense as grouped_dense,
     mixture as mixture,
     route as route,
 )
@@ -48,8 +70,14 @@ from ._norm import (
     layer_norm as layer_norm,
     rms_norm as rms_norm,
 )
-from ._operands import ArrayLike as ArrayLike
-from ._pool import avg_pool as avg_pool, max_pool as max_pool
+from ._operands import (
+    ArrayLike as ArrayLike,
+    UnitScaled as UnitScaled,
+    scale as scale,
+    scale_bwd as scale_bwd,
+    scale_fwd as scale_fwd,
+    unit_scaled as unit_scaled,
+)
 from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
 from ._recurrent import (
     gated_sum as gated_sum,
@@ -57,15 +85,13 @@ from ._recurrent import (
     gru as gru,
     highway as highway,
     lstm as lstm,
-    sigmoid_glu as sigmoid_glu,
     simple_rnn as simple_rnn,
 )
 from ._residual import (
+    add as add,
+    fan_out as fan_out,
     residual as residual,
     residual_add as residual_add,
     residual_split as residual_split,
+    weighted_add as weighted_add,
 )
-from ._rotary import rotary as rotary
-from ._scale import scale as scale, scale_bwd as scale_bwd, scale_fwd as scale_fwd
-from ._softmax import softmax as softmax
-from ._unit_scaled import UnitScaled as UnitScaled, unit_scaled as unit_scaled

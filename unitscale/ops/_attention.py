@@ -1,16 +1,20 @@
-"""Dot-product attention: by a fused kernel, in chunks, or plainly, as `attention_path` says."""
+"""Dot-product attention: the op, and its plain implementation."""
 
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import rules
 from ..core import (
+    BATCH_AXES,
+    CONTEXT_AXES,
+    TENSOR_AXES,
     ScaledArray,
     bounded_product,
+    constrain_sharding,
     custom_vjp,
-    match_varying,
     result_dtype,
     scale,
     scale_bwd,
@@ -20,11 +24,9 @@ from ..core import (
     widen,
 )
 from ..rules import Constraint
-from ._attention_chunked import attend_in_chunks
-from ._attention_path import Implementation, take_path
-from ._attention_splash import splash
-from ._context_axis import by_heads, by_tokens, whole_heads
-from ._operands import ArrayLike, output_dtype, shape_error, unpack_uniform
+from ._attention_kernels import attend_by_cudnn, attend_in_chunks, splash
+from ._attention_path import HEAD_AXES, Implementation, take_path, whole_heads
+from ._operands import ArrayLike, output_dtype, shape_error, unpack
 
 
 def dot_product_attention(
@@ -46,12 +48,8 @@ def dot_product_attention(
 ) -> ScaledArray:
     """Attends from queries to keys and averages values.
 
-    Scaling:
-        data = fwd * softmax(mult / d * q k^T) v, scale = v.scale; the scales of q and k are folded
-        into the logits. fwd is 1 / RMS of the average of unit values under the weights of
-        independent unit q and k, over all positions of a sequence of ``scale_length``; before the
-        constraint v has the same backward factor and q, k their own. See
-        `rules.dot_product_attention`.
+    Scaling: `rules.dot_product_attention`; the scales of q and k are applied to the logits, and
+    that of v is carried.
 
     Args:
         q: (batch, time, heads, d), floating.
@@ -63,27 +61,22 @@ def dot_product_attention(
         dropout_rate: rate of dropout on the attention weights.
         dropout_key: `jax.random` key for it.
         deterministic: whether dropout applies its expected value.
-        scale_length: static sequence length that fwd is computed for; by default the number of
-            keys. Fix it where one function must serve many lengths, as with a KV cache.
-        scale_causal: whether fwd counts the keys of a causal mask; by default ``is_causal``. Set
-            it where causality comes in through ``mask``.
+        scale_length: static sequence length of the forward factor; by default the number of keys.
+            Fix it if one function must serve many lengths, as with a KV cache.
+        scale_causal: whether the forward factor is that of a causal mask; by default ``is_causal``.
+            Set it if ``mask`` is causal.
         mean_square: static mean square of the average of the values over the attention weights,
             for values that share a component between positions, as above the first layer of a
             stack (`rules.AttentionContext`); by default that of independent values.
-        constraint: how output and gradients come to share a factor.
+        constraint: see `unitscale.ops`.
         implementation: "cudnn", a fused kernel of NVIDIA GPUs; "splash", one for TPUs; "chunked",
             which computes weights in pieces, and again in the backward pass; "plain", which holds
-            all of them; or "auto", the first of these that is there and fits the call.
-            `attention_path` says which and why. None is "auto", "xla" is "plain".
+            all of them; or "auto", the first of these that is available and fits the call, see
+            `attention_path`. None is "auto", "xla" is "plain".
 
     Returns:
-        ScaledArray (batch, time, heads, d) in the dtype of ``v`` (bfloat16 for 8-bit data). A
-        query whose keys are all masked gets the mean of all values, and never NaN.
-
-    Raises:
-        TypeError: if an operand is not floating or the mask not boolean.
-        ValueError: if the shapes do not fit, dropout has no key, or an implementation was asked for
-            that cannot be had.
+        ScaledArray (batch, time, heads, d) in the dtype of ``v``. A query whose keys are all masked
+        gets the mean of all values, and never NaN.
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 128, 4, 16))
@@ -92,17 +85,14 @@ def dot_product_attention(
         (1, 128, 4, 16)
 
     References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (attention);
         Ainslie et al., "GQA", 2023, arXiv 2305.13245.
     """
-    operands = {"q": q, "k": k, "v": v}
-    unpacked = {
-        name: unpack_uniform("dot_product_attention", name, x, (-1, -2, -3))
-        for name, x in operands.items()
-    }
-    (qd, qs), (kd, ks), (vd, vs) = unpacked.values()
-    _check(qd, kd, vd)
-    mask = _mask(mask, (qd.shape[0], qd.shape[2], qd.shape[1], kd.shape[1]))
+    (qd, qs), (kd, ks), (vd, vs) = (
+        unpack("dot_product_attention", name, x, (-1, -2, -3))
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    _check_shapes(qd, kd, vd)
+    mask = _check_mask(mask, (qd.shape[0], qd.shape[2], qd.shape[1], kd.shape[1]))
     if dropout_rate and not deterministic and dropout_key is None:
         raise ValueError(
             "unitscale.ops.dot_product_attention: dropout_key must be a jax.random key unless "
@@ -119,15 +109,14 @@ def dot_product_attention(
     )
     dtype, shared = output_dtype(v), result_dtype(qd, kd, vd)
     # The cotangent is multiplied by v's factor before the softmax shrinks it; q and k differ from
-    # it only where the constraint lets them. bfloat16 has the range for the gradients as they are,
-    # whose factors fuse with what reads them; the cotangent of a fused kernel would be written.
+    # it only without a constraint. bfloat16 has the range to multiply gradients at the end, where
+    # the factors fuse; a scaled cotangent of a fused kernel would be written to memory.
     common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
     qd, kd, vd = (
         upcast(scale_bwd(x, factor / common), shared)
         for x, factor in zip((qd, kd, vd), factors.bwd, strict=True)
     )
     rate = 0.0 if deterministic else dropout_rate
-    # One that is static is 1.
     scales = [s for s in bounded_product(qs, ks) if s is not None and not isinstance(s, int)]
     path = take_path(
         qd.shape,
@@ -139,30 +128,49 @@ def dot_product_attention(
         scaled=bool(scales),
         implementation=implementation,
     )
-    if vd.dtype != jnp.float16:  # whose range the product with a scale may leave
+    if vd.dtype != jnp.float16:  # in which q times its scale may leave the range
         for s in scales:
             qd = (widen(qd) * to_float(s)).astype(qd.dtype)
         scales = []
-    call = mask, is_causal, rules.logit_factor(qd.shape[-1], mult)
+    logit_factor = rules.logit_factor(qd.shape[-1], mult)
     moves = whole_heads(qd.shape[2], kd.shape[2])
     if moves:
-        qd, kd, vd = map(by_heads, (qd, kd, vd))
+        qd, kd, vd = map(shard_heads, (qd, kd, vd))
     if path == "cudnn":
-        y = _fused(qd, kd, vd, *call)
+        y = attend_by_cudnn(qd, kd, vd, is_causal, logit_factor)
     elif path == "splash":
-        y = splash(qd, kd, vd, is_causal, call[2])
+        y = splash(qd, kd, vd, is_causal, logit_factor)
     elif path == "chunked":
-        y = attend_in_chunks(qd, kd, vd, *call, tuple(scales))
-    elif rate or vd.dtype in (jnp.float64, jnp.float16) or _is_strict():
-        y = _attend(qd, kd, vd, *call, scales, rate, dropout_key)
+        y = attend_in_chunks(qd, kd, vd, mask, is_causal, logit_factor, tuple(scales))
     else:
-        y = _plain(qd, kd, vd, *call)
-    y = scale(by_tokens(y) if moves else y, factors.fwd, common)
+        y = _plain(qd, kd, vd, mask, is_causal, logit_factor, scales, rate, dropout_key)
+    y = scale(shard_tokens(y) if moves else y, factors.fwd, common)
     return ScaledArray(y.astype(dtype), vs)
 
 
-def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """Checks a mask against (batch, heads, time, source) and gives it four dimensions."""
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and k.shape[2] > 0
+        and q.shape[2] % k.shape[2] == 0
+    )
+    if not fits:
+        raise shape_error(
+            "dot_product_attention",
+            "q must be (batch, time, heads, d) and k, v (batch, source, kv_heads, d) with "
+            "kv_heads dividing heads",
+            "Split the features into heads first.",
+            q=q.shape,
+            k=k.shape,
+            v=v.shape,
+        )
+
+
+def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns a mask with four dimensions that broadcast to (batch, heads, time, source)."""
     if mask is None:
         return None
     mask = jnp.asarray(mask)
@@ -184,52 +192,42 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _fused(q, k, v, mask, is_causal, logit_factor):
-    """By cuDNN, whose graph JAX builds with float32 for all that is neither operand nor result."""
-    q, k, v = match_varying((q, k, v))
-    # Its rule for vmap needs operands and cotangent all mapped. What is never so is gone when
-    # compiled.
-    never = jnp.any(jnp.stack([x[0, 0, 0, 0] for x in (q, k, v)]) == 0) & False
-    q, k, v = (jnp.where(never, 0, x) for x in (q, k, v))
-    y = jax.nn.dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=logit_factor, implementation="cudnn"
-    )
-    return jnp.where(never, 0, y)
+def shard_heads(x: jax.Array) -> jax.Array:
+    """Reshards (batch, time, heads, d) from tokens to heads, so that each device has whole heads.
 
-
-def _plain(q, k, v, mask, is_causal, logit_factor):
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=is_causal, scale=logit_factor, implementation="xla"
-    )
-
-
-def _is_strict() -> bool:
-    """Whether types are not promoted: JAX's own attention promotes, when it is lowered too."""
-    promotion = jax.config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
-    return promotion == "strict"
-
-
-def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
-    """What `_plain` has not: dropout, a softmax in float64, strict promotion, and float16.
-
-    It rounds the gradient of the weights to float16, which overflows long before those of q, k and
-    v do; and the product of q with its scale may leave that range, so here logits are scaled.
+    An all-to-all, forward and backward, as in Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
+    # Both sides are constrained, so that XLA does not reshard the matmuls before and after.
+    x = constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
+    return constrain_sharding(x, BATCH_AXES, (), HEAD_AXES)
+
+
+def shard_tokens(x: jax.Array) -> jax.Array:
+    """Inverts `shard_heads`."""
+    x = constrain_sharding(x, BATCH_AXES, (), HEAD_AXES)
+    return constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
+
+
+def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
+    """Computes all weights at once, in float32."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     groups = (batch, kv_heads, heads // kv_heads, time, source)
     q = q.reshape(batch, time, kv_heads, heads // kv_heads, d)
     wide = wide_dtype(v.dtype)
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide) * logit_factor
-    for logit_scale in logit_scales:
-        # A scalar, or one per batch item: (batch, 1, 1, 1).
+    for logit_scale in logit_scales:  # scalars, or one per batch item: (batch, 1, 1, 1)
         logits = logits * to_float(logit_scale)[..., None]
-    allowed = jnp.tril(jnp.ones((time, source), bool)) if is_causal else jnp.ones((1, 1), bool)
+    allowed = None
+    if is_causal:
+        row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, time, source), n) for n in (2, 3))
+        allowed = row >= column
     if mask is not None:
-        allowed = allowed & mask
-    allowed = jnp.broadcast_to(allowed, (batch, heads, time, source)).reshape(groups)
-    # Finite, so that a row with nothing to attend to gives the mean and not NaN.
-    logits = jnp.where(allowed, logits, jnp.finfo(wide).min / 2)
+        allowed = mask if allowed is None else allowed & mask
+    if allowed is not None:
+        allowed = jnp.broadcast_to(allowed, (batch, heads, time, source)).reshape(groups)
+        # Finite, so that a row with nothing to attend to gives the mean and not NaN.
+        logits = jnp.where(allowed, logits, jnp.finfo(wide).min / 2)
     weights = jax.nn.softmax(logits, axis=-1)
     if dropout_rate:
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, weights.shape)
@@ -242,19 +240,19 @@ def _attend(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, 
 def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Averages v over float32 weights, rounded to its dtype; their gradient stays in float32.
 
-    That gradient is a sum over a head's features, which the softmax's own gradient then shrinks by
-    the number of keys: between the two, float16 would overflow.
+    In float16 that gradient, a sum over a head's features, would overflow before the softmax's own
+    gradient shrinks it by the number of keys.
     """
     return jnp.einsum(
         "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype
     )
 
 
-def _average_forward(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
+def _average_fwd(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
     return _average(weights, v), (weights.astype(v.dtype), v)
 
 
-def _average_backward(saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _average_bwd(saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     weights, v = saved
     cotangent, wide = cotangent.astype(v.dtype), cotangent.dtype
     by_weights = jnp.einsum("btkgd,bskd->bkgts", cotangent, v, preferred_element_type=wide)
@@ -262,24 +260,4 @@ def _average_backward(saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, ja
     return by_weights, by_v.astype(v.dtype)
 
 
-_average.defvjp(_average_forward, _average_backward)
-
-
-def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
-    fits = (
-        q.ndim == k.ndim == v.ndim == 4
-        and k.shape == v.shape
-        and q.shape[0] == k.shape[0]
-        and q.shape[3] == k.shape[3]
-        and k.shape[2] > 0
-        and q.shape[2] % k.shape[2] == 0
-    )
-    if not fits:
-        raise shape_error(
-            "dot_product_attention",
-            "q must be (batch, time, heads, d) and k, v (batch, source, kv_heads, d) with "
-            "kv_heads dividing heads",
-            "Split the features into heads first.",
-            **shapes,
-        )
+_average.defvjp(_average_fwd, _average_bwd)

@@ -1,20 +1,24 @@
-"""Which implementation a call of attention takes, and why: one rule, for callers and for the op."""
+"""Selects the implementation of attention, and reports which one a call takes and why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 
-from ._attention_splash import LANES
-from ._context_axis import whole_heads
+from ..core import CONTEXT_AXES, TENSOR_AXES, axes_size
 
 Implementation = Literal["auto", "plain", "chunked", "cudnn", "splash"]
-"""Of `dot_product_attention`."""
+"""Implementations of `dot_product_attention`."""
 
+HEAD_AXES = (*TENSOR_AXES, *CONTEXT_AXES)
+"""Mesh axes that shard the heads while tokens are whole."""
+LANES = 128
+"""Lanes of a TPU, which divide the lengths that splash takes."""
 _LONG = {"cpu": 128 * 128}
 _LONG_ELSEWHERE = 1024 * 1024
 _MOST_FEATURES = 128
@@ -22,7 +26,7 @@ _NAME = "unitscale.ops.dot_product_attention"
 
 
 class AttentionPath(NamedTuple):
-    """What a call of `dot_product_attention` takes, and why.
+    """The implementation that a call of `dot_product_attention` takes, and why.
 
     Attributes:
         implementation: "plain", "chunked", "cudnn" or "splash".
@@ -38,7 +42,7 @@ class AttentionPath(NamedTuple):
 
 
 class _Tracing(NamedTuple):
-    """What holds where a program is traced; never changed in place."""
+    """Settings of the context in which a program is traced."""
 
     forced: Implementation = "auto"
     target: str | None = None
@@ -60,36 +64,29 @@ def attention_path(
     scaled: bool = False,
     implementation: Implementation | Literal["xla"] | None = "auto",
 ) -> AttentionPath:
-    """Says which implementation a call of `dot_product_attention` takes, and why.
+    """Returns the implementation that a call of `dot_product_attention` takes, and why.
 
-    "auto" is "cudnn", the fused kernel, where the default backend is an NVIDIA GPU and the kernel
-    takes the call: 16-bit operands, head sizes that 8 divides up to 128, even lengths, no mask but
-    the causal one, no dropout, and, under a mesh whose axis context divides the tokens, heads that
-    the devices of context and tensor divide.
+    "auto" is "cudnn", the fused kernel, if the default backend is an NVIDIA GPU and the kernel
+    supports the call: 16-bit operands, head sizes that 8 divides up to 128, even lengths, no mask
+    but the causal one, no dropout, and, under a mesh whose axis context shards the tokens, heads
+    that the devices of context and tensor divide.
 
-    It is "splash", JAX's kernel for TPUs, where the default backend is one and the call fits
-    likewise: bfloat16, lengths that 128 divides, and for several devices the mesh of
-    `jax.set_mesh`, which divides the batch and the heads; not inside of `jax.shard_map`.
+    It is "splash", JAX's kernel for TPUs, if the default backend is one and the kernel supports the
+    call: bfloat16, lengths that 128 divides, and for several devices the mesh of `jax.set_mesh`,
+    which shards the batch and the heads; not inside of `jax.shard_map`.
 
-    Else it is "chunked" for long sequences without dropout: from 128 queries times 128 keys on
-    where the default backend is a CPU, on which that was measured to be faster, and from
-    1,024 x 1,024 on elsewhere, to save memory. Else it is "plain".
+    Else it is "chunked" for long sequences without dropout: on CPUs from 128 queries times 128
+    keys, where it is faster, and elsewhere from 1,024 x 1,024, to save memory. Else it is "plain".
 
     Args:
         q_shape: (batch, time, heads, d), or q itself.
         k_shape: (batch, source, kv_heads, d), or k itself.
-        dtype: that q, k and v have in common; 8-bit data counts as bfloat16.
+        dtype: the promoted dtype of q, k and v; 8-bit data counts as bfloat16.
         mask: whether there is one.
         is_causal: as for the op.
         dropout_rate: of the weights, 0 where dropout is off.
         scaled: whether q or k is a ScaledArray that has a scale.
         implementation: as for the op.
-
-    Returns:
-        `AttentionPath`, the implementation and the reason.
-
-    Raises:
-        ValueError: if the implementation is unknown, or one was asked for that cannot be had.
 
     Example:
         >>> shape = (1, 4096, 8, 64)
@@ -106,55 +103,48 @@ def attention_path(
             f"{_NAME}: implementation must be one of {', '.join(get_args(Implementation))}; got "
             f"{wanted!r}"
         )
-    whole = "dropout needs all weights at once" if dropout_rate else None
+    no_chunks = "dropout needs all weights at once" if dropout_rate else None
 
-    def no_cudnn() -> str | None:
-        return _not_for_cudnn(q_shape, k_shape, dtype, mask, is_causal, dropout_rate, scaled)
-
-    def no_splash() -> str | None:
-        return _not_for_splash(q_shape, k_shape, dtype, mask, dropout_rate)
+    def refusal_of(name: str) -> str | None:
+        """Returns why an implementation cannot take the call, or None."""
+        if name in ("plain", "chunked"):
+            return no_chunks if name == "chunked" else None
+        refusal = _not_for_kernels(q_shape, k_shape, mask, dropout_rate)
+        if name == "splash":
+            return refusal or _not_for_splash(q_shape[1], k_shape[1], dtype)
+        return refusal or _not_for_cudnn(q_shape, k_shape, dtype, is_causal, scaled)
 
     if wanted != "auto":
-        refusal = {
-            "plain": lambda: None,
-            "chunked": lambda: whole,
-            "cudnn": no_cudnn,
-            "splash": no_splash,
-        }[wanted]()
-        if refusal is not None:
+        if (refusal := refusal_of(wanted)) is not None:
             raise ValueError(
                 f"{_NAME}: implementation {wanted!r} was asked for, and cannot be had: "
                 f'{refusal.rstrip(".")}; use implementation="auto", which takes another one.'
             )
         return AttentionPath(wanted, "asked for")
     if target() == "tpu":
-        kernel, refusal = "splash", _unknown_devices() or no_splash()
+        kernel, refusal = "splash", _unknown_devices() or refusal_of("splash")
         if refusal is None:
             return AttentionPath("splash", "a fused kernel of JAX for the TPU")
     else:
-        kernel, refusal = "cuDNN", (None if tracing.target else _no_gpu()) or no_cudnn()
+        kernel, refusal = "cuDNN", (None if tracing.target else _no_gpu()) or refusal_of("cudnn")
         if refusal is None:
             return AttentionPath("cudnn", "a fused kernel of the NVIDIA GPU")
     time, source = q_shape[1], k_shape[1]
-    if whole is None and time * source >= _LONG.get(target(), _LONG_ELSEWHERE):
+    if no_chunks is None and time * source >= _LONG.get(target(), _LONG_ELSEWHERE):
         reason = f"{time:,} x {source:,} weights of a head are not held at once"
         return AttentionPath("chunked", f"{reason}; no {kernel}: {refusal}")
-    reason = whole or f"{time:,} x {source:,} weights of a head are few"
+    reason = no_chunks or f"{time:,} x {source:,} weights of a head are few"
     return AttentionPath("plain", f"{reason}; no {kernel}: {refusal}")
 
 
 @contextmanager
 def attention_paths(implementation: Implementation = "auto") -> Iterator[list[AttentionPath]]:
-    """Lists which implementations the calls of attention take that are traced within the block.
+    """Yields a list that gets the `AttentionPath` of each call that is traced within the block.
 
-    What JAX has traced before, for the same shapes, it does not trace again.
+    JAX does not trace again what it has traced before for the same shapes.
 
     Args:
-        implementation: what every call within the block takes, whatever it asks for; "auto" leaves
-            them as they are.
-
-    Yields:
-        The list, one `AttentionPath` a call, which grows as calls are traced.
+        implementation: overrides that of every call within the block, unless it is "auto".
 
     Example:
         >>> from unitscale import ops
@@ -171,14 +161,14 @@ def attention_paths(implementation: Implementation = "auto") -> Iterator[list[At
 
 @contextmanager
 def for_nvidia() -> Iterator[None]:
-    """Within the block, programs are traced as for an NVIDIA GPU, whatever this machine has."""
+    """Traces programs within the block as for an NVIDIA GPU, whatever this machine has."""
     with _tracing(target="gpu"):
         yield
 
 
 @contextmanager
 def for_tpu() -> Iterator[None]:
-    """Within the block, programs are traced as for one TPU, or those of the mesh around."""
+    """Traces programs within the block as for one TPU, or those of the enclosing mesh."""
     with _tracing(target="tpu"):
         yield
 
@@ -193,7 +183,7 @@ def _tracing(**changes: Any) -> Iterator[None]:
 
 
 def take_path(*args: Any, **kwargs: Any) -> Implementation:
-    """As `attention_path`, and notes what is taken for `attention_paths`."""
+    """Returns the implementation of `attention_path`, and records it for `attention_paths`."""
     path = attention_path(*args, **kwargs)
     for taken in _TRACING.get().taken:
         taken.append(path)
@@ -201,12 +191,19 @@ def take_path(*args: Any, **kwargs: Any) -> Implementation:
 
 
 def target() -> str:
-    """The platform that is traced for: "cpu", "gpu", "tpu"."""
+    """Returns the platform that is traced for: "cpu", "gpu", "tpu"."""
     return _TRACING.get().target or jax.default_backend()
 
 
+def whole_heads(*heads: int) -> bool | None:
+    """Whether each device can have whole heads; None if no mesh axis shards the tokens."""
+    if axes_size(CONTEXT_AXES) == 1:
+        return None
+    return all(n % axes_size(HEAD_AXES) == 0 for n in heads)
+
+
 def _no_gpu() -> str | None:
-    """Why the default backend has no kernel of cuDNN, or None."""
+    """Returns why the default backend does not support cuDNN's kernel, or None."""
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:
         return f"the default backend is {backend.platform}, no NVIDIA GPU"
@@ -214,37 +211,23 @@ def _no_gpu() -> str | None:
     return None if float(capability) >= 8 else f"this GPU has compute capability {capability} < 8.0"
 
 
-def _not_for_cudnn(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    dtype: Any,
-    mask: bool,
-    is_causal: bool,
-    dropout_rate: float,
-    scaled: bool,
-) -> str | None:
-    """Why cuDNN does not take a call, wherever it runs, or None."""
-    features = q_shape[-1]
-    if (refusal := _not_for_kernels(q_shape, k_shape, mask, dropout_rate)) is not None:
-        return refusal
-    if dtype not in (jnp.float16, jnp.bfloat16):
-        return f"it takes float16 and bfloat16, not {dtype}"
-    if dtype == jnp.float16 and scaled:
-        return "scales of q and k may leave the range of float16"
-    if features % 8 or features > _MOST_FEATURES:
-        return f"it takes head sizes that 8 divides, up to {_MOST_FEATURES}, not {features}"
-    return _refused_by_jax(q_shape, k_shape, dtype, is_causal)
+def _unknown_devices() -> str | None:
+    """Returns why a program may be for several TPUs without a known sharding, or None."""
+    if not jax.sharding.get_abstract_mesh().empty or _TRACING.get().target == "tpu":
+        return None
+    count = jax.device_count()
+    return None if count == 1 else f"there are {count} devices and no mesh of jax.set_mesh"
 
 
 def _not_for_kernels(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], mask: bool, dropout_rate: float
 ) -> str | None:
-    """Why no fused kernel takes a call, or None."""
+    """Returns why no fused kernel supports a call, or None."""
     if dropout_rate:
         return "it has no dropout on the weights here"
     if mask:
-        # cuDNN adds a finite number where the mask is False. What a row with nothing to attend to
-        # becomes depends on the dtype then, and its gradient has been NaN in some versions.
+        # cuDNN adds a finite number where the mask is False. The result of a row with nothing to
+        # attend to then depends on the dtype, and its gradient has been NaN in some versions.
         return "it has no exact masks but the causal one"
     if 0 in (*q_shape, *k_shape):
         return "there is nothing to attend to or from"
@@ -256,45 +239,31 @@ def _not_for_kernels(
     return None
 
 
-def _unknown_devices() -> str | None:
-    """Why a program may be for several TPUs of which nothing is known while it is traced."""
-    if not jax.sharding.get_abstract_mesh().empty or _TRACING.get().target == "tpu":
-        return None
-    count = jax.device_count()
-    return None if count == 1 else f"there are {count} devices and no mesh of jax.set_mesh"
-
-
-def _not_for_splash(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, mask: bool, dropout_rate: float
-) -> str | None:
-    """Why JAX's kernel for TPUs does not take a call, or None."""
-    if (refusal := _not_for_kernels(q_shape, k_shape, mask, dropout_rate)) is not None:
-        return refusal
+def _not_for_splash(time: int, source: int, dtype: Any) -> str | None:
     if dtype != jnp.bfloat16:
         return f"it takes bfloat16, not {dtype}"
-    if q_shape[1] % LANES or k_shape[1] % LANES:
-        return f"it takes lengths that {LANES} divides, not {q_shape[1]} and {k_shape[1]}"
+    if time % LANES or source % LANES:
+        return f"it takes lengths that {LANES} divides, not {time} and {source}"
     if jax.sharding.get_abstract_mesh().manual_axes:
         return "its results have no types inside of jax.shard_map"
     return None
 
 
-def _refused_by_jax(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, is_causal: bool
+def _not_for_cudnn(
+    q_shape: Any, k_shape: Any, dtype: Any, is_causal: bool, scaled: bool
 ) -> str | None:
-    """What JAX says, which knows the installed cuDNN and the GPU, for training too; or None."""
-    arguments = [jax.ShapeDtypeStruct(s, dtype) for s in (q_shape, k_shape, k_shape)]
+    features = q_shape[-1]
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        return f"it takes float16 and bfloat16, not {dtype}"
+    if dtype == jnp.float16 and scaled:
+        return "scales of q and k may leave the range of float16"
+    if features % 8 or features > _MOST_FEATURES:
+        return f"it takes head sizes that 8 divides, up to {_MOST_FEATURES}, not {features}"
 
-    def differentiated(*arguments: jax.Array) -> Any:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=is_causal, implementation="cudnn"
-            )
-
-        return jax.vjp(attend, *arguments)[0]
-
-    try:
-        jax.eval_shape(differentiated, *arguments)
+    attend = partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
+    q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q_shape, k_shape))
+    try:  # JAX checks the installed cuDNN and the GPU, for training too
+        jax.eval_shape(lambda *args: jax.vjp(attend, *args)[0], q, k, k)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return None

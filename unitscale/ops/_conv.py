@@ -1,13 +1,13 @@
-"""Convolution, channels last, of any rank."""
+"""Convolution and pooling, channels last, of any rank."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .. import rules
@@ -15,12 +15,30 @@ from ..core import ScaledArray, global_batch_size, scale, scale_bwd
 from ..quant import MatmulConfig, QuantState, fake_quantize_operands
 from ..rules import Constraint, Factors
 from ._linear import add_bias
-from ._operands import ArrayLike, output_dtype, shape_error, times_scales, unpack, unpack_uniform
-from ._wide import wide_op
+from ._operands import ArrayLike, multiply_scales, output_dtype, shape_error, unpack, wide_op
 
 Padding = str | int | Sequence[int | tuple[int, int]]
-# What is beyond the sides of the input, as `jnp.pad` names it, where that is not zero.
-_BEYOND = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
+_Pairs = str | tuple[tuple[int, int], ...]
+# Modes of `jnp.pad` for padding that is not zero.
+_PAD_MODES: dict[str, Any] = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
+
+
+def _conv(strides, padding, dilation, input_dilation, groups, x, kernel):
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        padding,
+        lhs_dilation=input_dilation,
+        rhs_dilation=dilation,
+        dimension_numbers=_channels_last(x.ndim),
+        feature_group_count=groups,
+    )
+
+
+def _conv_transpose(strides, padding, dilation, x, kernel):
+    numbers = _channels_last(x.ndim)
+    return lax.conv_transpose(x, kernel, strides, padding, dilation, dimension_numbers=numbers)
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
@@ -29,40 +47,6 @@ def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(
         image, (ndim - 1, ndim - 2, *(axis - 1 for axis in axes)), image
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Conv:
-    strides: tuple[int, ...]
-    padding: str | tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    input_dilation: tuple[int, ...]
-    groups: int
-
-    def __call__(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(
-            x,
-            kernel,
-            self.strides,
-            self.padding,
-            lhs_dilation=self.input_dilation,
-            rhs_dilation=self.dilation,
-            dimension_numbers=_channels_last(x.ndim),
-            feature_group_count=self.groups,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _ConvTranspose:
-    strides: tuple[int, ...]
-    padding: str | tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-
-    def __call__(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        numbers = _channels_last(x.ndim)
-        return lax.conv_transpose(
-            x, kernel, self.strides, self.padding, self.dilation, dimension_numbers=numbers
-        )
 
 
 def conv(
@@ -81,14 +65,9 @@ def conv(
 ) -> ScaledArray:
     """Convolves over the spatial dimensions.
 
-    Scaling:
-        data = fan_in^-1/2 * conv(x.data, kernel.data) + bias, scale = x.scale * kernel.scale, with
-        fan_in = prod(spatial) * in / groups / prod(input_dilation); dx sums out / groups *
-        prod(spatial) / prod(strides) terms, dbias batch * output positions, dkernel
-        prod(input_dilation) times fewer. All three accumulate in float32. Where both operands are
-        bfloat16 they stay so, and results are rounded before their factor, as those of `dense`;
-        else operands are widened to float32, and results are rounded once, after their factor. See
-        `rules.conv`.
+    Scaling: `rules.conv`; the scales are multiplied, and the bias is added at the result's.
+    bfloat16 operands stay bfloat16 and are rounded before their factor, as those of `dense`; others
+    are widened to float32, and results are rounded once, after their factor.
 
     Args:
         x: (batch, *spatial, in), floating.
@@ -96,31 +75,24 @@ def conv(
         bias: (out,), or None.
         strides: one stride, or one per spatial dimension.
         padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), an integer for both sides of
-            every dimension, or one integer or (low, high) pair for each. "CIRCULAR" and "REFLECT"
-            go on with the input itself where the others have zeros. Not "SAME" of dilated inputs.
+            every dimension, or one integer or (low, high) pair for each; or "CIRCULAR" or
+            "REFLECT", which pad with the input itself in place of zeros. Not "SAME" for dilated
+            inputs.
         dilation: one kernel dilation, or one per spatial dimension.
-        input_dilation: one distance of the inputs, or one per spatial dimension; zeros lie between.
+        input_dilation: one dilation of the input, or one per spatial dimension.
         feature_group_count: number of groups, dividing in and out.
-        constraint: how the output and the input gradient come to share a factor.
-        config: formats that operands are quantized to before the product, which itself runs in
-            bfloat16 or float32: XLA has no FP8 convolution kernel. Cotangents are not quantized.
-        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
+        constraint: see `matmul`.
+        config: formats that operands are rounded to; the convolution itself runs in bfloat16 or
+            float32, because XLA has no FP8 kernel. Cotangents are not quantized.
+        state: see `matmul`.
 
     Returns:
-        ScaledArray (batch, *output spatial, out) in the dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes, strides, padding or groups do not fit, or a strategy lacks its
-            state.
+        ScaledArray (batch, *output spatial, out) in the dtype of ``x``.
 
     Example:
         >>> y = conv(jnp.ones((1, 5, 4)), jnp.ones((3, 4, 2)), padding="VALID")
         >>> print(y.shape, round(float(y.data[0, 0, 0]), 3))
         (1, 3, 2) 3.464
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (conv1d).
     """
     (data, x_scale), (w, w_scale) = _operands("conv", x, kernel, feature_group_count)
     if w.shape[-1] % feature_group_count:
@@ -129,19 +101,21 @@ def conv(
             f"{feature_group_count} groups, kernel {w.shape}"
         )
     rank = data.ndim - 2
-    strides = per_axis("conv", "strides", strides, rank)
-    dilation = per_axis("conv", "dilation", dilation, rank)
-    gaps = per_axis("conv", "input_dilation", input_dilation, rank)
-    if isinstance(padding, str) and padding.upper() in _BEYOND:
-        data, padding = _padded(data, _BEYOND[padding.upper()], w.shape, dilation), "VALID"
-    around = sides("conv", padding, w.shape, dilation)
+    strides = _per_axis("conv", "strides", strides, rank)
+    dilation = _per_axis("conv", "dilation", dilation, rank)
+    gaps = _per_axis("conv", "input_dilation", input_dilation, rank)
+    if isinstance(padding, str) and padding.upper() in _PAD_MODES:
+        beyond = [(n - 1) * step for n, step in zip(w.shape, dilation, strict=False)]
+        sides = ((0, 0), *((n // 2, n - n // 2) for n in beyond), (0, 0))
+        data, padding = jnp.pad(data, sides, mode=_PAD_MODES[padding.upper()]), "VALID"
+    around = _sides("conv", padding, w.shape, dilation)
     if max(gaps) > 1 and around == "SAME":
         raise ValueError(
-            "unitscale.ops.conv: padding 'SAME' is of inputs without zeros between; got "
+            "unitscale.ops.conv: padding 'SAME' needs inputs that are not dilated; got "
             f"input_dilation {input_dilation}; give (low, high) pairs, or use conv_transpose"
         )
     around = ((0, 0),) * rank if around == "VALID" else around
-    op = _Conv(strides, around, dilation, gaps, feature_group_count)
+    f = partial(_conv, strides, around, dilation, gaps, feature_group_count)
     rule = partial(
         rules.conv,
         strides=strides,
@@ -150,7 +124,7 @@ def conv(
         constraint=constraint,
     )
     operands = (data, x_scale), (w, w_scale)
-    return _scaled("conv", op, operands, bias, rule, output_dtype(x), config, state)
+    return _scaled("conv", f, operands, bias, rule, output_dtype(x), config, state)
 
 
 def conv_transpose(
@@ -165,30 +139,14 @@ def conv_transpose(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Convolves with inputs that lie ``strides`` apart, as `jax.lax.conv_transpose`.
+    """Applies a transposed convolution, as `jax.lax.conv_transpose`.
 
-    Scaling:
-        That of `conv` with strides of 1 and an input dilation of ``strides``: fan_in =
-        prod(spatial) * in / prod(strides), which positions have on average. See `rules.conv`.
+    Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
+    `conv`.
 
-    Args:
-        x: (batch, *spatial, in), floating.
-        kernel: (*spatial, in, out), floating.
-        bias: (out,), or None.
-        strides: one stride, or one per spatial dimension: how many outputs an input has.
-        padding: "SAME", for ``strides`` times as many outputs as inputs, "VALID", for all that an
-            input reaches, or an integer or (low, high) pairs, of the dilated input.
-        dilation: one kernel dilation, or one per spatial dimension.
-        constraint: how the output and the input gradient come to share a factor.
-        config: formats that operands are quantized to, as of `conv`.
-        state: the scales of a strategy that keeps them.
-
-    Returns:
-        ScaledArray (batch, *output spatial, out) in the dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes, strides or padding do not fit, or a strategy lacks its state.
+    Arguments are those of `conv`. ``strides`` is the number of outputs per input, and ``padding``
+    "SAME", for ``strides`` times as many outputs as inputs, "VALID", for all that an input reaches,
+    or an integer or (low, high) pairs, of the dilated input.
 
     Example:
         >>> y = conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((2, 4, 3)), strides=2)
@@ -201,22 +159,21 @@ def conv_transpose(
     operands = _operands("conv_transpose", x, kernel, 1)
     (data, _), (w, _) = operands
     rank = data.ndim - 2
-    strides = per_axis("conv_transpose", "strides", strides, rank)
-    dilation = per_axis("conv_transpose", "dilation", dilation, rank)
-    around = sides("conv_transpose", padding, w.shape, dilation, causal=False)
-    op = _ConvTranspose(strides, around, dilation)
+    strides = _per_axis("conv_transpose", "strides", strides, rank)
+    dilation = _per_axis("conv_transpose", "dilation", dilation, rank)
+    around = _sides("conv_transpose", padding, w.shape, dilation)
+    f = partial(_conv_transpose, strides, around, dilation)
     rule = partial(rules.conv, input_dilation=strides, constraint=constraint)
-    return _scaled("conv_transpose", op, operands, bias, rule, output_dtype(x), config, state)
+    return _scaled("conv_transpose", f, operands, bias, rule, output_dtype(x), config, state)
 
 
 _Operand = tuple[jax.Array, Any]
 
 
 def _operands(name: str, x: ArrayLike, kernel: ArrayLike, groups: int) -> tuple[_Operand, _Operand]:
-    """Returns data and scale of both."""
-    x_rank, w_rank = unpack(name, "x", x)[0].ndim, unpack(name, "kernel", kernel)[0].ndim
-    data, x_scale = unpack_uniform(name, "x", x, tuple(range(1, x_rank)))
-    w, w_scale = unpack_uniform(name, "kernel", kernel, tuple(range(w_rank)))
+    rank = jnp.ndim(unpack(name, "x", x)[0])
+    data, x_scale = unpack(name, "x", x, tuple(range(1, rank)))
+    w, w_scale = unpack(name, "kernel", kernel, ...)
     if data.ndim < 3 or w.ndim != data.ndim or w.shape[-2] * groups != data.shape[-1]:
         raise shape_error(
             name,
@@ -230,7 +187,7 @@ def _operands(name: str, x: ArrayLike, kernel: ArrayLike, groups: int) -> tuple[
 
 def _scaled(
     name: str,
-    op: _Conv | _ConvTranspose,
+    f: partial[jax.Array],
     operands: tuple[_Operand, _Operand],
     bias: ArrayLike | None,
     rule: Callable[..., Factors],
@@ -238,37 +195,26 @@ def _scaled(
     config: MatmulConfig | None,
     state: QuantState | None,
 ) -> ScaledArray:
-    """Convolves data, and multiplies by the factors that a rule has for its shapes."""
+    """Convolves data, with the factors of a rule for its shapes."""
     (data, x_scale), (w, w_scale) = operands
-    out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
+    out = jax.eval_shape(f, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
     factors = rule(w.shape, global_batch_size(math.prod(out.shape[:-1]), data), 1)
     if config is not None:
         axes = tuple(range(1, data.ndim)), tuple(range(data.ndim - 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
-    y = _convolve(op, data, w, factors.fwd, factors.bwd[:2], out_dtype)
-    y, y_scale = times_scales(y, x_scale, w_scale)
-    if bias is None:
-        return ScaledArray(y, y_scale)
-    return add_bias(name, y, y_scale, bias, factors.bwd[2])
+    bwd = factors.bwd[:2]
+    if data.dtype == w.dtype == jnp.bfloat16:
+        # With the range of float32, factors can follow the rounding, as in `quant.contract`.
+        y = scale(f(scale_bwd(data, bwd[0]), scale_bwd(w, bwd[1])), factors.fwd)
+    else:
+        own = Factors(factors.fwd, bwd)
+        y = wide_op(f.func, data, w, factors=own, static=f.args, out_dtype=out_dtype)
+    result = multiply_scales(y, x_scale, w_scale)
+    return add_bias(name, result, bias, factors.bwd[2])
 
 
-def _padded(x: jax.Array, mode: Any, window: Sequence[int], dilation: Sequence[int]) -> jax.Array:
-    """Goes on beyond the sides of ``x``, so that strides of 1 give as many outputs as inputs."""
-    beyond = [(size - 1) * step for size, step in zip(window, dilation, strict=False)]
-    return jnp.pad(x, ((0, 0), *((n // 2, n - n // 2) for n in beyond), (0, 0)), mode=mode)
-
-
-def _convolve(
-    op: _Conv | _ConvTranspose, x, w, fwd: float, bwd: tuple[float, ...], out_dtype: Any
-) -> jax.Array:
-    if x.dtype == w.dtype == jnp.bfloat16:
-        # The range is that of float32, so that factors can follow the rounding, as in `contract`.
-        return scale(op(scale_bwd(x, bwd[0]), scale_bwd(w, bwd[1])), fwd)
-    return wide_op(op, x, w, fwd=fwd, bwd=bwd, out_dtype=out_dtype)
-
-
-def per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """Returns one positive integer for each spatial dimension; ``op`` names it in errors."""
+def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """Returns one positive integer for each spatial dimension."""
     sizes = (value,) * rank if isinstance(value, int) else tuple(value)
     if len(sizes) != rank or any(size < 1 for size in sizes):
         raise ValueError(
@@ -277,16 +223,9 @@ def per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple
     return sizes
 
 
-def sides(
-    op: str,
-    padding: Padding,
-    window: Sequence[int],
-    dilation: Sequence[int],
-    *,
-    causal: bool = True,
-) -> str | tuple[tuple[int, int], ...]:
+def _sides(op: str, padding: Padding, window: Sequence[int], dilation: Sequence[int]) -> _Pairs:
     """Returns padding as "SAME", "VALID" or one (low, high) pair for each spatial dimension."""
-    rank = len(dilation)
+    rank, causal = len(dilation), op != "conv_transpose"
     if isinstance(padding, str):
         name = padding.upper()
         if name == "CAUSAL" and causal and rank == 1:
@@ -304,3 +243,137 @@ def sides(
         f"unitscale.ops.{op}: padding must be 'SAME', 'VALID', {more}an integer, or one integer or "
         f"(low, high) pair for each of {rank} dimensions; got {padding!r}"
     )
+
+
+class _Windows(NamedTuple):
+    """Pooling windows over the spatial dimensions, those before the last."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: _Pairs
+
+    def reduce(self, x: jax.Array, init: float, f: Callable[..., jax.Array]) -> jax.Array:
+        leading = x.ndim - len(self.shape) - 1
+        ones, none = (1,) * leading, ((0, 0),) * leading
+        pads = (*none, *self.pads(x.shape), (0, 0))
+        return lax.reduce_window(
+            x, init, f, (*ones, *self.shape, 1), (*ones, *self.strides, 1), pads
+        )
+
+    def pads(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        if not isinstance(self.padding, str):
+            return self.padding
+        spatial = shape[-1 - len(self.shape) : -1]
+        return tuple(lax.padtype_to_pads(spatial, self.shape, self.strides, self.padding))
+
+    def counts(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns how many entries of each window are not padding, at least 1."""
+        each = []
+        for size, window, stride, (low, high) in zip(
+            shape[-1 - len(self.shape) : -1],
+            self.shape,
+            self.strides,
+            self.pads(shape),
+            strict=True,
+        ):
+            start = np.arange(0, low + size + high - window + 1, stride) - low
+            each.append(np.clip(np.minimum(start + window, size) - np.maximum(start, 0), 0, None))
+        whole = reduce(np.multiply.outer, each)
+        leading = (1,) * (len(shape) - len(self.shape) - 1)
+        return np.maximum(whole, 1).astype(np.float32).reshape(*leading, *whole.shape, 1)
+
+
+def _mean(windows, count_padding, x):
+    count = math.prod(windows.shape) if count_padding else windows.counts(x.shape)
+    return windows.reduce(x, 0.0, lax.add) / count
+
+
+def _maximum(windows, x):
+    return windows.reduce(x, -jnp.inf, lax.max)
+
+
+def avg_pool(
+    x: ArrayLike,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    count_include_pad: bool = True,
+    *,
+    constraint: Constraint = "to_output_scale",
+) -> ScaledArray:
+    """Takes the mean over windows, as `flax.linen.avg_pool`, scaled to unit variance.
+
+    Scaling: `rules.avg_pool`; the scale is carried. Entries are taken as independent: the mean of
+    similar entries, such as neighbours in an image, is larger.
+
+    Args:
+        x: (..., *spatial, features), floating; any number of leading dimensions, also none.
+        window_shape: size of the window in each spatial dimension.
+        strides: step from window to window in each; by default 1.
+        padding: as for `conv`, but not "CIRCULAR" and "REFLECT".
+        count_include_pad: whether the zeros of the padding count as entries of the mean.
+        constraint: see `unitscale.ops`.
+
+    Returns:
+        ScaledArray (..., *output spatial, features).
+
+    Example:
+        >>> print(avg_pool(jnp.ones((1, 4, 4, 3)), (2, 2), (2, 2)).data[0, 0, 0])
+        [2. 2. 2.]
+    """
+    windows = _windows("avg_pool", x, window_shape, strides, padding)
+    factors = rules.avg_pool(windows.shape, windows.strides, constraint=constraint)
+    return _pool("avg_pool", _mean, x, windows, factors, count_include_pad)
+
+
+def max_pool(
+    x: ArrayLike,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    *,
+    constraint: Constraint = "to_output_scale",
+) -> ScaledArray:
+    """Takes the maximum over windows, as `flax.linen.max_pool`, scaled to unit variance.
+
+    Scaling: `rules.max_pool`; the scale is carried, and the mean is not removed.
+
+    Arguments are those of `avg_pool`; the padding is -inf. Of equal entries the first gets the
+    gradient.
+
+    Example:
+        >>> print(max_pool(jnp.array([[1.0], [3.0], [2.0]]), (2,)).data.ravel().round(3))
+        [3.634 3.634]
+    """
+    windows = _windows("max_pool", x, window_shape, strides, padding)
+    factors = rules.max_pool(windows.shape, windows.strides, constraint=constraint)
+    return _pool("max_pool", _maximum, x, windows, factors)
+
+
+def _windows(op, x, window_shape, strides, padding) -> _Windows:
+    data, _ = unpack(op, "x", x)
+    window = tuple(window_shape)
+    if not window or data.ndim < len(window) + 1:
+        raise shape_error(
+            op,
+            "x must be (..., *spatial, features) with a spatial dimension for each of window_shape",
+            "Channels are last.",
+            x=data.shape,
+            window_shape=window,
+        )
+    window = _per_axis(op, "window_shape", window, len(window))
+    strides = _per_axis(op, "strides", 1 if strides is None else strides, len(window))
+    return _Windows(window, strides, _sides(op, padding, window, (1,) * len(window)))
+
+
+def _pool(
+    op: str,
+    f: Callable[..., jax.Array],
+    x: ArrayLike,
+    windows: _Windows,
+    factors: Factors,
+    *options: bool,
+) -> ScaledArray:
+    data, scale = unpack(op, "x", x, tuple(range(-1 - len(windows.shape), -1)))
+    y = wide_op(f, data, factors=factors, static=(windows, *options), out_dtype=output_dtype(x))
+    return ScaledArray(y, scale)

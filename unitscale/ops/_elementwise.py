@@ -1,25 +1,19 @@
-"""Element-wise functions: activations and gated linear units."""
+"""Activations, gated linear units, softmax and dropout."""
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, result_dtype
+from ..core import ScaledArray, result_dtype, scale as scale_both, upcast
 from ..rules import Constraint
-from ._operands import ArrayLike, scale_argument, shape_error, unpack
-from ._wide import wide_op
+from ._operands import ArrayLike, scale_argument, shape_error, times, unpack, wide_op
 
-
-def _times(x: jax.Array, factor: Any) -> jax.Array:
-    return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
-
-
-# Of x and x^3 in what gelu takes the sigmoid of, 2 u = (8 / pi)^1/2 * (x + 0.044715 x^3).
+# 2 u = (8 / pi)^1/2 * (x + 0.044715 x^3) is the argument of gelu's sigmoid.
 _LINEAR = math.sqrt(8 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 
@@ -28,48 +22,46 @@ _CUBIC = 0.044715 * _LINEAR
 def _gate(x: jax.Array) -> jax.Array:
     """Returns (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small.
 
-    Of the negative of -2 u: of two signs XLA leaves none.
+    The argument is written as the negative of -2 u because XLA removes the double negation.
     """
-    return jax.nn.sigmoid(-(x * (-_LINEAR - _CUBIC * (x * x))))
+    return lax.logistic(-(x * (-_LINEAR - _CUBIC * (x * x))))
 
 
 @_gate.defjvp
 def _gate_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     gate = _gate(x)
-    square = jnp.minimum(x * x, 1e4)  # where it is 0 or 1 already; no infinity to multiply it by
+    square = jnp.minimum(x * x, 1e4)  # the gate is 0 or 1 already; infinity times 0 would be NaN
     return gate, gate * (1 - gate) * (_LINEAR + 3 * _CUBIC * square) * dx
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """Returns x / 2 * (1 + tanh u).
-
-    In few operations, and its derivative too, most of them the same: they are what the kernels
-    around a product wait for.
-    """
+    """Returns x / 2 * (1 + tanh u), with few operations forward and backward."""
     return x * _gate(x)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfValue:
-    """``f(mult * x * scale)``."""
-
-    f: Callable[..., Any]
-    mult: float
-
-    def __call__(self, x: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return self.f(_times(_times(x, scale), self.mult))
+def _silu(x: jax.Array) -> jax.Array:
+    return x * lax.logistic(x)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gated:
-    """``x * f(mult * gate * scale)``; the scale of x is carried outside."""
+def _of_value(f, mult, x, scale):
+    return f(times(times(x, scale), mult))
 
-    f: Callable[..., Any]
-    mult: float
 
-    def __call__(self, x: jax.Array, gate: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return x * self.f(_times(_times(gate, scale), self.mult))
+def _elementwise(
+    op: str, f: Callable[..., Any], x: ArrayLike, mult: float, constraint: Constraint
+) -> ScaledArray:
+    data, scale = unpack(op, "x", x)
+    factors = rules.elementwise(f, mult=mult, constraint=constraint)
+    return ScaledArray(
+        wide_op(
+            _of_value,
+            data,
+            factors=factors,
+            static=(f, float(mult)),
+            constants=(scale_argument(scale),),
+        )
+    )
 
 
 def elementwise(
@@ -79,66 +71,32 @@ def elementwise(
     mult: float = 1.0,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Applies an element-wise function of your own with unit-scaling factors.
+    """Applies an element-wise function of your own: ``f(mult * x)``, scaled to unit variance.
 
-    Scaling:
-        data = fwd * f(mult * x.value) with fwd = 1 / std of f(mult * z), z ~ N(0, 1); the scale of
-        x is folded in, the result has none. dx = bwd * df/dx, before the constraint bwd = 1 / RMS
-        of the derivative. Both by quadrature: see `rules.elementwise`.
+    Scaling: `rules.elementwise`, by quadrature; the scale of x is applied, and the result has none.
 
     Args:
-        f: function of one float32 array, element-wise, hashable.
-        x: floating array or ScaledArray.
+        f: element-wise function of one float32 array, hashable, neither constant nor infinite.
+        x: operand.
         mult: static multiplier of the argument (inverse temperature).
-        constraint: how the output and the input gradient come to share a factor.
-
-    Returns:
-        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if ``x`` is not floating.
-        ValueError: if ``f`` is constant or not finite, or the constraint is unknown.
+        constraint: see `unitscale.ops`.
 
     Example:
         >>> y = elementwise(jnp.cos, jax.random.normal(jax.random.key(0), (4096,)))
         >>> print(bool(abs(y.data.std() - 1) < 0.1))
         True
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, factors of activations.
     """
     return _elementwise(getattr(f, "__name__", "elementwise"), f, x, mult, constraint)
-
-
-def _elementwise(op, f, x, mult, constraint) -> ScaledArray:
-    data, scale = unpack(op, "x", x)
-    factors = rules.elementwise(f, mult=mult, constraint=constraint)
-    y = wide_op(
-        _OfValue(f, float(mult)),
-        data,
-        fwd=factors.fwd,
-        bwd=factors.bwd,
-        constants=(scale_argument(scale),),
-        out_dtype=result_dtype(data),
-    )
-    return ScaledArray(y)
 
 
 def gelu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the Gaussian error linear unit, in its tanh form, scaled to unit variance.
-
-    Scaling:
-        `elementwise` of it, with its arguments, result and errors. For mult = 1, fwd = 1.701, and
-        bwd = 1.481 before the constraint.
+    """Applies the Gaussian error linear unit in its tanh form, as `elementwise`.
 
     Example:
         >>> gelu(jnp.ones(3, jnp.float16))
         ScaledArray(float16[3], scale=None)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _elementwise("gelu", _gelu, x, mult, constraint)
 
@@ -146,37 +104,23 @@ def gelu(
 def silu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the sigmoid linear unit, scaled to unit variance.
-
-    Scaling:
-        `elementwise` of it, with its arguments, result and errors. For mult = 1, fwd = 1.787, and
-        bwd = 1.623 before the constraint.
+    """Applies the sigmoid linear unit, as `elementwise`.
 
     Example:
         >>> silu(jnp.ones(3, jnp.float16))
         ScaledArray(float16[3], scale=None)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
-    return _elementwise("silu", jax.nn.silu, x, mult, constraint)
+    return _elementwise("silu", _silu, x, mult, constraint)
 
 
 def tanh(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the hyperbolic tangent, scaled to unit variance.
-
-    Scaling:
-        `elementwise` of it, with its arguments, result and errors. For mult = 1, fwd = 1.593, and
-        bwd = 1.467 before the constraint.
+    """Applies the hyperbolic tangent, as `elementwise`.
 
     Example:
         >>> tanh(jnp.ones(3, jnp.float16))
         ScaledArray(float16[3], scale=None)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return _elementwise("tanh", jnp.tanh, x, mult, constraint)
 
@@ -184,46 +128,33 @@ def tanh(
 def sigmoid(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the logistic function, scaled to unit variance.
-
-    Scaling:
-        `elementwise` of it, with its arguments, result and errors. For mult = 1, fwd = 4.802, and
-        bwd = 4.723 before the constraint.
+    """Applies the logistic function, as `elementwise`.
 
     Example:
         >>> sigmoid(jnp.ones(3, jnp.float16))
         ScaledArray(float16[3], scale=None)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
-    return _elementwise("sigmoid", jax.nn.sigmoid, x, mult, constraint)
+    return _elementwise("sigmoid", lax.logistic, x, mult, constraint)
 
 
 def relu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the rectified linear unit, scaled to unit variance.
-
-    Scaling:
-        data = fwd * relu(mult * x.data), scale = x.scale: relu is homogeneous, so the scale is
-        carried. Arguments, dtype and errors are those of `elementwise`. For mult = 1, fwd = 1.713
-        and before the constraint bwd = 1.414.
+    """Applies the rectified linear unit, as `elementwise`, but the scale is carried.
 
     Example:
         >>> print(relu(jnp.array([-1.0, 1.0])).data.round(3))
         [0.    1.713]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     data, scale = unpack("relu", "x", x)
-    y, _ = _elementwise("relu", jax.nn.relu, data, mult, constraint).pair
-    return ScaledArray(y, scale)
+    return ScaledArray(_elementwise("relu", jax.nn.relu, data, mult, constraint).data, scale)
 
 
-def gated_linear_unit(op, f, x, gate, mult, constraint) -> ScaledArray:
-    """Returns ``x * f(mult * gate)`` with the factors of `rules.glu`; ``op`` names it in errors."""
+def _gated(f, mult, x, gate, scale):
+    return x * _of_value(f, mult, gate, scale)
+
+
+def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
     (a, a_scale), (b, b_scale) = unpack(op, "x", x), unpack(op, "gate", gate)
     if a.shape != b.shape:
         raise shape_error(
@@ -235,11 +166,11 @@ def gated_linear_unit(op, f, x, gate, mult, constraint) -> ScaledArray:
         )
     factors = rules.glu(f, mult=mult, constraint=constraint)
     y = wide_op(
-        _Gated(f, float(mult)),
+        _gated,
         a,
         b,
-        fwd=factors.fwd,
-        bwd=factors.bwd,
+        factors=factors,
+        static=(f, float(mult)),
         constants=(scale_argument(b_scale),),
         out_dtype=result_dtype(a, b),
     )
@@ -247,61 +178,134 @@ def gated_linear_unit(op, f, x, gate, mult, constraint) -> ScaledArray:
 
 
 def silu_glu(
-    x: ArrayLike,
-    gate: ArrayLike,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
     """Applies a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
 
-    Scaling:
-        data = fwd * x.data * silu(mult * gate.value), scale = x.scale, with fwd = 1 / RMS of
-        silu(mult * z); before the constraint dx has the same factor and dgate 1 / RMS of the
-        derivative. See `rules.glu`.
+    Scaling: `rules.glu`; the scale of x is carried, that of the gate applied.
 
     Args:
-        x: linear half, floating array or ScaledArray.
+        x: linear half.
         gate: gating half, of the same shape.
         mult: static multiplier of the gate (inverse temperature).
-        constraint: how output and gradients come to share a factor (left is x, right is gate).
-
-    Returns:
-        ScaledArray of that shape in the promoted dtype (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes differ or the constraint is unknown.
+        constraint: see `unitscale.ops` (left is x, right is gate).
 
     Example:
         >>> silu_glu(jnp.ones(3), jnp.ones(3))
         ScaledArray(float32[3], scale=None)
 
     References:
-        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
     """
-    return gated_linear_unit("silu_glu", jax.nn.silu, x, gate, mult, constraint)
+    return _glu("silu_glu", _silu, x, gate, mult, constraint)
 
 
 def gelu_glu(
-    x: ArrayLike,
-    gate: ArrayLike,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies a gated linear unit: ``x * gelu(mult * gate)``, scaled to unit variance.
-
-    Scaling:
-        As `silu_glu`, with its arguments, result and errors.
+    """Applies a gated linear unit: ``x * gelu(mult * gate)``, as `silu_glu`.
 
     Example:
         >>> gelu_glu(jnp.ones(3), jnp.ones(3))
         ScaledArray(float32[3], scale=None)
+    """
+    return _glu("gelu_glu", _gelu, x, gate, mult, constraint)
+
+
+def sigmoid_glu(
+    x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies a gated linear unit: ``x * sigmoid(mult * gate)``, as `silu_glu`.
+
+    Example:
+        >>> sigmoid_glu(jnp.ones(3), jnp.ones(3))
+        ScaledArray(float32[3], scale=None)
+    """
+    return _glu("sigmoid_glu", lax.logistic, x, gate, mult, constraint)
+
+
+def _softmax(axis, mult, x, scale):
+    return jax.nn.softmax(times(x, scale) * mult, axis=axis)
+
+
+def softmax(
+    x: ArrayLike, axis: int = -1, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Applies softmax over an axis, scaled to unit variance.
+
+    Scaling: `rules.softmax`; the scale of x is applied, and the result has none.
+
+    Args:
+        x: logits.
+        axis: the axis that sums to 1 before the factor.
+        mult: static multiplier of the logits (inverse temperature).
+        constraint: see `unitscale.ops`.
+
+    Example:
+        >>> y = softmax(jax.random.normal(jax.random.key(0), (64, 512)))
+        >>> print(bool(abs(y.data.std() - 1) < 0.1))
+        True
+    """
+    data, scale = unpack("softmax", "x", x, ())
+    if not -data.ndim <= axis < data.ndim:
+        raise ValueError(
+            f"unitscale.ops.softmax: axis must be in [{-data.ndim}, {data.ndim}) for x of shape "
+            f"{data.shape}; got {axis}"
+        )
+    factors = rules.softmax(data.shape[axis], mult=mult, constraint=constraint)
+    return ScaledArray(
+        wide_op(
+            _softmax,
+            data,
+            factors=factors,
+            static=(axis, float(mult)),
+            constants=(scale_argument(scale),),
+        )
+    )
+
+
+def dropout(
+    x: ArrayLike,
+    rate: float,
+    *,
+    key: jax.Array | None = None,
+    deterministic: bool = False,
+    broadcast_dims: Sequence[int] = (),
+) -> ScaledArray:
+    """Sets elements to zero at random, and keeps unit variance.
+
+    Scaling: `rules.dropout`; the scale is carried, and the derivative is the true one. When
+    deterministic (evaluation), the expected value of the random result.
+
+    Args:
+        x: operand.
+        rate: probability of zero, in [0, 1).
+        key: `jax.random` key, unless deterministic or rate is 0.
+        deterministic: whether to apply the expected value in place of a random mask.
+        broadcast_dims: dimensions along which all elements are dropped together.
+
+    Example:
+        >>> y = dropout(jnp.ones(1000), 0.75, key=jax.random.key(0))
+        >>> print(sorted(set(y.data.tolist())))
+        [0.0, 2.0]
 
     References:
-        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202;
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (gated silu).
+        Srivastava et al., "Dropout", JMLR 2014.
     """
-    return gated_linear_unit("gelu_glu", _gelu, x, gate, mult, constraint)
+    data, x_scale = unpack("dropout", "x", x)
+    data = upcast(data, result_dtype(data))
+    factor = rules.dropout(rate).fwd
+    if rate == 0:
+        return ScaledArray(data, x_scale)
+    if deterministic:
+        return ScaledArray(scale_both(data, factor, factor), x_scale)
+    if key is None:
+        raise ValueError(
+            "unitscale.ops.dropout: key must be a jax.random key unless deterministic=True; "
+            "got None"
+        )
+    dims = {dim % data.ndim for dim in broadcast_dims}
+    shape = [1 if i in dims else n for i, n in enumerate(data.shape)]
+    mask = jax.random.bernoulli(key, 1 - rate, shape)
+    kept = factor / (1 - rate)
+    return ScaledArray(jnp.where(mask, scale_both(data, kept, kept), 0.0), x_scale)

@@ -1,32 +1,33 @@
-"""Embedding look-up."""
+"""Embedding look-up, and rotary position embedding."""
 
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import rules
 from ..core import ScaledArray, custom_vjp, global_batch_size, narrow, result_dtype, widen
-from ._operands import ArrayLike, shape_error, unpack
+from ._operands import ArrayLike, output_dtype, shape_error, times, unpack
 
 
 class _Specs(NamedTuple):
-    """Of the table and of the rows, where explicit axes leave JAX in doubt of them."""
+    """Shardings of the table and of the rows on explicit mesh axes, where JAX cannot infer them."""
 
     table: PartitionSpec | None = None
     rows: PartitionSpec | None = None
 
-    @classmethod
-    def of(cls, table: jax.Array, ids: jax.Array) -> "_Specs":
-        """Rows lie as their ids do, and features as in the table on axes that these leave."""
-        own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
-        if not any((*own, *places)):
-            return cls()
-        used = set(jax.tree.leaves(tuple(places)))
-        features = (None if used & set(jax.tree.leaves(axes)) else axes for axes in own[1:])
-        return cls(own, PartitionSpec(*places, *features))
+
+def _specs(table: jax.Array, ids: jax.Array) -> _Specs:
+    """Rows are sharded as their ids, and features as in the table on the axes that are left."""
+    own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
+    if not any((*own, *places)):
+        return _Specs()
+    used = set(jax.tree.leaves(tuple(places)))
+    features = (None if used & set(jax.tree.leaves(axes)) else axes for axes in own[1:])
+    return _Specs(own, PartitionSpec(*places, *features))
 
 
 def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
@@ -35,83 +36,43 @@ def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
 
 @partial(custom_vjp, nondiff_argnums=(2, 3))
 def _take(table, ids, factor, specs):
-    return _rows(table, ids, specs).astype(result_dtype(table))
+    """Returns the rows, and the table for its second use if it is tied."""
+    return _rows(table, ids, specs).astype(result_dtype(table)), table
 
 
 def _take_fwd(table, ids, factor, specs):
-    return _take(table, ids, factor, specs), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
+    return _take(table, ids, factor, specs), ids
 
 
-def _take_bwd(factor, specs, residuals, cotangent):
-    ids, like = residuals
-    shape = (like.shape[0], *cotangent.shape[ids.ndim :])
-    # Rows add up in float32 and are rounded once, after the factor.
-    zeros = jnp.zeros(shape, widen(cotangent).dtype, out_sharding=specs.table)
-    total = zeros.at[ids].add(widen(cotangent), out_sharding=specs.table)
-    return narrow(total if factor == 1 else total * factor, like.dtype), None
+def _take_bwd(factor, specs, ids, cotangents):
+    # Rows are summed in float32 and rounded once, after the factor.
+    rows, table = cotangents
+    total = widen(table).at[ids].add(times(widen(rows), factor), out_sharding=specs.table)
+    return narrow(total, table.dtype), None
 
 
 _take.defvjp(_take_fwd, _take_bwd)
 
 
-@partial(custom_vjp, nondiff_argnums=(2, 3))
-def _take_and_keep(table, ids, factor, specs):
-    return _take(table, ids, factor, specs), table
-
-
-def _take_and_keep_fwd(table, ids, factor, specs):
-    return _take_and_keep(table, ids, factor, specs), ids
-
-
-def _take_and_keep_bwd(factor, specs, ids, cotangents):
-    rows, table = cotangents
-    rows = widen(rows) if factor == 1 else widen(rows) * factor
-    total = widen(table).at[ids].add(rows, out_sharding=specs.table)
-    return narrow(total, table.dtype), None
-
-
-_take_and_keep.defvjp(_take_and_keep_fwd, _take_and_keep_bwd)
-
-
-class _Look(NamedTuple):
-    """What a look-up needs: data of the table, ids of its rows, the factor, the rows' scale."""
-
-    data: jax.Array
-    ids: jax.Array
-    factor: float
-    specs: _Specs
-    scale: Any
-
-
 def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
     """Looks up rows of a table.
 
-    Scaling:
-        data = table.data[ids], scale = table.scale. dtable, a cut edge, is the sum of the
-        cotangents of each row times (vocab / tokens)^1/2, in float32, rounded once. See
-        `rules.embed`.
+    Scaling: `rules.embed`; the scale is carried. The gradient of a row is summed in float32.
 
     Args:
         ids: integer array of any shape, in [0, vocab); an id outside gives a row of NaN.
         table: (vocab, features), floating.
-        vocab: number of rows where the table has more: the others are padding. None for all.
+        vocab: number of rows if the table has more, as padding; None for all.
 
     Returns:
-        ScaledArray (*ids.shape, features) in the dtype of ``table`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if the ids are not integers or the table is not floating.
-        ValueError: if the table is not a matrix, or has fewer rows than vocab.
+        ScaledArray (*ids.shape, features).
 
     Example:
         >>> print(embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]])).data.ravel())
         [2. 2.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
-    look = _look("embed", ids, table, vocab)
-    return ScaledArray(_take(look.data, look.ids, look.factor, look.specs), look.scale)
+    data, ids, factor, scale = _look_up("embed", ids, table, vocab)
+    return ScaledArray(_take(data, ids, factor, _specs(data, ids))[0], scale)
 
 
 def tied_embed(
@@ -119,22 +80,10 @@ def tied_embed(
 ) -> tuple[ScaledArray, ArrayLike]:
     """Looks up rows of a table that is used once more, as the kernel of a readout.
 
-    Scaling:
-        That of `embed`. The gradient of the rows is added to that by the table which is returned,
-        row by row and in its place: there is no array of zeros as large as the table, and no sum of
-        two such arrays. Each row of the sum is rounded as that gradient is.
+    Scaling: As `embed`. The gradient of the rows is added in place to the gradient of the returned
+    table, so that no second array as large as the table is made.
 
-    Args:
-        ids: as for `embed`.
-        table: as for `embed`.
-        vocab: as for `embed`.
-
-    Returns:
-        What `embed` returns, and the table, for what comes after.
-
-    Raises:
-        TypeError: as `embed`.
-        ValueError: as `embed`.
+    Returns the rows, and the table for its second use; arguments are those of `embed`.
 
     Example:
         >>> rows, table = tied_embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]]))
@@ -145,13 +94,16 @@ def tied_embed(
         Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv
         1608.05859.
     """
-    look = _look("tied_embed", ids, table, vocab)
-    rows, data = _take_and_keep(look.data, look.ids, look.factor, look.specs)
+    data, ids, factor, scale = _look_up("tied_embed", ids, table, vocab)
+    rows, data = _take(data, ids, factor, _specs(data, ids))
     kept = table.map_data(lambda _: data) if isinstance(table, ScaledArray) else data
-    return ScaledArray(rows, look.scale), kept
+    return ScaledArray(rows, scale), kept
 
 
-def _look(op: str, ids: jax.Array, table: ArrayLike, vocab: int | None) -> _Look:
+def _look_up(
+    op: str, ids: jax.Array, table: ArrayLike, vocab: int | None
+) -> tuple[jax.Array, jax.Array, float, Any]:
+    """Returns the table's data, checked ids, the gradient's factor, and the scale of the rows."""
     data, scale = unpack(op, "table", table)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -171,9 +123,73 @@ def _look(op: str, ids: jax.Array, table: ArrayLike, vocab: int | None) -> _Look
     ids = jnp.where((ids < 0) | (ids >= vocab), rows, ids)
     (factor,) = rules.embed(vocab, global_batch_size(ids.size, ids)).bwd
     if scale is not None and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
-        scale = _rows(scale, ids, _Specs.of(scale, ids))  # one scale per row
-    elif scale is not None and jnp.size(scale) > 1:
-        scale = jnp.reshape(scale, scale.shape[-1:])  # one scale per feature
-    elif scale is not None:
-        scale = jnp.reshape(scale, ())
-    return _Look(data, ids, factor, _Specs.of(data, ids), scale)
+        scale = _rows(scale, ids, _specs(scale, ids))  # one scale per row
+    elif scale is not None:  # one per feature, or one in all
+        scale = jnp.reshape(scale, scale.shape[-1:] if jnp.size(scale) > 1 else ())
+    return data, ids, factor, scale
+
+
+@partial(custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rotate(x, positions, base, sign, out_dtype):
+    half = x.shape[-1] // 2
+    frequencies = np.float32(sign * np.float64(base) ** (-np.arange(half) / half))
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
+    cos, sin, wide = jnp.cos(angles), jnp.sin(angles), widen(x)
+    first, second = wide[..., :half], wide[..., half:]
+    y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return narrow(y, out_dtype)
+
+
+def _rotate_fwd(x, positions, base, sign, out_dtype):
+    return _rotate(x, positions, base, sign, out_dtype), (positions, jnp.zeros((0,), x.dtype))
+
+
+def _rotate_bwd(base, sign, out_dtype, residuals, cotangent):
+    positions, like = residuals
+    return _rotate(cotangent, positions, base, -sign, like.dtype), None
+
+
+_rotate.defvjp(_rotate_fwd, _rotate_bwd)
+
+
+def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> ScaledArray:
+    """Rotates pairs of features by an angle proportional to the position.
+
+    Scaling: A rotation keeps variances, so every factor is 1; the scale is carried.
+
+    Args:
+        x: (..., time, heads, d) with even d; feature i is paired with i + d / 2.
+        positions: (..., time) integers, broadcasting with the leading dimensions.
+        base: wavelengths run from 2 pi to 2 pi * base.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> print(rotary(x, jnp.arange(3)).data[0, 0, 0])
+        [1. 1. 1. 1.]
+
+    References:
+        Su et al., "RoFormer", 2021, arXiv 2104.09864, equation 34.
+    """
+    data, scale = unpack("rotary", "x", x, (-1,))
+    positions = jnp.asarray(positions)
+    if data.ndim < 3 or data.shape[-1] % 2:
+        raise shape_error(
+            "rotary",
+            "x must be (..., time, heads, d) with even d",
+            "Split the features into heads first.",
+            x=data.shape,
+        )
+    times = data.shape[:-2]
+    if positions.ndim > len(times) or any(
+        n not in (1, t) for n, t in zip(positions.shape[::-1], times[::-1], strict=False)
+    ):
+        raise shape_error(
+            "rotary",
+            "positions must broadcast to (..., time)",
+            "Give one position per time step.",
+            x=data.shape,
+            positions=positions.shape,
+        )
+    dtype = jnp.dtype(output_dtype(x))
+    return ScaledArray(_rotate(data, positions, float(base), 1.0, dtype), scale)

@@ -1,30 +1,34 @@
-"""Products with weights and of activations: matmul, dense, readout."""
+"""Matmuls with weights and of activations: matmul, dense, readout, einsum, lora."""
 
 import math
+from collections.abc import Callable
 from string import ascii_lowercase
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import rules
-from ..core import Scale, ScaledArray, global_batch_size, to_float
-from ..quant import Contraction, MatmulConfig, QuantState, contract
-from ..rules import Constraint
-from ._add import combine
+from ..core import ScaledArray, global_batch_size, to_float
+from ..quant import (
+    Contraction,
+    MatmulConfig,
+    QuantState,
+    contract,
+    einsum_contraction,
+    einsum_problem,
+)
+from ..rules import Constraint, Factors
 from ._operands import (
     ArrayLike,
+    Operand,
+    broadcast_shapes,
+    combine,
+    multiply_scales,
+    num_sharing,
     output_dtype,
     shape_error,
-    sharers,
-    times_scales,
     unpack,
-    unpack_uniform,
 )
-
-
-def _labels(count: int) -> str:
-    return ascii_lowercase[:count]
 
 
 def matmul(
@@ -37,39 +41,25 @@ def matmul(
 ) -> ScaledArray:
     """Multiplies two activations: ``left @ right``.
 
-    Scaling:
-        data = fwd * left.data @ right.data, scale = left.scale * right.scale. With left
-        (..., m, k) and right (..., k, n), fwd = k^-1/2 and before the constraint dleft has factor
-        n^-1/2, dright m^-1/2; a dimension that an operand is broadcast over counts in its own
-        gradient's sum. See `rules.matmul`.
+    Scaling: `rules.matmul`; the scales are multiplied. A dimension that an operand is broadcast
+    over counts in the sum of its own gradient.
 
     Args:
         left: (..., m, k), floating.
         right: (..., k, n), floating; leading dimensions broadcast.
         constraint: how output and gradients come to share a factor.
-        config: formats of a quantized product; None multiplies the operands as they are.
-        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
+        config: formats of a quantized matmul; None multiplies the operands as they are.
+        state: scales of a strategy that keeps them, such as `quant.Delayed`, which fails without.
 
     Returns:
-        ScaledArray (..., m, n) in the promoted dtype.
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit, the constraint is unknown, or a strategy lacks its
-            state.
+        ScaledArray (..., m, n).
 
     Example:
-        >>> import jax.numpy as jnp
         >>> print(matmul(jnp.ones((2, 16)), jnp.ones((16, 3))).data[0])
         [4. 4. 4.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (matmul).
     """
-    (x, x_scale), (y, y_scale) = (
-        unpack_uniform("matmul", "left", left, (-1,)),
-        unpack_uniform("matmul", "right", right, (-2,)),
-    )
+    x, x_scale = unpack("matmul", "left", left, (-1,))
+    y, y_scale = unpack("matmul", "right", right, (-2,))
     if x.ndim < 2 or y.ndim < 2 or x.shape[-1] != y.shape[-2]:
         raise shape_error(
             "matmul",
@@ -78,53 +68,41 @@ def matmul(
             left=x.shape,
             right=y.shape,
         )
-    try:
-        batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    except ValueError:
-        raise shape_error(
-            "matmul",
-            "leading dimensions must broadcast",
-            "Insert dimensions of size 1.",
-            left=x.shape,
-            right=y.shape,
-        ) from None
-    m, k, n = x.shape[-2], x.shape[-1], y.shape[-1]
-    size = math.prod(batch)
+    leading = {"left": x.shape[:-2], "right": y.shape[:-2]}
+    batch = broadcast_shapes("matmul", "leading dimensions must broadcast", **leading)
+    (m, k), n, size = x.shape[-2:], y.shape[-1], math.prod(batch)
+    repeats = (size // max(math.prod(a.shape[:-2]), 1) or 1 for a in (x, y))
     factors = rules.matmul(
         m,
         k,
         n,
-        left_repeats=(size // max(math.prod(x.shape[:-2]), 1) or 1)
-        * sharers(x, y, x.ndim < y.ndim),
-        right_repeats=(size // max(math.prod(y.shape[:-2]), 1) or 1) * sharers(y, x, y.ndim == 2),
+        left_repeats=next(repeats) * num_sharing(x, y, x.ndim < y.ndim),
+        right_repeats=next(repeats) * num_sharing(y, x, y.ndim == 2),
         constraint=constraint,
     )
-    out = _labels(len(batch))
+    out = ascii_lowercase[: len(batch)]
     # A dimension that an operand is broadcast over has no label there, so that its gradient sums
-    # over it inside the product, in the wide accumulator.
+    # over it inside the matmul, in the wide accumulator.
     x_labels, x_core = _own_labels(x, out)
     y_labels, y_core = _own_labels(y, out)
     both = "".join(c for c in out if c in x_labels or c in y_labels)
-    spec = Contraction(x_labels + "xz", y_labels + "zy", both + "xy")
-    dtype = output_dtype(left, right)
     data = contract(
         x_core,
         y_core,
-        spec,
+        Contraction(x_labels + "xz", y_labels + "zy", both + "xy"),
         factors=(factors.fwd, *factors.bwd),
         config=config,
-        out_dtype=dtype,
+        out_dtype=output_dtype(left, right),
         state=state,
     )
-    return ScaledArray(*times_scales(data.reshape(*batch, m, n), x_scale, y_scale))
+    return ScaledArray(*multiply_scales(data.reshape(*batch, m, n), x_scale, y_scale))
 
 
 def _own_labels(x: jax.Array, batch: str) -> tuple[str, jax.Array]:
     """Labels of the leading dimensions that are not of size 1, and the array without the others."""
     own = batch[len(batch) - (x.ndim - 2) :] if x.ndim > 2 else ""
-    kept = [i for i in range(x.ndim - 2) if x.shape[i] != 1]
-    dropped = tuple(i for i in range(x.ndim - 2) if i not in kept)
-    return "".join(own[i] for i in kept), jnp.squeeze(x, dropped)
+    ones = tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)
+    return "".join(c for i, c in enumerate(own) if i not in ones), jnp.squeeze(x, ones)
 
 
 def dense(
@@ -138,38 +116,26 @@ def dense(
 ) -> ScaledArray:
     """Applies a dense layer: ``x @ kernel + bias``.
 
-    Scaling:
-        data = in^-1/2 * x.data @ kernel.data + bias, scale = x.scale * kernel.scale. Where
-        ``config`` quantizes, the one scale of a kernel is a factor of the data and of both
-        gradients instead, except for float16, which lacks the range. Before the constraint dx has
-        factor out^-1/2; dkernel and dbias have batch^-1/2, batch being the product of the leading
-        dimensions, on all devices together (`unitscale.batch_over`). The bias is added after the
-        factor. See `rules.dense`.
+    Scaling: `rules.dense`, the batch being the product of the leading dimensions on all devices
+    (`unitscale.batch_over`). The scales are multiplied, and the bias is added at the result's. If
+    ``config`` quantizes, a scalar scale of the kernel multiplies the data and both gradients
+    instead, except in float16, which lacks the range.
 
     Args:
         x: (..., in), floating.
         kernel: (in, out), floating. Under ``config`` it is quantized from its own dtype, and its
             gradient has that dtype.
         bias: (out,), or None.
-        constraint: how the output and the input gradient come to share a factor.
-        config: formats of a quantized product; None multiplies the operands as they are.
-        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
+        constraint: see `matmul`.
+        config: see `matmul`.
+        state: see `matmul`.
 
     Returns:
         ScaledArray (..., out): in the promoted dtype, or in that of ``x`` under ``config``.
 
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit, the constraint is unknown, or a strategy lacks its
-            state.
-
     Example:
-        >>> import jax.numpy as jnp
         >>> print(dense(jnp.ones((2, 16)), jnp.ones((16, 3)), jnp.ones(3)).data[0])
         [5. 5. 5.]
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     return affine("dense", rules.dense, x, kernel, bias, constraint, config, state)
 
@@ -185,45 +151,31 @@ def readout(
 ) -> ScaledArray:
     """Applies the layer that produces the logits: ``x @ kernel + bias``.
 
-    Scaling:
-        As `dense` with fwd = in^-1, so that logits do not grow with width, and dx = out^-1/2. With
-        the default constraint None the input gradient is scaled freely, which is valid where the
-        readout's input is a cut edge: the one path from the loss to the model. See
-        `rules.readout`.
+    Scaling: `rules.readout`; scales as in `dense`. The default constraint None is valid where the
+    readout's input is a cut edge: the only path from the loss to the model.
 
-    Args:
-        x: (..., in), floating.
-        kernel: (in, out), floating.
-        bias: (out,), or None.
-        constraint: None, or how the output and the input gradient come to share a factor.
-        config: formats of a quantized product; None multiplies the operands as they are.
-        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
-
-    Returns:
-        ScaledArray (..., out).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit, the constraint is unknown, or a strategy lacks its
-            state.
+    Arguments and result are those of `dense`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> print(readout(jnp.ones((2, 16)), jnp.ones((16, 3))).data[0])
         [1. 1. 1.]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights).
     """
     return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
 
-def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledArray:
-    """What `dense`, `readout` and `route` share: the product with a matrix, by their own rule."""
-    (x, x_scale), (w, w_scale) = (
-        unpack_uniform(op, "x", inputs, (-1,)),
-        unpack_uniform(op, "kernel", kernel, (0,)),
-    )
+def affine(
+    op: str,
+    rule: Callable[..., Factors],
+    inputs: ArrayLike,
+    kernel: ArrayLike,
+    bias: ArrayLike | None,
+    constraint: Constraint,
+    config: MatmulConfig | None = None,
+    state: QuantState | None = None,
+) -> ScaledArray:
+    """Implements `dense`, `readout` and the logits of `route`, each with its own rule."""
+    x, x_scale = unpack(op, "x", inputs, (-1,))
+    w, w_scale = unpack(op, "kernel", kernel, (0,))
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise shape_error(
             op,
@@ -232,16 +184,18 @@ def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledA
             x=x.shape,
             kernel=w.shape,
         )
-    batch = math.prod(x.shape[:-1])
-    factors = rule(*w.shape, global_batch_size(batch, x), constraint=constraint)
-    rows = _labels(x.ndim - 1)
-    spec = Contraction(rows + "y", "yz", rows + "z")
+    batch = global_batch_size(math.prod(x.shape[:-1]), x)
+    factors, rows = rule(*w.shape, batch, constraint=constraint), ascii_lowercase[: x.ndim - 1]
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
-    w_scale, multiplier = _in_product(w_scale, config, dtype)
+    multiplier, is_scalar = None, w_scale is not None and not jnp.ndim(w_scale)
+    if config is not None and is_scalar and dtype != jnp.float16:
+        # A quantized matmul is multiplied by the scales of its operands anyway: there the kernel's
+        # own scale costs nothing.
+        w_scale, multiplier = None, to_float(w_scale)
     data = contract(
         x,
         w,
-        spec,
+        Contraction(rows + "y", "yz", rows + "z"),
         factors=(factors.fwd, *factors.bwd[:2]),
         config=config,
         out_dtype=dtype,
@@ -250,45 +204,162 @@ def affine(op, rule, inputs, kernel, bias, constraint, config, state) -> ScaledA
     )
     if w_scale is not None and jnp.ndim(w_scale):
         w_scale = jnp.reshape(w_scale, w.shape[1:])  # per output channel
-    data, scale = times_scales(data, x_scale, w_scale)
+    return add_bias(op, multiply_scales(data, x_scale, w_scale), bias, factors.bwd[-1])
+
+
+def add_bias(
+    op: str, y: Operand, bias: ArrayLike | None, factor: float, axes: tuple[int, ...] | None = None
+) -> ScaledArray:
+    """Adds a bias along some axes, by default the last, at the scale of the matmul's result."""
     if bias is None:
-        return ScaledArray(data, scale)
-    return add_bias(op, data, scale, bias, factors.bwd[2])
+        return ScaledArray(*y)
+    b, b_scale = unpack(op, "bias", bias, ...)
+    shape, axes = y[0].shape, (y[0].ndim - 1,) if axes is None else axes
+    own = tuple(shape[axis] for axis in axes)
+    if b.shape != own:
+        advice = "Give one bias per output feature."
+        raise shape_error(op, f"bias must be {own}", advice, bias=b.shape, output=shape)
+    b = b.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)])
+    return combine(y, (b, b_scale), bwd=(1.0, factor))
 
 
-def _in_product(
-    scale: Scale, config: MatmulConfig | None, dtype: Any
-) -> tuple[Scale, jax.Array | None]:
-    """What of a kernel's scale goes on to the result, and what its product is multiplied by.
+def einsum(
+    subscripts: str,
+    x: ArrayLike,
+    kernel: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    constraint: Constraint = "to_output_scale",
+    config: MatmulConfig | None = None,
+    state: QuantState | None = None,
+) -> ScaledArray:
+    """Applies a dense layer along any axes: ``jnp.einsum(subscripts, x, kernel) + bias``.
 
-    A product of 8 bits is multiplied by a number in its kernel anyway, the scales of its operands:
-    there the kernel's own costs nothing, and what reads the result need not multiply by it. The
-    result must have the range.
+    Scaling: `rules.dense`: contracted sizes are its input features, those of the kernel alone its
+    output features, and those of ``x`` alone its batch. The scales are multiplied; one that is not
+    a scalar goes into the data.
+
+    Args:
+        subscripts: an einsum such as ``"...a,ab->...b"`` in which every label is in at least two of
+            the three terms, and an ellipsis in those of ``x`` and of the result only.
+        x: operand.
+        kernel: operand.
+        bias: the result's axes that the kernel has, or None.
+        constraint: see `matmul`.
+        config: see `matmul`.
+        state: see `matmul`.
+
+    Returns:
+        ScaledArray in the promoted dtype, or in that of ``x`` under ``config``.
+
+    Example:
+        >>> y = einsum("btd,dhk->bthk", jnp.ones((2, 3, 16)), jnp.ones((16, 4, 5)))
+        >>> print(y.shape, y.data[0, 0, 0, 0])
+        (2, 3, 4, 5) 4.0
     """
-    if scale is None or jnp.ndim(scale) or config is None or dtype == jnp.float16:
-        return scale, None
-    return None, to_float(scale)
-
-
-def add_bias(op: str, data: jax.Array, scale: Scale, bias: Any, factor: float) -> ScaledArray:
-    """Adds a bias to the last axis, at the scale of the product."""
-    b, b_scale = unpack(op, "bias", bias)
-    if b.shape != data.shape[-1:]:
-        raise shape_error(
-            op,
-            "bias must be (out,)",
-            "Give one bias per output feature.",
-            bias=b.shape,
-            output=data.shape,
+    if problem := einsum_problem(subscripts):
+        raise ValueError(
+            "unitscale.ops.einsum: subscripts must be a contraction of x with a kernel, such as "
+            f"'...a,ab->...b'; got {subscripts!r}: {problem}"
         )
-    leading = tuple(range(data.ndim - 1))
-    if b_scale is not None and jnp.ndim(b_scale) == 1:
-        b_scale = jnp.expand_dims(b_scale, leading)
-    return combine(
-        (data, scale),
-        (jnp.expand_dims(b, leading), b_scale),
-        weights=(1.0, 1.0),
-        bwd=(1.0, factor),
-        at=scale,
-        out=data.dtype,
+    data, x_scale = unpack("einsum", "x", x, ...)
+    w, w_scale = unpack("einsum", "kernel", kernel, ...)
+    spec = einsum_contraction(subscripts, data.ndim)
+    size = dict(zip(spec.lhs, data.shape, strict=False)) | dict(
+        zip(spec.rhs, w.shape, strict=False)
     )
+    fits = len(spec.lhs) == data.ndim and len(spec.rhs) == w.ndim
+    if not fits or any(size[c] != n for c, n in zip(spec.lhs, data.shape, strict=True)):
+        raise shape_error(
+            "einsum",
+            f"x and kernel must have the axes of {subscripts!r}",
+            "The same label has the same size.",
+            x=data.shape,
+            kernel=w.shape,
+        )
+    inputs, outputs, batch = (
+        math.prod(size[c] for c in labels)
+        for labels in (
+            spec.summed,
+            [c for c in spec.rhs if c not in spec.lhs],
+            [c for c in spec.lhs if c not in spec.rhs],
+        )
+    )
+    factors = rules.dense(
+        max(inputs, 1), max(outputs, 1), global_batch_size(batch, data), constraint=constraint
+    )
+    y = contract(
+        data,
+        w,
+        spec,
+        factors=(factors.fwd, *factors.bwd[:2]),
+        config=config,
+        out_dtype=output_dtype(x, kernel) if config is None else output_dtype(x),
+        state=state,
+    )
+    axes = tuple(axis for axis, c in enumerate(spec.out) if c in spec.rhs)
+    return add_bias("einsum", multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2], axes)
+
+
+def lora(
+    x: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
+    base: ArrayLike | None = None,
+    *,
+    constraint: Constraint = "to_output_scale",
+) -> ScaledArray:
+    """Applies a low-rank update of a dense layer: ``base + x @ a @ b``.
+
+    Scaling: `rules.lora`; the scales are multiplied. ``base`` is added with factor 1 both ways,
+    because an update begins at zero.
+
+    Args:
+        x: (..., in), floating.
+        a: (in, rank), floating.
+        b: (rank, out), floating.
+        base: (..., out), the output of the layer that is updated, or None.
+        constraint: that of the layer.
+
+    Returns:
+        ScaledArray (..., out), at the scale and in the dtype of ``base`` if there is one.
+
+    Example:
+        >>> print(lora(jnp.ones((1, 16)), jnp.ones((16, 4)), jnp.ones((4, 2))).data)
+        [[8. 8.]]
+
+    References:
+        Hu et al., "LoRA", 2021, arXiv 2106.09685.
+    """
+    data, x_scale = unpack("lora", "x", x, (-1,))
+    down, a_scale = unpack("lora", "a", a, (0, 1))
+    up, b_scale = unpack("lora", "b", b, (0, 1))
+    shapes = {"x": data.shape, "a": down.shape, "b": up.shape}
+    two = down.ndim == up.ndim == 2
+    if not two or data.shape[-1:] != down.shape[:1] or down.shape[1:] != up.shape[:1]:
+        raise shape_error(
+            "lora",
+            "x must be (..., in), a (in, rank) and b (rank, out)",
+            "Check the feature sizes.",
+            **shapes,
+        )
+    rows = ascii_lowercase[: data.ndim - 1]
+    batch = global_batch_size(math.prod(data.shape[:-1]), data)
+    spec, dtype = Contraction(rows + "y", "yz", rows + "z"), output_dtype(x, a, b)
+    (inputs, rank), outputs = down.shape, up.shape[1]
+    both = rules.lora(inputs, rank, outputs, batch, constraint=constraint)
+    for w, factors in zip((down, up), both, strict=True):
+        data = contract(data, w, spec, factors=(factors.fwd, *factors.bwd), out_dtype=dtype)
+    update = multiply_scales(*multiply_scales(data, x_scale, a_scale), b_scale)
+    if base is None:
+        return ScaledArray(*update)
+    total = unpack("lora", "base", base)
+    if total[0].shape != data.shape:
+        raise shape_error(
+            "lora",
+            "base must be (..., out)",
+            "Check the feature sizes.",
+            base=total[0].shape,
+            **shapes,
+        )
+    return combine(total, update)

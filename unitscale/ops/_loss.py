@@ -1,6 +1,5 @@
 """Losses: the value is the ordinary one, the gradient is unit scaled."""
 
-import dataclasses
 import math
 from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,74 +20,55 @@ from ..core import (
     scale_bwd,
     widen,
 )
-from ._operands import ArrayLike, scale_argument, shape_error, unpack
+from ._operands import ArrayLike, scale_argument, shape_error, times, unpack
 
 Reduction = Literal["mean", "sum", "none"]
-_AT_ONCE = 32
-
-
-def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
-    """What the softmax is of: logits times their multiplier and scale, in float32."""
-    z = widen(logits) * mult
-    return z if scale is None else z * scale
-
-
-def label_logits(
-    logits: jax.Array, labels: jax.Array, mult: float, scale: jax.Array | None
-) -> jax.Array:
-    """`wide_logits` of the right classes alone; NaN for a label that is no class."""
-
-    def of_labels(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, labels[..., None], axis=-1)
-
-    if scale is not None and scale.ndim and scale.shape[-1] > 1:
-        scale = of_labels(jnp.broadcast_to(scale, logits.shape))
-    logits = widen(logits) if logits.dtype.itemsize == 1 else logits  # which may have no NaN
-    return wide_logits(of_labels(logits), mult, scale)[..., 0]
+_SPLITS = 32
 
 
 class Normalizer(NamedTuple):
-    """What makes probabilities of logits: p = exp(z - largest - log_total)."""
+    """The softmax's normalizer: p = exp(z - largest - log_total)."""
 
     largest: jax.Array
     log_total: jax.Array
 
 
-def has_divided_classes(z: jax.Array) -> bool:
-    """Whether devices are known to divide the classes, of which parts would be sent around."""
+def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
+    """Returns logits times their multiplier and scale, in float32."""
+    return times(widen(logits) * mult, scale)
+
+
+def has_sharded_classes(z: jax.Array) -> bool:
+    """Whether the classes are known to be sharded over devices."""
     return axes_size(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
 
 
 def normalizer(z: jax.Array) -> Normalizer:
-    """Two numbers for each token, from which its loss and its gradient are made.
-
-    So that the gradient reads the logits once more and no exponential is written in between.
-    """
-    if has_divided_classes(z):
+    """Returns the normalizer of each token, so that no exponential is written to memory."""
+    if has_sharded_classes(z):  # splitting the classes would exchange them between devices
         return in_two_passes(z)
-    # XLA's CPU backend has no vectors in a reduction of its own; two simple ones are faster there.
+    # XLA's CPU backend does not vectorize a custom reduction; two simple ones are faster there.
     return lax.platform_dependent(z, cpu=in_two_passes, default=in_one_pass)
 
 
 def in_two_passes(z: jax.Array) -> Normalizer:
-    """`normalizer`, the largest of each row and then the sum."""
+    """Computes the maximum of each row, and then the sum."""
     largest = jnp.max(z, axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     return Normalizer(largest, jnp.log(jnp.sum(jnp.exp(z - largest[..., None]), axis=-1)))
 
 
 def in_one_pass(z: jax.Array) -> Normalizer:
-    """`normalizer`, both together: a sum that has met a larger logit is made smaller by it.
+    """Computes maximum and sum together, so that the logits are read once.
 
-    Of two parts of a row, with largest a and b and sums s and t of exponentials of what is above
-    them, the sum is s + t exp(b - a) where a is the larger one: Milakov, Gimelshein, "Online
-    normalizer calculation for softmax", 2018, arXiv 1805.02867, algorithm 3. So the logits, which
-    no cache holds, are read once. `_AT_ONCE` of them come in together: each takes an exponential,
-    and a second one only all of them.
+    Of two parts with maxima a >= b and sums s and t, the sum is s + t exp(b - a): Milakov,
+    Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv 1805.02867, algorithm 3.
+    `_SPLITS` logits are combined at a time, so that each takes one exponential, and only their sum
+    a second one.
     """
-    least = jnp.finfo(z.dtype).min  # above minus infinity, so that no difference of two is NaN
-    more = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % _AT_ONCE)]
-    few = jnp.split(jnp.pad(z, more, constant_values=-jnp.inf), _AT_ONCE, axis=-1)
+    least = jnp.finfo(z.dtype).min  # finite, so that no difference is NaN
+    more = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % _SPLITS)]
+    few = jnp.split(jnp.pad(z, more, constant_values=-jnp.inf), _SPLITS, axis=-1)
     largest = reduce(jnp.maximum, few, least)
     total = sum(jnp.exp(x - largest) for x in few)
 
@@ -101,30 +81,33 @@ def in_one_pass(z: jax.Array) -> Normalizer:
     nothing = least.astype(z.dtype), jnp.zeros((), z.dtype)
     largest, total = lax.reduce((largest, total), nothing, join, (z.ndim - 1,))
     log_total = jnp.where(largest == jnp.inf, jnp.inf, jnp.log(total))
-    is_one = jnp.isfinite(largest) & (total != 0)  # of no logits that can be, there is none
+    is_one = jnp.isfinite(largest) & (total != 0)  # false if all logits are -inf
     return Normalizer(jnp.where(is_one, largest, 0), log_total)
 
 
-def token_losses(of_labels: jax.Array, norm: Normalizer) -> jax.Array:
-    """The cross entropy of each token, of `label_logits`."""
-    return norm.log_total + norm.largest - of_labels
+def token_losses(
+    logits: jax.Array, labels: jax.Array, norm: Normalizer, mult: float, scale: jax.Array | None
+) -> jax.Array:
+    """Returns the cross entropy of each token; NaN for a label that is no class."""
 
+    def of_labels(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, labels[..., None], axis=-1)
 
-def _classes(z: jax.Array, dtype: Any) -> jax.Array:
-    """The class of every logit."""
-    return lax.broadcasted_iota(dtype, z.shape, z.ndim - 1)
+    if scale is not None and scale.ndim and scale.shape[-1] > 1:
+        scale = of_labels(jnp.broadcast_to(scale, logits.shape))
+    # 8-bit formats may have no NaN.
+    logits = widen(logits) if logits.dtype.itemsize == 1 else logits
+    right = wide_logits(of_labels(logits), mult, scale)[..., 0]
+    return norm.log_total + norm.largest - right
 
 
 def without_padding(z: jax.Array, vocab: int) -> jax.Array:
-    """Logits whose columns beyond the classes have probability 0.
-
-    They are finite, so that no difference is NaN.
-    """
+    """Gives the columns beyond the classes probability 0, by finite logits."""
     least, columns = jnp.finfo(z.dtype).min, z.shape[-1]
     if columns == vocab:
         return z
-    if has_divided_classes(z):
-        return jnp.where(_classes(z, jnp.int32) < vocab, z, least)
+    if has_sharded_classes(z):
+        return jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) < vocab, z, least)
     return jnp.pad(z[:, :vocab], ((0, 0), (0, columns - vocab)), constant_values=least)
 
 
@@ -138,39 +121,26 @@ def token_gradients(
     cotangent: jax.Array | None,
     mantissa_bits: int | None = None,
 ) -> jax.Array:
-    """The gradients of each token's loss by its logits, in float32, times a factor.
+    """Returns the gradients of each token's loss by its logits, in float32.
 
-    Those of a token add up to 0, by which all logits together stay where they are. Rounded to the
-    nearest of 8 bits they do not: the label's errs in the same direction for most tokens, and the
-    others lose a third of a percent, as below the middle between two numbers there are more than
-    above. All logits then move together for thousands of steps, until 16 bits do not tell them
-    apart; so all gradients are dithered.
-
-    Args:
-        z: logits, of `wide_logits`.
-        labels: columns of the right classes.
-        norm: of ``z``.
-        where: the tokens that count.
-        scale: of the logits.
-        factor: static.
-        cotangent: a scalar or one number per token; None for 1.
-        mantissa_bits: of the 8-bit format that gradients are rounded to; None if they are not.
+    The gradients of a token sum to 0, so they do not move all logits together. Rounded to nearest
+    in 8 bits they would: rounding errs in one direction for most labels. The common shift then
+    accumulates over thousands of steps until 16 bits cannot tell logits apart. Dithered rounding
+    prevents it, given the mantissa bits of the 8-bit format.
     """
-    hits = labels[..., None] == _classes(z, labels.dtype)
+    hits = labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
-    grad = grad - hits.astype(z.dtype)
-    grad = grad if factor == 1 else grad * factor
+    grad = times(grad - hits.astype(z.dtype), factor)
     if cotangent is not None:
         grad = grad * (cotangent[..., None] if cotangent.ndim else cotangent)
-    if scale is not None:
-        grad = grad * scale
+    grad = times(grad, scale)
     if mantissa_bits is not None:
         grad = dithered(grad, mantissa_bits)
     return grad if where is None else jnp.where(where[..., None], grad, 0.0)
 
 
 def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reduction) -> jax.Array:
-    """The losses of tokens as `softmax_cross_entropy` returns them."""
+    """Reduces the losses of tokens as `softmax_cross_entropy` returns them."""
     if reduction == "none":
         return losses if where is None else jnp.where(where, losses, 0.0)
     if reduction == "sum":
@@ -180,46 +150,22 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
     return jnp.sum(losses, where=where) / jnp.maximum(jnp.sum(where), 1)
 
 
-def summed(reduction: Reduction) -> Reduction:
-    """How losses are reduced first: a mean under `batch_size` is a sum over its own number."""
+def first_reduction(reduction: Reduction) -> Reduction:
+    """Returns "sum" for a mean under `batch_size`, which `divide_by_count` then divides."""
     return "sum" if reduction == "mean" and batch_size_override() is not None else reduction
 
 
-def over_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
-    """Divides the sum of `summed` by its number of terms; its backward then has N/count for 1."""
-    if summed(reduction) == reduction:
+def divide_by_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
+    """Makes the mean of the sum of `first_reduction`; its gradient has the factor N / count."""
+    if first_reduction(reduction) == reduction:
         return loss
     return scale_bwd(loss, float(batch_size_override() or 1)) / jnp.maximum(count, 1)
-
-
-@partial(custom_vjp, nondiff_argnums=(4, 5, 6))
-def _cross_entropy(logits, labels, where, scale, mult, factor, reduction):
-    z = wide_logits(logits, mult, scale)
-    losses = token_losses(label_logits(logits, labels, mult, scale), normalizer(z))
-    return reduce_losses(losses, where, reduction)
-
-
-def _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction):
-    loss = _cross_entropy(logits, labels, where, scale, mult, factor, reduction)
-    return loss, (logits, labels, where, scale)
-
-
-def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
-    logits, labels, where, scale = residuals
-    z = wide_logits(logits, mult, scale)
-    # The 1/N of a mean is kept out: every token's gradient has unit scale, whatever the batch.
-    grad = token_gradients(z, labels, normalizer(z), where, scale, mult * factor, cotangent)
-    zero = None if scale is None else jnp.zeros_like(scale)
-    return narrow(grad, logits.dtype), None, None, zero
-
-
-_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def check_labels(
     op: str, labels: Any, where: Any, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns labels and the tokens that count as arrays, or raises; shapes are not looked at."""
+    """Returns labels and ``where`` as arrays of the right dtypes, or raises."""
     if reduction not in get_args(Reduction):
         raise ValueError(
             f"unitscale.ops.{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}"
@@ -236,19 +182,37 @@ def check_labels(
     return labels, where
 
 
-def classes_of(labels: jax.Array, vocab: int, columns: int | None = None) -> jax.Array:
-    """Labels as indices of columns, negative ones from the end; what is no class is no column.
+def label_columns(labels: jax.Array, vocab: int, columns: int) -> jax.Array:
+    """Returns labels as indices of columns; one past the last for a label that is no class.
 
-    Args:
-        labels: integers.
-        vocab: number of classes.
-        columns: number of columns, of which the first are the classes; None for no others.
+    Negative labels count from the end of the ``vocab`` classes, the first of the columns.
     """
-    # Small types cannot hold every class, and the gradient compares labels with classes.
+    # Small integer types cannot hold every class.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     labels = jnp.where(labels < 0, labels + vocab, labels)
-    beyond = vocab if columns is None else columns
-    return jnp.where((labels < 0) | (labels >= vocab), beyond, labels)
+    return jnp.where((labels < 0) | (labels >= vocab), columns, labels)
+
+
+@partial(custom_vjp, nondiff_argnums=(4, 5, 6))
+def _cross_entropy(logits, labels, where, scale, mult, factor, reduction):
+    return _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction)[0]
+
+
+def _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction):
+    norm = normalizer(wide_logits(logits, mult, scale))
+    losses = token_losses(logits, labels, norm, mult, scale)
+    return reduce_losses(losses, where, reduction), (logits, labels, where, scale, norm)
+
+
+def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
+    logits, labels, where, scale, norm = residuals
+    # Without the 1/N of a mean: every token's gradient is unit scaled, whatever the batch.
+    z = wide_logits(logits, mult, scale)
+    grad = token_gradients(z, labels, norm, where, scale, mult * factor, cotangent)
+    return narrow(grad, logits.dtype), None, None, jax.tree.map(jnp.zeros_like, scale)
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def softmax_cross_entropy(
@@ -261,17 +225,14 @@ def softmax_cross_entropy(
 ) -> jax.Array:
     """Returns the cross entropy of integer labels under softmax(mult * logits).
 
-    Scaling:
-        The value is the ordinary loss, in float32. dlogits = factor * (softmax - onehot) * mult
-        for every token that counts, with factor = V / ((V - 1)^1/2 * mult); the 1/N of the mean is
-        kept out of the backward, so that gradients do not shrink with the batch, on many devices
-        that of the whole batch (`unitscale.batch_over`); a loss over several batches is one of
-        `unitscale.batch_size`. See `rules.softmax_cross_entropy`.
+    Scaling: `rules.softmax_cross_entropy`; the scale of the logits is applied. The value is the
+    ordinary loss. Gradients omit the mean's 1/N, N being the tokens of all devices
+    (`unitscale.batch_over`), or the items of `unitscale.batch_size`.
 
     Args:
-        logits: (..., V), floating array or ScaledArray, whose scale is folded in.
-        labels: (...), integers in [0, V), of any integer type; a negative one counts from the
-            end, as an index does. The loss of what is no class is NaN.
+        logits: (..., V), floating.
+        labels: (...), integers in [0, V); a negative one counts from the end, as an index does.
+            The loss of a label that is no class is NaN.
         mult: static multiplier of the logits (inverse temperature).
         where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
         reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token).
@@ -279,17 +240,9 @@ def softmax_cross_entropy(
     Returns:
         float32 scalar (float64 of float64 operands), or (...) for reduction "none".
 
-    Raises:
-        TypeError: if logits are not floating or labels not integers or where not boolean.
-        ValueError: if the shapes do not fit or the reduction is unknown.
-
     Example:
         >>> print(softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).round(4))
         1.3863
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops
-        (softmax_cross_entropy).
     """
     op = "softmax_cross_entropy"
     data, scale = unpack(op, "logits", logits)
@@ -307,25 +260,23 @@ def softmax_cross_entropy(
             labels=labels.shape,
             **({} if where is None else {"where": where.shape}),
         )
-    labels = classes_of(labels, data.shape[-1])
-    (factor,) = rules.softmax_cross_entropy(data.shape[-1], mult=mult).bwd
-    # Of a part of the batch: the mean over parts divides by their number, which is kept out too.
-    first = summed(reduction)
+    vocab, first = data.shape[-1], first_reduction(reduction)
+    labels = label_columns(labels, vocab, vocab)
+    (factor,) = rules.softmax_cross_entropy(vocab, mult=mult).bwd
+    # Devices average their losses, which divides by their number.
     factor *= num_batch_shards(data, labels) if first == "mean" else 1
     loss = _cross_entropy(data, labels, where, scale_argument(scale), float(mult), factor, first)
-    return over_count(loss, reduction, labels.size if where is None else jnp.sum(where))
+    return divide_by_count(loss, reduction, labels.size if where is None else jnp.sum(where))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Subtract:
-    def __call__(self, x, y, x_scale, y_scale):
-        x = x if x_scale is None else x * x_scale
-        return x - (y if y_scale is None else y * y_scale)
+def _difference(operands, scales):
+    x, y = (times(widen(x), scale) for x, scale in zip(operands, scales, strict=True))
+    return x - y
 
 
 @partial(custom_vjp, nondiff_argnums=(2, 3))
 def _mean_square(operands, scales, factors, count):
-    return jnp.sum(jnp.square(_Subtract()(*map(widen, operands), *scales))) / count
+    return jnp.sum(jnp.square(_difference(operands, scales))) / count
 
 
 def _mean_square_fwd(operands, scales, factors, count):
@@ -334,12 +285,12 @@ def _mean_square_fwd(operands, scales, factors, count):
 
 def _mean_square_bwd(factors, count, residuals, cotangent):
     operands, scales = residuals
-    difference, vjp = jax.vjp(lambda x, y: _Subtract()(x, y, *scales), *map(widen, operands))
-    grads = vjp(2 * difference * cotangent)
-    rounded = tuple(
-        narrow(g * factor, x.dtype) for x, g, factor in zip(operands, grads, factors, strict=True)
+    grad = 2 * _difference(operands, scales) * cotangent
+    grads = tuple(
+        narrow(times(g, scale) * factor, x.dtype)
+        for g, x, scale, factor in zip((grad, -grad), operands, scales, factors, strict=True)
     )
-    return rounded, jax.tree.map(jnp.zeros_like, scales)
+    return grads, jax.tree.map(jnp.zeros_like, scales)
 
 
 _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
@@ -348,28 +299,12 @@ _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
 def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
     """Returns the mean squared error.
 
-    Scaling:
-        The value is the ordinary loss, in float32. dpred = 8^-1/2 * 2 * (pred - target), and the
-        negative for target; the 1/N of the mean is kept out of the backward, on many devices that
-        of the whole batch (`unitscale.batch_over`). See `rules.mse_loss`.
-
-    Args:
-        pred: floating array or ScaledArray.
-        target: the same shape.
-
-    Returns:
-        float32 scalar (float64 of float64 operands).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes differ.
+    Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
+    omit the mean's 1/N, as in `softmax_cross_entropy`.
 
     Example:
         >>> print(mse_loss(jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])))
         2.0
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
     (p, p_scale), (t, t_scale) = (
         unpack("mse_loss", "pred", pred),

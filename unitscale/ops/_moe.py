@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, its losses, and the sum of the experts that it chooses."""
+"""Mixture of experts: routing, its losses, grouped dense layers, and sharded experts."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import rules
 from ..core import (
@@ -19,15 +20,113 @@ from ..core import (
     result_dtype,
     scale_bwd,
     upcast,
+    varying,
     widen,
 )
-from ._expert_axis import Places, divided_as, rows_of
-from ._grouped import Groups
+from ..quant import MatmulConfig, QuantState, group_of, grouped
+from ..rules import Constraint
 from ._linear import affine
-from ._operands import ArrayLike, shape_error, unpack, unpack_uniform
+from ._operands import ArrayLike, combine, multiply_scales, output_dtype, shape_error, unpack
 
-Experts = Callable[[ScaledArray, Any, Groups], ArrayLike]
-"""What a mixture's experts are to it: a function of sorted rows, parameters and groups."""
+
+@partial(jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["rows", "groups"])
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Which rows of a matrix belong together, such as the tokens of an expert.
+
+    Attributes:
+        sizes: (groups,) integers: the rows of each group, one after another. Rows beyond their sum
+            belong to no group.
+        rows: number of rows on all devices together.
+        groups: number of groups on all devices together.
+
+    Example:
+        >>> Groups(jnp.array([3, 1]), rows=4, groups=2).of_rows(5)
+        Array([0, 0, 0, 1, 2], dtype=int32)
+    """
+
+    sizes: jax.Array
+    rows: int
+    groups: int
+
+    def of_rows(self, count: int) -> jax.Array:
+        """Returns the group of each of ``count`` rows; one past the last for rows of none."""
+        return group_of(self.sizes, jnp.arange(count))
+
+
+def grouped_dense(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    groups: Groups,
+    bias: ArrayLike | None = None,
+    *,
+    constraint: Constraint = "to_output_scale",
+    config: MatmulConfig | None = None,
+    state: QuantState | None = None,
+) -> ScaledArray:
+    """Applies a dense layer with a kernel for each group of rows.
+
+    Scaling: `rules.grouped_dense`; scales as in `dense`. The gradient of a group without rows is
+    zero.
+
+    Args:
+        x: (rows, in), floating, sorted by group.
+        kernel: (groups, in, out), floating.
+        groups: the groups of the rows.
+        bias: (groups, out), or None.
+        constraint: see `matmul`.
+        config: see `matmul`.
+        state: see `matmul`.
+
+    Returns:
+        ScaledArray (rows, out), zero for rows of no group: in the promoted dtype, or in that of
+        ``x`` under ``config``.
+
+    Example:
+        >>> kernel = jnp.stack([jnp.ones((4, 2)), jnp.zeros((4, 2))])
+        >>> groups = Groups(jnp.array([1, 1]), rows=2, groups=2)
+        >>> print(grouped_dense(jnp.ones((2, 4)), kernel, groups).data)
+        [[2. 2.]
+         [0. 0.]]
+
+    References:
+        Gale et al., "MegaBlocks", 2022, arXiv 2211.15841.
+    """
+    data, x_scale = unpack("grouped_dense", "x", x, ...)
+    w, w_scale = unpack("grouped_dense", "kernel", kernel, ...)
+    own = groups.sizes.shape[0]
+    if w.ndim != 3 or data.ndim != 2 or w.shape[:2] != (own, data.shape[1]):
+        raise shape_error(
+            "grouped_dense",
+            f"x must be (rows, in) and kernel ({own}, in, out), one for each group",
+            "Reshape x, and stack the kernels.",
+            x=data.shape,
+            kernel=w.shape,
+        )
+    rows, (_, inputs, outputs) = max(groups.rows, 1), w.shape
+    factors = rules.grouped_dense(inputs, outputs, rows, groups.groups, constraint=constraint)
+    y = grouped(
+        data,
+        w,
+        groups.sizes,
+        factors=(factors.fwd, *factors.bwd[:2]),
+        config=config,
+        out_dtype=output_dtype(x, kernel) if config is None else output_dtype(x),
+        state=state,
+    )
+    result = multiply_scales(y, x_scale, w_scale)
+    if bias is None:
+        return ScaledArray(*result)
+    b, b_scale = unpack("grouped_dense", "bias", bias, ...)
+    if b.shape != (own, outputs):
+        raise shape_error(
+            "grouped_dense",
+            f"bias must be ({own}, {outputs})",
+            "Give one bias per group and output feature.",
+            bias=b.shape,
+        )
+    of_rows = jnp.take(widen(b), groups.of_rows(y.shape[0]), axis=0, mode="fill", fill_value=0)
+    return combine(result, (of_rows, b_scale), bwd=(1.0, factors.bwd[2]))
 
 
 @partial(
@@ -37,7 +136,7 @@ Experts = Callable[[ScaledArray, Any, Groups], ArrayLike]
 )
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts see a token, and how much each of them counts.
+    """Which experts see a token, and with which weight.
 
     Attributes:
         logits: (tokens, experts), float32, before the multiplier.
@@ -45,7 +144,7 @@ class Routing:
         experts: (tokens, top_k) integers, the largest logit first.
         mult: multiplier of the logits.
         renormalize: whether the gates of a token sum to 1.
-        shards: number of parts of the batch that these tokens are one of.
+        shards: number of shards of the batch, if these tokens are one of them.
 
     Example:
         >>> route(jnp.ones((4, 8)), jnp.ones((8, 3)), 2).gates.shape
@@ -70,12 +169,11 @@ class Routing:
         return jax.nn.softmax(self.logits * self.mult)
 
     def load_balancing_loss(self) -> jax.Array:
-        """The loss that is least, 1, where all experts see as many tokens, with equal probability.
+        """Returns the loss whose minimum, 1, is an equal load and probability of all experts.
 
-        Scaling:
-            ``experts * sum(f * P)``, f being the share of choices that fall on each expert, P its
-            mean probability; the gradient is by P alone. The value is the ordinary one; the mean's
-            1/N is kept out of the backward, as in `softmax_cross_entropy`.
+        Scaling: ``experts * sum(f * P)``, f being the share of choices of each expert, P its mean
+        probability; the gradient is by P alone. The value is the ordinary one; gradients omit the
+        mean's 1/N, as in `softmax_cross_entropy`.
 
         Example:
             >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 2)), 2).load_balancing_loss())
@@ -86,16 +184,15 @@ class Routing:
             without the coefficient.
         """
         count = self.logits.shape[1]
-        hits = jnp.sum(_hits(self.experts, count), (0, 1), dtype=jnp.float32)
-        probabilities = dataclasses.replace(self, logits=self._kept_out()).probabilities
+        hits = jnp.sum(_one_hot(self.experts, count), (0, 1), dtype=jnp.float32)
+        probabilities = dataclasses.replace(self, logits=self._summed_logits()).probabilities
         shares = lax.stop_gradient(hits) / self.experts.size
         return count * jnp.sum(shares * jnp.mean(probabilities, 0))
 
     def z_loss(self) -> jax.Array:
-        """The mean square of the log of the softmax's normalizer, which keeps logits small.
+        """Returns the mean square of the log of the softmax's normalizer, to keep logits small.
 
-        Scaling:
-            As `load_balancing_loss`: ordinary value, 1/N kept out of the backward.
+        Scaling: As `load_balancing_loss`.
 
         Example:
             >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 1)), 1).z_loss())
@@ -104,10 +201,10 @@ class Routing:
         References:
             Zoph et al., "ST-MoE", 2022, arXiv 2202.08906, equation 5, without the coefficient.
         """
-        return jnp.mean(jax.nn.logsumexp(self._kept_out() * self.mult, axis=-1) ** 2)
+        return jnp.mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
 
-    def _kept_out(self) -> jax.Array:
-        """Logits whose gradient is times the number of tokens."""
+    def _summed_logits(self) -> jax.Array:
+        """Returns the logits, with the gradient of a sum for a mean over tokens."""
         return scale_bwd(self.logits, float(self.logits.shape[0] * self.shards))
 
 
@@ -120,30 +217,19 @@ def route(
     renormalize: bool = True,
     out_features: int | None = None,
 ) -> Routing:
-    """Chooses the experts of each token: those of the largest logits, ``x @ kernel``.
+    """Chooses the experts of each token, by the largest logits ``x @ kernel``.
 
-    Scaling:
-        logits = in^-1/2 * x.value @ kernel.value, in float32 whatever the operands are in, with the
-        true gradient by ``x``; dkernel is unit at initialisation, given the cotangents that
-        `mixture` gives to gates. See `rules.router`. A gate is an entry of the softmax, over the
-        chosen experts if ``renormalize``, and its gradient the true one.
+    Scaling: `rules.router`, in float32; the scales are applied. A gate is an entry of the softmax,
+    over the chosen experts if ``renormalize``, with the true gradient.
 
     Args:
         x: (..., in), floating: the tokens.
         kernel: (in, experts), floating.
         top_k: number of experts of each token.
         mult: static multiplier of the logits (inverse temperature).
-        renormalize: whether the gates of a token sum to 1. If not they are probabilities among all
-            experts, as one expert per token needs for a gradient of the router.
-        out_features: size of the experts' outputs, which the gates' gradients sum over; that of x
-            by default.
-
-    Returns:
-        `Routing` of tokens in one dimension.
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit, or there are fewer experts than top_k.
+        renormalize: whether the gates of a token sum to 1. Else they are probabilities among all
+            experts, which the router needs for a gradient if top_k is 1.
+        out_features: size of the experts' outputs; that of x by default.
 
     Example:
         >>> routing = route(jnp.ones((1, 4)), jnp.eye(4), 1)
@@ -161,8 +247,8 @@ def route(
     )
     operands = unpack("route", "x", x), unpack("route", "kernel", kernel)
     tokens, matrix = (ScaledArray(widen(data), scale) for data, scale in operands)
-    product = affine("route", rule, tokens, matrix, None, "to_output_scale", None, None)
-    logits = rows_of(widen(product.value))
+    product = affine("route", rule, tokens, matrix, None, "to_output_scale")
+    logits = token_rows(widen(product.value))
     values, experts = lax.top_k(logits * mult, top_k)
     if renormalize:
         gates = jax.nn.softmax(values)
@@ -171,22 +257,9 @@ def route(
     return Routing(logits, gates, experts, mult, renormalize, num_batch_shards(logits))
 
 
-def _hits(experts: jax.Array, count: int) -> jax.Array:
-    """Which expert each is, as booleans along a new last axis."""
+def _one_hot(experts: jax.Array, count: int) -> jax.Array:
     classes = lax.broadcasted_iota(experts.dtype, (*experts.shape, count), experts.ndim)
     return experts[..., None] == classes
-
-
-class _Order:
-    """Rows sorted by expert: one for each token and each of its experts."""
-
-    def __init__(self, experts: jax.Array, count: int) -> None:
-        """Args: experts (tokens, top_k), in [0, count] where count is for those elsewhere."""
-        order = jnp.argsort(experts.ravel(), stable=True)
-        ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-        self.token = order // experts.shape[1]
-        self.row = ranks.reshape(experts.shape)
-        self.sizes = jnp.sum(_hits(experts.ravel(), count), 0, dtype=jnp.int32)
 
 
 @partial(custom_vjp, nondiff_argnums=(3,))
@@ -195,7 +268,7 @@ def _dispatch(x, token, row, factor):
 
 
 def _dispatch_bwd(factor, row, cotangent):
-    # Each token's rows add up in float32 and are rounded once, after the factor.
+    # Each token's rows are summed in float32 and rounded once, after the factor.
     total = jnp.sum(widen(cotangent[row]), axis=1)
     return narrow(total * factor, cotangent.dtype), None, None
 
@@ -206,16 +279,16 @@ _dispatch.defvjp(
 
 
 @partial(custom_vjp, nondiff_argnums=(4, 5))
-def _combine(y, gates, token, row, factors, out_dtype):
-    chosen = widen(y[row])  # `jnp.take` forgets an axis of no tokens
+def _gather(y, gates, token, row, factors, out_dtype):
+    chosen = widen(y[row])  # `jnp.take` loses the sharding of an axis without tokens
     return narrow(factors.fwd * jnp.sum(chosen * gates[..., None], axis=1), out_dtype)
 
 
-def _combine_fwd(y, gates, token, row, factors, out_dtype):
-    return _combine(y, gates, token, row, factors, out_dtype), (y, gates, token, row)
+def _gather_fwd(y, gates, token, row, factors, out_dtype):
+    return _gather(y, gates, token, row, factors, out_dtype), (y, gates, token, row)
 
 
-def _combine_bwd(factors, out_dtype, residuals, cotangent):
+def _gather_bwd(factors, out_dtype, residuals, cotangent):
     y, gates, token, row = residuals
     wide = widen(cotangent[token])
     gate = jnp.zeros(row.size, gates.dtype).at[row.ravel()].set(gates.ravel())
@@ -224,31 +297,26 @@ def _combine_bwd(factors, out_dtype, residuals, cotangent):
     return grad_y, (factors.bwd[1] * grad_gates).astype(gates.dtype), None, None
 
 
-_combine.defvjp(_combine_fwd, _combine_bwd)
+_gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def mixture(
-    fn: Experts,
+    fn: Callable[[ScaledArray, Any, Groups], ArrayLike],
     x: ArrayLike,
     routing: Routing,
     params: Any,
     *,
     expert_axis: str = "expert",
 ) -> ScaledArray:
-    """Applies to each token the experts that were chosen for it, and adds up what they return.
+    """Applies to each token the experts that were chosen for it, and adds their weighted results.
 
-    Scaling:
-        data = c * sum of gate * fn(x).data over the experts of a token, c being E[sum gate^2]^-1/2,
-        which makes a unit sum of unit outputs. Gradients inside of ``fn`` are times top_k^1/2 and
-        unit; at the way in they are divided by it again, so those of ``x`` and of the gates are
-        true. See `rules.mixture`.
+    Scaling: `rules.mixture`; the scale of x goes to ``fn``, and that of its result is carried.
+    Gradients inside of ``fn`` are unit; those of ``x`` and of the gates are the true ones.
 
-        No token is dropped, and no capacity reserved: rows are sorted by expert, and
-        `grouped_dense` multiplies each group by its kernel. Where the mesh of the context
-        (`jax.set_mesh`, or that of a `jax.shard_map` around) has the axis ``expert_axis``, each of
-        its devices computes the experts that it has for all tokens that it sees, and the results
-        are summed over the axis. Explicit axes that divide tokens go on dividing them; parameters
-        are gathered along those.
+    No token is dropped: rows are sorted by expert, and `grouped_dense` multiplies each group by its
+    kernel. If the mesh of the context has the axis ``expert_axis``, each of its devices applies its
+    own experts to all tokens that it sees, and the results are summed over the axis. Explicit axes
+    that shard tokens keep doing so, and parameters are gathered along them.
 
     Args:
         fn: function of rows (tokens * top_k, features), parameters, and the `Groups` of the rows,
@@ -257,20 +325,14 @@ def mixture(
         routing: of `route`.
         params: tree of what ``fn`` needs; arrays of a parameter have a leading dimension of the
             experts. Inside `jax.shard_map` over the axis, those of this device's experts.
-        expert_axis: name of the axis that divides the experts; one that is not there divides none.
+        expert_axis: name of the mesh axis that shards the experts, if there is one.
 
     Returns:
         ScaledArray (..., out features), in the dtype that ``fn`` returns.
 
-    Raises:
-        TypeError: if ``x`` is not floating.
-        ValueError: if the routing is of another number of tokens, or the devices do not divide the
-            experts.
-
     Example:
         >>> routing = route(jnp.ones((3, 4)), jnp.eye(4), 1)
         >>> kernel = jnp.ones((4, 4, 2))
-        >>> from unitscale.ops import grouped_dense
         >>> y = mixture(
         ...     lambda h, w, groups: grouped_dense(h, w, groups), jnp.ones((3, 4)), routing, kernel
         ... )
@@ -281,7 +343,7 @@ def mixture(
         Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538, equation 1;
         Gale et al., "MegaBlocks", 2022, arXiv 2211.15841.
     """
-    data, scale = unpack_uniform("mixture", "x", x, tuple(range(jnp.ndim(x))))
+    data, scale = unpack("mixture", "x", x, ...)
     tokens, count = routing.logits.shape
     if data.ndim < 1 or math.prod(data.shape[:-1]) != tokens:
         raise shape_error(
@@ -294,23 +356,26 @@ def mixture(
         count, routing.top_k, mult=routing.mult, renormalize=routing.renormalize
     )
     total = max(routing.experts.size, 1) * routing.shards
-    places = Places.of(data, expert_axis, count)
+    devices = ExpertDevices.of(data, expert_axis, count)
 
     def run(x, scale, gates, chosen, params):
-        order = _Order(*places.own(chosen))
-        rows = _dispatch(places.seen(x), order.token, order.row, factors.bwd[2])
-        y = fn(ScaledArray(rows, scale), params, Groups(order.sizes, total, count))
-        y, y_scale = unpack_uniform("mixture", "fn(x)", y, (0, 1))
+        chosen, own = devices.own_experts(chosen)
+        # Sort rows, one for each token and each of its experts, by expert.
+        order = jnp.argsort(chosen.ravel(), stable=True)
+        ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+        token, row = order // chosen.shape[1], ranks.reshape(chosen.shape)
+        sizes = jnp.sum(_one_hot(chosen.ravel(), own), 0, dtype=jnp.int32)
+        rows = _dispatch(devices.vary(x), token, row, factors.bwd[2])
+        y = fn(ScaledArray(rows, scale), params, Groups(sizes, total, count))
+        y, y_scale = unpack("mixture", "fn(x)", y, ...)
         dtype = result_dtype(y)
-        wide = dtype if places.ways == 1 else jnp.float32
-        y = _combine(y, gates, order.token, order.row, factors, wide)
-        return places.total(y, y_scale, dtype)
+        wide = dtype if devices.size == 1 else jnp.float32
+        return devices.sum(_gather(y, gates, token, row, factors, wide), y_scale, dtype)
 
-    flat = rows_of(data)
+    flat = token_rows(data)
     flat = upcast(flat, result_dtype(flat))
-    y, y_scale = places.map(run, flat, scale, routing.gates, routing.experts, params)
-    y = divided_as(y.reshape(*data.shape[:-1], y.shape[-1]), data)
-    return ScaledArray(y, y_scale)
+    y, y_scale = devices.map(run, flat, scale, routing.gates, routing.experts, params)
+    return ScaledArray(reshard_like(y.reshape(*data.shape[:-1], y.shape[-1]), data), y_scale)
 
 
 @partial(custom_vjp, nondiff_argnums=(2,))
@@ -319,24 +384,19 @@ def _attach(y, loss, weight):
 
 
 _attach.defvjp(
-    lambda y, loss, weight: (y, None),
-    lambda weight, _, cotangent: (cotangent, jnp.float32(weight)),
+    lambda y, loss, weight: (y, None), lambda weight, _, cotangent: (cotangent, jnp.float32(weight))
 )
 
 
 def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
     """Returns ``x``, whose backward pass adds the gradient of ``weight * loss``.
 
-    So a layer deep inside of a model, under a scan or rematerialization, has a loss of its own that
-    need not be returned. The value of the model's loss does not hold it.
+    So a layer can have a loss of its own without returning it. The model's loss is unchanged.
 
     Args:
-        x: floating array or ScaledArray on the way from the loss's parameters to the model's loss.
+        x: operand between the parameters of ``loss`` and the model's loss.
         loss: scalar.
         weight: static number.
-
-    Returns:
-        ScaledArray equal to ``x``.
 
     Example:
         >>> def loss(w):
@@ -347,5 +407,106 @@ def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
     References:
         Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equation 4 (alpha).
     """
-    data, scale = unpack_uniform("attach_loss", "x", x, ())
+    data, scale = unpack("attach_loss", "x", x, ())
     return ScaledArray(_attach(data, jnp.asarray(loss, jnp.float32), float(weight)), scale)
+
+
+def token_rows(x: jax.Array) -> jax.Array:
+    """Reshapes (..., features) to (tokens, features).
+
+    Explicit axes keep sharding the first dimension only: a matrix's type can express no more.
+    """
+    own = jax.typeof(x).sharding
+    kept = own.spec[:1] if x.ndim > 1 else ()
+    if any(own.spec[len(kept) :]):
+        x = jax.sharding.reshard(x, NamedSharding(own.mesh, PartitionSpec(*kept)))
+    return x.reshape(-1, x.shape[-1])
+
+
+def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """Shards the tokens of (..., out) over explicit axes as those of ``x``, (..., in)."""
+    own = jax.typeof(x).sharding
+    spec = PartitionSpec(*own.spec[:-1], None)
+    return y if not any(spec) else jax.sharding.reshard(y, NamedSharding(own.mesh, spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertDevices:
+    """How a mesh shards the experts and tokens of a mixture."""
+
+    axis: str  # mesh axis that shards the experts
+    size: int  # its number of devices, 1 if there is no such axis
+    manual: bool  # whether it is the axis of an enclosing `jax.shard_map`
+    experts: int  # number of all experts
+    explicit: frozenset[str]  # the explicit mesh axes
+    tokens: tuple[str, ...]  # those of them that shard the tokens
+
+    @classmethod
+    def of(cls, x: jax.Array, axis: str, experts: int) -> "ExpertDevices":
+        mesh = jax.sharding.get_abstract_mesh()
+        size, manual = mesh.shape.get(axis, 1), axis in mesh.manual_axes
+        if experts % size:
+            raise ValueError(
+                f"unitscale.ops.mixture: the {size} devices of the axis {axis!r} must divide the "
+                f"{experts} experts. Change the mesh, or name another axis with expert_axis=."
+            )
+        if manual and size > 1:
+            if axis not in varying(lax.axis_index(axis)):
+                raise ValueError(
+                    f"unitscale.ops.mixture: inside of jax.shard_map over {axis!r} gradients need "
+                    "check_vma=True; got False."
+                )
+            if axis in varying(x):
+                raise ValueError(
+                    f"unitscale.ops.mixture: each device of the axis {axis!r} must see the same "
+                    "tokens; got tokens that vary over it. Divide the batch over another axis."
+                )
+        first = tuple(jax.typeof(x).sharding.spec[:1]) if x.ndim > 1 else ()
+        tokens = tuple(name for name in jax.tree.leaves(first) if name != axis)
+        return cls(axis, size, manual, experts, frozenset(mesh.explicit_axes), tokens)
+
+    def map(self, run: Callable[..., Any], *args: Any) -> tuple[jax.Array, Any]:
+        """Returns ``run(x, scale, gates, chosen, params)``, on each device for its own experts."""
+        by_expert = {self.axis} if self.size > 1 and not self.manual else set()
+        names = by_expert | self.explicit
+        if not names:
+            return run(*args)
+
+        def param_spec(x: Any) -> PartitionSpec:
+            is_param = not isinstance(x, QuantState) and jnp.shape(x)[:1] == (self.experts,)
+            return PartitionSpec(self.axis) if by_expert and is_param else PartitionSpec()
+
+        rows, whole = PartitionSpec(self.tokens or None), PartitionSpec()
+        params = jax.tree.map(param_spec, args[-1], is_leaf=lambda x: isinstance(x, QuantState))
+        specs = rows, whole, rows, rows, params
+        if self.explicit:
+            args = jax.tree.map(
+                lambda spec, tree: jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree),
+                specs,
+                args,
+            )
+        return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
+
+    def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
+        """Returns the chosen experts as indices of this device's own, and the number of these.
+
+        An expert of another device becomes one past the last.
+        """
+        count = self.experts // self.size
+        own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
+        return jnp.where((own >= 0) & (own < count), own, count), count
+
+    def vary(self, x: jax.Array) -> jax.Array:
+        """Marks tokens as different on each device, whose gradients are summed in float32."""
+        if self.size == 1:
+            return x
+        return lax.pcast(widen(x), self.axis, to="varying").astype(x.dtype)
+
+    def sum(self, y: jax.Array, scale: Any, dtype: Any) -> tuple[jax.Array, Any]:
+        """Sums the results of all devices, at their largest scale."""
+        if self.size == 1:
+            return y, scale
+        if scale is not None:
+            own, scale = scale, lax.pmax(scale, self.axis)
+            y = y * (own / scale)
+        return narrow(lax.psum(y, self.axis), dtype), scale

@@ -1,52 +1,198 @@
-"""Normalization: of layers, by RMS, of groups and of batches."""
+"""Normalization: layer norm, RMS norm, group norm and batch norm."""
 
-from typing import Any
+import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import rules
-from ..core import ScaledArray, global_batch_size, to_float, widen
-from ._normalized import Affine, Normalize, Standardize, normalized
-from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack, unpack_uniform
+from ..core import (
+    ScaledArray,
+    custom_vjp,
+    global_batch_size,
+    narrow,
+    round_to_pow2,
+    to_float,
+    widen,
+)
+from ..rules import Factors
+from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, times, unpack, wide_op
 
 
-def _normalize(
+class _How(NamedTuple):
+    """Static description of ``(x - mean) / sqrt(var + eps)``, the mean only if centered."""
+
+    eps: float
+    centered: bool = True
+    axes: tuple[int, ...] = (-1,)
+    groups: int | None = None  # the last axis is split into so many before `axes` are averaged
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Returns (..., groups, features / groups)."""
+        if self.groups is None:
+            return x
+        return x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        return jnp.mean(x, axis=self.axes, keepdims=True)
+
+
+@partial(custom_vjp, nondiff_argnums=(0, 1, 2))
+def _normalized(how, factors, out_dtype, x, affine, constants):
+    """Normalizes ``x``, multiplies by the gain and adds the bias, in float32.
+
+    ``constants`` are the scales of x, gain and bias, which have no gradient. The statistics are
+    saved for the backward pass.
+    """
+    return _normalized_fwd(how, factors, out_dtype, x, affine, constants)[0]
+
+
+def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
+    x_scale, *scales = constants
+    statistics = _statistics(how, how.split(x), x_scale)
+    y = _apply(how, x, statistics)
+    gain, bias = (_broadcast(p, s, y.ndim) for p, s in zip(affine, scales, strict=True))
+    y = y if gain is None else y * gain
+    y = y if bias is None else y + bias
+    return narrow(times(y, factors.fwd), out_dtype), (x, affine, constants, statistics)
+
+
+def _normalized_bwd(how, factors, out_dtype, residuals, cotangent):
+    x, (gain, bias), constants, statistics = residuals
+    _, gain_scale, bias_scale = constants
+    dy, y, rows = widen(cotangent), _apply(how, x, statistics), tuple(range(x.ndim - 1))
+    dgain = None if gain is None else times(jnp.sum(dy * y, axis=rows), gain_scale)
+    dbias = None if bias is None else times(jnp.sum(dy, axis=rows), bias_scale)
+    scaled_gain = _broadcast(gain, gain_scale, x.ndim)
+    dy, y = how.split(dy if scaled_gain is None else dy * scaled_gain), how.split(y)
+    along = y * how.mean(dy * y)
+    along = along + how.mean(dy) if how.centered else along
+    dx = ((dy - along) * statistics[1]).reshape(x.shape)
+    dx, dgain, dbias = (
+        None if own is None else narrow(times(gradient, factor), own.dtype)
+        for own, factor, gradient in zip(
+            (x, gain, bias), factors.bwd, (dx, dgain, dbias), strict=True
+        )
+    )
+    return dx, (dgain, dbias), jax.tree.map(jnp.zeros_like, constants)
+
+
+_normalized.defvjp(_normalized_fwd, _normalized_bwd)
+
+
+def _broadcast(p: jax.Array | None, scale: jax.Array | None, ndim: int) -> jax.Array | None:
+    """Returns the value of a gain or bias, with leading axes."""
+    if p is None:
+        return None
+    return jnp.expand_dims(times(widen(p), scale), tuple(range(ndim - 1)))
+
+
+def _apply(how: _How, x: jax.Array, statistics: tuple[Any, jax.Array]) -> jax.Array:
+    mean, inverse = statistics
+    wide = widen(how.split(x))
+    return ((wide if mean is None else wide - mean) * inverse).reshape(x.shape)
+
+
+def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, jax.Array]:
+    """Returns mean and inverse root of the data, behind a barrier.
+
+    Without the barrier XLA computes them again in every kernel that reads them.
+    """
+    mean, wide = None, widen(x)
+    if how.groups is not None and scale is not None and scale.ndim:
+        scale = scale[..., None]
+    if not how.centered:
+        square = how.mean(jnp.square(wide))
+    elif how.axes == (-1,):
+        # One pass over the row, by distances from its first entry. That entry is at most n^1/2
+        # standard deviations from the mean, so the difference of squares loses at most n roundings.
+        first = widen(x[..., :1])
+        distance = wide - first
+        offset, square = how.mean(distance), how.mean(jnp.square(distance))
+        mean, square = first + offset, jnp.maximum(square - jnp.square(offset), 0)
+    else:
+        mean = how.mean(wide)
+        square = how.mean(jnp.square(wide - mean))
+    return lax.optimization_barrier((mean, _inverse_root(square, how.eps, scale)))
+
+
+def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
+    """Returns (square + eps / scale^2)^-1/2.
+
+    The data is normalized rather than the value, which could leave the range of float32.
+    """
+    root = math.sqrt(eps)
+    if scale is None and root > 2.0**-40:
+        return lax.rsqrt(square + square.dtype.type(root) ** 2)
+    # A constant where the square is 0, so that no infinite derivative is multiplied by 0.
+    is_zero = square == 0
+    share = jnp.where(is_zero, 1, square)
+    scale = jnp.ones((), square.dtype) if scale is None else scale.astype(square.dtype)
+    # The square of eps^1/2 / scale would overflow at scales below 2^-64 eps^1/2.
+    unit = jnp.clip(round_to_pow2(root / scale), 1, 2.0**126).astype(square.dtype)
+    inverse = lax.rsqrt(share / unit / unit + jnp.square(root / scale / unit)) / unit
+    return jnp.where(is_zero, scale / root, inverse)
+
+
+def _norm(
     op: str,
     x: ArrayLike,
     gain: ArrayLike | None,
     bias: ArrayLike | None,
-    how: Normalize | Standardize,
-    axes: tuple[int, ...] = (-1,),
+    how: _How,
+    uniform: tuple[int, ...] = (-1,),
     given: tuple[jax.Array, ...] = (),
 ) -> ScaledArray:
-    """Normalizes along ``axes``, with statistics that are given or its own; then gain and bias."""
-    data, scale = unpack_uniform(op, "x", x, axes)
+    """Normalizes with statistics of ``x``, or with a given mean and variance."""
+    data, scale = unpack(op, "x", x, uniform)
     if not how.eps >= 0:
         raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {how.eps!r}")
     features = data.shape[-1]
-    affine: list[Any] = [None, None]
-    scales: list[Any] = [None, None]
-    for i, (name, parameter) in enumerate((("gain", gain), ("bias", bias))):
-        if parameter is None:
-            continue
-        p, p_scale = unpack(op, name, parameter)
-        if p.shape != (features,):
-            raise shape_error(
-                op,
-                f"{name} must be (features,)",
-                "Give one entry per feature of the last axis.",
-                x=data.shape,
-                **{name: p.shape},
-            )
-        affine[i], scales[i] = p, scale_argument(p_scale)
-    factors = rules.norm(
-        features, features * global_batch_size(data.size // max(features, 1), data)
+    affine, scales = [], []
+    for name, parameter in (("gain", gain), ("bias", bias)):
+        p, p_scale = (None, None) if parameter is None else unpack(op, name, parameter)
+        if p is not None:
+            _check_features(op, x, **{name: p})
+        affine.append(p)
+        scales.append(scale_argument(p_scale))
+    batch = global_batch_size(data.size // max(features, 1), data)
+    factors, dtype = rules.norm(features, features * batch), jnp.dtype(output_dtype(x))
+    constants = (scale_argument(scale), *scales)
+    if not given:
+        return ScaledArray(_normalized(how, factors, dtype, data, tuple(affine), constants))
+    present = [(p, f) for p, f in zip((data, *affine), factors.bwd, strict=True) if p is not None]
+    y = wide_op(
+        _standardized,
+        *(p for p, _ in present),
+        factors=Factors(factors.fwd, tuple(f for _, f in present)),
+        static=(how.eps, *(p is not None for p in affine)),
+        constants=(*constants, *given),
+        out_dtype=dtype,
     )
-    constants = scale_argument(scale), Affine(*scales), given
-    dtype = jnp.dtype(output_dtype(x))
-    return ScaledArray(normalized(how, factors, dtype, data, Affine(*affine), constants))
+    return ScaledArray(y)
+
+
+def _standardized(eps, has_gain, has_bias, x, *rest):
+    """Applies ``(x - mean) / sqrt(var + eps) * gain + bias`` to values."""
+    *affine, x_scale, gain_scale, bias_scale, mean, var = rest
+    y = (times(x, x_scale) - mean) * lax.rsqrt(var + eps)
+    y = y * _broadcast(affine.pop(0), gain_scale, y.ndim) if has_gain else y
+    return y + _broadcast(affine.pop(0), bias_scale, y.ndim) if has_bias else y
+
+
+def _check_features(op: str, x: ArrayLike, **parameter: jax.Array) -> None:
+    ((name, array),) = parameter.items()
+    if array.shape != x.shape[-1:]:
+        raise shape_error(
+            op,
+            f"{name} must be (features,)",
+            "Give one entry per feature of the last axis.",
+            x=x.shape,
+            **{name: array.shape},
+        )
 
 
 def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
@@ -57,74 +203,45 @@ def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
 
 
 def layer_norm(
-    x: ArrayLike,
-    gain: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
-    eps: float = 1e-6,
+    x: ArrayLike, gain: ArrayLike | None = None, bias: ArrayLike | None = None, *, eps: float = 1e-6
 ) -> ScaledArray:
     """Normalizes the last axis to mean 0 and variance 1.
 
-    Scaling:
-        data = (x - mean) / (var + eps / scale^2)^1/2 * gain + bias on x.data, no scale: that
-        of x is dropped. dx is the true derivative; dgain and dbias, cut edges, have factor
-        (features / size)^1/2. Computed in float32 and rounded once. See `rules.norm`.
+    Scaling: `rules.norm`; the scale of x is dropped, eps being divided by its square.
 
     Args:
-        x: (..., features), floating array or ScaledArray.
+        x: (..., features), floating.
         gain: (features,), or None.
         bias: (features,), or None.
-        eps: added to the variance of the value.
-
-    Returns:
-        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit or eps is negative.
+        eps: added to the variance of the value; not negative.
 
     Example:
         >>> print(layer_norm(jnp.array([1.0, 3.0])).data.round(3))
         [-1.  1.]
 
     References:
-        Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+        Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450.
     """
     _rank("layer_norm", x, 1, "(..., features)")
-    return _normalize("layer_norm", x, gain, bias, Normalize(float(eps), True))
+    return _norm("layer_norm", x, gain, bias, _How(float(eps)))
 
 
 def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) -> ScaledArray:
     """Normalizes the last axis to RMS 1.
 
-    Scaling:
-        data = x / (mean(x^2) + eps / scale^2)^1/2 * gain on x.data, no scale: that of x is
-        dropped. dx is the true derivative; dgain, a cut edge, has factor (features / size)^1/2.
-        Computed in float32 and rounded once. See `rules.norm`.
+    Scaling: As `layer_norm`.
 
-    Args:
-        x: (..., features), floating array or ScaledArray.
-        gain: (features,), or None.
-        eps: added to the mean square of the value.
-
-    Returns:
-        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit or eps is negative.
+    Arguments are those of `layer_norm`, without a bias.
 
     Example:
         >>> print(rms_norm(jnp.array([3.0, 3.0])).data.round(3))
         [1. 1.]
 
     References:
-        Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467;
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (RMSNorm).
+        Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
     """
     _rank("rms_norm", x, 1, "(..., features)")
-    return _normalize("rms_norm", x, gain, None, Normalize(float(eps), False))
+    return _norm("rms_norm", x, gain, None, _How(float(eps), centered=False))
 
 
 def group_norm(
@@ -137,32 +254,17 @@ def group_norm(
 ) -> ScaledArray:
     """Normalizes each group of channels, over all positions, to mean 0 and variance 1.
 
-    Scaling:
-        As `layer_norm`: no scale, dx the true derivative, dgain and dbias with factor
-        (features / size)^1/2. See `rules.norm`.
+    Scaling: As `layer_norm`.
 
-    Args:
-        x: (batch, *spatial, features), floating array or ScaledArray.
-        gain: (features,), or None.
-        bias: (features,), or None.
-        num_groups: number of groups of neighbouring features, dividing their number.
-        eps: added to the variance of the value.
-
-    Returns:
-        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit, the groups do not divide the features, or eps is
-            negative.
+    Arguments are those of `layer_norm`, with x (batch, ..., features), and ``num_groups``
+    groups of neighbouring features, which divide their number.
 
     Example:
         >>> print(group_norm(jnp.array([[1.0, 3.0, 5.0, 9.0]]), num_groups=2).data.round(3))
         [[-1.  1. -1.  1.]]
 
     References:
-        Wu, He, "Group Normalization", 2018, arXiv 1803.08494;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+        Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
     """
     rank = _rank("group_norm", x, 2, "(batch, *spatial, features)")
     if num_groups < 1 or x.shape[-1] % num_groups:
@@ -170,10 +272,9 @@ def group_norm(
             "unitscale.ops.group_norm: num_groups must divide the features; got "
             f"{num_groups} groups, x {tuple(x.shape)}"
         )
-    positions = tuple(range(1, rank - 1))
-    axes = (*positions, -1)
-    how = Normalize(float(eps), True, axes, num_groups)
-    return _normalize("group_norm", x, gain, bias, how, axes)
+    axes = (*range(1, rank - 1), -1)
+    how = _How(float(eps), axes=axes, groups=num_groups)
+    return _norm("group_norm", x, gain, bias, how, axes)
 
 
 def batch_norm(
@@ -186,25 +287,10 @@ def batch_norm(
 ) -> ScaledArray:
     """Normalizes each feature, over all other axes, to mean 0 and variance 1.
 
-    Scaling:
-        As `layer_norm`: no scale, dx the true derivative, dgain and dbias with factor
-        (features / size)^1/2. See `rules.norm`. With given ``statistics``, (x - mean) / (var +
-        eps)^1/2 * gain + bias of the value.
+    Scaling: As `layer_norm`. Given ``statistics`` are those of the value.
 
-    Args:
-        x: (..., features), floating array or ScaledArray.
-        gain: (features,), or None.
-        bias: (features,), or None.
-        statistics: mean and variance (features,) in place of those of ``x``, as of
-            `batch_statistics`; they have no gradient.
-        eps: added to the variance of the value.
-
-    Returns:
-        ScaledArray of the shape and dtype of ``x`` (bfloat16 for 8-bit data).
-
-    Raises:
-        TypeError: if an operand is not floating.
-        ValueError: if the shapes do not fit or eps is negative.
+    Arguments are those of `layer_norm`, and ``statistics``: mean and variance (features,) in place
+    of those of ``x``, such as a running average of `batch_statistics`, without a gradient.
 
     Example:
         >>> print(batch_norm(jnp.array([[1.0, 5.0], [3.0, 9.0]])).data.round(3))
@@ -212,39 +298,21 @@ def batch_norm(
          [ 1.  1.]]
 
     References:
-        Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (layer_norm).
+        Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.
     """
-    rank = _rank("batch_norm", x, 2, "(..., features)")
-    rows = tuple(range(rank - 1))
+    rows = tuple(range(_rank("batch_norm", x, 2, "(..., features)") - 1))
     if statistics is not None:
         for name, array in zip(("mean", "variance"), statistics, strict=True):
-            if array.shape != x.shape[-1:]:
-                raise shape_error(
-                    "batch_norm",
-                    f"the {name} must be (features,)",
-                    "Give one entry per feature of the last axis.",
-                    x=x.shape,
-                    **{name: array.shape},
-                )
-        how = Standardize(float(eps))
-        return _normalize("batch_norm", x, gain, bias, how, rows, statistics)
-    how = Normalize(float(eps), True, (*rows, -1), x.shape[-1])
-    return _normalize("batch_norm", x, gain, bias, how, rows)
+            _check_features("batch_norm", x, **{name: array})
+        return _norm("batch_norm", x, gain, bias, _How(float(eps)), rows, statistics)
+    how = _How(float(eps), axes=(*rows, -1), groups=x.shape[-1])
+    return _norm("batch_norm", x, gain, bias, how, rows)
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of each feature, over all other axes, for a running average.
 
-    Args:
-        x: (..., features), floating array or ScaledArray.
-
-    Returns:
-        ``(mean, variance)`` of the value, float32 (features,), without a gradient.
-
-    Raises:
-        TypeError: if ``x`` is not floating.
-        ValueError: if ``x`` has fewer than two axes.
+    Those of the value, float32 (features,), without a gradient.
 
     Example:
         >>> mean, variance = batch_statistics(jnp.array([[1.0, 5.0], [3.0, 9.0]]))
@@ -252,7 +320,7 @@ def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
         [2. 7.] [1. 4.]
     """
     rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
-    data, scale = unpack_uniform("batch_statistics", "x", x, rows)
+    data, scale = unpack("batch_statistics", "x", x, rows)
     wide = lax.stop_gradient(widen(data))
     mean, var = jnp.mean(wide, rows), jnp.var(wide, rows)
     if scale is None:

@@ -1,28 +1,50 @@
-"""Taking operands apart: every op accepts arrays and ScaledArrays, and starts here."""
+"""What all ops share: unpacking operands, computing in float32, weighted sums; `unit_scaled`."""
 
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import EllipsisType
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .. import rules
 from ..core import (
     Scale,
     ScaledArray,
     bounded_product,
+    custom_vjp,
+    is_scaled,
+    materialize,
     narrow,
     num_batch_shards,
     result_dtype,
     safe_scale,
+    scale as scale,
+    scale_bwd as scale_bwd,
+    scale_fwd as scale_fwd,
     to_float,
     widen,
 )
+from ..rules import Constraint, Factors, is_floating
 
 ArrayLike: TypeAlias = jax.Array | ScaledArray
 """What every op accepts, such as `dense`: an array, or a ScaledArray."""
 
+Operand: TypeAlias = tuple[jax.Array, Scale]
 
-def unpack(op: str, name: str, x: Any) -> tuple[jax.Array, Scale]:
-    """Returns ``(data, scale)`` of an operand; the scale of a plain array is None."""
+
+def unpack(
+    op: str, name: str, x: Any, uniform: tuple[int, ...] | EllipsisType | None = None
+) -> Operand:
+    """Returns the data and scale of an operand; the scale of a plain array is None.
+
+    The returned scale is constant along the axes ``uniform`` (``...`` for all), which the op
+    contracts or normalizes: it is the maximum along them, and the rest is multiplied into the data.
+    """
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
     except (TypeError, ValueError):
@@ -33,63 +55,285 @@ def unpack(op: str, name: str, x: Any) -> tuple[jax.Array, Scale]:
             f"unitscale.ops.{op}: {name} must be a floating array or a ScaledArray; got {got}. "
             f"Cast it first, for example {name}.astype(jnp.float32)."
         )
-    return data, scale
-
-
-def unpack_uniform(op: str, name: str, x: Any, axes: tuple[int, ...]) -> tuple[jax.Array, Scale]:
-    """As `unpack`, with a scale that is constant along ``axes``.
-
-    A scale that varies there cannot be taken out of a contraction or normalization. Its maximum
-    along them is; the rest, at most 1, is multiplied into the data, in bfloat16 or float32, which
-    stays in range.
-    """
-    data, scale = unpack(op, name, x)
-    if scale is None or jnp.size(scale) == 1:
-        return data, None if scale is None else jnp.reshape(scale, ())
+    if scale is None or uniform is None:
+        return data, scale
+    if jnp.size(scale) == 1:
+        return data, jnp.reshape(scale, ())
     full = jnp.reshape(scale, (1,) * (data.ndim - jnp.ndim(scale)) + jnp.shape(scale))
+    axes = range(data.ndim) if isinstance(uniform, EllipsisType) else uniform
     axes = tuple(sorted({axis % data.ndim for axis in axes}))
     if all(full.shape[axis] == 1 for axis in axes):
         return data, full
     full = to_float(full)
     largest = safe_scale(jnp.max(full, axis=axes, keepdims=True))
-    # Not above 1, so bfloat16 holds the product exactly; narrower exponents take float32.
+    # The ratio is a power of two of at most 1, so bfloat16 holds the result; float16 would not.
     dtype = data.dtype if data.dtype == jnp.bfloat16 else widen(data).dtype
     data = (widen(data) * (full / largest)).astype(dtype)
     return data, jnp.reshape(largest, ()) if largest.size == 1 else largest
 
 
-def times_scales(data: jax.Array, left: Scale, right: Scale) -> tuple[jax.Array, Scale]:
-    """Returns the data and scale of a product of two operands, given the product of their data.
+def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
+    """Returns data and scale of a product of operands, given the product of their data.
 
-    What of the scale would leave the normal numbers of float32 moves into the data.
+    The part of the scale beyond the normal numbers of float32 is multiplied into the data.
     """
     scale, rest = bounded_product(left, right)
     return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
 
 def output_dtype(*operands: Any) -> Any:
-    """Returns the dtype of an op's result: the promoted one, 8-bit data counting as bfloat16."""
+    """Returns the promoted dtype of operands, 8-bit data counting as bfloat16."""
     return result_dtype(
         *(x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
     )
 
 
 def scale_argument(scale: Scale) -> jax.Array | None:
-    """The scale as an argument of a wide op: None where there is none."""
+    """Returns a scale as a constant for `wide_op`: a float array, or None."""
     return None if scale is None else to_float(scale)
 
 
-def sharers(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
-    """Number of parts of the batch that use the same ``x``, whose gradient sums over them all.
+def times(x: Any, factor: Any) -> jax.Array:
+    """Multiplies, except by None and by the number 1."""
+    return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
 
-    Where both vary over the same devices, as far as JAX knows, it is the leading dimension that
-    tells: what is broadcast over the batch is shared.
+
+def num_sharing(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
+    """Returns over how many shards of the batch the gradient of ``x`` is summed.
+
+    All of them for an operand that is broadcast over the batch, its leading dimension.
     """
-    parts = num_batch_shards(x, other)
-    return parts if is_broadcast else parts // num_batch_shards(x)
+    shards = num_batch_shards(x, other)
+    return shards if is_broadcast else shards // num_batch_shards(x)
+
+
+def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that shapes broadcast to, or raises."""
+    try:
+        return jnp.broadcast_shapes(*shapes.values())
+    except ValueError:
+        raise shape_error(op, expected, "Insert dimensions of size 1.", **shapes) from None
 
 
 def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:
     """Builds the error for operands whose shapes do not fit."""
     got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {advice}")
+
+
+@partial(custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _wide_op(f, static, factors, out_dtype, args, constants):
+    return narrow(times(f(*static, *map(widen, args), *constants), factors.fwd), out_dtype)
+
+
+def _wide_op_fwd(f, static, factors, out_dtype, args, constants):
+    return _wide_op(f, static, factors, out_dtype, args, constants), (args, constants)
+
+
+def _wide_op_bwd(f, static, factors, out_dtype, residuals, cotangent):
+    args, constants = residuals
+    _, vjp = jax.vjp(lambda *wide: f(*static, *wide, *constants), *map(widen, args))
+    rounded = tuple(
+        narrow(times(grad, factor), x.dtype)
+        for x, factor, grad in zip(args, factors.bwd, vjp(widen(cotangent)), strict=True)
+    )
+    return rounded, jax.tree.map(_zero_cotangent, constants)
+
+
+def _zero_cotangent(x: jax.Array) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+_wide_op.defvjp(_wide_op_fwd, _wide_op_bwd)
+
+
+def wide_op(
+    f: Callable[..., jax.Array],
+    *args: jax.Array,
+    factors: Factors | None = None,
+    static: tuple[Any, ...] = (),
+    constants: tuple[Any, ...] = (),
+    out_dtype: Any = None,
+) -> jax.Array:
+    """Computes ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
+
+    The backward pass saves the narrow operands only and computes the function again. ``static``
+    arguments are hashable; ``constants`` are arrays, keys or None, without a gradient. The dtype of
+    the result is by default that of the first of ``args``, bfloat16 for 8-bit data.
+    """
+    out_dtype = jnp.dtype(result_dtype(args[0]) if out_dtype is None else out_dtype)
+    factors = Factors(1.0, (1.0,) * len(args)) if factors is None else factors
+    return _wide_op(f, static, factors, out_dtype, args, constants)
+
+
+@partial(custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _combine(operands, ratios, traced, weights, bwd, out_dtype, avals):
+    left, right = (
+        times(times(times(widen(x), weight), variable), ratio)
+        for x, ratio, variable, weight in zip(operands, ratios, traced, weights, strict=True)
+    )
+    y = narrow(left + right, out_dtype)
+    # A residual stream is read again by every later layer: keep it in 16 bits.
+    return materialize(y) if y.dtype.itemsize == 2 else y
+
+
+def _combine_fwd(operands, ratios, traced, *static):
+    return _combine(operands, ratios, traced, *static), (ratios, traced)
+
+
+def _combine_bwd(weights, bwd, out_dtype, avals, residuals, cotangent):
+    ratios, traced = residuals
+    wide, grads = widen(cotangent), []
+    for (shape, dtype), ratio, factor in zip(avals, ratios, bwd, strict=True):
+        grad, lead = times(wide, ratio), wide.ndim - len(shape)
+        # Sum over the dimensions that the operand was broadcast over.
+        padded = (None,) * lead + shape
+        axes = tuple(i for i, n in enumerate(padded) if n != grad.shape[i])
+        grad = jnp.sum(grad, axis=axes).reshape(shape) if axes else grad
+        grads.append(narrow(times(grad, factor), dtype))
+    return tuple(grads), *jax.tree.map(jnp.zeros_like, (ratios, traced))
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def combine(
+    left: Operand,
+    right: Operand,
+    *,
+    weights: tuple[Any, ...] = (1.0, 1.0),
+    bwd: tuple[float, ...] = (1.0, 1.0),
+    scale: Scale | str = "left",
+    out: Any = None,
+) -> ScaledArray:
+    """Returns the weighted sum of two operands, with a backward factor for each.
+
+    data = sum of weights[i] * x[i].data * (x[i].scale / scale), computed in float32 and rounded
+    once; dx[i] = bwd[i] * (x[i].scale / scale) * dy, summed over broadcast dimensions. Scale and
+    dtype of the result are by default those of ``left``. Weights may be arrays.
+    """
+    target = left[1] if isinstance(scale, str) else scale
+    ratios = tuple(
+        None if s is target else to_float(s) / safe_scale(to_float(target))
+        for s in (left[1], right[1])
+    )
+    is_traced = [isinstance(w, jax.Array) for w in weights]
+    y = _combine(
+        (left[0], right[0]),
+        ratios,
+        tuple(w if traced else None for w, traced in zip(weights, is_traced, strict=True)),
+        tuple(1.0 if traced else float(w) for w, traced in zip(weights, is_traced, strict=True)),
+        tuple(map(float, bwd)),
+        left[0].dtype if out is None else out,
+        tuple((x.shape, x.dtype) for x in (left[0], right[0])),
+    )
+    return ScaledArray(y, target)
+
+
+def _in_order(fn, floats, count, *args):
+    """Calls ``fn`` with its floating arguments first in ``args``, and the others after them."""
+    order = (*floats, *(i for i in range(count) if i not in floats))
+    by_position = dict(zip(order, args, strict=True))
+    return fn(*(by_position[i] for i in range(count)))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitScaled:
+    """A function with unit-scaling factors, made by `unit_scaled`. Call it as the function.
+
+    Attributes:
+        fn: the function.
+        factors: the constrained factors, a backward one per floating argument.
+        floats: positions of the floating arguments.
+        is_loss: whether the result is a scalar.
+
+    Example:
+        >>> op = unit_scaled(jnp.negative, [jnp.zeros(1024)])
+        >>> op.is_loss
+        False
+    """
+
+    fn: Callable[..., Any]
+    factors: Factors
+    floats: tuple[int, ...]
+    is_loss: bool
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns ``fwd * fn(*args)``: a ScaledArray without a scale, or a scalar for a loss."""
+        values = [x.value if is_scaled(x) else jnp.asarray(x) for x in args]
+        floating = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.floating)]
+        if tuple(floating) != self.floats:
+            raise TypeError(
+                f"unitscale.ops.unit_scaled: arguments {list(self.floats)} must be floating, as in "
+                f"the example; got floating arguments {floating}"
+            )
+        operands = [values[i] for i in self.floats]
+        y = wide_op(
+            _in_order,
+            *operands,
+            factors=self.factors,
+            static=(self.fn, self.floats, len(values)),
+            constants=tuple(x for i, x in enumerate(values) if i not in self.floats),
+            out_dtype=jnp.float32 if self.is_loss else result_dtype(*operands),
+        )
+        return y if self.is_loss else ScaledArray(y)
+
+
+def unit_scaled(
+    fn: Callable[..., Any],
+    example: Sequence[Any],
+    *,
+    constraint: Constraint = "to_output_scale",
+    cut: Sequence[int] = (),
+    seeds: int = 32,
+) -> UnitScaled:
+    """Makes a unit-scaled op of any function, with factors found by simulation.
+
+    Scaling: `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
+    example (the whole batch, if devices divide it). Arguments in ``cut`` keep their own backward
+    factors, the others share one with the result. A scalar result is a loss: its forward factor is
+    1, and the arguments outside of ``cut`` share the geometric mean of their factors. Scales are
+    applied.
+
+    Args:
+        fn: hashable function of arrays, computed in float32, returning one floating array.
+        example: arguments; only the shapes of floating ones count.
+        constraint: see `unitscale.ops`.
+        cut: positions of arguments that are cut edges, such as weights.
+        seeds: number of random draws.
+
+    Returns:
+        `UnitScaled`, a function of arrays and ScaledArrays.
+
+    Raises:
+        TypeError: if JAX cannot trace ``fn``, or the result is not one floating array.
+        ValueError: if no argument is floating, ``cut`` names one that is not, the function has
+            side effects, or the result or a gradient is constant or not finite.
+
+    Example:
+        >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])
+        >>> decay(jax.random.normal(jax.random.key(1), (512,)))
+        ScaledArray(float32[512], scale=None)
+    """
+    floats = tuple(i for i, x in enumerate(example) if is_floating(jnp.asarray(x)))
+    if not set(cut) <= set(floats):
+        raise ValueError(
+            f"unitscale.ops.unit_scaled: cut must name floating arguments, of {list(floats)}; got "
+            f"{list(cut)}"
+        )
+    known, is_loss = rules.closed_form(fn, example), False
+    if known is None:
+        found = rules.simulate(fn, example, seeds=seeds, name="ops.unit_scaled")
+        known, is_loss = found.factors, found.is_loss
+    ideal = dict(zip(floats, known.bwd, strict=True))
+    joined = [i for i in floats if i not in cut]
+    fwd = known.fwd
+    if is_loss and joined:
+        shared = math.exp(math.fsum(math.log(ideal[i]) for i in joined) / len(joined))
+        ideal |= dict.fromkeys(joined, shared)
+    elif joined:
+        fwd, *together = rules.constrain(constraint, fwd, *(ideal[i] for i in joined))
+        ideal |= dict(zip(joined, together, strict=True))
+    return UnitScaled(fn, Factors(fwd, tuple(ideal[i] for i in floats)), floats, is_loss)

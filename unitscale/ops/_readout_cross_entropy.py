@@ -1,4 +1,4 @@
-"""The readout and its cross entropy in one, over chunks of tokens: logits are never whole."""
+"""Readout and cross entropy in one op, over chunks of tokens, without keeping the logits."""
 
 import dataclasses
 import math
@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import rules
 from ..core import (
+    BATCH_AXES,
+    CONTEXT_AXES,
     TENSOR_AXES,
     axes_size,
     bounded_product,
+    constrain_sharding,
     custom_vjp,
     format_of,
     global_batch_size,
@@ -26,30 +30,27 @@ from ..rules import Constraint
 from ._loss import (
     Reduction,
     check_labels,
-    classes_of,
-    label_logits,
+    divide_by_count,
+    first_reduction,
+    label_columns,
     normalizer,
-    over_count,
     reduce_losses,
-    summed,
     token_gradients,
     token_losses,
     wide_logits,
     without_padding,
 )
-from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack_uniform
-from ._token_chunks import joined, over_chunks, parted, token_axes
+from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack
 
-OP = "readout_cross_entropy"
-# Logits that a chunk may have: 2,048 tokens of 50,257 classes, 512 MiB in float32. Every chunk adds
-# to the whole gradient of the kernel, so that smaller ones cost time: on an H200 with half as many
-# tokens that product waits for memory.
+_OP = "readout_cross_entropy"
+# Logits of a chunk: 2,048 tokens of 50,257 classes, 512 MiB in float32. Every chunk adds to the
+# whole gradient of the kernel, so that with half as many tokens an H200 waits for memory.
 MOST_LOGITS = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
 class _Statics:
-    """What a program is traced for."""
+    """What is known while tracing."""
 
     x_dtype: Any
     spec: Contraction
@@ -61,64 +62,64 @@ class _Statics:
     reduction: Reduction
     vocab: int
     chunks: int
-    logits_dtype: Any  # of the operands of logits; None: the formats of config
-    axes: tuple[str, ...]  # of a mesh, that divide the tokens
+    logits_dtype: Any  # dtype of the operands in the forward matmul; None: the formats of config
+    axes: tuple[str, ...]  # mesh axes that shard the tokens
 
 
 class _Rows(NamedTuple):
-    """What there is one of for each token."""
+    """Arrays with one entry per token."""
 
     x: jax.Array
-    labels: Any  # no cotangent of theirs is an array
+    labels: Any  # whose cotangent is None
     where: jax.Array | None
-    scale: jax.Array | None
     weight: jax.Array | None = None  # cotangent of a token's loss
 
 
 class _Shared(NamedTuple):
-    """What all tokens share."""
+    """Arrays that all tokens share."""
 
     kernel: jax.Array
     state: QuantState | None
-    x_scale: jax.Array | None  # where it is one for all tokens
+    x_scale: jax.Array | None
     scale: jax.Array | None  # of the kernel
 
 
 def _chunk(
-    times: Multiplier, shared: _Shared, rows: _Rows, how: _Statics
+    matmul: Multiplier, shared: _Shared, rows: _Rows, how: _Statics
 ) -> tuple[jax.Array, Callable[[jax.Array | None], tuple[Any, ...]]]:
-    """The losses of a chunk, and what makes gradients of the cotangents of these losses."""
-    y, part = times(rows.x)
-    x_scale = shared.x_scale if rows.scale is None else rows.scale
-    scale, rest = bounded_product(x_scale, shared.scale)
-    if not isinstance(rest, int):
-        y = narrow(widen(y) * rest, y.dtype)
+    """Returns the losses of a chunk, and a function from their cotangents to gradients."""
+    y, part = matmul(rows.x)
+    scale, rest = bounded_product(shared.x_scale, shared.scale)
+
+    def multiply_rest(x: jax.Array) -> jax.Array:
+        return x if isinstance(rest, int) else narrow(widen(x) * rest, x.dtype)
+
+    y = multiply_rest(y)
     z = without_padding(wide_logits(y, how.mult, scale), how.vocab)
     norm = normalizer(z)
-    losses = token_losses(label_logits(y, rows.labels, how.mult, scale), norm)
+    losses = token_losses(y, rows.labels, norm, how.mult, scale)
 
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
         factor, bits = how.mult * how.factor, _mantissa_bits(how.config)
         dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, bits)
-        dy = narrow(dz, y.dtype)
-        if not isinstance(rest, int):
-            dy = narrow(widen(dy) * rest, y.dtype)
-        return times.gradients(part, dy)
+        return matmul.gradients(part, multiply_rest(narrow(dz, y.dtype)))
 
     return losses, gradients
 
 
 def _mantissa_bits(config: MatmulConfig | None) -> int | None:
-    """Those of the format that gradients of logits are rounded to; None if it is none of 8 bits."""
+    """Returns the mantissa bits of the 8-bit format of cotangents, or None."""
     bits = None if config is None else format_of(config.cotangent).mantissa_bits
     return bits if bits is not None and bits < format_of("bfloat16").mantissa_bits else None
 
 
-def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
-    # Each device has all that its tokens are multiplied by, where tokens are divided.
+def _evaluate(
+    rows: _Rows, shared: _Shared, how: _Statics, with_gradients: bool
+) -> tuple[jax.Array, Any, Any, Any]:
+    """Returns losses and gradients by x of all tokens, and gradients by kernel and state."""
+    # Where tokens are sharded, each device holds all that its tokens are multiplied by.
     columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
-    places = {"y": (), "z": columns} if axes_size(how.axes) > 1 else None
-    return Multiplier(
+    matmul = Multiplier(
         shared.kernel,
         how.spec,
         how.factors,
@@ -126,94 +127,58 @@ def _multiplier(shared: _Shared, how: _Statics) -> Multiplier:
         how.out_dtype,
         how.chunks,
         shared.state,
-        places,
+        {"y": (), "z": columns} if axes_size(how.axes) > 1 else None,
         how.logits_dtype,
     )
 
-
-def _losses(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
-    times = _multiplier(shared, how)
-
-    def body(rows: _Rows) -> tuple[None, jax.Array]:
-        losses, _ = _chunk(times, shared, rows, how)
-        return None, losses
-
-    return over_chunks(body, rows, how.chunks, how.axes)[1]
-
-
-def _losses_and_gradients(
-    rows: _Rows, shared: _Shared, how: _Statics
-) -> tuple[jax.Array, jax.Array, jax.Array, QuantState | None]:
-    """Of all tokens: losses and gradients by x; of all together: those by kernel and state."""
-    times = _multiplier(shared, how)
-
     def body(rows: _Rows) -> tuple[Any, Any]:
-        losses, gradients = _chunk(times, shared, rows, how)
+        losses, gradients = _chunk(matmul, shared, rows, how)
+        if not with_gradients:
+            return (None, None), (losses, None)
         dx, *parts = gradients(rows.weight)
-        return parts, (losses, dx)
+        return tuple(parts), (losses, dx)
 
     (dkernel, dstate), (losses, dx) = over_chunks(body, rows, how.chunks, how.axes)
     if dstate is not None:
-        dstate = jax.tree.map(jnp.add, dstate, times.shared_gradient)
+        dstate = jax.tree.map(jnp.add, dstate, matmul.shared_gradient)
     return losses, dx, dkernel, dstate
 
 
 @partial(custom_vjp, nondiff_argnums=(2,))
 def _cross_entropy(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
-    return reduce_losses(_losses(rows, shared, how), rows.where, how.reduction)
+    losses, *_ = _evaluate(rows, shared, how, with_gradients=False)
+    return reduce_losses(losses, rows.where, how.reduction)
 
 
 def _fwd(rows: _Rows, shared: _Shared, how: _Statics):
-    """Gradients of a sum or mean are made in the forward pass, from the logits that are there.
+    """Computes the gradients of a sum or mean in the forward pass, while a chunk's logits exist.
 
-    The cotangent of the loss is one number, which multiplies them in the end. So there are three
-    products, as where logits are whole; to make a chunk's logits again in the backward pass would
-    be a fourth. What is kept for it are the gradients themselves: no more than they take anyway.
-    One cotangent for each token comes too late for that, and does take four products.
+    The cotangent of the loss is one number, which multiplies them at the end. So there are three
+    matmuls; computing the logits again in the backward pass would be a fourth, as it is for
+    reduction "none", whose cotangents come too late.
     """
     if how.reduction == "none":
         return _cross_entropy(rows, shared, how), (rows, shared)
-    losses, *gradients = _losses_and_gradients(rows, shared, how)
+    losses, *gradients = _evaluate(rows, shared, how, with_gradients=True)
     loss = reduce_losses(losses, rows.where, how.reduction)
     like = jnp.zeros((0,), shared.kernel.dtype)
-    return loss, (gradients, rows.scale, shared._replace(kernel=like))
+    return loss, (gradients, shared._replace(kernel=like))
 
 
 def _bwd(how: _Statics, residuals: Any, cotangent: jax.Array):
     if how.reduction == "none":
         rows, shared = residuals
-        row_scale = rows.scale
         rows = rows._replace(weight=cotangent)
-        _, dx, dkernel, dstate = _losses_and_gradients(rows, shared, how)
+        _, dx, dkernel, dstate = _evaluate(rows, shared, how, with_gradients=True)
     else:
-        (dx, dkernel, dstate), row_scale, shared = residuals
+        (dx, dkernel, dstate), shared = residuals
         dx, dkernel = (widen(gradient) * cotangent for gradient in (dx, dkernel))
-    row_scale, *scales = jax.tree.map(jnp.zeros_like, (row_scale, shared.x_scale, shared.scale))
+    scales = jax.tree.map(jnp.zeros_like, (shared.x_scale, shared.scale))
     dkernel = narrow(dkernel, shared.kernel.dtype)
-    return _Rows(narrow(dx, how.x_dtype), None, None, row_scale), _Shared(dkernel, dstate, *scales)
+    return _Rows(narrow(dx, how.x_dtype), None, None), _Shared(dkernel, dstate, *scales)
 
 
 _cross_entropy.defvjp(_fwd, _bwd)
-
-
-def _devices(x: jax.Array) -> int:
-    """Among how many devices the tokens of x are known to be divided."""
-    sharding = jax.typeof(x).sharding
-    names = jax.tree.leaves(tuple(sharding.spec[:1])) if x.ndim > 1 else []
-    return math.prod(sharding.mesh.shape[name] for name in names) * axes_size(
-        token_axes(x.shape[:-1])
-    )
-
-
-def _chunks(tokens: int, columns: int, chunk_size: int | None, devices: int) -> int:
-    """Number of chunks; by default a power of two, which divides most numbers of tokens.
-
-    Each chunk is divided among the devices, and so the sum of its products for the kernel.
-    """
-    if chunk_size is not None:
-        return max(-(-tokens // chunk_size), 1)
-    least = -(-tokens * columns // (MOST_LOGITS * devices))
-    return min(1 << max(least - 1, 0).bit_length(), max(tokens, 1))
 
 
 def readout_cross_entropy(
@@ -232,45 +197,31 @@ def readout_cross_entropy(
     state: QuantState | None = None,
     logits_dtype: Any = None,
 ) -> jax.Array:
-    """Returns the cross entropy of labels under the logits of a readout, which are never whole.
+    """Returns the cross entropy of labels under the logits of a readout, chunk by chunk.
 
-    Scaling:
-        ``softmax_cross_entropy(readout(x, kernel), labels)``: its value, its factors and its
-        gradients, up to the order of sums. Logits exist for one chunk of tokens at a time, forward
-        and backward, so that memory does not grow with tokens times V. A chunk is a product of its
-        own: scales from amax, and what `quant.Delayed` sees, are those of a chunk. The kernel is
-        quantized once. Where gradients of logits are rounded to 8 bits, they are dithered: rounded
-        to the nearest, those of a token would no longer add up to 0, but err in the same direction
-        for most tokens, and move all logits together.
+    Scaling: ``softmax_cross_entropy(readout(x, kernel), labels)``: its value, factors and
+    gradients, up to the order of sums. Logits exist for one chunk of tokens at a time, forward and
+    backward. Amax statistics are those of a chunk; the kernel is quantized once. Gradients of
+    logits that are rounded to 8 bits are dithered, so that those of a token still sum to 0.
 
     Args:
-        x: (..., in), floating array or ScaledArray.
-        kernel: (in, V), floating array or ScaledArray.
-        labels: (...), integers in [0, V), of any integer type; a negative one counts from the
-            end, as an index does. The loss of what is no class is NaN.
+        x: (..., in), floating.
+        kernel: (in, V), floating.
+        labels: (...), integers in [0, V), as for `softmax_cross_entropy`.
         mult: static multiplier of the logits (inverse temperature).
-        where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
-        reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token, whose
-            backward makes the logits again).
-        constraint: of `readout`.
+        where: (...), boolean, as for `softmax_cross_entropy`.
+        reduction: as for `softmax_cross_entropy`; "none" computes the logits again in the backward
+            pass.
+        constraint: that of `readout`.
         transposed: whether the kernel is (V, in), as a table of embeddings is.
-        vocab: number of classes where the kernel has more columns than that: the others are
-            padding, without probability or gradient. None for all columns.
-        chunk_size: tokens of a chunk; None for as many as have 2^27 logits on each device,
-            as far as a mesh of `jax.set_mesh` tells that tokens are divided.
-        config: formats of a quantized product; None multiplies the operands as they are.
-        state: the scales of a strategy that keeps them, as of `quant.Delayed`.
-        logits_dtype: dtype of x and the kernel where logits are computed, such as "bfloat16";
-            None for the formats of ``config``. What logits lose to 8 bits the loss shows, however
-            long it trains; the two products of the gradients are means over many.
-
-    Returns:
-        float32 scalar (float64 of float64 operands), or (...) for reduction "none".
-
-    Raises:
-        TypeError: if an operand is not floating, labels are not integers, or where is not boolean.
-        ValueError: if the shapes do not fit, an option is unknown, vocab or chunk_size is not one
-            that there can be, or a strategy lacks its state.
+        vocab: number of classes if the kernel has more columns, as padding; None for all.
+        chunk_size: tokens of a chunk; None for as many as have 2^27 logits on each device, as far
+            as a mesh of `jax.set_mesh` tells how tokens are sharded.
+        config: see `matmul`.
+        state: see `matmul`.
+        logits_dtype: dtype of x and the kernel in the forward matmul, such as "bfloat16"; None for
+            the formats of ``config``. Rounding logits to 8 bits raises the loss for good, while
+            gradients average over many tokens.
 
     Example:
         >>> x, kernel = jnp.ones((2, 16)), jnp.zeros((16, 4))
@@ -278,18 +229,16 @@ def readout_cross_entropy(
         1.3863
 
     References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights); Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009.
+        Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv
+        2411.09009.
     """
     contracted = 1 if transposed else 0
-    (data, scale), (w, w_scale) = (
-        unpack_uniform(OP, "x", x, (-1,)),
-        unpack_uniform(OP, "kernel", kernel, (contracted,)),
-    )
-    labels, where = check_labels(OP, labels, where, reduction)
+    data, scale = unpack(_OP, "x", x, ...)
+    w, w_scale = unpack(_OP, "kernel", kernel, (contracted,))
+    labels, where = check_labels(_OP, labels, where, reduction)
     if w.ndim != 2 or data.ndim < 1 or data.shape[-1] != w.shape[contracted]:
         raise shape_error(
-            OP,
+            _OP,
             f"kernel must be {'(V, in)' if transposed else '(in, V)'} with in == x.shape[-1]",
             f"Set transposed={not transposed}?"
             if data.shape[-1:] == w.shape[1 - contracted :][:1]
@@ -299,7 +248,7 @@ def readout_cross_entropy(
         )
     if data.shape[:-1] != labels.shape or (where is not None and where.shape != labels.shape):
         raise shape_error(
-            OP,
+            _OP,
             "x must be (..., in) and labels, where (...)",
             "Labels are class indices, not one-hot rows.",
             x=data.shape,
@@ -310,32 +259,27 @@ def readout_cross_entropy(
     vocab = columns if vocab is None else vocab
     if not 2 <= vocab <= columns:
         raise ValueError(
-            f"unitscale.ops.{OP}: vocab must be at least 2 and at most the columns of the kernel; "
+            f"unitscale.ops.{_OP}: vocab must be at least 2 and at most the columns of the kernel; "
             f"got {vocab}, and kernel {w.shape}"
         )
     if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
         raise ValueError(
-            f"unitscale.ops.{OP}: chunk_size must be a number of tokens from 1 on; got {chunk_size}"
+            f"unitscale.ops.{_OP}: chunk_size must be a positive integer; got {chunk_size}"
         )
     lead = labels.shape
     tokens = math.prod(lead)
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
     readout = rules.readout(features, vocab, global_batch_size(tokens, data), constraint=constraint)
     data, w = watched((data, w), state)
-    scale = scale_argument(scale)
-    per_token = None
-    if scale is not None and scale.ndim:
-        per_token = joined(jnp.broadcast_to(scale, (*lead, 1)), lead)
+    scale, w_scale = scale_argument(scale), scale_argument(w_scale)
     rows = _Rows(
-        joined(data, lead),
-        joined(classes_of(labels, vocab, columns), lead),
-        None if where is None else joined(where, lead),
-        per_token,
+        join_tokens(data, lead),
+        join_tokens(label_columns(labels, vocab, columns), lead),
+        None if where is None else join_tokens(where, lead),
     )
-    w_scale = scale_argument(w_scale)
     if w_scale is not None and w_scale.ndim:
         w_scale = w_scale.reshape(1, columns)  # per class
-    shared = _Shared(w, state, None if per_token is not None else scale, w_scale)
+    first = first_reduction(reduction)
     how = _Statics(
         data.dtype,
         Contraction("ty", "zy" if transposed else "yz", "tz"),
@@ -343,15 +287,116 @@ def readout_cross_entropy(
         config,
         jnp.dtype(output_dtype(x, kernel) if config is None else output_dtype(x)),
         float(mult),
-        # Of a part of the batch: the mean over parts divides by their number, which is kept out.
-        loss.bwd[0] * (num_batch_shards(data, labels) if summed(reduction) == "mean" else 1),
-        summed(reduction),
+        # Devices average their losses, which divides by their number.
+        loss.bwd[0] * (num_batch_shards(data, labels) if first == "mean" else 1),
+        first,
         vocab,
-        _chunks(tokens, columns, chunk_size, _devices(data)),
+        _num_chunks(tokens, columns, chunk_size, data),
         None if logits_dtype is None else jnp.dtype(logits_dtype),
         token_axes(lead),
     )
-    out = _cross_entropy(rows, shared, how)
+    out = _cross_entropy(rows, _Shared(w, state, scale, w_scale), how)
     if reduction == "none":
-        return parted(out, lead)
-    return over_count(out, reduction, tokens if where is None else jnp.sum(where))
+        return split_tokens(out, lead)
+    return divide_by_count(out, reduction, tokens if where is None else jnp.sum(where))
+
+
+def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array) -> int:
+    """Returns the number of chunks; by default a power of two, which divides most batches."""
+    if chunk_size is not None:
+        return max(-(-tokens // chunk_size), 1)
+    sharding = jax.typeof(x).sharding
+    names = jax.tree.leaves(tuple(sharding.spec[:1])) if x.ndim > 1 else []
+    explicit = math.prod(sharding.mesh.shape[name] for name in names)
+    devices = explicit * axes_size(token_axes(x.shape[:-1]))
+    least = -(-tokens * columns // (MOST_LOGITS * devices))
+    return min(1 << max(least - 1, 0).bit_length(), max(tokens, 1))
+
+
+def token_axes(lead: tuple[int, ...]) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the tokens of `join_tokens`."""
+    return BATCH_AXES if _sequence_shards(lead) == 1 else (*CONTEXT_AXES, *BATCH_AXES)
+
+
+def _sequence_shards(lead: tuple[int, ...]) -> int:
+    """Returns over how many devices the sequences of (batch, time) are sharded."""
+    shards = axes_size(CONTEXT_AXES)
+    return shards if len(lead) == 2 and lead[1] % shards == 0 else 1
+
+
+def join_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Reshapes (*lead, ...) to (tokens, ...), the tokens of each device together.
+
+    Shards of sequences come first: XLA cannot shard a dimension that was merged into an earlier
+    one.
+    """
+    shards, rest = _sequence_shards(lead), x.shape[len(lead) :]
+    if shards > 1:
+        x = jnp.swapaxes(x.reshape(lead[0], shards, lead[1] // shards, *rest), 0, 1)
+    return constrain_sharding(x.reshape(math.prod(lead), *rest), token_axes(lead))
+
+
+def split_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Inverts `join_tokens`."""
+    shards, rest = _sequence_shards(lead), x.shape[1:]
+    if shards > 1:
+        x = jnp.swapaxes(x.reshape(shards, lead[0], lead[1] // shards, *rest), 0, 1)
+    return x.reshape(*lead, *rest)
+
+
+_Body = Callable[[Any], tuple[Any, Any]]
+
+
+def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
+    """Applies ``body`` to chunks of rows; sums its first results and joins its second ones.
+
+    Where the compiler shards the tokens (first axes of ``rows``) over the mesh axes ``axes``, each
+    device keeps a sum of its own, and these are added at the end: a sum over all devices for every
+    chunk would send as much as all gradients do.
+    """
+    tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
+    if chunks == 1:
+        return body(rows)
+    if devices == 1 or tokens % devices:
+        return _scan_chunks(body, rows, chunks, axis=0)
+
+    def by_device(tree: Any) -> Any:
+        return jax.tree.map(lambda x: constrain_sharding(x, axes), tree)
+
+    def each(rows: Any) -> Any:
+        total, out = jax.vmap(body)(by_device(rows))
+        return by_device(total), out
+
+    own = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
+    total, out = _scan_chunks(each, by_device(own), chunks, axis=1)
+    total = jax.tree.map(lambda x: jnp.sum(x, 0), total)
+    return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+
+
+def _scan_chunks(body: _Body, rows: Any, chunks: int, axis: int) -> Any:
+    """Chunks tokens along an axis, padded with zeros, and scans over the chunks.
+
+    Neighbouring tokens go to different chunks, so that each chunk has tokens of every device.
+    """
+    tokens = jax.tree.leaves(rows)[0].shape[axis]
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, -tokens % chunks if a == axis else 0) for a in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], -1, chunks, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis + 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, axis + 1)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return lax.slice_in_dim(x, 0, tokens, axis=axis)
+
+    def add(total: Any, rows: Any) -> tuple[Any, Any]:
+        parts, out = body(rows)
+        return jax.tree.map(jnp.add, total, parts), out
+
+    split_rows = jax.tree.map(split, rows)
+    # The sum begins with the first chunk: zeros as large as the kernel would be written and read.
+    total, first = body(jax.tree.map(lambda x: x[0], split_rows))
+    total, others = lax.scan(add, total, jax.tree.map(lambda x: x[1:], split_rows))
+    out = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, others)
+    return total, jax.tree.map(join, out)

@@ -1,19 +1,170 @@
-"""Residual branches whose weighting reaches the gradients without shrinking the branch's own."""
+"""Sums of activations: add, weighted add, residual branches, and one input of several matmuls."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import rules
-from ..core import ScaledArray, custom_vjp, narrow, result_dtype, scale_bwd, widen
-from ._add import combine
-from ._fan_out import fan_out
-from ._operands import ArrayLike, shape_error, unpack
+from ..core import ScaledArray, common_scale, custom_vjp, narrow, result_dtype, scale_bwd, widen
+from ..rules import Constraint
+from ._operands import (
+    ArrayLike,
+    Operand,
+    broadcast_shapes,
+    combine,
+    num_sharing,
+    shape_error,
+    unpack,
+)
 
 Tau = float | rules.ResidualFactors
-"""The weight of a residual branch, or the factors that it makes: arrays where they are data."""
+"""The weight of a residual branch, or `rules.residual` of it, whose numbers may be arrays."""
+
+_NUMBER = int, float, np.integer, np.floating
+
+
+def add(
+    x: ArrayLike | float, y: ArrayLike | float, *, constraint: Constraint = "to_output_scale"
+) -> ScaledArray:
+    """Adds two independent activations.
+
+    Scaling: `rules.add`. The result has the common scale sqrt(sx^2 + sy^2), rounded to a power of
+    two. A number, Python's or NumPy's, is added as it is, and changes neither scale nor gradient.
+
+    Args:
+        x: operand, or a number if ``y`` is not.
+        y: the same, broadcasting with ``x``.
+        constraint: see `unitscale.ops`; None where each operand is a cut edge.
+
+    Example:
+        >>> print(add(jnp.ones(2), jnp.ones(2)).data)
+        [1.4142135 1.4142135]
+    """
+    if isinstance(x, _NUMBER) and not isinstance(y, _NUMBER):
+        x, y = y, x
+    left = unpack("add", "x", x)
+    if isinstance(y, _NUMBER):
+        number = jnp.float32(y), None
+        return combine(left, number, bwd=(1.0, 0.0), out=result_dtype(left[0]))
+    right = unpack("add", "y", y)
+    a, b = left[0], right[0]
+    shape = broadcast_shapes("add", "x and y must broadcast", x=a.shape, y=b.shape)
+
+    def repeats(x: jax.Array, other: jax.Array) -> int:
+        is_broadcast = x.ndim < len(shape) or x.shape[:1] != shape[:1]
+        own = math.prod(shape) // max(x.size, 1) or 1
+        return own * num_sharing(x, other, is_broadcast)
+
+    factors = rules.add(
+        left_repeats=repeats(a, b), right_repeats=repeats(b, a), constraint=constraint
+    )
+    return _aligned(left, right, (factors.fwd, factors.fwd), factors.bwd)
+
+
+def weighted_add(
+    x: ArrayLike, y: ArrayLike, *, weights: Sequence[float] = (1.0, 1.0)
+) -> ScaledArray:
+    """Adds two independent activations with static weights.
+
+    Scaling: `rules.weighted_add`: (w0 * x + w1 * y) / sqrt(w0^2 + w1^2) at the common scale of
+    `add`, with the true derivative.
+
+    Example:
+        >>> print(weighted_add(jnp.ones(1), jnp.zeros(1), weights=(3, 4)).data)
+        [0.6]
+    """
+    if len(weights) != 2:
+        raise ValueError(
+            f"unitscale.ops.weighted_add: weights must be two numbers; got {len(weights)}"
+        )
+    normalized = rules.normalized_weights(tuple(weights))
+    left, right = unpack("weighted_add", "x", x), unpack("weighted_add", "y", y)
+    shapes = {"x": left[0].shape, "y": right[0].shape}
+    broadcast_shapes("weighted_add", "x and y must broadcast", **shapes)
+    return _aligned(left, right, normalized, normalized)
+
+
+def _aligned(left: Operand, right: Operand, weights: Any, bwd: Any, out: Any = None) -> ScaledArray:
+    """Combines two operands at their common scale."""
+    return combine(
+        left,
+        right,
+        weights=weights,
+        bwd=bwd,
+        scale=common_scale(left[1], right[1]),
+        out=result_dtype(left[0], right[0]) if out is None else out,
+    )
+
+
+def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
+    """Splits a stream into the input of a residual branch and the skip connection.
+
+    Scaling: `rules.residual`: identities forward. Backward the gradients of branch and skip get the
+    weights that the true derivative has at `residual_add`, so that gradients inside the branch are
+    unit scaled.
+
+    Args:
+        x: operand.
+        tau: positive static ratio of the branch to the skip connection; or `rules.residual` of it,
+            whose numbers may be arrays, if the layers of a scan differ in them.
+
+    Returns:
+        ``(branch, skip)``, both equal to ``x``.
+
+    Example:
+        >>> branch, skip = residual_split(jnp.ones(2), 0.5)
+        >>> print(residual_add(branch, skip, 0.5).data.round(3))
+        [1.342 1.342]
+    """
+    whole = ScaledArray(*unpack("residual_split", "x", x))
+    factors = _factors(tau)
+    branch, skip = fan_out(whole, 2) if whole.dtype.itemsize == 1 else (whole, whole)
+    return _multiply_gradient(branch, factors.branch), _multiply_gradient(skip, factors.skip)
+
+
+def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
+    """Adds a residual branch to its skip connection.
+
+    Scaling: `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2 at the common scale of `add`;
+    backward the identity to both, because `residual_split` applies the weights.
+
+    Shapes must agree, and the result has the dtype of ``skip``.
+
+    Example:
+        >>> print(residual_add(jnp.ones(1), jnp.zeros(1), 0.75).data)
+        [0.6]
+    """
+    left = unpack("residual_add", "branch", branch)
+    right = unpack("residual_add", "skip", skip)
+    if left[0].shape != right[0].shape:
+        raise shape_error(
+            "residual_add",
+            "branch and skip must have the same shape",
+            "The branch must keep the shape of its input.",
+            branch=left[0].shape,
+            skip=right[0].shape,
+        )
+    factors = _factors(tau)
+    weights = factors.branch, factors.skip
+    return _aligned(left, right, weights, (1.0, 1.0), result_dtype(right[0]))
+
+
+def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> ScaledArray:
+    """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
+
+    Scaling: `residual_split`, ``fn``, `residual_add`.
+
+    Example:
+        >>> print(residual(lambda x: x, jnp.ones(1), 1.0).data.round(3))
+        [1.414]
+    """
+    branch, skip = residual_split(x, tau)
+    return residual_add(fn(branch), skip, tau)
 
 
 def _factors(tau: Tau) -> rules.ResidualFactors:
@@ -32,119 +183,43 @@ def _scale_bwd_bwd(factor: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, 
 _scale_bwd.defvjp(lambda x, factor: (x, factor), _scale_bwd_bwd)
 
 
-def _scaled_bwd(x: ScaledArray, factor: Any) -> ScaledArray:
+def _multiply_gradient(x: ScaledArray, factor: Any) -> ScaledArray:
     if isinstance(factor, jax.Array):
         return x.map_data(lambda data: _scale_bwd(data, factor))
     return scale_bwd(x, factor)
 
 
-def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
-    """Splits a stream into the input of a residual branch and the skip connection.
+def fan_out(x: ArrayLike, count: int) -> tuple[ScaledArray, ...]:
+    """Gives one activation to several matmuls, such as those of query, key and value.
 
-    Scaling:
-        Identities forward. Backward the branch's gradient is multiplied by tau / (1 + tau^2)^1/2
-        and the skip's by 1 / (1 + tau^2)^1/2: the weights that the true derivative has at
-        `residual_add`, delayed to here, so that gradients inside the branch are unit scaled. See
-        `rules.residual`.
-
-    Args:
-        x: floating array or ScaledArray.
-        tau: positive static ratio of the branch to the skip connection; or `rules.residual` of it,
-            whose numbers may be arrays, where the layers of a scan differ in them.
-
-    Returns:
-        ``(branch, skip)``, both equal to ``x``.
-
-    Raises:
-        ValueError: if tau is not positive.
+    Scaling: Identities. The gradients are added in the order of the outputs, ``d_n + (... + (d_2 +
+    d_1))``, so that XLA adds the sum so far inside each matmul (its beta term) and writes no more
+    than one gradient.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> branch, skip = residual_split(jnp.ones(2), 0.5)
-        >>> print(residual_add(branch, skip, 0.5).data.round(3))
-        [1.342 1.342]
+        >>> q, k, v = fan_out(jnp.ones(2), 3)
+        >>> print((q + k + v).data)
+        [3. 3.]
 
     References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
+        NVIDIA, cuBLAS library, cublasLtMatmul: D = alpha * A B + beta * C.
     """
-    data, scale = unpack("residual_split", "x", x)
-    factors = _factors(tau)
-    x = ScaledArray(data, scale)
-    branch, skip = fan_out(x, 2) if data.dtype.itemsize == 1 else (x, x)
-    return _scaled_bwd(branch, factors.branch), _scaled_bwd(skip, factors.skip)
+    if count < 1:
+        raise ValueError(f"unitscale.ops.fan_out: count must be at least 1; got {count}")
+    data, scale = unpack("fan_out", "x", x)
+    return tuple(ScaledArray(each, scale) for each in _fan_out(data, count))
 
 
-def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
-    """Adds a residual branch to its skip connection.
-
-    Scaling:
-        value = (tau * branch + skip) / (1 + tau^2)^1/2, of unit variance for independent unit
-        operands; backward the identity to both, because `residual_split` applies the weights.
-
-    Args:
-        branch: output of the branch.
-        skip: the second output of `residual_split`, of the same shape.
-        tau: as given to `residual_split`.
-
-    Returns:
-        ScaledArray of the same shape.
-
-    Raises:
-        ValueError: if the shapes differ or tau is not positive.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> print(residual_add(jnp.ones(1), jnp.zeros(1), 0.75).data)
-        [0.6]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
-    """
-    left = unpack("residual_add", "branch", branch)
-    right = unpack("residual_add", "skip", skip)
-    if left[0].shape != right[0].shape:
-        raise shape_error(
-            "residual_add",
-            "branch and skip must have the same shape",
-            "The branch must keep the shape of its input.",
-            branch=left[0].shape,
-            skip=right[0].shape,
-        )
-    factors = _factors(tau)
-    # The stream keeps its own dtype: a narrow branch does not narrow it, nor a wide one widen it.
-    return combine(
-        left,
-        right,
-        weights=(factors.branch, factors.skip),
-        bwd=(1.0, 1.0),
-        out=result_dtype(right[0]),
-    )
+@partial(custom_vjp, nondiff_argnums=(1,))
+def _fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    return (x,) * count
 
 
-def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> ScaledArray:
-    """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
+def _fan_out_bwd(count: int, _: None, gradients: Any) -> tuple[jax.Array]:
+    dtype = gradients[0].dtype
+    if dtype.itemsize == 1:  # 8-bit sums would round at each step, and not saturate
+        gradients = map(widen, gradients)
+    return (narrow(reduce(lambda total, gradient: gradient + total, gradients), dtype),)
 
-    Scaling:
-        `residual_split`, ``fn``, `residual_add`.
 
-    Args:
-        fn: the branch, from ScaledArray to an array or ScaledArray of the same shape.
-        x: floating array or ScaledArray.
-        tau: as for `residual_split`.
-
-    Returns:
-        ScaledArray of the same shape.
-
-    Raises:
-        ValueError: if ``fn`` changes the shape or tau is not positive.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> print(residual(lambda x: x, jnp.ones(1), 1.0).data.round(3))
-        [1.414]
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
-    """
-    branch, skip = residual_split(x, tau)
-    return residual_add(fn(branch), skip, tau)
+_fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_bwd)

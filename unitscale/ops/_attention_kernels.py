@@ -1,0 +1,307 @@
+"""Implementations of attention that never hold a time x source array of all heads in memory.
+
+In chunks of queries and keys: the softmax over all keys is computed chunk by chunk, in units of the
+largest logit so far, and the backward pass computes the weights again from that maximum and the
+sum. And by fused kernels: cuDNN's for NVIDIA GPUs, and JAX's splash kernel for TPUs.
+"""
+
+import itertools
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..core import (
+    BATCH_AXES,
+    CONTEXT_AXES,
+    TENSOR_AXES,
+    custom_vjp,
+    dividing_axes,
+    match_varying,
+    to_float,
+    wide_dtype,
+    widen,
+)
+from ._attention_path import LANES, target
+
+# Small chunks stay in a CPU's cache; large ones need fewer kernels.
+_CHUNK = {"cpu": 128}
+_CHUNK_ELSEWHERE = 512
+_SPLASH_BLOCKS = (512, 384, 256, LANES)
+
+
+class _Plan(NamedTuple):
+    """Static sizes: `queries` and `keys` are those of one chunk, `groups` heads share a kv_head."""
+
+    batch: int
+    kv_heads: int
+    groups: int
+    time: int
+    source: int
+    queries: int
+    keys: int
+    is_causal: bool
+    factor: float
+
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Indices of the chunks of queries and of keys in which some query sees some key."""
+        counts = -(-self.time // self.queries), -(-self.source // self.keys)
+        met = [
+            (i, j)
+            for i, j in itertools.product(*map(range, counts))
+            if not self.is_causal or j * self.keys < (i + 1) * self.queries
+        ]
+        i, j = np.reshape(np.asarray(met, np.int32), (-1, 2)).T
+        return jnp.asarray(i), jnp.asarray(j)
+
+
+def attend_in_chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    is_causal: bool,
+    factor: float,
+    logit_scales: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """Averages v under the softmax of ``factor * q k^T``, times the scales of the logits.
+
+    Operands have one dtype; the mask has four dimensions; scales are scalars or (batch, 1, 1, 1).
+    """
+    batch, time, heads, d = q.shape
+    source, kv_heads = k.shape[1:3]
+    if not q.size or not k.size:
+        return jnp.zeros(q.shape, v.dtype)
+    chunk = _CHUNK.get(target(), _CHUNK_ELSEWHERE)
+    queries, keys = _size(time, chunk), _size(source, chunk)
+    groups, counts = heads // kv_heads, (-(-time // queries), -(-source // keys))
+    plan = _Plan(batch, kv_heads, groups, time, source, queries, keys, is_causal, factor)
+    # Chunks first: (chunk, batch, kv_heads, rows, d). Batch and heads stay separate dimensions
+    # because they may be sharded.
+    rows = _padded(q, 1, queries).reshape(batch, counts[0], queries, kv_heads, groups, d)
+    rows = rows.transpose(1, 0, 3, 4, 2, 5)
+    rows = rows.reshape(counts[0], batch, kv_heads, groups * queries, d)
+    columns = (
+        _padded(x, 1, keys).reshape(batch, counts[1], keys, kv_heads, d).transpose(1, 0, 3, 2, 4)
+        for x in (k, v)
+    )
+    chunks = None if mask is None else _mask_chunks(mask, plan)
+    y = _attend(plan, rows, *columns, chunks, tuple(map(to_float, logit_scales)))
+    y = y.reshape(counts[0], batch, kv_heads, groups, queries, d).transpose(1, 0, 4, 2, 3, 5)
+    y = y.reshape(batch, counts[0] * queries, heads, d)[:, :time]
+    if mask is None:
+        return y
+    # A query whose keys are all masked gets the mean of all values, as from equal weights.
+    if is_causal:
+        mask = mask & jnp.tril(jnp.ones((time, source), bool))
+    mean = jnp.repeat(jnp.mean(widen(v), 1, keepdims=True), groups, 2)
+    sees = jnp.any(mask, -1).swapaxes(1, 2)[..., None]
+    return jnp.where(sees, y, mean.astype(y.dtype))
+
+
+def _size(length: int, most: int) -> int:
+    """Returns the size of equal chunks, none above `most`, that need the least padding."""
+    return math.ceil(length / math.ceil(length / most))
+
+
+def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    missing = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
+
+
+def _mask_chunks(mask: jax.Array, plan: _Plan) -> jax.Array:
+    """Returns the mask as (batch, kv_heads, groups, time, source), padded to whole chunks."""
+    batch, heads, *lengths = mask.shape
+    split = (1, 1) if heads == 1 else (plan.kv_heads, plan.groups)
+    mask = mask.reshape(batch, *split, *lengths)
+    for axis, size in ((3, plan.queries), (4, plan.keys)):
+        mask = mask if mask.shape[axis] == 1 else _padded(mask, axis, size)
+    return mask
+
+
+def _matmul(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """Contracts an axis of each operand, head by head, into the wide dtype."""
+    numbers = (((axis_a,), (axis_b,)), ((0, 1), (0, 1)))
+    return lax.dot_general(a, b, numbers, preferred_element_type=wide_dtype(a.dtype))
+
+
+def _logits(plan: _Plan, i, j, q, k, mask, scales) -> jax.Array:
+    """Returns the logits of chunks i and j, -inf where a query does not see a key."""
+    logits = _matmul(q, k, 3, 3) * plan.factor
+    for scale in scales:
+        logits = logits * scale
+    row = i * plan.queries + lax.broadcasted_iota(jnp.int32, (plan.queries, 1), 0)
+    column = j * plan.keys + lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
+    allowed = []
+    if plan.source % plan.keys:
+        allowed.append(column < plan.source)
+    if plan.is_causal:
+        allowed.append(row >= column)
+    if mask is not None:
+        for axis, index, size in ((3, i, plan.queries), (4, j, plan.keys)):
+            if mask.shape[axis] != 1:
+                mask = lax.dynamic_slice_in_dim(mask, index * size, size, axis)
+        allowed.append(mask)
+    if not allowed:
+        return logits
+    together = allowed[0]
+    for more in allowed[1:]:
+        together = together & more
+    apart = (plan.batch, plan.kv_heads, plan.groups, plan.queries, plan.keys)
+    return jnp.where(together, logits.reshape(apart), -jnp.inf).reshape(logits.shape)
+
+
+@partial(custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: _Plan, q, k, v, mask, scales) -> jax.Array:
+    return _attend_fwd(plan, q, k, v, mask, scales)[0]
+
+
+def _attend_fwd(plan: _Plan, q, k, v, mask, scales) -> tuple[jax.Array, tuple]:
+    wide = wide_dtype(v.dtype)
+
+    def add(carry: tuple, pair: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        i, j = pair
+        average, top, total = (_at(x, i) for x in carry)
+        logits = _logits(plan, i, j, _at(q, i), _at(k, j), mask, scales)
+        higher = jnp.maximum(top, jnp.max(logits, -1, keepdims=True))
+        unit = _finite(higher)
+        weights, shrink = jnp.exp(logits - unit), jnp.exp(top - unit)
+        average = average * shrink + _matmul(weights.astype(v.dtype), _at(v, j), 3, 2)
+        total = total * shrink + jnp.sum(weights, -1, keepdims=True)
+        return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
+
+    # Like slices of q, so that they have its explicit sharding.
+    empty, column = (jnp.zeros_like(x, dtype=wide) for x in (q, q[..., :1]))
+    start, _ = match_varying(((empty, jnp.full_like(column, -jnp.inf), column), q))
+    (average, top, total), _ = lax.scan(add, start, plan.pairs())
+    share = 1 / jnp.maximum(total, 1)  # 0 only for a query that sees nothing
+    y = (average * share).astype(v.dtype)
+    # Maximum and share are kept apart: in a sum, a large logit would absorb the logarithm.
+    return y, (q, k, v, mask, scales, y, _finite(top), share)
+
+
+def _attend_bwd(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
+    q, k, v, mask, scales, y, top, share = saved
+    wide = wide_dtype(v.dtype)
+    # Before the factor shrinks it, the gradient of float16's logits may be out of range.
+    narrow = wide if v.dtype == jnp.float16 else v.dtype
+    mean = jnp.sum(widen(dy) * widen(y), -1, keepdims=True)
+
+    def add(carry: tuple, pair: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        i, j = pair
+        dq, dk, dv = carry
+        queries, keys, cotangent = _at(q, i), _at(k, j), _at(dy, i)
+        logits = _logits(plan, i, j, queries, keys, mask, scales)
+        weights = jnp.exp(logits - _at(top, i)) * _at(share, i)
+        by_weights = _matmul(cotangent, _at(v, j), 3, 3)
+        by_logits = weights * (by_weights - _at(mean, i)) * plan.factor
+        for scale in scales:
+            by_logits = by_logits * scale
+        by_logits, queries, keys = (x.astype(narrow) for x in (by_logits, queries, keys))
+        dq = _put(dq, _at(dq, i) + _matmul(by_logits, keys, 3, 2), i)
+        dk = _put(dk, _at(dk, j) + _matmul(by_logits, queries, 2, 2), j)
+        dv = _put(dv, _at(dv, j) + _matmul(weights.astype(v.dtype), cotangent, 2, 2), j)
+        return (dq, dk, dv), None
+
+    start, _ = match_varying((tuple(jnp.zeros_like(x, dtype=wide) for x in (q, k, v)), q))
+    grads, _ = lax.scan(add, start, plan.pairs())
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv, None, tuple(map(jnp.zeros_like, scales))
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    """Makes the largest logit of a query that sees nothing finite, so that its weights are 0."""
+    return jnp.maximum(top, jnp.finfo(top.dtype).min)
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _put(x: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x, chunk, i, 0, allow_negative_indices=False)
+
+
+def attend_by_cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, is_causal: bool, factor: float
+) -> jax.Array:
+    """Averages v under the softmax of ``factor * q k^T`` by cuDNN, which accumulates in float32."""
+    q, k, v = match_varying((q, k, v))
+    # JAX's batching rule for the kernel needs all operands and the cotangent mapped: make each
+    # depend on all, by a select that XLA removes.
+    never = jnp.any(jnp.stack([x[0, 0, 0, 0] for x in (q, k, v)]) == 0) & False
+    q, k, v = (jnp.where(never, 0, x) for x in (q, k, v))
+    y = jax.nn.dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=factor, implementation="cudnn"
+    )
+    return jnp.where(never, 0, y)
+
+
+def splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    is_causal: bool,
+    factor: float,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Averages v under the softmax of ``factor * q k^T`` by JAX's splash kernel for TPUs.
+
+    Operands are bfloat16, and `LANES` divides time and source. Under the mesh of `jax.set_mesh`
+    each device has whole heads of some items of the batch, because the kernel does not communicate.
+    With ``interpret`` XLA interprets the kernel, on any device.
+    """
+    q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    attend = partial(_splash, is_causal=is_causal, interpret=interpret)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jnp.swapaxes(attend(q, k, v), 1, 2)
+    axes, own = {n: size for n, size in mesh.shape.items() if size > 1}, jax.typeof(q).sharding
+    rows = dividing_axes(BATCH_AXES, axes, q.shape[0])
+    heads = dividing_axes((*TENSOR_AXES, *CONTEXT_AXES), axes, q.shape[1], k.shape[1])
+    spec = PartitionSpec(rows or None, heads or None)
+    if mesh.explicit_axes:
+        q, k, v = (jax.sharding.reshard(x, spec) for x in (q, k, v))
+    # The kernel's results have no types that say over which axes they vary.
+    attend = jax.shard_map(attend, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+    y = attend(q, k, v)
+    return jnp.swapaxes(jax.sharding.reshard(y, own) if mesh.explicit_axes else y, 1, 2)
+
+
+def _splash(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, interpret: bool
+) -> jax.Array:
+    """Calls the kernel on (batch, heads, time, d)."""
+    # Imported on TPUs only: JAX's kernels for it take a second to import.
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+        splash_attention_kernel as kernels,
+        splash_attention_mask as masks,
+    )
+
+    time, source = q.shape[2], k.shape[2]
+    mask = (masks.CausalMask if is_causal else masks.FullMask)((time, source))
+    rows, columns = (next(b for b in _SPLASH_BLOCKS if n % b == 0) for n in (time, source))
+    names = "block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"
+    blocks = kernels.BlockSizes(
+        **dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows),
+        **dict.fromkeys(names, columns),
+    )
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * q.shape[1]),
+        block_sizes=blocks,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    y: Any = jax.vmap(kernel)(q, k, v)
+    return y
