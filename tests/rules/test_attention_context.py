@@ -113,7 +113,7 @@ def test_the_first_layer_is_the_rule_of_independent_values(length, is_causal) ->
 def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
     context = AttentionContext(taus_below=(0.5,) * 8)
     grouped = context.mean_square(32, 300, is_causal=is_causal)
-    module = __import__("unitscale.rules._attention_context", fromlist=["_groups"])
+    module = __import__("unitscale.rules._attention", fromlist=["_groups"])
 
     def forget() -> None:
         for cached in (module._stream, module._keys):
@@ -129,7 +129,7 @@ def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) ->
 
 def test_the_average_of_a_covariance() -> None:
     """Against `A S A^T` by products of matrices, with a position in each group."""
-    module = __import__("unitscale.rules._attention_context", fromlist=["_Attention"])
+    module = __import__("unitscale.rules._attention", fromlist=["_Attention"])
     length, spread = 12, 0.5
     seen = np.tril(np.ones((length, length)))
     average = seen / seen.sum(1, keepdims=True)
@@ -146,7 +146,7 @@ def test_the_average_of_a_covariance() -> None:
 
 def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
     """What a layer's attention does to a covariance is that of all layers."""
-    module = __import__("unitscale.rules._attention_context", fromlist=["moments_by_size"])
+    module = __import__("unitscale.rules._attention", fromlist=["moments_by_size"])
     calls = []
 
     def counted(*arguments):
@@ -171,7 +171,7 @@ def test_the_factor_is_the_inverse_root() -> None:
     ("options", "message"),
     [
         ({"taus_below": (0.5,)}, "an even number; got 1"),
-        ({"norm_placement": "sandwich"}, "must be pre, post or none; got 'sandwich'"),
+        ({"norm_placement": "sandwich"}, "norm_placement must be .*; got 'sandwich'"),
         ({"mlp_mult": 0.0}, "mlp_mult must be"),
     ],
 )

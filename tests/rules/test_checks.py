@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from unitscale import rules
-from unitscale.rules._checks import positive_number, positive_sizes, real_number
+from unitscale.rules._factors import check_sizes, positive_number, real_number
 
 
 def test_accepts_numpy_integers_and_floats() -> None:
-    positive_sizes("rule", {"size": np.int32(3)})
+    check_sizes("rule", size=np.int32(3))
     assert positive_number("rule", "x", np.float32(0.5)) == 0.5
     assert real_number("rule", "x", -2) == -2.0
 

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from unitscale import rules
-from unitscale.rules._compile_time import compile_time
-from unitscale.rules._hermite import correlation_kernel
+from unitscale.rules._elementwise import compile_time, correlation_kernel
 
 # By itself each of these calls evaluates a function on arrays.
 EVALUATE = {

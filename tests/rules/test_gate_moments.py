@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from unitscale.rules._gate_moments import gate_moments
-from unitscale.rules._softmax_moments import softmax_moments
+from unitscale.rules._normalization import gate_moments, softmax_moments
 
 CASES = [(8, 2, 1.0), (4, 3, 1.5), (2, 1, 1.0), (40, 6, 0.5), (8, 2, 4.0)]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from unitscale.rules._hermite import correlation_kernel
+from unitscale.rules._elementwise import correlation_kernel
 
 RHO = np.asarray([-0.9, -0.3, 0.0, 0.2, 0.7, 0.95])
 

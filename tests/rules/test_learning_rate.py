@@ -33,8 +33,8 @@ def test_sgd_makes_up_for_the_readouts_constraint(role) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"optimizer": "adamw"}, "optimizer must be adam or sgd; got 'adamw'"),
-        ({"readout_constraint": "gmean"}, "readout_constraint must be None or .*; got 'gmean'"),
+        ({"optimizer": "adamw"}, "optimizer must be .*; got 'adamw'"),
+        ({"readout_constraint": "gmean"}, "readout_constraint must be .*; got 'gmean'"),
     ],
 )
 def test_unknown_settings(settings, match) -> None:

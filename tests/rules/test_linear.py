@@ -123,7 +123,7 @@ test_errors_name_the_argument = refuses(
         (TypeError, lambda: rules.readout(4, 2.5, 4), "out_features must be a static integer"),
         (ValueError, lambda: rules.conv((3,), 1, 1), r"must be \(\*spatial, in / groups, out\)"),
         (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, feature_group_count=4), "must divide"),
-        (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, strides=(1, 1)), "one entry per spatial"),
+        (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, strides=(1, 1)), "one entry for each"),
         (ValueError, lambda: rules.conv((3, 4, 6), 1, 1, input_dilation=0), r"dilation\[0\] must"),
         (ValueError, lambda: rules.dense(4, 4, 4, constraint="to_left_grad_scale"), "use 'to_gr"),
     ]

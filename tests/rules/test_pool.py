@@ -89,7 +89,7 @@ def test_constraint(rule) -> None:
     [
         (((0, 2),), r"window_shape\[0\] must be at least 1"),
         (((2, 2), (0, 1)), r"strides\[0\] must be at least 1"),
-        (((2, 2), (1,)), "one entry for each of window_shape"),
+        (((2, 2), (1,)), "strides must have one entry for each"),
     ],
 )
 @pytest.mark.parametrize("rule", [rules.avg_pool, rules.max_pool])

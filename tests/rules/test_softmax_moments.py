@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from unitscale.rules._softmax_moments import (
+from unitscale.rules._normalization import (
     causal_softmax_moments,
     moments_by_size,
     softmax_moments,
