@@ -12,14 +12,7 @@ import jax
 import numpy as np
 
 from ._elementwise import correlation_kernel, dropout
-from ._factors import (
-    Constraint,
-    Factors,
-    check_choice,
-    check_sizes,
-    constrain,
-    positive_number,
-)
+from ._factors import Constraint, Factors, check_choice, check_sizes, constrain, positive_number
 from ._normalization import causal_softmax_moments, moments_by_size, softmax_moments
 from ._residual import residual
 
@@ -35,10 +28,6 @@ def logit_factor(head_dim: int, mult: float = 1.0) -> float:
     Scaling:
         `1 / d` instead of `d^-1/2` keeps logits bounded when q and k correlate in training. For
         independent unit q and k the logits have standard deviation `mult * d^-1/2`.
-
-    Args:
-        head_dim: Size d of a head.
-        mult: Multiplier of the logits.
 
     Example:
         >>> logit_factor(64, 2.0)
@@ -61,7 +50,7 @@ def dot_product_attention(
     mean_square: float | None = None,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`.
+    """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`, `bwd = (q, k, v)`.
 
     Scaling:
         For unit q, k and v the logits are normal of standard deviation `mult * d^-1/2`, and the
@@ -72,18 +61,8 @@ def dot_product_attention(
         deviation. Assumes as many queries as keys, and no mask except the causal one. With a single
         key, q and k have no gradient, and their factor is the forward one.
 
-    Args:
-        head_dim: Size d of a head.
-        key_length: Number of keys.
-        is_causal: Whether query t sees only keys 1..t.
-        mult: Multiplier of the logits.
-        dropout_rate: Rate of (inverse-scaled) dropout on the attention weights.
-        mean_square: Mean square of the output before factor and dropout, if the values at different
-            positions are not independent: see `AttentionContext`.
-        constraint: See `constrain`. Constraints to a single operand do not fit.
-
-    Returns:
-        Factors with `bwd = (q, k, v)`.
+        If the values at different positions are not independent, `mean_square` replaces the
+        output's mean square before factor and dropout: see `AttentionContext`.
 
     Example:
         >>> round(dot_product_attention(64, 256, is_causal=False).fwd, 1)
@@ -132,9 +111,6 @@ class AttentionContext:
         mlp_mult: Multiplier of the activation's argument.
         norm_placement: "pre", "post" or "none". Without norms the result is an estimate: it takes
             MLPs to be homogeneous, and ignores that larger keys are attended to more.
-
-    Raises:
-        ValueError: If mlp_mult is not positive, norm_placement unknown, or the number of taus odd.
 
     Example:
         >>> for layer in range(3):

@@ -23,12 +23,9 @@ _cache: WeakKeyDictionary[Callable[..., Any], dict[float, _Statistics]] = WeakKe
 
 
 def elementwise(
-    f: Callable[..., Any],
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    f: Callable[..., Any], *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of `f(mult * x)`.
+    """Return the factors of `f(mult * x)` for any scalar function, with `bwd = (x,)`.
 
     Scaling:
         Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`,
@@ -37,18 +34,9 @@ def elementwise(
         for every mult. If the derivative is zero almost everywhere (sign, round), there is no
         gradient to scale, and backward uses the forward factor.
 
-    Args:
-        f: Function from a scalar to a scalar that JAX can trace and differentiate.
-        mult: Multiplier of the input.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x,)`.
-
     Raises:
-        TypeError: If `f` does not return one real number per input.
-        ValueError: If `f` is constant, not finite, or grows too fast for its variance to be
-            integrated.
+        TypeError: If `f` does not map a scalar to a real scalar.
+        ValueError: If `f` is constant, not finite, or grows too fast to be integrated.
 
     Example:
         >>> factors = elementwise(jax.nn.relu, constraint=None)
@@ -70,29 +58,14 @@ def elementwise(
 
 
 def glu(
-    f: Callable[..., Any],
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    f: Callable[..., Any], *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of the gated linear unit `x * f(mult * gate)`.
+    """Return the factors of the gated linear unit `x * f(mult * gate)`, with `bwd = (x, gate)`.
 
     Scaling:
         Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
         gate))`, under `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right.
         Assumes x and gate are independent, zero mean and unit.
-
-    Args:
-        f: Function from a scalar to a scalar that JAX can trace and differentiate.
-        mult: Multiplier of the gate.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x, gate)`.
-
-    Raises:
-        TypeError: If `f` does not return one real number per input.
-        ValueError: If `f` is zero, not finite, or grows too fast for its variance to be integrated.
 
     Example:
         >>> round(glu(jax.nn.silu).fwd, 3)
@@ -112,21 +85,12 @@ def glu(
 
 
 def dropout(rate: float) -> Factors:
-    """Return the factors of dropout, relative to the usual inverse scaling.
+    """Return the factors of dropout, on top of the usual inverse scaling, with `bwd = (x,)`.
 
     Scaling:
         Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit
         `x`. Both factors are therefore `(1 - rate)^1/2`, *on top of* the `1 / (1 - rate)`: the
         whole op is `x * mask * (1 - rate)^-1/2`, and its gradient is the true one.
-
-    Args:
-        rate: Probability of zeroing an element, in [0, 1).
-
-    Returns:
-        Factors with `bwd = (x,)`.
-
-    Raises:
-        ValueError: If the rate is outside [0, 1).
 
     Example:
         >>> dropout(0.75)

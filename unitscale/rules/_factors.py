@@ -21,6 +21,12 @@ ConstraintName: TypeAlias = Literal[
 Constraint: TypeAlias = ConstraintName | None
 """Name of a constraint of `constrain`, or None to leave the ideal factors unequal."""
 
+_SHARED = {
+    "to_output_scale": 0,
+    "to_grad_input_scale": 1,
+    "to_left_grad_scale": 1,
+    "to_right_grad_scale": 2,
+}
 _OPERANDS = {"to_grad_input_scale": 1, "to_left_grad_scale": 2, "to_right_grad_scale": 2}
 
 
@@ -38,9 +44,6 @@ class Factors:
     Args:
         fwd: Factor on the output.
         bwd: Factors on the operands' cotangents, in operand order.
-
-    Raises:
-        ValueError: If a factor is not positive and finite.
 
     Example:
         >>> Factors(0.5, (0.5, 0.25)).bwd[1]
@@ -82,12 +85,6 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
         output: Ideal factor of the output.
         *grad_inputs: Ideal factor of each operand's cotangent that must agree with it.
 
-    Returns:
-        The factors in the same order: output first, then one per operand.
-
-    Raises:
-        ValueError: If the name is unknown, or does not fit the number of operands.
-
     Example:
         >>> constrain("to_output_scale", 0.5, 0.25)
         (0.5, 0.5)
@@ -112,12 +109,8 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
             f"unitscale.rules.constrain: {constraint!r} is for ops with {needed} constrained "
             f"operand(s); this op has {operands}: use {use} instead."
         )
-    if constraint == "to_output_scale":
-        shared = output
-    elif constraint in ("to_grad_input_scale", "to_left_grad_scale"):
-        shared = grad_inputs[0]
-    elif constraint == "to_right_grad_scale":
-        shared = grad_inputs[1]
+    if constraint in _SHARED:
+        shared = factors[_SHARED[constraint]]
     elif constraint == "gmean":
         shared = math.exp(math.fsum(math.log(factor) for factor in factors) / len(factors))
     elif constraint == "hmean":

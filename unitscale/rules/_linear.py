@@ -31,23 +31,13 @@ def matmul(
     right_repeats: int = 1,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of `(m, k) @ (k, n)`.
+    """Return the factors of `(m, k) @ (k, n)`, with `bwd = (left, right)`.
 
     Scaling:
         Forward `k^-1/2`. Before the constraint, the left gradient has `(n * left_repeats)^-1/2` and
-        the right gradient `(m * right_repeats)^-1/2`: each counts the terms of its own sum.
-        Assumes independent operands of zero mean and unit variance.
-
-    Args:
-        m: Rows of the left operand.
-        k: Contracted dimension.
-        n: Columns of the right operand.
-        left_repeats: How many times batch broadcasting repeats the left operand.
-        right_repeats: How many times batch broadcasting repeats the right operand.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (left, right)`.
+        the right gradient `(m * right_repeats)^-1/2`: each counts the terms of its own sum, with
+        the number of times that batch broadcasting repeats the operand. Assumes independent
+        operands of zero mean and unit variance.
 
     Example:
         >>> matmul(4, 16, 64, constraint=None)
@@ -64,28 +54,15 @@ def matmul(
 
 
 def dense(
-    in_features: int,
-    out_features: int,
-    batch: int,
-    *,
-    constraint: Constraint = "to_output_scale",
+    in_features: int, out_features: int, batch: int, *, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of a dense layer.
+    """Return the factors of a dense layer, with `bwd = (x, kernel, bias)`.
 
     Scaling:
         Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. Kernel and bias are
         cut edges, so their gradients, which are sums over the batch, have `batch^-1/2` for every
         constraint. The bias is added after the forward factor. Assumes independent unit inputs,
         weights and cotangents.
-
-    Args:
-        in_features: Size of the contracted dimension.
-        out_features: Size of the output's last dimension.
-        batch: Number of rows: the product of all leading dimensions.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x, kernel, bias)`.
 
     Example:
         >>> dense(16, 64, 4)
@@ -103,22 +80,13 @@ def dense(
 def readout(
     in_features: int, out_features: int, batch: int, *, constraint: Constraint = None
 ) -> Factors:
-    """Return the factors of the layer that computes the logits.
+    """Return the factors of the layer that computes the logits, with `bwd = (x, kernel, bias)`.
 
     Scaling:
         Forward `in^-1`, so that logits do not grow with width; input gradient `out^-1/2`; kernel
         and bias gradients `batch^-1/2`. The logits are thus *not* of unit variance: their RMS is
         `in^-1/2` at initialization. The input gradient may be scaled freely (constraint None) if
         the readout's input is a cut edge: the only path from the loss to the rest of the model.
-
-    Args:
-        in_features: Size of the contracted dimension.
-        out_features: Number of logits.
-        batch: Number of rows: the product of all leading dimensions.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x, kernel, bias)`.
 
     Example:
         >>> readout(16, 64, 4)
@@ -147,18 +115,8 @@ def lora(
         `out^-1/2`, which makes it unit, and the gradient of `a` with it. The input is not a cut
         edge, because the dense layer reads it too, so the gradient of `x` has the factor of
         `dense` times `rank^-1/2` over both matmuls: the first divides by the `out^-1/2` again.
-        Gradients of `a` and `b` have `batch^-1/2`. Assumes independent unit inputs, weights and
-        cotangents.
-
-    Args:
-        in_features: Size of the input's last dimension.
-        rank: Size of the dimension between the two matmuls.
-        out_features: Size of the output's last dimension.
-        batch: Number of rows: the product of all leading dimensions.
-        constraint: Constraint of the dense layer; see `constrain`.
-
-    Returns:
-        Factors of the first matmul with `bwd = (x, a)`, and of the second with `bwd = (h, b)`.
+        Gradients of `a` and `b` have `batch^-1/2`. The results have `bwd = (x, a)` and `bwd = (h,
+        b)`. Assumes independent unit inputs, weights and cotangents.
 
     Example:
         >>> lora(16, 4, 64, 4)
@@ -186,7 +144,7 @@ def conv(
     feature_group_count: int = 1,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of a convolution, channels last, plain or transposed.
+    """Return the factors of a convolution, plain or transposed, with `bwd = (x, kernel, bias)`.
 
     Scaling:
         Forward `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups / prod(input_dilation)`,
@@ -202,17 +160,9 @@ def conv(
         batch: Number of examples.
         output_spatial_size: Number of output positions per example, or the output's spatial shape.
         strides: One stride for all spatial dimensions, or one for each.
-        input_dilation: Dilation of the input, likewise. A transposed convolution of stride n is a
-            convolution of stride 1 and input dilation n.
+        input_dilation: Likewise; n for a transposed convolution of stride n, whose strides are 1.
         feature_group_count: Number of channel groups.
         constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x, kernel, bias)`.
-
-    Raises:
-        ValueError: If strides or input dilation do not match the kernel's rank, or the groups do
-            not divide the output channels.
 
     Example:
         >>> conv((2, 2, 4, 16), batch=1, output_spatial_size=(8, 8))
@@ -249,20 +199,13 @@ def conv(
 
 
 def embed(vocab: int, tokens: int) -> Factors:
-    """Return the factors of looking up `tokens` rows of a table of `vocab` rows.
+    """Return the factors of looking up `tokens` rows of a table, with `bwd = (table,)`.
 
     Scaling:
         Forward 1. A row's gradient sums the cotangents of its occurrences, `tokens / vocab` on
         average, so the table's gradient has `(vocab / tokens)^1/2`. Its RMS over the whole table is
         then 1 for independent unit cotangents and any distribution of the tokens, which only
         changes how the gradient is shared among rows.
-
-    Args:
-        vocab: Rows of the table.
-        tokens: Number of looked-up ids: batch times sequence length.
-
-    Returns:
-        Factors with `bwd = (table,)`.
 
     Example:
         >>> embed(64, 16)
@@ -276,18 +219,12 @@ def embed(vocab: int, tokens: int) -> Factors:
 
 
 def recurrent_kernel(steps: int) -> Factors:
-    """Return the factors of a weight that a recurrence uses at every step.
+    """Return the factors of a weight used at every step of a recurrence, `bwd = (weight,)`.
 
     Scaling:
         Forward 1; backward `steps^-1/2`, because the gradient sums that many contributions, each
         already scaled by `dense` for the batch. The weight is a cut edge. Assumes that
         contributions of different steps are independent.
-
-    Args:
-        steps: Number of steps.
-
-    Returns:
-        Factors with `bwd = (weight,)`.
 
     Example:
         >>> recurrent_kernel(16)
@@ -311,20 +248,9 @@ def grouped_dense(
     """Return the factors of a dense layer with a kernel for each group of rows.
 
     Scaling:
-        Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. A kernel's gradient
-        sums over the rows of its group, `rows / groups` on average: kernels and biases, which are
-        cut edges, have `(groups / rows)^1/2`. The RMS over all kernels is then 1 for any group
-        sizes, which only change how the gradient is shared among groups.
-
-    Args:
-        in_features: Size of the contracted dimension.
-        out_features: Size of the output's last dimension.
-        rows: Number of rows of all groups.
-        groups: Number of groups.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x, kernel, bias)`.
+        As `dense`, but a kernel's gradient sums over the rows of its group, `rows / groups` on
+        average: kernels and biases, which are cut edges, have `(groups / rows)^1/2`. The RMS over
+        all kernels is then 1 for any group sizes, which only change how it is shared among groups.
 
     Example:
         >>> grouped_dense(16, 64, rows=32, groups=8)
@@ -347,22 +273,10 @@ def mixture(experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = 
         for k equal ones. The expectation over independent unit normal logits is exact. Gates have
         the true derivative, factor `c`. The cotangent of an expert's output, `c g dy`, has RMS
         `k^-1/2` and is multiplied by a further `k^1/2`, so that gradients inside the experts are
-        unit; the gradient of the expert's input is multiplied by `k^-1/2` to undo it. Assumes
-        independent unit experts.
-
-    Args:
-        experts: Number of experts.
-        top_k: Number of experts per token.
-        mult: Multiplier of the router's logits (inverse temperature).
-        renormalize: Whether gates are the softmax over the chosen experts only, and so sum to 1;
-            otherwise they are entries of the softmax over all experts.
-
-    Returns:
-        Factors with `bwd = (expert's output, gate, expert's input)`, the last one on top of the
-        derivative of copying the token.
-
-    Raises:
-        ValueError: If there are fewer experts than top_k.
+        unit; the gradient of the expert's input is multiplied by `k^-1/2` to undo it, on top of the
+        derivative of copying the token: `bwd = (expert's output, gate, expert's input)`. If
+        `renormalize`, gates are the softmax over the chosen experts only, and so sum to 1;
+        otherwise they are entries of the softmax over all. Assumes independent unit experts.
 
     Example:
         >>> mixture(8, 1)
@@ -390,7 +304,7 @@ def router(
     renormalize: bool = True,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of the matmul that computes the router's logits.
+    """Return the factors of the matmul that computes router logits, with `bwd = (x, kernel)`.
 
     Scaling:
         Forward `in^-1/2`, which makes the logits unit for any width, constrained together with the
@@ -399,23 +313,8 @@ def router(
         forward factor of `mixture`. The mean square of a logit's gradient is then `(c mult)^2 out /
         experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]` (for renormalized gates); the kernel, a cut
         edge, has its inverse root times `tokens^-1/2`. If the gates are constant (one renormalized
-        gate), the kernel has `tokens^-1/2`.
-
-    Args:
-        in_features: Size of the token.
-        experts: Number of experts.
-        tokens: Number of tokens.
-        top_k: Number of experts per token.
-        out_features: Size of the experts' outputs; in_features by default.
-        mult: Multiplier of the logits (inverse temperature).
-        renormalize: Whether the gates of a token sum to 1; see `mixture`.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x, kernel)`.
-
-    Raises:
-        ValueError: If there are fewer experts than top_k.
+        gate), the kernel has `tokens^-1/2`. Experts have `out_features` outputs, by default as many
+        as inputs; the other arguments are those of `mixture`.
 
     Example:
         >>> router(16, 8, 4, top_k=1).fwd

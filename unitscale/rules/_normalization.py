@@ -31,27 +31,16 @@ _LARGEST_SPREAD = 24.0  # of logits; beyond it softmax moments follow their asym
 _STEP = 0.25  # of the integral over u = log s
 _WIDTH = 10.0  # of the normal distribution, in standard deviations
 _GATE_WIDTH, _GATE_STEP = 8.0, 0.02
-_EXACT_SIZES, _SAMPLED_SIZES = 64, 160
 
 
 def norm(features: int, size: int) -> Factors:
-    """Return the factors of a norm: layer, RMS, group or batch norm.
+    """Return the factors of a layer, RMS, group or batch norm, with `bwd = (x, gain, bias)`.
 
     Scaling:
         Forward 1, input gradient 1. Gain and bias are cut edges whose gradients sum over the
         `size / features` rows: `(features / size)^1/2`. Assumes unit inputs, a unit gain, and
         cotangents independent of the input; the input gradient's RMS is then 1 up to order one
         over the number of elements that are normalized together.
-
-    Args:
-        features: Size of the last axis, which gain and bias have.
-        size: Number of elements of the input.
-
-    Returns:
-        Factors with `bwd = (x, gain, bias)`.
-
-    Raises:
-        ValueError: If `size` is not a multiple of `features`.
 
     Example:
         >>> norm(64, 1024)
@@ -71,12 +60,9 @@ def norm(features: int, size: int) -> Factors:
 
 
 def softmax(
-    axis_size: int,
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    axis_size: int, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of `softmax(mult * x)`.
+    """Return the factors of `softmax(mult * x)`, with `bwd = (x,)`.
 
     Scaling:
         Forward `1 / std(p)`: the mean of p is exactly `1 / n`, so `var(p) = E[sum p^2] / n - 1 /
@@ -86,14 +72,6 @@ def softmax(
         1)^1/2` and `n e^(-mult^2 / 2) / mult`; for large mult, where p tends to one-hot, the
         forward factor tends to `n / (n - 1)^1/2`. A softmax over a single entry is the constant 1
         and has no gradient; its factors are 1.
-
-    Args:
-        axis_size: Number n of entries along the axis.
-        mult: Multiplier of the logits (inverse temperature).
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x,)`.
 
     Example:
         >>> round(softmax(4096).fwd / 4096, 3)
@@ -119,7 +97,7 @@ def softmax(
 
 
 def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
-    """Return the factors of the softmax cross entropy of `mult * logits`.
+    """Return the factors of the softmax cross entropy of `mult * logits`, `bwd = (logits,)`.
 
     Scaling:
         Forward 1: the value is the ordinary loss. The gradient of one example's loss is `mult * (p
@@ -128,16 +106,6 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
         graph: every gradient changes by the same constant. Assumes logits that are small at
         initialization, as those of `readout` are, and that the op leaves the `1 / N` of a mean over
         examples out of the backward pass.
-
-    Args:
-        vocab: Number of classes V, at least 2.
-        mult: Multiplier of the logits (inverse temperature).
-
-    Returns:
-        Factors with `bwd = (logits,)`.
-
-    Raises:
-        ValueError: If vocab is less than 2.
 
     Example:
         >>> softmax_cross_entropy(2).bwd
@@ -158,15 +126,12 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
 
 
 def mse_loss() -> Factors:
-    """Return the factors of the mean squared error.
+    """Return the factors of the mean squared error, with `bwd = (pred, target)`.
 
     Scaling:
         Forward 1. The gradient of one squared error is `2 (pred - target)`; the difference of two
         independent unit values has variance 2, so its RMS is `8^1/2` and both backward factors are
         `8^-1/2`. Assumes that the op leaves the `1 / N` of the mean out of the backward pass.
-
-    Returns:
-        Factors with `bwd = (pred, target)`.
 
     Example:
         >>> mse_loss().fwd
@@ -184,7 +149,7 @@ def avg_pool(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of the mean over windows, channels last.
+    """Return the factors of the mean over windows, with `bwd = (x,)`.
 
     Scaling:
         Forward `n^1/2` with `n = prod(window)`, as the mean of n independent unit values has RMS
@@ -192,17 +157,6 @@ def avg_pool(
         cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
         Assumes interior windows: padding, which leaves fewer terms near the border, is not
         counted.
-
-    Args:
-        window_shape: Size of the window in each spatial dimension.
-        strides: Step from window to window in each dimension; 1 by default.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (x,)`.
-
-    Raises:
-        ValueError: If window and strides differ in length.
 
     Example:
         >>> avg_pool((2, 2), (2, 2), constraint=None)
@@ -222,7 +176,7 @@ def max_pool(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of the maximum over windows; arguments and result as in `avg_pool`.
+    """Return the factors of the maximum over windows, with `bwd = (x,)`.
 
     Scaling:
         Forward `1 / std` of the largest of `n = prod(window)` independent unit normal values, whose
@@ -283,24 +237,11 @@ def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
 
 @functools.lru_cache(maxsize=4096)
 def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
-    """Return the moments averaged over rows of 1, 2, ..., `length` logits.
-
-    Rows beyond the first 64 are interpolated on a geometric grid, on which the moments are close to
-    a power law.
-    """
-    exact = np.arange(1, min(length, _EXACT_SIZES) + 1)
-    sampled = np.round(np.geomspace(exact[-1], length, _SAMPLED_SIZES)).astype(int)
-    sizes = np.unique(np.concatenate([exact, sampled]))
-    every = np.arange(len(exact) + 1, length + 1)
-    means = []
-    for moment in moments_by_size(sizes, spread):
-        total = moment[: len(exact)].sum()
-        if every.size:
-            # The first row has no gradient; the logarithm is taken beyond it.
-            known = np.log(sizes[1:]), np.log(moment[1:])
-            total += np.exp(np.interp(np.log(every), *known)).sum()
-        means.append(float(total / length))
-    return SoftmaxMoments(*means)
+    """Return the moments averaged over rows of 1, 2, ..., `length` logits."""
+    rows = np.arange(1, length + 1)
+    parts = [moments_by_size(part, spread) for part in np.array_split(rows, -(-length // 2048))]
+    square, gradient = (float(np.concatenate(moment).mean()) for moment in zip(*parts, strict=True))
+    return SoftmaxMoments(square, gradient)
 
 
 def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray]:
@@ -310,40 +251,26 @@ def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.nd
     few percent.
     """
     m = min(spread, _LARGEST_SPREAD)
-    u, log_h0, h2, h3, h4 = _one_logit(m, math.log(sizes.max()))
-    n = sizes[:, None].astype(np.float64)
-    others = np.exp((n - 1) * log_h0)
-    pairs = (n - 1) * np.exp(np.maximum(n - 2, 0) * log_h0)
-    du = u[1] - u[0]
-    square = (n * h2 * others).sum(-1) * du
-    cube = (n * h3 * others).sum(-1) * du / 2
-    squared_square = (n * (h4 * others + h2**2 * pairs)).sum(-1) * du / 6
-    gradient = np.where(sizes == 1, 0.0, square - 2 * cube + squared_square)
-    # Two logits of a large spread compete only if closer than order 1: probability ~ 1 / spread.
-    ratio = m / spread
-    return 1 - (1 - square) * ratio, gradient * ratio
-
-
-def _one_logit(m: float, log_size: float) -> tuple[np.ndarray, ...]:
-    """Return the grid u, log H_0, H_2, H_3 and H_4."""
-    u = np.arange(-(log_size + _WIDTH * m + 24), _WIDTH * m + 8, _STEP)
+    u = np.arange(-(math.log(sizes.max()) + _WIDTH * m + 24), _WIDTH * m + 8, _STEP)
     half = math.ceil(_WIDTH * max(m, 1.0) / _STEP)
     x = np.arange(-half, half + 1) * (_WIDTH / half)
     density = np.exp(-(x**2) / 2)
     density /= density.sum()
-    expectations = np.empty((4, u.size))
-    for index, shift in enumerate(u):
-        s = np.exp(np.minimum(shift + m * x, 100.0))
-        decay = np.exp(-s) * density
-        expectations[:, index] = (
-            -(np.expm1(-s) @ density),
-            decay @ s**2,
-            decay @ s**3,
-            decay @ s**4,
-        )
-    below, h2, h3, h4 = expectations
-    log_h0 = np.log1p(-np.minimum(below, 1 - 1e-16))
-    return u, log_h0, h2, h3, h4
+    s = np.exp(np.minimum(u[:, None] + m * x, 100.0))
+    decay = np.exp(-s)
+    h2, h3, h4 = ((decay * power) @ density for power in (s * s, s * s * s, s * s * s * s))
+    log_h0 = np.log1p(-np.minimum(-np.expm1(-s) @ density, 1 - 1e-16))
+    n = sizes[:, None].astype(np.float64)
+    others = np.exp((n - 1) * log_h0)
+    pairs = (n - 1) * np.exp(np.maximum(n - 2, 0) * log_h0)
+    square = others @ h2
+    cube = others @ h3 / 2
+    squared_square = (others @ h4 + pairs @ h2**2) / 6
+    square, cube, squared_square = (sizes * _STEP * x for x in (square, cube, squared_square))
+    gradient = np.where(sizes == 1, 0.0, square - 2 * cube + squared_square)
+    # Two logits of a large spread compete only if closer than order 1: probability ~ 1 / spread.
+    ratio = m / spread
+    return 1 - (1 - square) * ratio, gradient * ratio
 
 
 @functools.lru_cache(maxsize=1024)
@@ -369,17 +296,14 @@ def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> 
     # h[j] = e^(j v - e^v) at t; above[j] is its integral over logits larger than t.
     h = [np.exp(np.minimum(j * v, 600.0)) * decay for j in range(5)]
     above = [_integral_above(density * h_j) for h_j in h]
-    if renormalize:
-        rest = density * _integral_below(density) ** others
-        rest_square: np.ndarray | float = 0.0
-    else:
-        below, below_square = _integral_below(density * h[0]), _integral_below(density * h[2])
-        rest = density * h[0] * below**others
-        rest_square = density * h[2] * below**others
-        if others:
-            rest_square += density * h[0] * others * below_square * below ** (others - 1)
+    # Logits that are not chosen count in the normalizer only without renormalization.
+    weight, weight_square = (1.0, 0.0) if renormalize else (h[0], h[2])
+    below = _integral_below(density * weight)
+    rest = density * weight * below**others
+    pairs = others * _integral_below(density * weight_square) * below ** max(others - 1, 0)
+    rest_square = density * (weight_square * below**others + weight * pairs)
     one = top_k * above[0] ** (top_k - 1)
-    two = top_k * (top_k - 1) * above[0] ** (top_k - 2) if top_k > 1 else 0.0
+    two = top_k * (top_k - 1) * above[0] ** max(top_k - 2, 0)
     total = np.sum(density * _integral_below(density) ** others * _integral_above(density) ** top_k)
     size = _STEP / total
     square = np.sum(one * above[2] * rest) * size

@@ -40,21 +40,13 @@ _ITERATIONS = 64
 def add(
     *, left_repeats: int = 1, right_repeats: int = 1, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of `left + right`.
+    """Return the factors of `left + right`, with `bwd = (left, right)`.
 
     Scaling:
         Forward `2^-1/2`. Before the constraint, a gradient has `repeats^-1/2`, as it sums that many
         cotangents: 1 for an operand that is not broadcast. The constraint covers both operands,
         because a broadcast one need not be a cut edge, as in `x + mean(x)`. If it is one, such as a
         table of positions, None makes its gradient unit.
-
-    Args:
-        left_repeats: Number of output elements that each left element is broadcast to.
-        right_repeats: Number of output elements that each right element is broadcast to.
-        constraint: See `constrain`.
-
-    Returns:
-        Factors with `bwd = (left, right)`.
 
     Example:
         >>> add(right_repeats=4, constraint=None).bwd
@@ -71,21 +63,12 @@ def add(
 
 
 def weighted_add(weights: Sequence[float]) -> Factors:
-    """Return the factors of `sum(w * x)`.
+    """Return the factors of `sum(w * x)`, with one (equal) backward factor per operand.
 
     Scaling:
         Forward and backward `1 / norm(weights)`. The backward is the true derivative: the cotangent
         of operand `i` is multiplied by its weight and by this factor, that is by
         `normalized_weights(weights)[i]`. Assumes independent unit operands.
-
-    Args:
-        weights: One static real weight per operand; signs and some zeros are allowed.
-
-    Returns:
-        Factors with one (equal) backward factor per operand.
-
-    Raises:
-        ValueError: If there is no weight, if all are zero, or if one is not finite.
 
     Example:
         >>> weighted_add((3.0, 4.0))
@@ -118,9 +101,7 @@ def normalized_weights(weights: Sequence[float]) -> tuple[float, ...]:
 class ResidualFactors:
     """The two weights of a residual sum; their squares sum to 1.
 
-    Args:
-        branch: Factor on the branch.
-        skip: Factor on the skip connection. `ops.residual` accepts arrays for both.
+    `ops.residual` accepts arrays for both.
 
     Example:
         >>> ResidualFactors(branch=0.6, skip=0.8).skip
@@ -138,9 +119,6 @@ def residual(tau: float) -> ResidualFactors:
         Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`. Assumes independent unit branch
         and skip. The branch's factor is applied to the cotangent at the split, not at the sum: the
         total gradient stays true, and gradients inside the branch are unit.
-
-    Args:
-        tau: Ratio of branch to skip, positive.
 
     Example:
         >>> residual(0.75)
@@ -181,9 +159,6 @@ def residual_taus(
         tau: Ratio of every branch to the skip; only for "fixed".
         mult: Ratio of all branches together to the embedding; only for "depth".
         attn_ratio: Ratio of attention branches to MLP branches; only for "depth".
-
-    Raises:
-        ValueError: If the scheme is unknown.
 
     Example:
         >>> residual_taus("running_mean", 4)[3]
@@ -236,17 +211,8 @@ def umup_learning_rate(
         embeddings `fan_out^1/2`, biases and norms `fan_out`. A bias of the readout itself has no
         such factor: do not pass readout_constraint for it.
 
-    Args:
-        role: One of `ROLES`.
-        fan_in: Number of inputs that each output sums over.
-        fan_out: Number of outputs.
-        depth: Number of residual branches.
-        optimizer: "adam" if the size of updates does not depend on that of gradients; "sgd" if it
-            is proportional to it, with or without momentum.
-        readout_constraint: That of the model's readout, None or "to_output_scale".
-
-    Raises:
-        ValueError: If the role, the optimizer or the constraint is unknown.
+        `optimizer` is "adam" if the size of updates does not depend on that of gradients, "sgd" if
+        it is proportional to it.
 
     Example:
         >>> umup_learning_rate("weight", fan_in=64, fan_out=256, depth=4)
@@ -294,9 +260,6 @@ def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) ->
         period: Number of updates after which the same kernel is used again: the depth of a
             recurrent highway cell.
 
-    Raises:
-        ValueError: If the share is not in (0, 1].
-
     Example:
         >>> round(gated_update(0.5, reset=True), 3)
         1.38
@@ -307,7 +270,7 @@ def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) ->
     """
     share = _check_share("gated_update", share)
     check_sizes("gated_update", period=period)
-    second = _gate_second_moment()
+    second = glu(jax.nn.sigmoid).fwd ** -2
     if not reset:
         return _unit_state_weight(share, _MEAN_GATE - second, period)
     # The gated part of its argument is no longer normal, so the candidate is a little smaller.
@@ -320,8 +283,8 @@ def gated_sum(share: float = 0.5) -> float:
 
     Scaling:
         As `gated_update` with two independent logistic gates, whose product has mean 1/4: the
-        weight that solves `weight^2 q + q + weight c / 2 = 1`. The argument is that of
-        `gated_update`, for the hidden state.
+        weight that solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the
+        hidden state.
 
     Example:
         >>> round(gated_sum(), 3)
@@ -341,11 +304,6 @@ def _check_share(rule: str, share: float) -> float:
     return share
 
 
-def _gate_second_moment() -> float:
-    """Return E[sigmoid(x)^2] of a unit normal x."""
-    return glu(jax.nn.sigmoid).fwd ** -2
-
-
 @functools.lru_cache(maxsize=256)
 def _reset_power(share: float) -> float:
     """Return E[tanh^2] with a gate on the state's share of the argument, over that without."""
@@ -360,29 +318,29 @@ def _reset_power(share: float) -> float:
 @functools.lru_cache(maxsize=256)
 def _unit_state_weight(share: float, cross: float, period: int) -> float:
     """Return the weight at which the stationary state has variance 1, by bisection."""
-    second = _gate_second_moment()
+    second = glu(jax.nn.sigmoid).fwd ** -2
+    # E[tanh tanh] over its variance is a power series in the correlation of the arguments.
+    kernel = correlation_kernel(jnp.tanh)[::-1]
+    lags = np.arange(_LAGS + 1)
+    decay = np.triu(_MEAN_GATE ** np.abs(lags[None, :] - lags[:, None]))
+
+    def covariance(weight: float) -> float:
+        """Of the candidate and a state of variance 1 before it."""
+        state, covariances = _MEAN_GATE**lags, np.zeros(_LAGS + 1)
+        for _ in range(_ITERATIONS):
+            candidates = np.polyval(kernel, share * state)
+            covariances = (
+                weight * _MEAN_GATE * (decay @ np.where(lags % period == 0, candidates, 0.0))
+            )
+            change = np.concatenate([[1.0], weight * _MEAN_GATE * covariances[1:]])
+            state = np.clip(decay.T @ change, -1.0, 1.0)
+        return float(covariances[1])
+
     low, high = 0.0, math.sqrt(1 / second - 1)
     for _ in range(_ITERATIONS):
         weight = (low + high) / 2
-        covariance = _candidate_covariance(weight, share, period)
-        if second * (1 + weight**2) + 2 * weight * cross * covariance > 1:
+        if second * (1 + weight**2) + 2 * weight * cross * covariance(weight) > 1:
             high = weight
         else:
             low = weight
     return low
-
-
-def _candidate_covariance(weight: float, share: float, period: int) -> float:
-    """Return the covariance of the candidate and a state of variance 1 before it."""
-    lags = np.arange(_LAGS + 1)
-    # E[tanh tanh] over its variance is a power series in the correlation of the arguments.
-    kernel = correlation_kernel(jnp.tanh)[::-1]
-    repeats = lags % period == 0
-    decay = np.triu(_MEAN_GATE ** np.abs(lags[None, :] - lags[:, None]))
-    state, covariances = _MEAN_GATE**lags, np.zeros(_LAGS + 1)
-    for _ in range(_ITERATIONS):
-        candidates = np.where(repeats, np.polyval(kernel, share * state), 0.0)
-        covariances = weight * _MEAN_GATE * (decay @ candidates)
-        change = np.concatenate([[1.0], weight * _MEAN_GATE * covariances[1:]])
-        state = np.clip(decay.T @ change, -1.0, 1.0)
-    return float(covariances[1])

@@ -58,14 +58,8 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
     Scaling:
         Known are matmul (of matrices), softmax, add, and every element-wise function of one array
         (`elementwise`): one whose value and derivative at an array equal those at each of its
-        entries alone. All arguments must be floating.
-
-    Args:
-        fn: The function.
-        example: Its arguments; only their shapes count.
-
-    Returns:
-        Factors with one backward factor per argument, or None.
+        entries alone. All arguments must be floating; of
+        `example`, only the shapes count.
 
     Example:
         >>> closed_form(jnp.matmul, [np.zeros((4, 16)), np.zeros((16, 64))])
