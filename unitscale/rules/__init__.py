@@ -2,9 +2,14 @@
 
 Every scaling formula of the library is stated once, here, with its assumptions and source; ops,
 layers, transforms and optimizers call these functions and contain no `** -0.5` of their own. A rule
-returns `Factors`: the forward factor and one backward factor per operand, before a `constraint`
-(see `constrain`) makes those of non-cut edges equal. Rules raise TypeError if a size or number is
-not static, and ValueError if it is not positive or the constraint does not fit.
+returns `Factors`: the forward factor and one backward factor per operand.
+
+Arguments mean the same in every rule. `in_features` is the contracted dimension, `out_features`
+the last dimension of the output; `batch`, `rows` and `tokens` are products of all leading
+dimensions; `mult` multiplies a function's argument (for softmax, the inverse temperature);
+`constraint` is the name of a constraint (see `constrain`) that makes the factors of non-cut edges
+equal. Rules raise TypeError if a size or number is not static, and ValueError if it is out of range
+or does not fit the other arguments.
 
 Papers: *Unit Scaling* is Blake, Orr, Luschi, "Unit Scaling: Out-of-the-Box Low-Precision Training",
 ICML 2023, arXiv 2303.11257; *u-muP* is Blake et al., "u-muP: The Unit-Scaled Maximal Update

@@ -58,8 +58,9 @@ def dot_product_attention(
         when causal, the average over 1, 2, ..., key_length. Forward is its inverse root, times `(1
         - dropout_rate)^1/2`: one static factor for all positions. Before the constraint v has the
         forward factor, and q and k `1 / RMS` of the softmax's gradient times the logits' standard
-        deviation. Assumes as many queries as keys, and no mask except the causal one. With a single
-        key, q and k have no gradient, and their factor is the forward one.
+        deviation. Assumes as many queries as keys, and no mask except the causal one (query t sees
+        keys 1..t). With a single key, q and k have no gradient, and their factor is the forward
+        one.
 
         If the values at different positions are not independent, `mean_square` replaces the
         output's mean square before factor and dropout: see `AttentionContext`.

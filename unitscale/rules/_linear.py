@@ -113,10 +113,10 @@ def lora(
     Scaling:
         Forward that of `dense` for `x @ a`, then `rank^-1/2` for `h @ b`. The gradient of `h` has
         `out^-1/2`, which makes it unit, and the gradient of `a` with it. The input is not a cut
-        edge, because the dense layer reads it too, so the gradient of `x` has the factor of
-        `dense` times `rank^-1/2` over both matmuls: the first divides by the `out^-1/2` again.
-        Gradients of `a` and `b` have `batch^-1/2`. The results have `bwd = (x, a)` and `bwd = (h,
-        b)`. Assumes independent unit inputs, weights and cotangents.
+        edge, because the dense layer reads it too, so the gradient of `x` has the factor of `dense`
+        times `rank^-1/2` over both matmuls: the first divides by the `out^-1/2` again. Gradients of
+        `a` and `b` have `batch^-1/2`. The results have `bwd = (x, a)` and `bwd = (h, b)`. Assumes
+        independent unit inputs, weights and cotangents.
 
     Example:
         >>> lora(16, 4, 64, 4)
@@ -202,10 +202,10 @@ def embed(vocab: int, tokens: int) -> Factors:
     """Return the factors of looking up `tokens` rows of a table, with `bwd = (table,)`.
 
     Scaling:
-        Forward 1. A row's gradient sums the cotangents of its occurrences, `tokens / vocab` on
-        average, so the table's gradient has `(vocab / tokens)^1/2`. Its RMS over the whole table is
-        then 1 for independent unit cotangents and any distribution of the tokens, which only
-        changes how the gradient is shared among rows.
+        Forward 1. With `vocab` rows, a row's gradient sums the cotangents of its occurrences,
+        `tokens / vocab` on average, so the table's gradient has `(vocab / tokens)^1/2`. Its RMS
+        over the whole table is then 1 for independent unit cotangents and any distribution of the
+        tokens, which only changes how the gradient is shared among rows.
 
     Example:
         >>> embed(64, 16)

@@ -37,10 +37,11 @@ def norm(features: int, size: int) -> Factors:
     """Return the factors of a layer, RMS, group or batch norm, with `bwd = (x, gain, bias)`.
 
     Scaling:
-        Forward 1, input gradient 1. Gain and bias are cut edges whose gradients sum over the
-        `size / features` rows: `(features / size)^1/2`. Assumes unit inputs, a unit gain, and
-        cotangents independent of the input; the input gradient's RMS is then 1 up to order one
-        over the number of elements that are normalized together.
+        Forward 1, input gradient 1. For an input of `size` elements whose last axis has `features`,
+        gain and bias are cut edges whose gradients sum over `size / features` rows: `(features /
+        size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input; the
+        input gradient's RMS is then 1 up to order one over the number of elements that are
+        normalized together.
 
     Example:
         >>> norm(64, 1024)
@@ -65,13 +66,13 @@ def softmax(
     """Return the factors of `softmax(mult * x)`, with `bwd = (x,)`.
 
     Scaling:
-        Forward `1 / std(p)`: the mean of p is exactly `1 / n`, so `var(p) = E[sum p^2] / n - 1 /
-        n^2`. Backward `1 / RMS(dx)` before the constraint: `dx = mult * p * (g - sum(p g))`, so for
-        unit g its mean square is `mult^2 / n * E[sum p^2 - 2 p^3 + (sum p^2)^2]`. The expectations
-        over independent unit normal logits are exact. For large n they tend to `n / (e^(mult^2) -
-        1)^1/2` and `n e^(-mult^2 / 2) / mult`; for large mult, where p tends to one-hot, the
-        forward factor tends to `n / (n - 1)^1/2`. A softmax over a single entry is the constant 1
-        and has no gradient; its factors are 1.
+        For `n = axis_size` entries, forward `1 / std(p)`: the mean of p is exactly `1 / n`, so
+        `var(p) = E[sum p^2] / n - 1 / n^2`. Backward `1 / RMS(dx)` before the constraint: `dx =
+        mult * p * (g - sum(p g))`, so for unit g its mean square is `mult^2 / n * E[sum p^2 - 2 p^3
+        + (sum p^2)^2]`. The expectations over independent unit normal logits are exact. For large n
+        they tend to `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`; for large mult,
+        where p tends to one-hot, the forward factor tends to `n / (n - 1)^1/2`. A softmax over a
+        single entry is the constant 1 and has no gradient; its factors are 1.
 
     Example:
         >>> round(softmax(4096).fwd / 4096, 3)
@@ -101,11 +102,11 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
 
     Scaling:
         Forward 1: the value is the ordinary loss. The gradient of one example's loss is `mult * (p
-        - y)`; for uniform `p` its mean square is `mult^2 (V - 1) / V^2`, so the backward factor is
-        `V / ((V - 1)^1/2 * mult)`. It may differ from the forward factor because a loss ends the
-        graph: every gradient changes by the same constant. Assumes logits that are small at
-        initialization, as those of `readout` are, and that the op leaves the `1 / N` of a mean over
-        examples out of the backward pass.
+        - y)`; for uniform `p` over `V = vocab` classes (at least 2) its mean square is `mult^2 (V -
+        1) / V^2`, so the backward factor is `V / ((V - 1)^1/2 * mult)`. It may differ from the
+        forward factor because a loss ends the graph: every gradient changes by the same constant.
+        Assumes logits that are small at initialization, as those of `readout` are, and that the op
+        leaves the `1 / N` of a mean over examples out of the backward pass.
 
     Example:
         >>> softmax_cross_entropy(2).bwd
@@ -152,11 +153,10 @@ def avg_pool(
     """Return the factors of the mean over windows, with `bwd = (x,)`.
 
     Scaling:
-        Forward `n^1/2` with `n = prod(window)`, as the mean of n independent unit values has RMS
-        `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n` of the
-        cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
-        Assumes interior windows: padding, which leaves fewer terms near the border, is not
-        counted.
+        Forward `n^1/2` with `n = prod(window_shape)`, as the mean of n independent unit values has
+        RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n` of
+        the cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
+        Assumes interior windows: padding, which leaves fewer terms near the border, is not counted.
 
     Example:
         >>> avg_pool((2, 2), (2, 2), constraint=None)
@@ -179,10 +179,10 @@ def max_pool(
     """Return the factors of the maximum over windows, with `bwd = (x,)`.
 
     Scaling:
-        Forward `1 / std` of the largest of `n = prod(window)` independent unit normal values, whose
-        density is `n phi(x) Phi(x)^(n-1)`; its mean is not removed. The cotangent of every window
-        goes to one entry, so before the constraint the input gradient has `prod(strides)^1/2`.
-        Assumes interior windows.
+        Forward `1 / std` of the largest of `n = prod(window_shape)` independent unit normal values,
+        whose density is `n phi(x) Phi(x)^(n-1)`; its mean is not removed. The cotangent of every
+        window goes to one entry, so before the constraint the input gradient has
+        `prod(strides)^1/2`. Assumes interior windows.
 
     Example:
         >>> round(max_pool((2, 1)).fwd, 3)  # the variance is 1 - 1 / pi

@@ -283,8 +283,7 @@ def gated_sum(share: float = 0.5) -> float:
 
     Scaling:
         As `gated_update` with two independent logistic gates, whose product has mean 1/4: the
-        weight that solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the
-        hidden state.
+        weight that solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
 
     Example:
         >>> round(gated_sum(), 3)

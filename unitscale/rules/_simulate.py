@@ -58,8 +58,7 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
     Scaling:
         Known are matmul (of matrices), softmax, add, and every element-wise function of one array
         (`elementwise`): one whose value and derivative at an array equal those at each of its
-        entries alone. All arguments must be floating; of
-        `example`, only the shapes count.
+        entries alone. All arguments must be floating; of `example`, only the shapes count.
 
     Example:
         >>> closed_form(jnp.matmul, [np.zeros((4, 16)), np.zeros((16, 64))])
