@@ -147,10 +147,9 @@ class AttentionContext:
     def mean_square(
         self, head_dim: int, key_length: int, *, is_causal: bool, mult: float = 1.0
     ) -> float:
-        """Return the `mean_square` argument of `dot_product_attention`, which has the other ones.
+        """Return the `mean_square` for `dot_product_attention`, with the same arguments.
 
-        It is an average over all positions. The attention layers below are taken to be like this
-        one.
+        The attention layers below are assumed to be like this one.
         """
         name = "AttentionContext.mean_square"
         check_sizes(name, head_dim=head_dim, key_length=key_length)

@@ -289,12 +289,13 @@ def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> 
     m = min(spread, _LARGEST_SPREAD)
     x = np.arange(-_GATE_WIDTH, _GATE_WIDTH + _GATE_STEP / 2, _GATE_STEP)
     u = np.arange(-(math.log(experts) + _WIDTH * m + 24), _WIDTH * m + 8, _STEP)
-    v = u[:, None] + m * x
-    decay = np.exp(-np.exp(np.minimum(v, 100.0)))
+    s = np.exp(np.minimum(u[:, None] + m * x, 100.0))
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     others = experts - top_k - 1
-    # h[j] = e^(j v - e^v) at t; above[j] is its integral over logits larger than t.
-    h = [np.exp(np.minimum(j * v, 600.0)) * decay for j in range(5)]
+    # h[j] = s^j e^-s at t; above[j] is its integral over logits larger than t.
+    h = [np.exp(-s)]
+    for _ in range(4):
+        h.append(h[-1] * s)
     above = [_integral_above(density * h_j) for h_j in h]
     # Logits that are not chosen count in the normalizer only without renormalization.
     weight, weight_square = (1.0, 0.0) if renormalize else (h[0], h[2])
