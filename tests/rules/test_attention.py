@@ -1,9 +1,11 @@
-"""Attention: unit output and gradients over the whole sequence."""
+"""Attention: unit output and gradients, and contexts against simulated stacks."""
 
+import jax
 import numpy as np
 import pytest
 
 from unitscale import rules
+from unitscale.rules import AttentionContext
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -75,3 +77,176 @@ def test_errors() -> None:
         rules.dot_product_attention(4, 4, is_causal=True, dropout_rate=1.0)
     with pytest.raises(ValueError, match="logit_factor: mult must be positive"):
         rules.logit_factor(4, 0.0)
+
+
+LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 16, 16, 3, 24
+GELU = 0.5 * float(np.sqrt(8 / np.pi))
+
+
+def gelu(x):
+    return x / (1 + np.exp(-2 * GELU * (x + 0.044715 * x**3)))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+CASES = [
+    # causal, numpy activation, jax activation, gated, norm placement, tau
+    (True, gelu, jax.nn.gelu, False, "pre", 0.5),
+    (True, gelu, jax.nn.gelu, False, "pre", 1.5),
+    (True, relu, jax.nn.relu, False, "post", 1.0),
+    (True, gelu, jax.nn.gelu, True, "pre", 1.0),
+    (False, gelu, jax.nn.gelu, False, "pre", 0.5),
+    (False, relu, jax.nn.relu, True, "post", 1.0),
+    (False, relu, jax.nn.relu, False, "none", 0.2),
+]
+
+
+def dense(rng, x, features):
+    return x @ rng.standard_normal((x.shape[-1], features), np.float32) / x.shape[-1] ** 0.5
+
+
+def normalize(x):
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True))
+
+
+def attend(rng, x, is_causal):
+    """The average of values under the weights of independent projections of unit inputs."""
+    q, k, v = (dense(rng, x, x.shape[-1]).reshape(LENGTH, HEADS, HEAD_DIM) for _ in range(3))
+    weights = np.exp(np.einsum("thd,shd->hts", q, k) / HEAD_DIM)
+    weights *= np.tril(np.ones((LENGTH, LENGTH))) if is_causal else 1
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hts,shd->thd", weights, v).reshape(x.shape)
+
+
+def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
+    """Mean squares of the attention averages of a random stack made with the predicted factors."""
+    before = normalize if norm_placement == "pre" else lambda x: x
+    after = normalize if norm_placement == "post" else lambda x: x
+    x, found = rng.standard_normal((LENGTH, HEADS * HEAD_DIM), np.float32), []
+    for mean_square in predicted:
+        y = attend(rng, before(x), is_causal)
+        found.append(np.mean(y**2))
+        branch = dense(rng, y, x.shape[-1]) / np.sqrt(mean_square)
+        x = after((tau * branch + x) / np.hypot(1, tau))
+        up = dense(rng, before(x), 2 * x.shape[-1])
+        hidden = up * f(dense(rng, before(x), up.shape[-1])) if gated else f(up)
+        x = after((tau * dense(rng, fwd * hidden, x.shape[-1]) + x) / np.hypot(1, tau))
+    return found
+
+
+def simulate(is_causal, f, jax_f, gated, norm_placement, tau):
+    """Predicted mean squares, found ones over them, and the standard errors of these ratios."""
+    predicted = [
+        AttentionContext(
+            taus_below=(tau, tau) * layer,
+            activation=jax_f,
+            gated=gated,
+            norm_placement=norm_placement,
+        ).mean_square(HEAD_DIM, LENGTH, is_causal=is_causal)
+        for layer in range(LAYERS)
+    ]
+    fwd = (rules.glu if gated else rules.elementwise)(jax_f).fwd
+    rng = np.random.default_rng(7)
+    options = {"f": f, "fwd": fwd, "gated": gated, "norm_placement": norm_placement, "tau": tau}
+    found = np.array([stack(rng, predicted, is_causal=is_causal, **options) for _ in range(TRIALS)])
+    ratio = found / predicted
+    return np.asarray(predicted), ratio.mean(0), ratio.std(0, ddof=1) / np.sqrt(TRIALS)
+
+
+@pytest.mark.parametrize(("is_causal", "f", "jax_f", "gated", "norm_placement", "tau"), CASES)
+def test_predicted_mean_square_is_that_of_a_random_stack(
+    is_causal, f, jax_f, gated, norm_placement, tau
+) -> None:
+    _, ratio, error = simulate(is_causal, f, jax_f, gated, norm_placement, tau)
+    assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
+    # Infinite width is assumed; a stack of finite width departs by a few inverse widths a layer.
+    finite_width = np.arange(LAYERS) * 4 / (HEADS * HEAD_DIM) + 2 / HEAD_DIM / HEAD_DIM
+    assert (np.abs(ratio - 1) <= 5 * error + finite_width).all(), (ratio, error)
+
+
+def test_without_norms_it_is_an_estimate_much_nearer_than_independence() -> None:
+    predicted, ratio, _ = simulate(True, relu, jax.nn.relu, False, "none", 0.2)
+    independent = ratio * predicted / predicted[0]
+    assert (np.abs(np.log(ratio[1:])) < 0.5 * np.abs(np.log(independent[1:]))).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 64, 100, 1000])
+def test_the_first_layer_is_the_rule_of_independent_values(length, is_causal) -> None:
+    found = AttentionContext().mean_square(32, length, is_causal=is_causal, mult=2.0)
+    factors = rules.dot_product_attention(32, length, is_causal=is_causal, mult=2.0)
+    # Groups of neighbours stand for their middle, which costs little beyond the first 64.
+    assert found == pytest.approx(factors.fwd**-2, rel=2e-3)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
+    context = AttentionContext(taus_below=(0.5,) * 8)
+    grouped = context.mean_square(32, 300, is_causal=is_causal)
+    module = __import__("unitscale.rules._attention", fromlist=["_groups"])
+
+    def forget() -> None:
+        for cached in (module._stream, module._keys):
+            cached.cache_clear()
+
+    single = property(lambda attention: np.ones(attention.length))
+    monkeypatch.setattr(module._Attention, "sizes", single)
+    forget()
+    every = context.mean_square(32, 300, is_causal=is_causal)
+    forget()
+    assert grouped == pytest.approx(every, rel=2e-3)
+
+
+def test_the_average_of_a_covariance() -> None:
+    """Against `A S A^T` by products of matrices, with a position in each group."""
+    module = __import__("unitscale.rules._attention", fromlist=["_Attention"])
+    length, spread = 12, 0.5
+    seen = np.tril(np.ones((length, length)))
+    average = seen / seen.sum(1, keepdims=True)
+    root = np.random.default_rng(0).standard_normal((length, length))
+    pair, own = root @ root.T * (1 - np.eye(length)), np.arange(1.0, length + 1)
+    found = module._Attention(length, True, spread)(module._Covariance(pair, own))
+    wanted = average @ (pair + np.diag(own)) @ average.T
+    apart = ~np.eye(length, dtype=bool)
+    np.testing.assert_allclose(found.pair[apart], wanted[apart], rtol=1e-12)
+    square, _ = module.moments_by_size(seen.sum(1), spread)
+    variance = np.diag(average @ pair @ average.T) + square * (average @ own)
+    np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
+
+
+def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
+    """What a layer's attention does to a covariance is that of all layers."""
+    module = __import__("unitscale.rules._attention", fromlist=["moments_by_size"])
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return moments_by_size(*arguments)
+
+    moments_by_size = module.moments_by_size
+    monkeypatch.setattr(module, "moments_by_size", counted)
+    for layer in range(8):
+        AttentionContext(taus_below=(0.5, 0.25) * layer).mean_square(32, 77, is_causal=True)
+    assert len(calls) == 1
+
+
+def test_the_factor_is_the_inverse_root() -> None:
+    given = rules.dot_product_attention(32, 128, is_causal=True, mean_square=0.25)
+    assert given.fwd == 2.0
+    with pytest.raises(ValueError, match="mean_square must be"):
+        rules.dot_product_attention(32, 128, is_causal=True, mean_square=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"taus_below": (0.5,)}, "an even number; got 1"),
+        ({"norm_placement": "sandwich"}, "norm_placement must be .*; got 'sandwich'"),
+        ({"mlp_mult": 0.0}, "mlp_mult must be"),
+    ],
+)
+def test_bad_arguments_are_named(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionContext(**options)

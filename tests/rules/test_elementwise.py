@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
 from tests.refusals import refuses
 from unitscale import rules
+from unitscale.rules._elementwise import compile_time, correlation_kernel
 
 PUBLISHED = [
     (jax.nn.gelu, 1.701, 1.481),
@@ -180,3 +182,98 @@ test_errors = refuses(
 
 def test_glu_accepts_a_constant_gate() -> None:
     assert rules.glu(lambda g: 0 * g + 2.0).fwd == pytest.approx(0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
+def test_is_unit(rate, assert_unit) -> None:
+    factors = rules.dropout(rate)
+
+    def trial(rng):
+        x, g = rng.standard_normal((2, 10000))
+        kept = (rng.random(10000) >= rate) / (1 - rate)
+        return factors.fwd * x * kept, factors.bwd[0] * g * kept
+
+    assert_unit(trial)
+    assert factors.fwd == factors.bwd[0]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
+def test_rejects_rates_outside_the_interval(rate) -> None:
+    with pytest.raises(ValueError, match=r"rate must be in \[0, 1\)"):
+        rules.dropout(rate)
+
+
+def test_rejects_an_array_of_rates() -> None:
+    with pytest.raises(TypeError, match="rate must be a static real number"):
+        rules.dropout([0.1, 0.2])
+
+
+RHO = np.asarray([-0.9, -0.3, 0.0, 0.2, 0.7, 0.95])
+
+
+def kernel_at(f, rho, mult=1.0):
+    return np.polynomial.polynomial.polyval(rho, correlation_kernel(f, mult))
+
+
+def test_relu_has_the_arc_cosine_kernel() -> None:
+    # Cho and Saul, 2009, order 1, divided by the variance of relu.
+    angle = np.arccos(RHO)
+    expected = (np.sin(angle) + (math.pi - angle) * RHO) / (2 * math.pi)
+    expected /= 0.5 - 1 / (2 * math.pi)
+    # The terms beyond the 24th hold 2e-4 of relu's power.
+    assert kernel_at(jax.nn.relu, RHO) == pytest.approx(expected, abs=3e-4)
+
+
+@pytest.mark.parametrize("mult", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("f", [jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_smooth_functions_agree_with_a_two_dimensional_integral(f, mult) -> None:
+    x, w = np.polynomial.hermite_e.hermegauss(80)
+    w = w / w.sum()
+    y = np.asarray(f(mult * x), np.float64)
+    variance = w @ y**2 - (w @ y) ** 2
+    for rho in RHO:
+        partner = rho * x[:, None] + math.sqrt(1 - rho**2) * x
+        expected = w @ (y[:, None] * np.asarray(f(mult * partner), np.float64)) @ w / variance
+        assert kernel_at(f, rho, mult) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_first_coefficient_is_the_mean_and_all_together_the_power() -> None:
+    kernel = correlation_kernel(jax.nn.relu)
+    mean_square, variance = 1 / (2 * math.pi), 0.5 - 1 / (2 * math.pi)
+    assert kernel[0] == pytest.approx(mean_square / variance, rel=1e-6)
+    assert kernel.sum() == pytest.approx(0.5 / variance, rel=1e-6)
+
+
+def test_a_linear_function_keeps_the_correlation() -> None:
+    assert kernel_at(lambda x: 3 * x, RHO) == pytest.approx(RHO, abs=1e-6)
+
+
+# By itself each of these calls evaluates a function on arrays.
+EVALUATE = {
+    "sum": lambda f: float(jnp.sum(f(jnp.arange(3.0)))),
+    "elementwise": lambda f: rules.elementwise(f).fwd,
+    "simulate": lambda f: rules.simulate(f, [jnp.zeros(8)], seeds=2).factors.fwd,
+    "correlation_kernel": lambda f: correlation_kernel(f)[1],
+}
+
+
+@pytest.mark.parametrize("name", EVALUATE)
+def test_inside_of_shard_map_over_some_axes(name) -> None:
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), (AxisType.Auto,) * 2, devices=devices)
+
+    def number() -> float:
+        def f(x):  # another function in each trace, which nothing remembers
+            return jnp.sin(x) ** 3
+
+        if name == "sum":
+            with compile_time():
+                return EVALUATE[name](f)
+        return EVALUATE[name](f)
+
+    traced = jax.shard_map(
+        lambda x: x * number(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with jax.set_mesh(mesh):
+        found = jax.jit(traced)(jnp.ones(4))
+    np.testing.assert_allclose(found, number(), rtol=1e-6)

@@ -1,54 +1,70 @@
 """Scaling rules: from shapes to static factors, in pure Python.
 
-Unit scaling is a set of small formulas, and its bugs are small formulas retyped with slightly
-different constants. Here each is written once, with its assumption and source, apart from any array
-code: ops, layers, transforms and optimizers call these and contain no `** -0.5` of their own. Every
-rule returns `Factors`, the forward factor and one backward factor per operand.
+Every scaling formula of the library is stated once, here, with its assumptions and source; ops,
+layers, transforms and optimizers call these functions and contain no `** -0.5` of their own. A rule
+returns `Factors`: the forward factor and one backward factor per operand.
+
+Arguments mean the same in every rule. `in_features` is the contracted dimension, `out_features`
+the last dimension of the output; `batch`, `rows` and `tokens` are products of all leading
+dimensions; `mult` multiplies a function's argument (for softmax, the inverse temperature);
+`constraint` is the name of a constraint (see `constrain`) that makes the factors of non-cut edges
+equal. Rules raise TypeError if a size or number is not static, and ValueError if it is out of range
+or does not fit the other arguments.
+
+Papers: *Unit Scaling* is Blake, Orr, Luschi, "Unit Scaling: Out-of-the-Box Low-Precision Training",
+ICML 2023, arXiv 2303.11257; *u-muP* is Blake et al., "u-muP: The Unit-Scaled Maximal Update
+Parametrization", 2024, arXiv 2407.17465.
 
 >>> from unitscale import rules
 >>> rules.dense(16, 64, batch=4)
 Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
 """
 
-from ._add import add as add, normalized_weights as normalized_weights, weighted_add as weighted_add
-from ._attention import dot_product_attention as dot_product_attention, logit_factor as logit_factor
-from ._attention_context import (
+from ._attention import (
     AttentionContext as AttentionContext,
     NormPlacement as NormPlacement,
+    dot_product_attention as dot_product_attention,
+    logit_factor as logit_factor,
 )
-from ._closed_form import closed_form as closed_form
-from ._constraints import (
-    CONSTRAINTS as CONSTRAINTS,
-    Constraint as Constraint,
-    constrain as constrain,
-)
-from ._dropout import dropout as dropout
-from ._elementwise import elementwise as elementwise, glu as glu
-from ._embed import embed as embed
-from ._factors import Factors as Factors
-from ._learning_rate import ROLES as ROLES, umup_learning_rate as umup_learning_rate
-from ._linear import conv as conv, dense as dense, matmul as matmul, readout as readout
-from ._lora import lora as lora
-from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
-from ._moe import grouped_dense as grouped_dense, mixture as mixture, router as router
-from ._norm import norm as norm
-from ._pool import avg_pool as avg_pool, max_pool as max_pool
-from ._recurrent import (
-    gated_sum as gated_sum,
-    gated_update as gated_update,
+from ._elementwise import dropout as dropout, elementwise as elementwise, glu as glu
+from ._factors import Constraint as Constraint, Factors as Factors, constrain as constrain
+from ._linear import (
+    conv as conv,
+    dense as dense,
+    embed as embed,
+    grouped_dense as grouped_dense,
+    lora as lora,
+    matmul as matmul,
+    mixture as mixture,
+    readout as readout,
     recurrent_kernel as recurrent_kernel,
+    router as router,
+)
+from ._normalization import (
+    avg_pool as avg_pool,
+    max_pool as max_pool,
+    mse_loss as mse_loss,
+    norm as norm,
+    softmax as softmax,
+    softmax_cross_entropy as softmax_cross_entropy,
 )
 from ._residual import (
     RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
+    ROLES as ROLES,
     ResidualFactors as ResidualFactors,
     ResidualScheme as ResidualScheme,
+    add as add,
+    gated_sum as gated_sum,
+    gated_update as gated_update,
+    normalized_weights as normalized_weights,
     residual as residual,
     residual_taus as residual_taus,
+    umup_learning_rate as umup_learning_rate,
+    weighted_add as weighted_add,
 )
 from ._simulate import (
     Simulation as Simulation,
+    closed_form as closed_form,
     is_floating as is_floating,
     simulate as simulate,
 )
-from ._softmax import softmax as softmax
-from ._table import RuleRow as RuleRow, table as table, table_page as table_page

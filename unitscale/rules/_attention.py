@@ -1,47 +1,42 @@
-"""Factors of dot-product attention.
-
-Attention averages values with softmax weights, so its output shrinks with the number of keys it
-attends to, and under a causal mask by a different amount at every position. One static factor
-serves all positions: the one that makes the mean square over the whole sequence 1.
-"""
+"""Factors of dot-product attention, and what the layers below it do to its inputs."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
-from ._checks import positive_number, positive_sizes
-from ._constraints import Constraint, constrain
-from ._dropout import dropout
-from ._factors import Factors
-from ._softmax_moments import causal_softmax_moments, softmax_moments
+import jax
+import numpy as np
+
+from ._elementwise import correlation_kernel, dropout
+from ._factors import Constraint, Factors, check_choice, check_sizes, constrain, positive_number
+from ._normalization import causal_softmax_moments, moments_by_size, softmax_moments
+from ._residual import residual
+
+NormPlacement = Literal["pre", "post", "none"]
+"""Where an `AttentionContext`'s branches have their norm: before, after the sum, or nowhere."""
+
+_SINGLE_POSITIONS, _GROUPS = 64, 96
 
 
 def logit_factor(head_dim: int, mult: float = 1.0) -> float:
     """Return the factor on `q . k`: `mult / head_dim`.
 
     Scaling:
-        `1 / d` in place of `d^-1/2` keeps logits bounded when q and k correlate in training. For
+        `1 / d` instead of `d^-1/2` keeps logits bounded when q and k correlate in training. For
         independent unit q and k the logits have standard deviation `mult * d^-1/2`.
-
-    Args:
-        head_dim: Size d of a head.
-        mult: Multiplier of the logits.
-
-    Returns:
-        The static factor.
-
-    Raises:
-        TypeError: If head_dim is not a static integer.
-        ValueError: If head_dim or mult is not positive.
 
     Example:
         >>> logit_factor(64, 2.0)
         0.03125
 
     References:
-        u-muP: Blake et al., 2024, arXiv 2407.17465, attention logits.
+        u-muP, arXiv 2407.17465, attention logits.
     """
-    positive_sizes("logit_factor", {"head_dim": head_dim})
+    check_sizes("logit_factor", head_dim=head_dim)
     return positive_number("logit_factor", "mult", mult) / head_dim
 
 
@@ -55,45 +50,30 @@ def dot_product_attention(
     mean_square: float | None = None,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`.
+    """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`, `bwd = (q, k, v)`.
 
     Scaling:
         For unit q, k and v the logits are normal of standard deviation `mult * d^-1/2`, and the
         output's mean square is `E[sum p^2]` over the keys a query sees: `key_length` of them, or,
         when causal, the average over 1, 2, ..., key_length. Forward is its inverse root, times `(1
-        - dropout_rate)^1/2`. Before the constraint v has the forward factor, and q and k `1 / RMS`
-        of the softmax's gradient times the logits' spread. Assumes as many queries as keys, and no
-        mask besides the causal one. With a single key no gradient reaches q and k, whose factor is
-        then the forward one.
+        - dropout_rate)^1/2`: one static factor for all positions. Before the constraint v has the
+        forward factor, and q and k `1 / RMS` of the softmax's gradient times the logits' standard
+        deviation. Assumes as many queries as keys, and no mask except the causal one (query t sees
+        keys 1..t). With a single key, q and k have no gradient, and their factor is the forward
+        one.
 
-    Args:
-        head_dim: Size d of a head.
-        key_length: Number of keys.
-        is_causal: Whether query t sees only keys 1..t.
-        mult: Multiplier of the logits.
-        dropout_rate: Rate of (inverse-scaled) dropout on the attention weights.
-        mean_square: Mean square of the output before factor and dropout, where the values at
-            different positions are not independent: see `AttentionContext`.
-        constraint: How output, q, k and v come to share a factor: an operand-specific one does not
-            fit.
-
-    Returns:
-        Factors with `bwd = (q, k, v)`.
-
-    Raises:
-        TypeError: If a size is not a static integer.
-        ValueError: If a size, mult or the rate is out of range, or the constraint does not fit
-            three operands.
+        If the values at different positions are not independent, `mean_square` replaces the
+        output's mean square before factor and dropout: see `AttentionContext`.
 
     Example:
         >>> round(dot_product_attention(64, 256, is_causal=False).fwd, 1)
         15.9
 
     References:
-        u-muP: Blake et al., 2024, arXiv 2407.17465, unit-scaled dot-product attention,
-        whose empirical fit in log(sequence length) is replaced here by the exact expectation.
+        u-muP, arXiv 2407.17465, unit-scaled dot-product attention, whose empirical fit in
+        log(sequence length) is replaced here by the exact expectation.
     """
-    positive_sizes("dot_product_attention", {"head_dim": head_dim, "key_length": key_length})
+    check_sizes("dot_product_attention", head_dim=head_dim, key_length=key_length)
     spread = positive_number("dot_product_attention", "mult", mult) / math.sqrt(head_dim)
     keep = dropout(dropout_rate).fwd
     moments = (causal_softmax_moments if is_causal else softmax_moments)(int(key_length), spread)
@@ -104,3 +84,174 @@ def dot_product_attention(
     logits = keep / slope if slope else values
     output, q, k, v = constrain(constraint, values, logits, logits, values)
     return Factors(output, (q, k, v))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionContext:
+    """The residual branches below an attention layer: attention, MLP, attention, MLP, ...
+
+    `dot_product_attention` assumes that values at different positions are independent, as in the
+    first layer of a stack. Further up, attention has averaged over positions and activations have
+    added their means, so tokens share a component, which averaging does not shrink. A factor for
+    independent values is then several times too large.
+
+    Scaling:
+        Let `S` be the covariance of the residual stream at two positions, at first the identity,
+        and `R` the same after a norm. Each branch adds a covariance `B`, `S <- (tau^2 B + S) / (1 +
+        tau^2)`. For attention, `B = A R A^T` over its mean diagonal, with `A` the averaging weights
+        (for a causal query at t, `1 / t` for every key it sees; on the diagonal their mean square
+        is exact). For the MLP, `B = E[f(x) f(y)]` for normal x and y with correlation `R`. The mean
+        square of attention's output is then the mean diagonal of `A R A^T`, and its factor the
+        inverse root.
+
+    Args:
+        taus_below: Residual weights of the branches below, alternately attention and MLP; an even
+            number. Empty for the first layer.
+        activation: The MLPs' function from a scalar to a scalar, such as `jax.nn.gelu`.
+        gated: Whether the activation gates a second projection.
+        mlp_mult: Multiplier of the activation's argument.
+        norm_placement: "pre", "post" or "none". Without norms the result is an estimate: it takes
+            MLPs to be homogeneous, and ignores that larger keys are attended to more.
+
+    Example:
+        >>> for layer in range(3):
+        ...     context = AttentionContext(taus_below=(0.5, 0.5) * layer)
+        ...     print(round(context.mean_square(32, 128, is_causal=True), 3))
+        0.043
+        0.215
+        0.37
+
+    References:
+        Mehler's formula for the MLP; the rest follows from the rules for attention (u-muP, arXiv
+        2407.17465) and residual branches.
+    """
+
+    taus_below: tuple[float, ...] = ()
+    activation: Callable[..., Any] = jax.nn.gelu
+    gated: bool = False
+    mlp_mult: float = 1.0
+    norm_placement: NormPlacement = "pre"
+
+    def __post_init__(self) -> None:
+        positive_number("AttentionContext", "mlp_mult", self.mlp_mult)
+        object.__setattr__(self, "taus_below", tuple(map(float, self.taus_below)))
+        if len(self.taus_below) % 2:
+            raise ValueError(
+                "unitscale.rules.AttentionContext: taus_below must hold one tau for each attention "
+                f"and MLP branch below, an even number; got {len(self.taus_below)}"
+            )
+        check_choice(
+            "AttentionContext", "norm_placement", self.norm_placement, get_args(NormPlacement)
+        )
+
+    def mean_square(
+        self, head_dim: int, key_length: int, *, is_causal: bool, mult: float = 1.0
+    ) -> float:
+        """Return the `mean_square` for `dot_product_attention`, with the same arguments.
+
+        The attention layers below are assumed to be like this one.
+        """
+        name = "AttentionContext.mean_square"
+        check_sizes(name, head_dim=head_dim, key_length=key_length)
+        spread = positive_number(name, "mult", mult) / math.sqrt(head_dim)
+        attention = _Attention(int(key_length), bool(is_causal), spread)
+        return attention.mean(attention(_normalize(_stream(self, attention))).variance)
+
+
+class _Covariance(NamedTuple):
+    """Covariance of positions, in groups: `pair` of two different ones, `variance` of each."""
+
+    pair: np.ndarray
+    variance: np.ndarray
+
+
+class _Attention(NamedTuple):
+    """Map from the covariance of values at all positions to that of their attention averages."""
+
+    length: int
+    is_causal: bool
+    spread: float
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of positions in each group. Without a causal mask all positions are alike."""
+        return _groups(self.length) if self.is_causal else np.array([float(self.length)])
+
+    def __call__(self, values: _Covariance) -> _Covariance:
+        count, square, earlier = _keys(self)
+        own = values.variance - np.diag(values.pair)
+        pair = self._sum_seen(self._sum_seen(values.pair).T) / np.outer(count, count)
+        seen = self._sum_seen(own)
+        variance = np.diag(pair) + square * seen / count
+        # Two queries share the positions that both see: all those of the earlier one.
+        return _Covariance(pair + seen[earlier] / np.outer(count, count), variance)
+
+    def _sum_seen(self, x: np.ndarray) -> np.ndarray:
+        """Sum x over the positions that a query of each group sees."""
+        size = self.sizes.reshape(-1, *(1,) * (x.ndim - 1))
+        if not self.is_causal:
+            return np.broadcast_to((size * x).sum(0), x.shape)
+        # Of its own group a position sees, on average, half of the others and itself.
+        return np.cumsum(size * x, 0) - (size - 1) / 2 * x
+
+    def mean(self, x: np.ndarray) -> float:
+        """Average x over all positions."""
+        return float(x @ self.sizes / self.sizes.sum())
+
+
+@functools.lru_cache(maxsize=64)
+def _keys(attention: _Attention) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the number of keys per query, their weights' mean square, and the earlier of two."""
+    groups = np.arange(attention.sizes.size)
+    count = attention._sum_seen(np.ones(groups.size))
+    square, _ = moments_by_size(count, attention.spread)
+    return count, square, np.minimum.outer(groups, groups)
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(length: int) -> np.ndarray:
+    """Return sizes of groups of neighbours treated alike: 1 at first, then growing."""
+    first = np.arange(min(length, _SINGLE_POSITIONS) + 1)
+    later = np.round(np.geomspace(first[-1], length, _GROUPS)).astype(int)
+    return np.diff(np.unique(np.concatenate([first, later]))).astype(np.float64)
+
+
+@functools.lru_cache(maxsize=128)
+def _stream(context: AttentionContext, attention: _Attention) -> _Covariance:
+    """Return the covariance of the residual stream above all branches of a context."""
+    if not context.taus_below:
+        groups = attention.sizes.size
+        return _Covariance(np.zeros((groups, groups)), np.ones(groups))
+    *below, attention_tau, mlp_tau = context.taus_below
+    stream = _stream(dataclasses.replace(context, taus_below=tuple(below)), attention)
+    attended = attention(_normalize(stream) if context.norm_placement == "pre" else stream)
+    # The layer's own factor makes it unit on average.
+    unit = attention.mean(attended.variance)
+    attended = _Covariance(attended.pair / unit, attended.variance / unit)
+    stream = _add_branch(context, stream, attended, attention_tau)
+    return _add_branch(context, stream, _mlp(context, stream), mlp_tau)
+
+
+def _add_branch(
+    context: AttentionContext, skip: _Covariance, branch: _Covariance, tau: float
+) -> _Covariance:
+    weights = residual(tau)
+    total = _Covariance(
+        *(weights.branch**2 * b + weights.skip**2 * s for b, s in zip(branch, skip, strict=True))
+    )
+    return _normalize(total) if context.norm_placement == "post" else total
+
+
+def _normalize(x: _Covariance) -> _Covariance:
+    rms = np.sqrt(x.variance)
+    return _Covariance(x.pair / np.outer(rms, rms), np.ones_like(rms))
+
+
+def _mlp(context: AttentionContext, stream: _Covariance) -> _Covariance:
+    inputs = _normalize(stream)
+    kernel = correlation_kernel(context.activation, float(context.mlp_mult))
+    if context.gated:
+        kernel = np.concatenate([[0.0], kernel]) / kernel.sum()
+    size = np.sqrt(stream.variance) if context.norm_placement == "none" else inputs.variance
+    pair, variance = (np.polynomial.polynomial.polyval(r, kernel) for r in inputs)
+    return _Covariance(pair * np.outer(size, size), variance * size**2)

@@ -1,60 +1,42 @@
-"""Factors of element-wise functions, measured by quadrature.
-
-Tables of constants cover only the functions that someone thought of. Here the mean and variance of
-any function and of its derivative are integrated against the standard normal density, once per
-function, so that a user's own activation gets factors as exact as the published ones.
-"""
+"""Factors of element-wise functions, computed by quadrature, so that any function can have them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
-from ._checks import positive_number
-from ._compile_time import compile_time
-from ._constraints import Constraint, constrain
-from ._factors import Factors
+from ._factors import Constraint, Factors, constrain, positive_number, real_number
 
 _LIMIT = 12.0
+_HERMITE_TERMS = 24
 _Statistics = tuple[float, float, float]
-# Weak, because a function may hold a whole model; its numbers by mult go when it goes.
+# Weak, because a function may hold a whole model.
 _cache: WeakKeyDictionary[Callable[..., Any], dict[float, _Statistics]] = WeakKeyDictionary()
 
 
 def elementwise(
-    f: Callable[..., Any],
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    f: Callable[..., Any], *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of `f(mult * x)`.
+    """Return the factors of `f(mult * x)` for any scalar function, with `bwd = (x,)`.
 
     Scaling:
         Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`,
         both under `x ~ N(0, 1)`. The mean of `f` is not removed. The integrals use composite
         Gauss-Legendre panels that end at 0 and shrink towards it, so a kink there (relu) is exact
-        for every mult. Where the derivative is zero almost everywhere (sign, round) there is no
-        gradient to scale, and the forward factor serves.
-
-    Args:
-        f: Function from a scalar to a scalar of the same shape that `jax` can trace and
-            differentiate.
-        mult: Multiplier of the input.
-        constraint: How the output and the input gradient come to share a factor.
-
-    Returns:
-        Factors with `bwd = (x,)`.
+        for every mult. If the derivative is zero almost everywhere (sign, round), there is no
+        gradient to scale, and backward uses the forward factor.
 
     Raises:
-        TypeError: If `f` does not return one real number per input.
-        ValueError: If `f` is constant, not finite, or grows too fast for its variance to be
-            integrated.
+        TypeError: If `f` does not map a scalar to a real scalar.
+        ValueError: If `f` is constant, not finite, or grows too fast to be integrated.
 
     Example:
         >>> factors = elementwise(jax.nn.relu, constraint=None)
@@ -62,7 +44,7 @@ def elementwise(
         (1.713, 1.414)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, factors of activations.
+        Unit Scaling, arXiv 2303.11257, factors of activations.
     """
     std, _, slope = _statistics(f, positive_number("elementwise", "mult", mult))
     if std == 0:
@@ -76,36 +58,21 @@ def elementwise(
 
 
 def glu(
-    f: Callable[..., Any],
-    *,
-    mult: float = 1.0,
-    constraint: Constraint = "to_output_scale",
+    f: Callable[..., Any], *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> Factors:
-    """Return the factors of the gated linear unit `x * f(mult * gate)`.
+    """Return the factors of the gated linear unit `x * f(mult * gate)`, with `bwd = (x, gate)`.
 
     Scaling:
         Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
         gate))`, under `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right.
         Assumes x and gate are independent, zero mean and unit.
 
-    Args:
-        f: Function from a scalar to a scalar that `jax` can trace and differentiate.
-        mult: Multiplier of the gate.
-        constraint: How output, x and gate come to share a factor.
-
-    Returns:
-        Factors with `bwd = (x, gate)`.
-
-    Raises:
-        TypeError: If `f` does not return one real number per input.
-        ValueError: If `f` is zero, not finite, or grows too fast for its variance to be integrated.
-
     Example:
         >>> round(glu(jax.nn.silu).fwd, 3)
         1.677
 
     References:
-        u-muP: Blake et al., 2024, arXiv 2407.17465, unit-scaled gated SiLU.
+        u-muP, arXiv 2407.17465, unit-scaled gated SiLU.
     """
     _, rms, slope = _statistics(f, positive_number("glu", "mult", mult))
     if rms == 0:
@@ -117,11 +84,84 @@ def glu(
     return Factors(output, (x, gate))
 
 
+def dropout(rate: float) -> Factors:
+    """Return the factors of dropout, on top of the usual inverse scaling, with `bwd = (x,)`.
+
+    Scaling:
+        Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit
+        `x`. Both factors are therefore `(1 - rate)^1/2`, *on top of* the `1 / (1 - rate)`: the
+        whole op is `x * mask * (1 - rate)^-1/2`, and its gradient is the true one.
+
+    Example:
+        >>> dropout(0.75)
+        Factors(fwd=0.5, bwd=(0.5,))
+
+    References:
+        Unit Scaling, arXiv 2303.11257, the unit-variance rule.
+    """
+    rate = real_number("dropout", "rate", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(
+            f"unitscale.rules.dropout: rate must be in [0, 1); got {rate}. "
+            "It is the probability of dropping, not of keeping."
+        )
+    factor = math.sqrt(1 - rate)
+    return Factors(factor, (factor,))
+
+
+@functools.lru_cache(maxsize=256)
+def correlation_kernel(f: Callable[..., Any], mult: float = 1.0) -> np.ndarray:
+    """Return coefficients c of `E[f(mult * x) f(mult * y)] / Var f = sum c_k rho^k`.
+
+    The Hermite expansion `f(x) = sum a_k He_k(x) / sqrt(k!)` gives `E[f(x) f(y)] = sum a_k^2 rho^k`
+    for unit normal x and y of correlation rho (Mehler's formula). The coefficients are those of the
+    powers 0 to 24; the last also holds all further terms, so that the sum is exact at rho = 1.
+    """
+    nodes, weights = quadrature()
+    with compile_time():
+        y = np.asarray(jax.vmap(f)(np.asarray(mult * nodes, np.float32)), np.float64)
+    coefficients = []
+    before, term = np.zeros_like(nodes), np.ones_like(nodes)
+    for k in range(_HERMITE_TERMS):
+        coefficients.append(float(weights @ (y * term)) ** 2)
+        # He_k / sqrt(k!), by its recurrence.
+        before, term = term, (nodes * term - np.sqrt(k) * before) / np.sqrt(k + 1)
+    power = float(weights @ y**2)
+    coefficients.append(max(power - sum(coefficients), 0.0))
+    return np.asarray(coefficients) / (power - coefficients[0])
+
+
+@functools.cache
+def quadrature() -> tuple[np.ndarray, np.ndarray]:
+    """Return nodes and normal weights: uniform panels, refined geometrically towards 0."""
+    uniform = np.arange(1, 32 * int(_LIMIT) + 1) / 32
+    graded = 2.0 ** -np.arange(6, 25)
+    positive = np.unique(np.concatenate([graded, uniform]))
+    edges = np.concatenate([-positive[::-1], [0.0], positive])
+    points, masses = np.polynomial.legendre.leggauss(8)
+    centre, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
+    nodes = (centre[:, None] + half[:, None] * points).ravel()
+    weights = (half[:, None] * masses).ravel() * np.exp(-(nodes**2) / 2)
+    return nodes, weights / weights.sum()
+
+
+@contextmanager
+def compile_time() -> Iterator[None]:
+    """Evaluate JAX operations on concrete arrays now, even while another function is traced.
+
+    Inside a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`, new arrays would get a
+    sharding that only shards may have, so the mesh is hidden.
+    """
+    no_mesh = AbstractMesh((), ())
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
+        yield
+
+
 def _statistics(f: Callable[..., Any], mult: float) -> _Statistics:
     """Return std and RMS of f(mult x), and RMS of its derivative in x, for unit normal x."""
     try:
         known = _cache.setdefault(f, {})
-    except TypeError:  # f has no hash, or allows no weak references
+    except TypeError:  # f is not hashable, or does not allow weak references
         return _integrate(f, mult)
     if mult not in known:
         known[mult] = _integrate(f, mult)
@@ -130,7 +170,6 @@ def _statistics(f: Callable[..., Any], mult: float) -> _Statistics:
 
 def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
     nodes, weights = quadrature()
-    # Inside a trace of jit the constants are still needed as Python floats, now.
     with compile_time():
         x = np.asarray(mult * nodes, np.float32)
         value, slope = jax.jvp(jax.vmap(f), (x,), (np.ones_like(x),))
@@ -148,8 +187,7 @@ def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
             f"normal inputs (mult={mult}), for instance at mult * {bad[np.abs(bad).argmin()]:.4g}. "
             "Restrict its domain (clip or abs) or lower mult."
         )
-    mean = weights @ y
-    deviation = y - mean
+    deviation = y - weights @ y
     rms, slope_rms = math.sqrt(weights @ y**2), math.sqrt(weights @ dy**2)
     std = math.sqrt(weights @ deviation**2)
     edge = np.abs(nodes) > _LIMIT - 1
@@ -162,20 +200,6 @@ def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
             )
     noise = 8 * float(np.finfo(np.float32).eps) * rms
     return (std if std > noise else 0.0), rms, slope_rms
-
-
-@functools.cache
-def quadrature() -> tuple[np.ndarray, np.ndarray]:
-    """Return nodes and normal weights: uniform panels, refined geometrically towards 0."""
-    uniform = np.arange(1, 32 * int(_LIMIT) + 1) / 32
-    graded = 2.0 ** -np.arange(6, 25)
-    positive = np.unique(np.concatenate([graded, uniform]))
-    edges = np.concatenate([-positive[::-1], [0.0], positive])
-    points, masses = np.polynomial.legendre.leggauss(8)
-    centre, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
-    nodes = (centre[:, None] + half[:, None] * points).ravel()
-    weights = (half[:, None] * masses).ravel() * np.exp(-(nodes**2) / 2)
-    return nodes, weights / weights.sum()
 
 
 def _name(f: Callable[..., Any]) -> str:

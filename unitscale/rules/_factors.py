@@ -1,38 +1,56 @@
-"""The record that every rule returns.
-
-A rule maps shapes to static floats. Keeping them in one frozen, hashable record lets an op pass
-them to `custom_vjp` as static arguments, and lets tests and documentation read them without running
-the op.
-"""
+"""The record that every rule returns, constraints between factors, and checks of arguments."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+ConstraintName: TypeAlias = Literal[
+    "to_output_scale",
+    "to_grad_input_scale",
+    "to_left_grad_scale",
+    "to_right_grad_scale",
+    "gmean",
+    "hmean",
+    "amean",
+]
+Constraint: TypeAlias = ConstraintName | None
+"""Name of a constraint of `constrain`, or None to leave the ideal factors unequal."""
+
+_SHARED = {
+    "to_output_scale": 0,
+    "to_grad_input_scale": 1,
+    "to_left_grad_scale": 1,
+    "to_right_grad_scale": 2,
+}
+_OPERANDS = {"to_grad_input_scale": 1, "to_left_grad_scale": 2, "to_right_grad_scale": 2}
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The static floats an op multiplies in on the way forward and backward.
+    """The static floats that an op multiplies in, forward and backward.
+
+    Frozen and hashable, so that an op can pass it to `custom_vjp` as a static argument.
 
     Scaling:
         The op computes `fwd * f(x, ...)`, and multiplies the cotangent of operand `i` of the
-        *unscaled* `f` by `bwd[i]`. A backward factor equal to `fwd` is the true derivative; any
-        other belongs on a cut edge.
+        *unscaled* `f` by `bwd[i]`. A backward factor equal to `fwd` gives the true derivative; any
+        other is only correct on a cut edge.
 
     Args:
         fwd: Factor on the output.
         bwd: Factors on the operands' cotangents, in operand order.
-
-    Raises:
-        ValueError: If a factor is not positive and finite.
 
     Example:
         >>> Factors(0.5, (0.5, 0.25)).bwd[1]
         0.25
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, scaled ops.
+        Unit Scaling, arXiv 2303.11257, scaled ops.
     """
 
     fwd: float
@@ -47,3 +65,124 @@ class Factors:
                     "unitscale.rules.Factors: factors must be positive and finite; got "
                     f"fwd={self.fwd}, bwd={self.bwd}."
                 )
+
+
+def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tuple[float, ...]:
+    """Make the forward factor and the backward factors of non-cut edges equal.
+
+    On a cut edge (a weight) the two may differ: the whole gradient of that weight is then off by
+    one constant. On any other edge a difference would weigh the paths through the network
+    unequally and give a wrong gradient.
+
+    Scaling:
+        `to_output_scale` uses the output's factor for all; `to_grad_input_scale` that of the only
+        operand; `to_left_grad_scale` and `to_right_grad_scale` that of one of two operands;
+        `gmean`, `hmean` and `amean` the geometric, harmonic and arithmetic mean of all; None
+        changes nothing.
+
+    Args:
+        constraint: Name of the constraint, or None.
+        output: Ideal factor of the output.
+        *grad_inputs: Ideal factor of each operand's cotangent that must agree with it.
+
+    Example:
+        >>> constrain("to_output_scale", 0.5, 0.25)
+        (0.5, 0.5)
+        >>> constrain("gmean", 4.0, 1.0)
+        (2.0, 2.0)
+
+    References:
+        Unit Scaling, arXiv 2303.11257, constrained ops and cut edges.
+    """
+    factors = (output, *grad_inputs)
+    if constraint is None:
+        return factors
+    check_choice("constrain", "constraint", constraint, (*get_args(ConstraintName), None))
+    operands = len(grad_inputs)
+    needed = _OPERANDS.get(constraint, operands)
+    if needed != operands:
+        use = {
+            1: "'to_grad_input_scale'",
+            2: "'to_left_grad_scale' or 'to_right_grad_scale'",
+        }.get(operands, "'to_output_scale', 'gmean', 'hmean', 'amean' or None")
+        raise ValueError(
+            f"unitscale.rules.constrain: {constraint!r} is for ops with {needed} constrained "
+            f"operand(s); this op has {operands}: use {use} instead."
+        )
+    if constraint in _SHARED:
+        shared = factors[_SHARED[constraint]]
+    elif constraint == "gmean":
+        shared = math.exp(math.fsum(math.log(factor) for factor in factors) / len(factors))
+    elif constraint == "hmean":
+        shared = len(factors) / math.fsum(1 / factor for factor in factors)
+    else:
+        shared = math.fsum(factors) / len(factors)
+    return (shared,) * len(factors)
+
+
+def check_sizes(rule: str, **sizes: Any) -> None:
+    """Check that every named size is a positive static integer.
+
+    A zero or traced dimension would otherwise surface as an infinite factor several layers up.
+    """
+    for name, size in sizes.items():
+        try:
+            value = operator.index(size)
+        except TypeError as error:
+            raise TypeError(
+                f"unitscale.rules.{rule}: {name} must be a static integer; got {size!r} of type "
+                f"{type(size).__name__}. Take sizes from .shape, not from array values. If the "
+                "batch size is symbolic, as in jax.export, trace inside unitscale.batch_size(n): "
+                "n only affects gradients."
+            ) from error
+        if value < 1:
+            raise ValueError(
+                f"unitscale.rules.{rule}: {name} must be at least 1; got {value}. "
+                "A factor is undefined for an empty dimension."
+            )
+
+
+def check_per_dimension(rule: str, rank: int, **sizes: Sequence[int]) -> None:
+    """Check that each argument holds one positive static integer per spatial dimension."""
+    for name, values in sizes.items():
+        check_sizes(rule, **{f"{name}[{i}]": size for i, size in enumerate(values)})
+        if len(values) != rank:
+            raise ValueError(
+                f"unitscale.rules.{rule}: {name} must have one entry for each of the {rank} "
+                f"spatial dimensions; got {values}."
+            )
+
+
+def check_choice(rule: str, name: str, value: object, choices: Sequence[str | None]) -> None:
+    """Check that an argument is one of a few names, and suggest the nearest one."""
+    if value in choices:
+        return
+    names = [choice for choice in choices if choice is not None]
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"unitscale.rules.{rule}: unknown {name} {value!r}; {name} must be one of "
+        f"{', '.join(map(str, choices))}; got {value!r}.{hint}"
+    )
+
+
+def real_number(rule: str, name: str, value: Any) -> float:
+    """Return a static real number as a Python float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"unitscale.rules.{rule}: {name} must be a static real number; got "
+            f"{type(value).__name__}. Factors are fixed at trace time, so a traced array cannot "
+            "set one."
+        ) from error
+
+
+def positive_number(rule: str, name: str, value: Any) -> float:
+    """Return a static, positive and finite number as a Python float."""
+    number = real_number(rule, name, value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(
+            f"unitscale.rules.{rule}: {name} must be positive and finite; got {value!r}."
+        )
+    return number

@@ -1,34 +1,107 @@
-"""Weights of residual connections, and how they vary with depth.
-
-`out = (tau * branch + skip) / (1 + tau^2)^1/2` is unit for every tau; the sequence of taus decides
-how much each branch contributes to the final sum. It is written here once so that the split (which
-applies the branch's factor to the cotangent) and the sum (which applies it to the value) cannot
-disagree.
-"""
+"""Factors of sums: additions, residual connections and gates; learning rates of u-muP."""
 
 from __future__ import annotations
 
-import difflib
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from ._checks import positive_number, positive_sizes
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._elementwise import correlation_kernel, glu
+from ._factors import (
+    Constraint,
+    Factors,
+    check_choice,
+    check_sizes,
+    constrain,
+    positive_number,
+    real_number,
+)
 
 ResidualScheme: TypeAlias = Literal["fixed", "running_mean", "depth"]
 """Name of a rule for the tau of each branch: see `residual_taus`."""
 
-RESIDUAL_SCHEMES: tuple[ResidualScheme, ...] = ("fixed", "running_mean", "depth")
+RESIDUAL_SCHEMES: tuple[ResidualScheme, ...] = get_args(ResidualScheme)
 """Every valid scheme of `residual_taus`."""
+
+ROLES = ("weight", "bias", "norm", "readout", "embedding")
+"""The roles of parameters, for `umup_learning_rate` and `unitscale.nn.Policy`."""
+
+_MEAN_GATE = 0.5  # mean of the logistic function of a unit normal
+_LAGS = 48  # updates; a gate keeps half of the state, so what is older has weight 2^-48
+_ITERATIONS = 64
+
+
+def add(
+    *, left_repeats: int = 1, right_repeats: int = 1, constraint: Constraint = "to_output_scale"
+) -> Factors:
+    """Return the factors of `left + right`, with `bwd = (left, right)`.
+
+    Scaling:
+        Forward `2^-1/2`. Before the constraint, a gradient has `repeats^-1/2`, as it sums that many
+        cotangents: 1 for an operand that is not broadcast. The constraint covers both operands,
+        because a broadcast one need not be a cut edge, as in `x + mean(x)`. If it is one, such as a
+        table of positions, None makes its gradient unit.
+
+    Example:
+        >>> add(right_repeats=4, constraint=None).bwd
+        (1.0, 0.5)
+
+    References:
+        Unit Scaling, arXiv 2303.11257, weighted addition.
+    """
+    check_sizes("add", left_repeats=left_repeats, right_repeats=right_repeats)
+    output, left, right = constrain(
+        constraint, math.sqrt(0.5), 1 / math.sqrt(left_repeats), 1 / math.sqrt(right_repeats)
+    )
+    return Factors(output, (left, right))
+
+
+def weighted_add(weights: Sequence[float]) -> Factors:
+    """Return the factors of `sum(w * x)`, with one (equal) backward factor per operand.
+
+    Scaling:
+        Forward and backward `1 / norm(weights)`. The backward is the true derivative: the cotangent
+        of operand `i` is multiplied by its weight and by this factor, that is by
+        `normalized_weights(weights)[i]`. Assumes independent unit operands.
+
+    Example:
+        >>> weighted_add((3.0, 4.0))
+        Factors(fwd=0.2, bwd=(0.2, 0.2))
+
+    References:
+        Unit Scaling, arXiv 2303.11257, weighted addition.
+    """
+    weights = tuple(real_number("weighted_add", f"weights[{i}]", w) for i, w in enumerate(weights))
+    size = math.hypot(*weights)
+    if not (math.isfinite(size) and size > 0):
+        raise ValueError(
+            f"unitscale.rules.weighted_add: weights must be finite and not all zero; got {weights}."
+        )
+    return Factors(1 / size, (1 / size,) * len(weights))
+
+
+def normalized_weights(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return the weights divided by their norm; arguments and errors as in `weighted_add`.
+
+    Example:
+        >>> tuple(round(w, 12) for w in normalized_weights((3.0, -4.0)))
+        (0.6, -0.8)
+    """
+    factor = weighted_add(weights).fwd
+    return tuple(float(weight) * factor for weight in weights)
 
 
 @dataclass(frozen=True)
 class ResidualFactors:
     """The two weights of a residual sum; their squares sum to 1.
 
-    Args:
-        branch: Factor on the branch.
-        skip: Factor on the skip connection. `ops.residual` takes arrays too, for both.
+    `ops.residual` accepts arrays for both.
 
     Example:
         >>> ResidualFactors(branch=0.6, skip=0.8).skip
@@ -44,26 +117,16 @@ def residual(tau: float) -> ResidualFactors:
 
     Scaling:
         Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`. Assumes independent unit branch
-        and skip. Applied to the cotangent at the split in place of the sum, the branch's factor
-        leaves the total gradient true and the gradients inside the branch unit.
-
-    Args:
-        tau: Ratio of branch to skip, positive.
-
-    Returns:
-        The two factors.
-
-    Raises:
-        TypeError: If tau is not a static real number.
-        ValueError: If tau is not positive and finite.
+        and skip. The branch's factor is applied to the cotangent at the split, not at the sum: the
+        total gradient stays true, and gradients inside the branch are unit.
 
     Example:
         >>> residual(0.75)
         ResidualFactors(branch=0.6, skip=0.8)
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, weighted addition.
-        u-muP: Blake et al., 2024, arXiv 2407.17465, appendix G.
+        Unit Scaling, arXiv 2303.11257, weighted addition.
+        u-muP, arXiv 2407.17465, appendix G.
     """
     tau = positive_number("residual", "tau", tau)
     length = math.hypot(1.0, tau)
@@ -87,32 +150,26 @@ def residual_taus(
         `depth`: branches alternate attention, MLP, ...; with `a_mlp^2 = 2 mult^2 / (attn_ratio^2 +
         1)`, `a_attn^2 = attn_ratio^2 a_mlp^2` and `k = floor((l - 1) / 2)`, `tau_l^2 = a_attn^2 /
         (L/2 + k a_attn^2 + k a_mlp^2)` for odd l and `tau_l^2 = a_mlp^2 / (L/2 + (k + 1) a_attn^2 +
-        k a_mlp^2)` for even l. The contributions of embedding, one attention and one MLP branch to
-        the final variance are then as `L/2 : a_attn^2 : a_mlp^2`.
+        k a_mlp^2)` for even l. Embedding, one attention and one MLP branch then contribute to the
+        final variance as `L/2 : a_attn^2 : a_mlp^2`.
 
     Args:
         scheme: "fixed", "running_mean" or "depth".
         num_branches: Number L of residual branches: twice the number of transformer layers.
-        tau: Ratio of every branch; used by "fixed" alone.
-        mult: Ratio of all branches together to the embedding; used by "depth" alone.
-        attn_ratio: Ratio of attention branches to MLP branches; used by "depth" alone.
-
-    Returns:
-        One tau per branch.
-
-    Raises:
-        TypeError: If a number is not static.
-        ValueError: If the scheme is unknown, or a number is not positive.
+        tau: Ratio of every branch to the skip; only for "fixed".
+        mult: Ratio of all branches together to the embedding; only for "depth".
+        attn_ratio: Ratio of attention branches to MLP branches; only for "depth".
 
     Example:
         >>> residual_taus("running_mean", 4)[3]
         0.5
 
     References:
-        Unit Scaling: Blake, Orr, Luschi, ICML 2023, arXiv 2303.11257, residual schemes.
-        u-muP: Blake et al., 2024, arXiv 2407.17465, appendix G (the final residual scheme).
+        Unit Scaling, arXiv 2303.11257, residual schemes.
+        u-muP, arXiv 2407.17465, appendix G (the final residual scheme).
     """
-    positive_sizes("residual_taus", {"num_branches": num_branches})
+    check_choice("residual_taus", "scheme", scheme, RESIDUAL_SCHEMES)
+    check_sizes("residual_taus", num_branches=num_branches)
     tau = positive_number("residual_taus", "tau", tau)
     mult = positive_number("residual_taus", "mult", mult)
     attn_ratio = positive_number("residual_taus", "attn_ratio", attn_ratio)
@@ -120,23 +177,169 @@ def residual_taus(
         return (tau,) * num_branches
     if scheme == "running_mean":
         return tuple(1 / math.sqrt(branch) for branch in range(1, num_branches + 1))
-    if scheme == "depth":
-        return _depth_taus(num_branches, mult, attn_ratio)
-    near = difflib.get_close_matches(str(scheme), RESIDUAL_SCHEMES, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"unitscale.rules.residual_taus: unknown scheme {scheme!r}; expected one of "
-        f"{', '.join(map(repr, RESIDUAL_SCHEMES))}.{hint}"
-    )
-
-
-def _depth_taus(num_branches: int, mult: float, attn_ratio: float) -> tuple[float, ...]:
     mlp = 2 * mult**2 / (attn_ratio**2 + 1)
     attn = attn_ratio**2 * mlp
-    taus = []
-    before = num_branches / 2
+    taus, before = [], num_branches / 2
     for index in range(num_branches):
         own = mlp if index % 2 else attn
         taus.append(math.sqrt(own / before))
         before += own
     return tuple(taus)
+
+
+def umup_learning_rate(
+    role: str,
+    *,
+    fan_in: int,
+    fan_out: int,
+    depth: int = 1,
+    optimizer: str = "adam",
+    readout_constraint: str | None = None,
+) -> float:
+    """Return the factor on a parameter's learning rate.
+
+    Scaling:
+        weight: `fan_in^-1/2`; embedding: `fan_out^-1/2`; readout, bias and norm: 1. Each times
+        `depth^-1/2`, depth being the number of residual branches of the stack that the parameter is
+        in (1 outside any). With these the best global learning rate does not change with width or
+        depth. For weights of unit variance with updates of unit size: those of Adam, and those of
+        SGD if gradients are unit scaled.
+
+        With SGD and a readout constrained `to_output_scale`, all gradients except the readout's
+        have the factor of its input gradient, `width^-1` instead of the free one. Parameters before
+        the readout are therefore multiplied by their width: weights then have `fan_in^1/2`,
+        embeddings `fan_out^1/2`, biases and norms `fan_out`. A bias of the readout itself has no
+        such factor: do not pass readout_constraint for it.
+
+        `optimizer` is "adam" if the size of updates does not depend on that of gradients, "sgd" if
+        it is proportional to it.
+
+    Example:
+        >>> umup_learning_rate("weight", fan_in=64, fan_out=256, depth=4)
+        0.0625
+
+    References:
+        u-muP, arXiv 2407.17465, table 2 (learning rates) and appendix G (depth); unit-scaling,
+        `optim.py` (SGD and the readout's constraint).
+    """
+    rule = "umup_learning_rate"
+    check_sizes(rule, fan_in=fan_in, fan_out=fan_out, depth=depth)
+    check_choice(rule, "role", role, ROLES)
+    check_choice(rule, "optimizer", optimizer, ("adam", "sgd"))
+    check_choice(rule, "readout_constraint", readout_constraint, (None, "to_output_scale"))
+    fan = {"weight": fan_in, "embedding": fan_out}.get(role, 1)
+    width = 1
+    if optimizer == "sgd" and readout_constraint is not None and role != "readout":
+        width = fan_in if role == "weight" else fan_out
+    return width / math.sqrt(fan * depth)
+
+
+def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) -> float:
+    """Return the weight of the candidate in `gate * state + (1 - gate) * weight * candidate`.
+
+    A recurrent state is read by its own update, so no edge of it is a cut edge, and a factor on the
+    whole update would be multiplied in at every step. Only the weight of the candidate can be
+    chosen. It multiplies the gradient too: every gradient is the true one.
+
+    Scaling:
+        The weight that makes the variance of the stationary state 1, for a logistic gate of a unit
+        normal and a unit tanh candidate. With `q = E[sigmoid^2]`, `weight^2 q + q + 2 weight (1/2 -
+        q) c = 1`, where c is the covariance of candidate and state. If candidates of different
+        steps were independent, c would be 0 and the weight `(1 / q - 1)^1/2 = 1.552`. But the same
+        kernel reads a slowly changing state at each step, so they are correlated: with `R(k)` the
+        autocorrelation of the state and K that of tanh of a normal (Mehler), `R_n(k) = K(share
+        R(k))`, `S(k) = weight / 2 * sum_j 2^-j R_n(k + j)`, `R(k) = weight / 2 * S(k) + R(k - 1) /
+        2` and `c = S(1)`, solved together. Assumes wide layers, white inputs and gates that are
+        independent over time; the more slowly gates change, the smaller the variance (by a tenth if
+        they never change).
+
+    Args:
+        share: Share of the variance of the candidate's argument that comes from the state.
+        reset: Whether a second gate multiplies what the candidate reads of the state, as in a GRU.
+            It makes candidates less correlated, and a little smaller.
+        period: Number of updates after which the same kernel is used again: the depth of a
+            recurrent highway cell.
+
+    Example:
+        >>> round(gated_update(0.5, reset=True), 3)
+        1.38
+
+    References:
+        Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Cho et al., 2014,
+        arXiv 1406.1078 (GRU); Zilly et al., 2017, arXiv 1607.03474 (recurrent highway).
+    """
+    share = _check_share("gated_update", share)
+    check_sizes("gated_update", period=period)
+    second = glu(jax.nn.sigmoid).fwd ** -2
+    if not reset:
+        return _unit_state_weight(share, _MEAN_GATE - second, period)
+    # The gated part of its argument is no longer normal, so the candidate is a little smaller.
+    weight = _unit_state_weight(share * _MEAN_GATE**2 / second, _MEAN_GATE - second, period)
+    return weight / math.sqrt(_reset_power(share))
+
+
+def gated_sum(share: float = 0.5) -> float:
+    """Return the weight of the candidate in `forget * state + input * weight * candidate`.
+
+    Scaling:
+        As `gated_update` with two independent logistic gates, whose product has mean 1/4: the
+        weight that solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
+
+    Example:
+        >>> round(gated_sum(), 3)
+        1.29
+
+    References:
+        Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Hochreiter,
+        Schmidhuber, "Long Short-Term Memory", 1997.
+    """
+    return _unit_state_weight(_check_share("gated_sum", share), _MEAN_GATE**2, 1)
+
+
+def _check_share(rule: str, share: float) -> float:
+    share = positive_number(rule, "share", share)
+    if share > 1:
+        raise ValueError(f"unitscale.rules.{rule}: share must be in (0, 1]; got {share}.")
+    return share
+
+
+@functools.lru_cache(maxsize=256)
+def _reset_power(share: float) -> float:
+    """Return E[tanh^2] with a gate on the state's share of the argument, over that without."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    weights = weights / weights.sum()
+    gate = 1 / (1 + np.exp(-nodes))
+    variance = 1 - share + share * gate**2 / (weights @ gate**2)
+    power = np.tanh(np.sqrt(variance)[:, None] * nodes) ** 2 @ weights
+    return float(weights @ power / (np.tanh(nodes) ** 2 @ weights))
+
+
+@functools.lru_cache(maxsize=256)
+def _unit_state_weight(share: float, cross: float, period: int) -> float:
+    """Return the weight at which the stationary state has variance 1, by bisection."""
+    second = glu(jax.nn.sigmoid).fwd ** -2
+    # E[tanh tanh] over its variance is a power series in the correlation of the arguments.
+    kernel = correlation_kernel(jnp.tanh)[::-1]
+    lags = np.arange(_LAGS + 1)
+    decay = np.triu(_MEAN_GATE ** np.abs(lags[None, :] - lags[:, None]))
+
+    def covariance(weight: float) -> float:
+        """Of the candidate and a state of variance 1 before it."""
+        state, covariances = _MEAN_GATE**lags, np.zeros(_LAGS + 1)
+        for _ in range(_ITERATIONS):
+            candidates = np.polyval(kernel, share * state)
+            covariances = (
+                weight * _MEAN_GATE * (decay @ np.where(lags % period == 0, candidates, 0.0))
+            )
+            change = np.concatenate([[1.0], weight * _MEAN_GATE * covariances[1:]])
+            state = np.clip(decay.T @ change, -1.0, 1.0)
+        return float(covariances[1])
+
+    low, high = 0.0, math.sqrt(1 / second - 1)
+    for _ in range(_ITERATIONS):
+        weight = (low + high) / 2
+        if second * (1 + weight**2) + 2 * weight * cross * covariance(weight) > 1:
+            high = weight
+        else:
+            low = weight
+    return low

@@ -1,8 +1,4 @@
-"""Factors by simulation, for functions that no rule knows.
-
-A rule is an expectation over unit normal inputs and cotangents. Where nobody has worked it out, it
-can be estimated: over draws, with the interval that the draws leave open.
-"""
+"""Factors of functions without a rule of their own: recognized, or estimated by simulation."""
 
 from __future__ import annotations
 
@@ -15,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compile_time import compile_time
+from ._elementwise import compile_time, elementwise
 from ._factors import Factors
+from ._linear import matmul
+from ._normalization import softmax
+from ._residual import add
 
-_NORMAL = 1.959964  # of a two-sided 95 percent interval
+_NORMAL = 1.959964  # quantile of a two-sided 95 percent interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +25,12 @@ class Simulation:
     """Ideal factors of a function, estimated from draws.
 
     Attributes:
-        factors: the estimates; `bwd` has one factor per floating argument. Unconstrained.
+        factors: The estimates; `bwd` has one factor per floating argument. Unconstrained.
         fwd_interval: 95 percent confidence interval of the forward factor.
-        bwd_intervals: that of each backward factor.
-        is_loss: whether the result is a scalar, whose forward factor is 1.
+        bwd_intervals: The interval of each backward factor.
+        is_loss: Whether the result is a scalar, whose forward factor is 1.
 
     Example:
-        >>> import numpy as np
         >>> simulate(jnp.negative, [np.zeros(4096)]).is_loss
         False
     """
@@ -44,7 +42,7 @@ class Simulation:
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an argument is a floating array (or has its type), and so is drawn.
+    """Return whether an argument is a floating array, or the type of one.
 
     Example:
         >>> is_floating(np.zeros(2)), is_floating(np.arange(2))
@@ -54,40 +52,92 @@ def is_floating(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | None:
+    """Return the unconstrained factors of a function that has a known rule, or None.
+
+    Scaling:
+        Known are matmul (of matrices), softmax, add, and every element-wise function of one array
+        (`elementwise`): one whose value and derivative at an array equal those at each of its
+        entries alone. All arguments must be floating; of `example`, only the shapes count.
+
+    Example:
+        >>> closed_form(jnp.matmul, [np.zeros((4, 16)), np.zeros((16, 64))])
+        Factors(fwd=0.25, bwd=(0.125, 0.5))
+        >>> round(closed_form(lambda x: jnp.tanh(x), [np.zeros(3)]).fwd, 3)
+        1.593
+        >>> closed_form(jnp.cumsum, [np.zeros(3)]) is None
+        True
+
+    References:
+        Those of the rules.
+    """
+    if not all(map(is_floating, example)):
+        return None
+    shapes = [np.shape(x) for x in example]
+    if fn in (jnp.matmul, jnp.dot, jax.lax.dot) and [len(s) for s in shapes] == [2, 2]:
+        return matmul(shapes[0][0], shapes[0][1], shapes[1][1], constraint=None)
+    if fn is jax.nn.softmax and len(shapes) == 1 and shapes[0]:
+        return softmax(shapes[0][-1], constraint=None)
+    if fn in (jnp.add, jax.lax.add) and len(shapes) == 2 and shapes[0] == shapes[1]:
+        return add(constraint=None)
+    if len(shapes) == 1 and _is_elementwise(fn, shapes[0]):
+        try:
+            return elementwise(fn, constraint=None)
+        except (TypeError, ValueError):
+            return None
+    return None
+
+
+def _is_elementwise(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
+    """Return whether value and slope at an array are those at each of its entries alone."""
+    x, dx = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    try:
+        if jax.make_jaxpr(fn)(x).effects:
+            return False
+        with compile_time():
+            whole = jax.jit(lambda *point: jax.jvp(fn, point[:1], point[1:]))(x, dx)
+            alone = jax.jit(jax.vmap(lambda *point: jax.jvp(fn, point[:1], point[1:])))(
+                x.ravel(), dx.ravel()
+            )
+            return all(
+                a.shape == shape and np.allclose(a.ravel(), b, rtol=1e-5, atol=1e-6, equal_nan=True)
+                for a, b in zip(whole, alone, strict=True)
+            )
+    except Exception:  # whatever the function raises here, no rule is known for it
+        return False
+
+
 def simulate(
     fn: Callable[..., Any], example: Sequence[Any], *, seeds: int = 32, name: str = "simulate"
 ) -> Simulation:
-    """Estimates the ideal factors of a function by simulation.
+    """Estimate the ideal factors of a function by simulation.
 
     Scaling:
-        Forward 1 / std(fn(x)), and for each floating argument backward 1 / RMS of its gradient,
+        Forward `1 / std(fn(x))`, and for each floating argument backward `1 / RMS` of its gradient,
         with arguments and cotangent from N(0, 1), over all elements and draws. A scalar result is a
-        loss: forward 1, cotangent 1, so that the 1 / N of a mean is in its gradient. The intervals
-        are Student's, over the mean squares of the draws.
+        loss: forward 1, cotangent 1, so that its gradient includes the 1 / N of a mean. The
+        intervals are Student's, over the mean squares of the draws.
 
     Args:
-        fn: ``fn(*args)``, differentiable, returning one floating array.
-        example: its arguments: of floating arrays the shapes count, others are used as they are.
-        seeds: number of draws, at least 2.
-        name: what messages call the caller.
-
-    Returns:
-        `Simulation`.
+        fn: Differentiable function of arrays, returning one floating array.
+        example: Its arguments. Floating arrays are replaced by draws of their shape; others are
+            passed unchanged.
+        seeds: Number of draws, at least 2.
+        name: Name of the caller in messages.
 
     Raises:
-        TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
+        TypeError: If `fn` is not a function that JAX can trace, `example` is one array, or the
             result is not one floating array.
-        ValueError: if no argument is floating, there are fewer than two seeds, the function has
-            side effects, or result or a gradient is constant or not finite.
+        ValueError: If no argument is floating, there are fewer than two seeds, the function has
+            side effects, or the result or a gradient is constant or not finite.
 
     Example:
-        >>> import numpy as np
         >>> found = simulate(jnp.matmul, [np.zeros((64, 16)), np.zeros((16, 64))])
         >>> bool(abs(found.factors.fwd - 0.25) < 0.01)
         True
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, empirical factors.
+        Unit Scaling, arXiv 2303.11257, empirical factors.
     """
     where = f"unitscale.{name}"
     if seeds < 2:
@@ -113,7 +163,19 @@ def simulate(
         return fn(*full)
 
     shapes = [jax.ShapeDtypeStruct(np.shape(example[i]), np.float32) for i in floats]
-    out = _traced(where, of_floats, shapes)
+    try:
+        closed, out = jax.make_jaxpr(of_floats, return_shape=True)(*shapes)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"{where}: expected a function that JAX can trace; got one that needs the values of "
+            f"its arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where for "
+            "choices."
+        ) from error
+    if closed.effects:
+        raise ValueError(
+            f"{where}: expected a function without side effects; got one that every draw would "
+            "repeat. Remove jax.debug.print, callbacks and Refs from it."
+        )
     if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
         raise TypeError(
             f"{where}: expected a function that returns one floating array; got {out}. Return the "
@@ -130,51 +192,31 @@ def simulate(
         wide = [x.astype(jnp.float32) for x in (y, *grads)]
         return jnp.stack([jnp.mean(wide[0]), *(jnp.mean(jnp.square(x)) for x in wide)])
 
-    # Inside of a trace of jit the factors are still needed as Python floats, now.
     with compile_time():
         keys = jax.random.split(jax.random.key(0), seeds)
         means, squares, *gradients = np.asarray(jax.jit(lambda k: jax.lax.map(draw, k))(keys)).T
     mean = means.mean(dtype=np.float64)
-    spread = squares.astype(np.float64) - 2 * mean * means + mean**2
-    fwd = (1.0, (1.0, 1.0))
+    variances = squares.astype(np.float64) - 2 * mean * means + mean**2
+    fwd, fwd_interval = 1.0, (1.0, 1.0)
     if not is_loss:
-        fwd = _factor(where, "its result", spread, float(np.mean(squares)))
+        fwd, fwd_interval = _factor(where, "its result", variances, float(np.mean(squares)))
     bwd = [
         _factor(where, f"the gradient of argument {i}", g.astype(np.float64), 0.0)
         for i, g in zip(floats, gradients, strict=True)
     ]
-    return Simulation(
-        Factors(fwd[0], tuple(f for f, _ in bwd)), fwd[1], tuple(i for _, i in bwd), is_loss
-    )
-
-
-def _traced(where: str, fn: Callable[..., Any], shapes: Sequence[Any]) -> Any:
-    """The type of a function's result."""
-    try:
-        closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
-    except jax.errors.JAXTypeError as error:
-        raise TypeError(
-            f"{where}: expected a function that JAX can trace; got one that needs the values of "
-            f"its arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where for "
-            "choices."
-        ) from error
-    if closed.effects:
-        raise ValueError(
-            f"{where}: expected a function without side effects; got one that every draw would "
-            "repeat. Remove jax.debug.print, callbacks and Refs from it for this."
-        )
-    return out
+    factors = Factors(fwd, tuple(factor for factor, _ in bwd))
+    return Simulation(factors, fwd_interval, tuple(interval for _, interval in bwd), is_loss)
 
 
 def _factor(
     where: str, what: str, squares: np.ndarray, noise: float
 ) -> tuple[float, tuple[float, float]]:
-    """1 / root of the mean of mean squares, and its interval."""
+    """Return the inverse root of the mean of mean squares, and its confidence interval."""
     mean = float(squares.mean())
     if not math.isfinite(mean):
         raise ValueError(
             f"{where}: {what} is not finite for unit normal inputs. Restrict the function's "
-            "domain, for example by softplus or abs inside of it."
+            "domain, for example by softplus or abs inside it."
         )
     if mean <= 8 * float(np.finfo(np.float32).eps) ** 2 * noise or mean == 0:
         raise ValueError(
