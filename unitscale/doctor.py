@@ -19,8 +19,7 @@ import numpy as np
 
 from . import __version__
 from .ops import attention_path
-from .quant import Dynamic, MatmulConfig, check_fp8, dot_general
-from .quant._kernels import BLOCK_SCALES_SINCE, FP8_SINCE
+from .quant import BLOCK_SCALES_SINCE, FP8_SINCE, Dynamic, MatmulConfig, check_fp8, dot_general
 
 EXTRAS = {
     "recipes": "training from YAML files, and plots",

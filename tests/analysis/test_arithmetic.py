@@ -7,7 +7,7 @@ import pytest
 from tests.analysis.programs import AT_ONCE, fused, parameters, program
 from unitscale.analysis._arithmetic import operations
 from unitscale.analysis._projection import project
-from unitscale.quant._hlo import parse_hlo
+from unitscale.quant import parse_hlo
 
 N = 8 * 1024
 F = "f32[8,1024]"

@@ -9,7 +9,7 @@ import pytest
 from tests.analysis.programs import AT_ONCE, fusion, loop, parameters, program
 from tests.quant import programs
 from unitscale.analysis._projection import project
-from unitscale.quant._hlo import parse_hlo
+from unitscale.quant import parse_hlo
 
 K = 4 * 1024
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.programs import fused, parameters, program
 from unitscale.analysis._traffic import moved, size
-from unitscale.quant._hlo import parse_hlo
+from unitscale.quant import parse_hlo
 
 F, N = "f32[8,1024]{1,0}", "s32[]"
 K = 4 * 1024  # bytes of a row of F

@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.programs import fused, parameters, program
 from unitscale.analysis._work import work_of
-from unitscale.quant._hlo import parse_hlo
+from unitscale.quant import parse_hlo
 
 GEMM = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}'
 PRECISION = '"precision_config":{"operand_precision":["%s","DEFAULT"]}'

@@ -3,7 +3,7 @@
 They matter where there are many to a byte: random bits, chains of transcendental functions.
 """
 
-from ..quant._hlo import HloInstruction, HloProgram
+from ..quant import HloInstruction, HloProgram
 from ._traffic import elements, needed, operands
 
 # What only moves or names data.

@@ -3,8 +3,7 @@
 import dataclasses
 import re
 
-from ..quant._hlo import HloInstruction, HloProgram
-from ..quant._kernels import user_line
+from ..quant import HloInstruction, HloProgram, user_line
 from ._arithmetic import operations
 from ._device import Device
 from ._traffic import moved

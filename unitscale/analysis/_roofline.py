@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..quant._hlo import parse_hlo
+from ..quant import parse_hlo
 from ._device import H200, Device
 from ._plot_roofline import plot_roofline
 from ._projection import Kernel, project

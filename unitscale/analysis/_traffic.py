@@ -10,8 +10,7 @@ import itertools
 import math
 import re
 
-from ..quant._hlo import HloInstruction, HloProgram
-from ..quant._kernels import bits
+from ..quant import HloInstruction, HloProgram, bits
 
 # Instructions that take part of their first operand.
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})

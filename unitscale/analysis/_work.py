@@ -5,8 +5,7 @@ import re
 from typing import NamedTuple
 
 from ..parallel._wire import devices_of, group_size
-from ..quant._hlo import HloInstruction, HloProgram
-from ..quant._kernels import bits, contracted
+from ..quant import HloInstruction, HloProgram, bits, contracted
 
 ATTENTION, MEMORY, COLLECTIVES = "attention", "memory-bound", "collectives"
 ARITHMETIC, LIBRARY = "arithmetic-bound", "library calls"

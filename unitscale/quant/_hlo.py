@@ -6,6 +6,7 @@ The text is what `jax.stages.Compiled.as_text()` gives. Nothing here knows of FP
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
@@ -152,6 +153,28 @@ class HloProgram:
         line = re.search(r"\bsource_line=(\d+)", instruction.attributes)
         file = instruction.quoted("source_file")
         return (f"{file}:{line[1]}",) if file and line else ()
+
+
+def bits(dtype: str) -> int:
+    """Return the number in the name of an HLO element type; 0 if it has none, as "pred"."""
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else 0
+
+
+def contracted(instruction: HloInstruction) -> tuple[int, ...]:
+    """Return the dimensions of the left operand that a matmul sums over."""
+    found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
+    if found:
+        return tuple(int(n) for n in re.findall(r"\d+", found[1]))
+    return instruction.dimensions("lhs_contracting_dims")
+
+
+def user_line(program: HloProgram, instruction: HloInstruction) -> str:
+    """Return the innermost "file:line" that is neither unitscale's nor a dependency's."""
+    stack = program.stack(instruction)
+    package = str(Path(__file__).parents[1])
+    own = [f for f in stack if not f.startswith(package) and "site-packages" not in f]
+    return (own or list(stack[-1:]) or [""])[0]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
