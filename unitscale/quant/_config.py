@@ -19,9 +19,9 @@ def _fail(strategy: str, argument: str, expected: str, got: Any) -> ValueError:
     return ValueError(f"unitscale.quant.{strategy}: {argument} must be {expected}; got {got!r}")
 
 
-def _check_choice(strategy: str, argument: str, value: Any, kind: Any) -> None:
-    if value not in get_args(kind):
-        raise _fail(strategy, argument, f"one of {', '.join(get_args(kind))}", value)
+def _check_choice(strategy: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise _fail(strategy, argument, f"one of {', '.join(map(str, choices))}", value)
 
 
 def _check_count(strategy: str, argument: str, value: Any, least: int, expected: str) -> None:
@@ -36,12 +36,7 @@ def _check_margin(strategy: str, margin: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Cast data as it is, without a scale: unit scaling keeps it near RMS 1.
-
-    Example:
-        >>> Unit()
-        Unit()
-    """
+    """Cast data as it is, without a scale: unit scaling keeps it near RMS 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +53,6 @@ class Dynamic:
             multiply the result, so the cotangent is quantized once for each backward matmul.
         margin: powers of two left free above amax.
 
-    Raises:
-        ValueError: if the granularity is unknown or the margin negative.
-
-    Example:
-        >>> Dynamic("channel")
-        Dynamic(granularity='channel', margin=0)
-
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
@@ -73,7 +61,7 @@ class Dynamic:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("Dynamic", "granularity", self.granularity, Granularity)
+        _check_choice("Dynamic", "granularity", self.granularity, get_args(Granularity))
         _check_margin("Dynamic", self.margin)
 
 
@@ -90,16 +78,6 @@ class Delayed:
         history: number of optimizer steps remembered.
         margin: powers of two left free above amax.
         use: "max" of the history, or the "latest" entry.
-
-    Raises:
-        ValueError: if the history is shorter than 1, the margin negative or ``use`` unknown.
-
-    Example:
-        >>> Delayed(history=4)
-        Delayed(history=4, margin=0, use='max')
-
-    References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
 
     history: int = 16
@@ -109,7 +87,7 @@ class Delayed:
     def __post_init__(self) -> None:
         _check_count("Delayed", "history", self.history, 1, "a whole number of steps, 1 or more")
         _check_margin("Delayed", self.margin)
-        _check_choice("Delayed", "use", self.use, Use)
+        _check_choice("Delayed", "use", self.use, get_args(Use))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +98,6 @@ class Static:
         scales: one power of two for all three tensors of a matmul, or (lhs, rhs, cotangent). None
             to keep them in a `QuantState`, where `calibrate` and a monitor can change them.
         margin: powers of two that `calibrate` leaves free above amax.
-
-    Raises:
-        ValueError: if a scale is not a power of two that is a normal float32, there are not 1 or
-            3 of them, or the margin is negative.
 
     Example:
         >>> Static((1.0, 0.5, 2.0**-10)).scales
@@ -164,13 +138,6 @@ class Block:
             along the last kept dimension.
         scale_format: "float8_e8m0fnu" or "float32"; scales are powers of two in both.
 
-    Raises:
-        ValueError: if the size is not positive, or dims or the format is not one of these.
-
-    Example:
-        >>> Block()
-        Block(size=32, dims=1, scale_format='float8_e8m0fnu')
-
     References:
         Rouhani et al., "Microscaling Data Formats", 2023, arXiv 2310.10537, section 2;
         Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv 2506.08027
@@ -183,11 +150,9 @@ class Block:
 
     def __post_init__(self) -> None:
         _check_count("Block", "size", self.size, 1, "a whole number of elements, 1 or more")
-        if self.dims not in (1, 2):
-            raise _fail("Block", "dims", "1 or 2", self.dims)
+        _check_choice("Block", "dims", self.dims, (1, 2))
         name = format_of(self.scale_format).name
-        if name not in ("float8_e8m0fnu", "float32"):
-            raise _fail("Block", "scale_format", "float8_e8m0fnu or float32", self.scale_format)
+        _check_choice("Block", "scale_format", name, ("float8_e8m0fnu", "float32"))
         object.__setattr__(self, "scale_format", name)
 
 
@@ -243,10 +208,6 @@ class MatmulConfig:
     Example:
         >>> MatmulConfig().cotangent
         'float8_e4m3fn'
-
-    References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433;
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, FP8 training.
     """
 
     lhs: str = "float8_e4m3fn"
@@ -286,9 +247,4 @@ PRESETS: Mapping[str, MatmulConfig] = {
     "fp8_static": MatmulConfig(cotangent="float8_e5m2", strategy=Static()),
     "mxfp8": MatmulConfig(strategy=Block()),
 }
-"""Named configs, the same numbers in the policies of layers and in the conversion of models.
-
-"fp8" casts without statistics and is for unit-scaled models, all E4M3. "fp8_dynamic" takes scales
-from the current amax, "fp8_delayed" from the amax history, and "fp8_static" from a calibration; all
-three have E5M2 cotangents. "mxfp8" has a scale per 32 elements, all E4M3.
-"""
+"""Named configs, the same numbers in the policies of layers and in the conversion of models."""

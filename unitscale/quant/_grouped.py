@@ -72,10 +72,6 @@ class GroupedCore(Core):
         x, seen = super().quantize(*args)
         return (dequantize(x) if self.per_slice else x), seen
 
-    def isolate(self, lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> Any:
-        """Nothing to keep apart: matmuls in different loops are not merged."""
-        return lhs, rhs, factors
-
     def multiply(
         self, lhs: Any, rhs: Any, sizes: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:
@@ -143,7 +139,7 @@ def grouped(
         rhs: (groups, k, n), floating.
         sizes: (groups,) integers, the number of rows of each group. The results of rows beyond
             their sum are zero.
-        factors: static (fwd, bwd_lhs, bwd_rhs).
+        factors: as for `contract`.
         config: as for `contract`.
         out_dtype: as for `contract`.
         state: as for `contract`.
@@ -152,8 +148,7 @@ def grouped(
         Array (rows, n).
 
     Raises:
-        ValueError: if there are not as many sizes as matrices, or the strategy needs a state and
-            has none, or the state of another strategy.
+        ValueError: if there are not as many sizes as matrices.
         TypeError: if sizes are not integers.
 
     Example:

@@ -164,9 +164,7 @@ def bits(dtype: str) -> int:
 def contracted(instruction: HloInstruction) -> tuple[int, ...]:
     """Return the dimensions of the left operand that a matmul sums over."""
     found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
-    if found:
-        return tuple(int(n) for n in re.findall(r"\d+", found[1]))
-    return instruction.dimensions("lhs_contracting_dims")
+    return _numbers(found[1]) if found else instruction.dimensions("lhs_contracting_dims")
 
 
 def user_line(program: HloProgram, instruction: HloInstruction) -> str:
@@ -178,7 +176,7 @@ def user_line(program: HloProgram, instruction: HloInstruction) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def _closing(text: str, start: int) -> int:

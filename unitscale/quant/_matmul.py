@@ -34,14 +34,7 @@ from ..core import (
 from . import _lowering
 from ._config import Block, Dynamic, MatmulConfig, Static
 from ._lowering import data_of
-from ._quantize import (
-    _at,
-    dequantize,
-    needs_scale,
-    quantize_array,
-    tensor_scale,
-    values_of,
-)
+from ._quantize import at_scale, dequantize, needs_scale, quantize_array, tensor_scale, values_of
 from ._state import QuantState, Seen, check_state, measure, state_gradient, watched
 
 LHS, RHS, COTANGENT = 0, 1, 2  # rows of a QuantState
@@ -77,16 +70,12 @@ class Contraction:
     out: str
 
     def __post_init__(self) -> None:
-        if wrong := (*_repeated_labels(*self.terms), *_lone_labels(*self.terms)):
+        terms = self.lhs, self.rhs, self.out
+        if wrong := (*_repeated_labels(*terms), *_lone_labels(*terms)):
             raise ValueError(
                 "unitscale.quant.Contraction: every label must be in at least two of the three "
                 f"terms, once in each; got {wrong[0]!r} in {self.lhs},{self.rhs}->{self.out}"
             )
-
-    @property
-    def terms(self) -> tuple[str, str, str]:
-        """Labels of the left operand, the right one and the result."""
-        return self.lhs, self.rhs, self.out
 
     @property
     def summed(self) -> str:
@@ -147,16 +136,6 @@ def product(
         in the accumulator and rounded once; bfloat16 results are multiplied after rounding. If
         scales and factor multiply to less than 2^-126, the result is 0.
 
-    Args:
-        lhs: left operand, dimensions as labelled by ``spec.lhs``.
-        rhs: right operand, dimensions as labelled by ``spec.rhs``.
-        spec: the contraction.
-        factor: number or scalar array.
-        out_dtype: dtype of the result.
-
-    Returns:
-        Array with dimensions ``spec.out``.
-
     Raises:
         ValueError: if an operand does not have one dimension per label.
 
@@ -164,9 +143,6 @@ def product(
         >>> x = ScaledArray(jnp.ones((2, 4), jnp.float8_e4m3fn), 8.0)
         >>> print(product(x, x.T, Contraction("ik", "kj", "ij"), 0.5, "float32")[0])
         [128. 128.]
-
-    References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
     out_dtype = jnp.dtype(out_dtype)
     (left, left_scale), (right, right_scale) = (
@@ -243,10 +219,7 @@ def quantize_operand(
     config: MatmulConfig | None,
     state: QuantState | None,
 ) -> tuple[Any, Seen | None]:
-    """Quantize tensor ``which`` of a matmul that sums over ``axes``; None leaves it as it is.
-
-    Returns the ScaledArray (or the array itself), and statistics for the state.
-    """
+    """Quantize tensor ``which`` of a matmul that sums over ``axes``; measure it for the state."""
     if config is None:
         return x, None
     dtype = (config.lhs, config.rhs, config.cotangent)[which]
@@ -254,14 +227,14 @@ def quantize_operand(
         x = dithered(x, format_of(dtype).mantissa_bits)
     if state is not None:
         if not needs_scale(dtype):
-            return _at(x, dtype, 1, _cast_operand), None
+            return at_scale(x, dtype, 1, _cast_operand), None
         fmt = format_of(dtype)
         scale = state.scale[which]
         if state.calibrating:
             scale = tensor_scale(x, fmt, state.strategy.margin)
-        return _at(x, dtype, scale, _cast_operand), measure(x, fmt, scale)
+        return at_scale(x, dtype, scale, _cast_operand), measure(x, fmt, scale)
     if isinstance(config.strategy, Static):
-        return _at(x, dtype, config.strategy.scales[which], _cast_operand), None
+        return at_scale(x, dtype, config.strategy.scales[which], _cast_operand), None
     axes = tuple(sorted(axis % x.ndim for axis in axes))
     return quantize_array(x, dtype, config.strategy, axes, _cast_operand), None
 
@@ -273,21 +246,13 @@ def _axes(labels: str, summed: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The static part of a matmul, and its three steps: quantize, multiply, differentiate.
-
-    Attributes:
-        spec: the contraction.
-        factors: (fwd, bwd_lhs, bwd_rhs).
-        config: formats and strategy; None multiplies operands as they are.
-        out_dtype: dtype of the result.
-        dtypes: of the two gradients.
-    """
+    """The static part of a matmul, and its three steps: quantize, multiply, differentiate."""
 
     spec: Contraction
     factors: tuple[float, ...]
     config: MatmulConfig | None
     out_dtype: Any
-    dtypes: tuple[Any, Any]
+    dtypes: tuple[Any, Any]  # of the two gradients
 
     @property
     def per_slice(self) -> bool:
@@ -305,10 +270,6 @@ class Core:
         labels = (spec.lhs, spec.rhs, self.spec.out)[which]
         return quantize_operand(x, which, _axes(labels, spec.summed), self.config, state)
 
-    def isolate(self, lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> Any:
-        """Keep XLA from merging the three matmuls; see `_lowering.isolate`."""
-        return (lhs, rhs, factors) if self.config is None else _lowering.isolate(lhs, rhs, factors)
-
     def multiply(
         self, lhs: Any, rhs: Any, sizes: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:
@@ -325,8 +286,8 @@ class Core:
         n = len(spec.summed)
 
         def run(lhs: Any, cotangent: Any, rows_last: bool) -> jax.Array:
-            terms = [x[n:] + x[:n] for x in (spec.lhs, spec.rhs)] if rows_last else spec.terms[:2]
-            return product(lhs, cotangent, Contraction(*terms, spec.out), factor, dtype)
+            left, right = ((x[n:] + x[:n]) if rows_last else x for x in (spec.lhs, spec.rhs))
+            return product(lhs, cotangent, Contraction(left, right, spec.out), factor, dtype)
 
         rows_lead = spec.lhs[:n] == spec.rhs[:n] == spec.summed
         return _lowering.fp8_weight_gradient(run, lhs, cotangent, n if rows_lead else 0)
@@ -340,12 +301,9 @@ class Core:
         factors: tuple[Any, ...],
         state: QuantState | None,
         dtypes: tuple[Any, Any],
-        transposed: ScaledArray | None = None,
+        transposed: ScaledArray | None = None,  # the right operand, with dimensions reversed
     ) -> tuple[jax.Array, jax.Array, Seen | None]:
-        """The gradients of quantized operands, and statistics of the cotangent.
-
-        ``transposed`` is a copy of the right operand with its dimensions reversed, or None.
-        """
+        """The gradients of quantized operands, and statistics of the cotangent."""
         spec, seen, like = self.spec, None, (data_of(lhs), data_of(rhs))
         if self.per_slice:
             for_lhs, rhs = _move_scale(cotangent, spec.out, rhs, spec.rhs)
@@ -386,19 +344,18 @@ def _matmul_fwd(lhs, rhs, sizes, multiplier, state, core):
     factors = core.factors
     if multiplier is not None:
         factors = tuple(factor * multiplier for factor in factors)
-    own_lhs, own_rhs, factors = core.isolate(lhs, rhs, factors)
+    own_lhs, own_rhs = lhs, rhs
+    if core.config is not None and sizes is None:  # matmuls in different loops are not merged
+        own_lhs, own_rhs, factors = _lowering.isolate(lhs, rhs, factors)
     y = core.multiply(own_lhs, rhs, sizes, core.spec, factors[0], core.out_dtype)
-    # Static factors are no residuals.
-    factors = tuple(f if isinstance(f, jax.Array) else None for f in factors[1:])
+    own = {i: f for i, f in enumerate(factors) if i and isinstance(f, jax.Array)}
     no_gradient = jax.tree.map(jnp.zeros_like, multiplier)
-    return y, (lhs, own_rhs, sizes, no_gradient, state, (saw_lhs, saw_rhs), factors)
+    return y, (lhs, own_rhs, sizes, no_gradient, state, (saw_lhs, saw_rhs), own)
 
 
 def _matmul_bwd(core, residuals, cotangent):
-    lhs, rhs, sizes, no_gradient, state, seen, factors = residuals
-    factors = tuple(
-        f if own is None else own for f, own in zip(core.factors, (None, *factors), strict=True)
-    )
+    lhs, rhs, sizes, no_gradient, state, seen, own = residuals
+    factors = tuple(own.get(i, f) for i, f in enumerate(core.factors))
     grad_lhs, grad_rhs, saw = core.differentiate(
         lhs, rhs, cotangent, sizes, factors, state, core.dtypes
     )
@@ -520,9 +477,6 @@ class Multiplier:
         forward: dtype to which both operands are cast in the forward matmul, so that ``config``
             applies to the gradients alone; None for the formats of ``config``.
 
-    Raises:
-        ValueError: if the strategy needs a state and has none, or the state of another strategy.
-
     Example:
         >>> spec = Contraction("bk", "kn", "bn")
         >>> times = Multiplier(jnp.ones((8, 3)), spec, (1.0, 1.0, 0.5), None, "float32", 1)
@@ -584,9 +538,8 @@ class Multiplier:
     @property
     def shared_gradient(self) -> QuantState | None:
         """The gradient of the state by the right operand."""
-        if self._state is None:
-            return None
-        return state_gradient(self._state, (None, self._seen, None), (0, self._rhs.size, 0))
+        seen, sizes = (None, self._seen, None), (0, self._rhs.size, 0)
+        return None if self._state is None else state_gradient(self._state, seen, sizes)
 
 
 @partial(custom_vjp, nondiff_argnums=(3, 4))
@@ -627,13 +580,7 @@ def fake_quantize_operands(
         rhs: right operand, floating.
         config: formats and strategy.
         axes: the dimensions that are summed over, for channel and block scales.
-        state: the scales of a strategy that keeps them, as for `contract`.
-
-    Returns:
-        Both operands.
-
-    Raises:
-        ValueError: if the strategy needs a state and has none, or the state of another strategy.
+        state: as for `contract`.
 
     Example:
         >>> x = jnp.array([[0.3, 9.3]])
@@ -696,13 +643,7 @@ def multiply(
     out_dtype: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Call `contract` with all factors 1, as every hook of a layer library does.
-
-    Example:
-        >>> x, spec = jnp.ones((2, 2)), Contraction("ij", "jk", "ik")
-        >>> print(multiply(x, x, spec, MatmulConfig(), out_dtype=jnp.bfloat16)[0])
-        [2 2]
-    """
+    """Call `contract` with all factors 1, as every hook of a layer library does."""
     out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
     y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
     return reshard(y, out_sharding)
@@ -720,14 +661,11 @@ def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callab
 
     Args:
         config: formats and strategy.
-        state: the scales of a strategy that keeps them.
+        state: as for `contract`.
 
     Returns:
         A function with the signature of `lax.dot_general`. The result's dtype is the preferred
         one, or that to which the operands promote.
-
-    Raises:
-        ValueError: if the strategy needs a state and has none.
 
     Example:
         >>> dot = dot_general(MatmulConfig(cotangent="e5m2"))
@@ -762,17 +700,6 @@ def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..
 
     An einsum that is one matmul of two operands keeps them in their order. Any other runs through
     `jnp.einsum`, which may exchange operands: then both must have one format and static scale.
-
-    Args:
-        config: formats and strategy.
-        state: the scales of a strategy that keeps them.
-
-    Returns:
-        A function with the signature of `jnp.einsum`. It raises a ValueError if operands may be
-        exchanged and differ in format or static scale.
-
-    Raises:
-        ValueError: if the strategy needs a state and has none.
 
     Example:
         >>> print(einsum(MatmulConfig())("ij,jk->ki", jnp.ones((2, 8)), jnp.ones((8, 3)))[0])

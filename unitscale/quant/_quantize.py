@@ -77,10 +77,10 @@ def quantize_at(x: jax.Array, dtype: Any, scale: Any) -> ScaledArray:
         >>> print(quantize_at(jnp.array([1.0, 500.0]), "e4m3fn", 2.0).data)
         [0.5 256]
     """
-    return _at(x, dtype, scale, cast)
+    return at_scale(x, dtype, scale, cast)
 
 
-def _at(x: jax.Array, dtype: Any, scale: Any, cast: Callable[..., jax.Array]) -> ScaledArray:
+def at_scale(x: jax.Array, dtype: Any, scale: Any, cast: Callable[..., jax.Array]) -> ScaledArray:
     if scale is None or (isinstance(scale, float | int) and scale == 1):
         return ScaledArray(cast(x, dtype))
     # The inverse of a power of two is exact, and finite for each scale that is chosen here.
@@ -139,7 +139,7 @@ def quantize_array(
         return ScaledArray(cast(x, dtype))
     if isinstance(strategy, Block):
         return _quantize_blocks(x, dtype, strategy, summed, cast)
-    return _at(x, dtype, _scale_of(x, dtype, strategy, summed), cast)
+    return at_scale(x, dtype, _scale_of(x, dtype, strategy, summed), cast)
 
 
 def _scale_of(x: jax.Array, dtype: Any, strategy: Dynamic, summed: tuple[int, ...]) -> jax.Array:
@@ -179,9 +179,6 @@ def quantize(
         ScaledArray(float8_e4m3fn[2], scale=None)
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
         ScaledArray(float8_e4m3fn[2], scale=2)
-
-    References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
     strategy = Unit() if strategy is None else strategy
     check_strategy("quantize", strategy)
@@ -262,13 +259,6 @@ def fake_quantize(x: jax.Array, dtype: Any) -> jax.Array:
     """Round values to a narrow format and keep their dtype.
 
     The backward pass is the identity: cotangents are not rounded.
-
-    Args:
-        x: floating array of any shape.
-        dtype: format name, as for `unitscale.cast`.
-
-    Returns:
-        Array of the shape and dtype of ``x``.
 
     Example:
         >>> print(fake_quantize(jnp.array([0.3, 9.3]), "e4m3fn"))

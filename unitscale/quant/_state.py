@@ -54,11 +54,6 @@ class QuantState:
             beginning: steps with values that are not finite, and steps with saturated elements.
         strategy: `Delayed`, or `Static` without scales.
         calibrating: whether matmuls use dynamic scales while the state records amax.
-
-    Example:
-        >>> state = QuantState.create(Delayed(history=4))
-        >>> state.scale.shape, state.history.shape
-        ((3,), (3, 4))
     """
 
     scale: jax.Array
@@ -205,10 +200,6 @@ class StandingScalesWarning(UserWarning):
 
     The gradient of a `QuantState` holds the amax statistics of a step; without it the scales never
     change while tensors grow.
-
-    Example:
-        >>> import warnings
-        >>> warnings.simplefilter("ignore", StandingScalesWarning)  # if they are meant to stay
     """
 
 
@@ -244,12 +235,7 @@ _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
 
 
 def watched(operands: T, state: QuantState | None) -> T:
-    """Return the operands; warn if they are differentiated and their delayed scales are not.
-
-    Example:
-        >>> watched((1.0, 2.0), None)
-        (1.0, 2.0)
-    """
+    """Return the operands; warn if they are differentiated and their delayed scales are not."""
     if state is None or not isinstance(state.strategy, Delayed):
         return operands
     return _watched(operands, state.tally)
