@@ -15,9 +15,9 @@ import jax
 from ._hlo import CALLS, HloInstruction, HloProgram, bits, contracted, parse_hlo, user_line
 
 FP8_SINCE = 8.9
-"""The compute capability from which on NVIDIA GPUs have FP8 kernels."""
+"""Compute capability from which on NVIDIA GPUs have the FP8 kernels of `check_fp8`."""
 BLOCK_SCALES_SINCE = 10.0
-"""The compute capability from which on kernels multiply by block scales, such as MXFP8's."""
+"""Compute capability from which on `check_fp8` expects kernels for block scales (MXFP8)."""
 
 _CUBLAS = re.compile(r"__cublas\$(gemm|lt\$\w*[mM]atmul)")
 _NOT_NVIDIA = {"f8e4m3fnuz": "AMD's", "f8e5m2fnuz": "AMD's", "f8e4m3b11fnuz": "for simulation"}
@@ -30,7 +30,12 @@ _UNCHANGED = frozenset(
 
 
 class Fp8Warning(UserWarning):
-    """A matmul of FP8 data that XLA did not compile to an FP8 kernel."""
+    """A matmul of FP8 data that XLA did not compile to an FP8 kernel.
+
+    Example:
+        >>> warnings.simplefilter("error", Fp8Warning)  # Fp8Report.warn() then raises
+        >>> warnings.simplefilter("default", Fp8Warning)
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,10 @@ class Matmul:
         flops: floating-point operations of all its runs, as far as XLA knows trip counts of loops.
         op_name: JAX's name stack.
         source: "file:line" of the user's code, or "".
+
+    Example:
+        >>> check_fp8("").matmuls  # the records of a program
+        ()
     """
 
     name: str
@@ -83,6 +92,10 @@ class Fp8Report:
         amax_reductions: reductions that compute the amax of a tensor.
         casts: conversions of wider data to FP8.
         transposes: copies and transposes of FP8 data.
+
+    Example:
+        >>> bool(check_fp8(""))  # no FP8 kernel
+        False
     """
 
     matmuls: tuple[Matmul, ...]

@@ -36,7 +36,12 @@ def _check_margin(strategy: str, margin: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Cast data as it is, without a scale: unit scaling keeps it near RMS 1."""
+    """Cast data as it is, without a scale: unit scaling keeps it near RMS 1.
+
+    Example:
+        >>> Unit()
+        Unit()
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,10 @@ class Dynamic:
             matmul keeps (per row of activations, per output channel of weights). Channel scales
             multiply the result, so the cotangent is quantized once for each backward matmul.
         margin: powers of two left free above amax.
+
+    Example:
+        >>> Dynamic("channel")
+        Dynamic(granularity='channel', margin=0)
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
@@ -78,6 +87,13 @@ class Delayed:
         history: number of optimizer steps remembered.
         margin: powers of two left free above amax.
         use: "max" of the history, or the "latest" entry.
+
+    Example:
+        >>> Delayed(history=4)
+        Delayed(history=4, margin=0, use='max')
+
+    References:
+        As `Dynamic`.
     """
 
     history: int = 16
@@ -137,6 +153,10 @@ class Block:
         dims: 1 for blocks along the last summed dimension, 2 for square blocks that also extend
             along the last kept dimension.
         scale_format: "float8_e8m0fnu" or "float32"; scales are powers of two in both.
+
+    Example:
+        >>> Block().size
+        32
 
     References:
         Rouhani et al., "Microscaling Data Formats", 2023, arXiv 2310.10537, section 2;
@@ -247,4 +267,4 @@ PRESETS: Mapping[str, MatmulConfig] = {
     "fp8_static": MatmulConfig(cotangent="float8_e5m2", strategy=Static()),
     "mxfp8": MatmulConfig(strategy=Block()),
 }
-"""Named configs, the same numbers in the policies of layers and in the conversion of models."""
+"""Named `MatmulConfig`s of the same numbers in policies and in converted models."""

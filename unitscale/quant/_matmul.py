@@ -143,6 +143,9 @@ def product(
         >>> x = ScaledArray(jnp.ones((2, 4), jnp.float8_e4m3fn), 8.0)
         >>> print(product(x, x.T, Contraction("ik", "kj", "ij"), 0.5, "float32")[0])
         [128. 128.]
+
+    References:
+        As `contract`.
     """
     out_dtype = jnp.dtype(out_dtype)
     (left, left_scale), (right, right_scale) = (
@@ -484,6 +487,9 @@ class Multiplier:
         >>> dx, dw, _ = times.gradients(part, y)
         >>> print(y[0], dx[0, 0], dw[0])
         [8. 8. 8.] 24.0 [8. 8. 8.]
+
+    References:
+        As `contract`.
     """
 
     def __init__(
@@ -611,7 +617,12 @@ def contraction_of(dimension_numbers: Any, lhs_rank: int, rhs_rank: int) -> Cont
 
 
 def einsum_problem(subscripts: str) -> str:
-    """Why an einsum is not one matmul of two operands; "" if it is one."""
+    """Why an einsum is not one matmul of two operands; "" if it is one.
+
+    Example:
+        >>> einsum_problem("ab,bc->a")
+        "its einsum_str has 'c' in one term only"
+    """
     terms, arrow, out = subscripts.replace(" ", "").partition("->")
     lhs, _, rhs = terms.partition(",")
     labels = [term.replace("...", "") for term in (lhs, rhs, out)]
@@ -625,7 +636,12 @@ def einsum_problem(subscripts: str) -> str:
 
 
 def einsum_contraction(subscripts: str, lhs_rank: int) -> Contraction:
-    """The contraction of an einsum without `einsum_problem`; an ellipsis gets labels of its own."""
+    """The contraction of an einsum without `einsum_problem`; an ellipsis gets labels of its own.
+
+    Example:
+        >>> einsum_contraction("...k,kn->...n", 2)
+        Contraction(lhs='Ak', rhs='kn', out='An')
+    """
     terms, _, out = subscripts.replace(" ", "").partition("->")
     lhs, rhs = terms.split(",")
     spare = "".join(c for c in ascii_uppercase if c not in subscripts)
@@ -643,7 +659,13 @@ def multiply(
     out_dtype: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Call `contract` with all factors 1, as every hook of a layer library does."""
+    """Call `contract` with all factors 1, as every hook of a layer library does.
+
+    Example:
+        >>> spec = Contraction("ij", "jk", "ik")
+        >>> print(multiply(jnp.ones((1, 2)), jnp.ones((2, 1)), spec, MatmulConfig()))
+        [[2.]]
+    """
     out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
     y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
     return reshard(y, out_sharding)
@@ -671,6 +693,9 @@ def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callab
         >>> dot = dot_general(MatmulConfig(cotangent="e5m2"))
         >>> print(dot(jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())))[0])
         [8. 8. 8.]
+
+    References:
+        As `contract`.
     """
     check_state("dot_general", config, state)
 

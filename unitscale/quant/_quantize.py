@@ -27,8 +27,9 @@ from ..core import (
 )
 from ._config import Block, Dynamic, Static, Strategy, Unit, check_strategy
 
-# 2**k and 2**-k are both normal float32 numbers.
-MIN_EXPONENT, MAX_EXPONENT = -126, 126
+MAX_EXPONENT = 126
+"""Largest exponent of a scale (`tensor_scale`): 2**k and 2**-k are both normal float32 numbers."""
+MIN_EXPONENT = -MAX_EXPONENT
 
 
 def needs_scale(dtype: Any) -> bool:
@@ -179,6 +180,9 @@ def quantize(
         ScaledArray(float8_e4m3fn[2], scale=None)
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
         ScaledArray(float8_e4m3fn[2], scale=2)
+
+    References:
+        As `Dynamic`.
     """
     strategy = Unit() if strategy is None else strategy
     check_strategy("quantize", strategy)

@@ -54,6 +54,10 @@ class QuantState:
             beginning: steps with values that are not finite, and steps with saturated elements.
         strategy: `Delayed`, or `Static` without scales.
         calibrating: whether matmuls use dynamic scales while the state records amax.
+
+    Example:
+        >>> QuantState.create(Delayed(history=4)).history.shape
+        (3, 4)
     """
 
     scale: jax.Array
@@ -200,6 +204,10 @@ class StandingScalesWarning(UserWarning):
 
     The gradient of a `QuantState` holds the amax statistics of a step; without it the scales never
     change while tensors grow.
+
+    Example:
+        >>> warnings.simplefilter("ignore", StandingScalesWarning)  # if they are meant to stay
+        >>> warnings.simplefilter("default", StandingScalesWarning)
     """
 
 
@@ -235,7 +243,12 @@ _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
 
 
 def watched(operands: T, state: QuantState | None) -> T:
-    """Return the operands; warn if they are differentiated and their delayed scales are not."""
+    """Return the operands; warn if they are differentiated and their delayed scales are not.
+
+    Example:
+        >>> watched((1.0, 2.0), None)
+        (1.0, 2.0)
+    """
     if state is None or not isinstance(state.strategy, Delayed):
         return operands
     return _watched(operands, state.tally)
