@@ -372,8 +372,9 @@ def _vector_matmul(program: HloProgram, instruction: HloInstruction) -> HloInstr
     node = program.operand(instruction, 0)
     while node is not None and node.opcode in ("convert", "bitcast", "reshape"):
         node = program.operand(node, 0)
-    found = node is not None and node.opcode == "multiply"
-    return node if found and node.quoted("op_name").endswith("dot_general") else None
+    if node is None or node.opcode != "multiply":
+        return None
+    return node if node.quoted("op_name").endswith("dot_general") else None
 
 
 def _is_amax(program: HloProgram, instruction: HloInstruction) -> bool:

@@ -129,7 +129,7 @@ class Static:
             return
         scales = tuple(self.scales) if isinstance(self.scales, tuple | list) else (self.scales,) * 3
         if len(scales) != 3 or not all(
-            isinstance(s, Real) and 2.0**-126 <= s <= 2.0**126 and math.frexp(s)[0] == 0.5
+            isinstance(s, Real) and 2.0**-126 <= float(s) <= 2.0**126 and math.frexp(s)[0] == 0.5
             for s in scales
         ):
             expected = "a power of two (2**-126 to 2**126), or (lhs, rhs, cotangent), or None"

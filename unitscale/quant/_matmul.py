@@ -175,14 +175,15 @@ def product(
     scales = [scale for scale in (left_scale, right_scale) if scale is not None]
     if not scales and not isinstance(factor, jax.Array):
         return narrow(y if factor == 1 else y * factor, out_dtype)
+    total: Any = factor
     if len(scales) == 2:
         # Smallest times largest first: only a result out of float32's range leaves it.
         a, b = scales
         low, high = jnp.minimum(a, b), jnp.maximum(a, b)
         middle = jnp.maximum(low, jnp.minimum(high, factor))
         total = jnp.minimum(low, factor) * jnp.maximum(high, factor) * middle
-    else:
-        total = scales[0] * factor if scales else factor
+    elif scales:
+        total = scales[0] * factor
     if scales:  # Infinity would make NaN of a zero.
         largest = min(float(jnp.finfo(dtype).max) for dtype in (y.dtype, jnp.float32))
         total = jnp.minimum(total, largest)

@@ -131,11 +131,11 @@ def _quantize_blocks(
 def quantize_array(
     x: jax.Array,
     dtype: Any,
-    strategy: Unit | Dynamic | Block,
+    strategy: Any,
     summed: tuple[int, ...],
     cast: Callable[..., jax.Array] = cast,
 ) -> ScaledArray:
-    """`quantize` without its checks, for an array and one cast."""
+    """`quantize` of an array, by `Unit`, `Dynamic` or `Block`, with a cast of the caller."""
     if isinstance(strategy, Unit) or not needs_scale(dtype):
         return ScaledArray(cast(x, dtype))
     if isinstance(strategy, Block):
