@@ -59,8 +59,7 @@ def _scaled(data: jax.Array, x: Any) -> ScaledArray:
     return ScaledArray(data, x.scale if isinstance(x, ScaledArray) else None)
 
 
-def _padded(x: Any, size: int) -> ScaledArray:
-    """Rows with one more block, so that the last block of a group can be read whole."""
+def _padded(x: Any, size: int) -> ScaledArray:  # so that the last block can be read whole
     return _scaled(jnp.pad(data_of(x), ((0, size), (0, 0))), x)
 
 

@@ -208,10 +208,7 @@ _cast.defvjp(_refuse, _refuse)
 
 
 def _cast_operand(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast for the rule of a matmul, which never differentiates it; refuse in 8 bits if JAX does.
-
-    JAX would round the cotangent of an 8-bit array to 8 bits at no scale, to 0 or NaN.
-    """
+    """Cast inside the rule of a matmul; to 8 bits, refuse to be differentiated again."""
     fmt = format_of(dtype)
     return _cast(x, dtype) if fmt.dtype is not None and fmt.dtype.itemsize == 1 else cast(x, dtype)
 
