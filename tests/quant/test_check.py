@@ -39,7 +39,7 @@ def test_a_program_that_lost_its_operands() -> None:
     assert (report.fp8, len(report.lost), report.wide, report.share) == ((), 1, (), 0.0)
     with pytest.warns(Fp8Warning, match=r"not an FP8 kernel: float8_e4m3fn -> bfloat16.*only one"):
         report.warn()
-    with pytest.raises(ValueError, match=r"check_fp8: 1 products(.|\n)*only one(.|\n)*train.py:17"):
+    with pytest.raises(ValueError, match=r"check_fp8: 1 matmuls(.|\n)*only one(.|\n)*train.py:17"):
         report.raise_if_lost()
 
 
@@ -59,7 +59,7 @@ def test_the_share_goes_by_operations() -> None:
 
 def test_a_report_prints_as_a_table() -> None:
     head, columns, row = str(check_fp8(LOST)).splitlines()
-    assert head.startswith("0 of 1 products are FP8 kernels (0.0% of their operations); 1 lost")
+    assert head.startswith("0 of 1 matmuls are FP8 kernels (0.0% of their operations); 1 lost")
     assert columns.split() == ["FP8", "kernel", "lhs", "rhs", "result", "reason", "from"]
     for text in ("LOST", "cuBLASLt", "only one operand", "/home/user/train.py:17"):
         assert text in row
@@ -170,7 +170,7 @@ M, N, K, ROWS = 512, 2048, 1024, (512, 1)
         (one_sided, M, (E4, BF16), (), "only one operand is FP8"),
         (scaled_in_float32, M, (E4, E4), (), "scaled in float32 and cast to bfloat16"),
         (rows_before, M, (E4, E4), ROWS, "a scale for each row or block"),
-        (direct, 1, (E4, E4), (), "a product with a vector"),
+        (direct, 1, (E4, E4), (), "a matmul with a vector"),
     ],
 )
 def test_every_known_form(form, m, types, scale, reason: str) -> None:

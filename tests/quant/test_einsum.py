@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from unitscale.quant import Contraction
-from unitscale.quant._einsum import einsum_contraction, einsum_problem
+from unitscale.quant import Contraction, einsum_contraction, einsum_problem
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from unitscale.quant import (
     MatmulConfig,
     QuantState,
     Static,
+    group_of,
     grouped,
     quantize,
 )
-from unitscale.quant._grouped import group_of
 
 K, N = 8, 5
 FACTORS = (0.25, 0.125, 0.5)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.quant import programs
-from unitscale.quant._hlo import parse_hlo
+from unitscale.quant import parse_hlo
 
 
 def only(text: str, opcode: str):

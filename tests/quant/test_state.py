@@ -315,7 +315,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="the strategy is None"):
         contract(x, w, SPEC, state=START)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), START)
-    with pytest.raises(ValueError, match=r"needs the scales of one, of shape \(3,\); got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"state\.scale must have shape \(3,\).*got \(2, 3\)"):
         contract(x, w, SPEC, config=CONFIG, state=stacked)
     with pytest.raises(TypeError, match="state must be a QuantState; got dict"):
         contract(x, w, SPEC, config=CONFIG, state={})  # pyright: ignore[reportArgumentType]

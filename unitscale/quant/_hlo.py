@@ -6,6 +6,7 @@ The text is what `jax.stages.Compiled.as_text()` gives. Nothing here knows of FP
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
@@ -21,7 +22,7 @@ CALLS = frozenset({"fusion", "call", "async-start"})
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    """One line of a program.
+    r"""One line of a program.
 
     Attributes:
         name: unique name in its computation.
@@ -33,6 +34,11 @@ class HloInstruction:
         attributes: all that follows the operands.
         literal: what stands between the parentheses, such as a parameter's number.
         types: element type and dimensions of the result, of each element for a tuple.
+
+    Example:
+        >>> program = parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  %a = s8[] parameter(0)\n}")
+        >>> program.instructions[0].opcode
+        'parameter'
     """
 
     name: str
@@ -72,7 +78,7 @@ class HloInstruction:
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    """The computations of a program, and who runs them.
+    r"""The computations of a program, and who runs them.
 
     Attributes:
         computations: for each computation its instructions by name, in order.
@@ -81,6 +87,10 @@ class HloProgram:
         frames: "file:line" of each stack frame, by number, and of those that called it.
         entry: name of the computation that the program begins with; "" if there is none.
         header: its first line, which says how many devices it is for.
+
+    Example:
+        >>> parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  ROOT %a = s8[] parameter(0)\n}").roots
+        {'f': 'a'}
     """
 
     computations: dict[str, dict[str, HloInstruction]]
@@ -154,8 +164,45 @@ class HloProgram:
         return (f"{file}:{line[1]}",) if file and line else ()
 
 
+def bits(dtype: str) -> int:
+    """Return the number in the name of an HLO element type; 0 if it has none, as "pred".
+
+    Example:
+        >>> bits("bf16"), bits("f8e4m3fn"), bits("pred")
+        (16, 8, 0)
+    """
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else 0
+
+
+def contracted(instruction: HloInstruction) -> tuple[int, ...]:
+    r"""Return the dimensions of the left operand that a matmul sums over.
+
+    Example:
+        >>> program = parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  %a = s8[] parameter(0)\n}")
+        >>> contracted(program.instructions[0])  # not a matmul
+        ()
+    """
+    found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
+    return _numbers(found[1]) if found else instruction.dimensions("lhs_contracting_dims")
+
+
+def user_line(program: HloProgram, instruction: HloInstruction) -> str:
+    r"""Return the innermost "file:line" that is neither unitscale's nor a dependency's.
+
+    Example:
+        >>> program = parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  %a = s8[] parameter(0)\n}")
+        >>> user_line(program, program.instructions[0])  # no metadata
+        ''
+    """
+    stack = program.stack(instruction)
+    package = str(Path(__file__).parents[1])
+    own = [f for f in stack if not f.startswith(package) and "site-packages" not in f]
+    return (own or list(stack[-1:]) or [""])[0]
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def _closing(text: str, start: int) -> int:
@@ -228,7 +275,13 @@ def _frames(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def parse_hlo(text: str) -> HloProgram:
-    """Reads the text of an optimized program."""
+    r"""Read the text of an optimized program.
+
+    Example:
+        >>> program = parse_hlo("ENTRY %f (a: s8[2]) -> s8[2] {\n  %a = s8[2] parameter(0)\n}")
+        >>> [(i.opcode, i.dtype, i.shape) for i in program.instructions]
+        [('parameter', 's8', (2,))]
+    """
     computations: dict[str, dict[str, HloInstruction]] = {}
     roots: dict[str, str] = {}
     current = entry = ""

@@ -1,37 +1,87 @@
-"""Quantization of one tensor: a strategy chooses the scale, the cast saturates."""
+"""Quantize, dequantize and fake-quantize one tensor; compute its scale from its amax."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import (
-    Scale,
+    Format,
     ScaledArray,
+    amax,
     as_scale,
     bounded_product,
     cast,
     custom_vjp,
     format_of,
     materialize,
+    normal_pow2,
     to_float,
     widen,
 )
-from ._amax import needs_scale, scale_from, tensor_scale
-from ._strategies import Block, Dynamic, Static, Strategy, Unit, check_strategy
+from ._config import Block, Dynamic, Static, Strategy, Unit, check_strategy
+
+MAX_EXPONENT = 126
+"""Largest exponent of a scale (`tensor_scale`): 2**k and 2**-k are both normal float32 numbers."""
+MIN_EXPONENT = -MAX_EXPONENT
+
+
+def needs_scale(dtype: Any) -> bool:
+    """Whether a format has fewer exponent bits than float32; the others are cast at scale 1."""
+    return format_of(dtype).exponent_bits < format_of("float32").exponent_bits
+
+
+def needed_exponent(largest: jax.Array, fmt: Format) -> jax.Array:
+    """The least k with ``largest <= fmt.max * 2**k`` as int32, within -126 ... 126.
+
+    The caller replaces the results for zero, infinity and NaN.
+    """
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    top = int(np.asarray(fmt.max, np.float32).view(np.int32))
+    # Mantissas above that of fmt.max carry into the exponent.
+    exponent = (bits + ((1 << 23) - 1 - (top & 0x7FFFFF))) >> 23
+    return jnp.clip(exponent - (top >> 23), MIN_EXPONENT, MAX_EXPONENT)
+
+
+def _scale_from(largest: jax.Array, fmt: Format, margin: int) -> jax.Array:
+    """The power-of-two scale for an amax; 1 if it is zero, infinite or NaN."""
+    exponent = needed_exponent(largest, fmt)
+    if margin:
+        exponent = jnp.minimum(exponent + margin, MAX_EXPONENT)
+    usable = (largest > 0) & (largest < jnp.inf)
+    return lax.stop_gradient(jnp.where(usable, normal_pow2(exponent), jnp.float32(1)))
+
+
+def tensor_scale(
+    x: jax.Array, fmt: Format, margin: int = 0, axis: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Return the scale of a tensor, or of its slices along ``axis`` (kept with size 1).
+
+    Example:
+        >>> print(tensor_scale(jnp.array([[1.0, 500.0], [2.0, 0.0]]), format_of("e4m3fn"), 0, (1,)))
+        [[2.      ]
+         [0.0078125]]
+    """
+    return _scale_from(amax(x, axis), fmt, margin)
 
 
 def quantize_at(x: jax.Array, dtype: Any, scale: Any) -> ScaledArray:
-    """Returns ``x`` in a narrow format at a given scale (a Python number, an array, or None for 1).
+    """Return ``x`` in a narrow format at a given scale (a Python number, an array, or None for 1).
 
     Example:
         >>> print(quantize_at(jnp.array([1.0, 500.0]), "e4m3fn", 2.0).data)
         [0.5 256]
     """
+    return at_scale(x, dtype, scale, cast)
+
+
+def at_scale(x: jax.Array, dtype: Any, scale: Any, cast: Callable[..., jax.Array]) -> ScaledArray:
     if scale is None or (isinstance(scale, float | int) and scale == 1):
         return ScaledArray(cast(x, dtype))
     # The inverse of a power of two is exact, and finite for each scale that is chosen here.
@@ -48,17 +98,8 @@ def _block_shape(shape: tuple[int, ...], block: Block, summed: tuple[int, ...]) 
     return tuple(min(size, max(n, 1)) for size, n in zip(sizes, shape, strict=True))
 
 
-def _block_amax(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """The largest magnitude of each block; ragged ends are blocks of their own."""
-    pads = [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)]
-    x = jnp.abs(widen(x))
-    x = jnp.pad(x, pads) if pads else x  # of a number, JAX pads no axis
-    x = _split(x, sizes)
-    return jnp.max(x, axis=tuple(range(1, x.ndim, 2)), initial=0.0)
-
-
 def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """(n / size, size, ...) of (n, ...): explicit axes that divide n go on dividing n / size."""
+    """Reshape (n, ...) to (n / size, size, ...); an explicit axis that divides n / size is kept."""
     counts = [n // size for n, size in zip(x.shape, sizes, strict=True)]
     shape = [part for pair in zip(counts, sizes, strict=True) for part in pair]
     own = jax.typeof(x).sharding
@@ -74,50 +115,64 @@ def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _quantize_blocks(
-    x: jax.Array, dtype: Any, block: Block, summed: tuple[int, ...]
+    x: jax.Array, dtype: Any, block: Block, summed: tuple[int, ...], cast_data: Callable[..., Any]
 ) -> ScaledArray:
     sizes = _block_shape(x.shape, block, summed)
-    scale = lax.stop_gradient(scale_from(_block_amax(x, sizes), format_of(dtype), 0))
-    at = ScaledArray(x, scale, block_shape=sizes)
-    data = cast(widen(x) * (1 / to_float(at.full_scale)), dtype)
+    pads = [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)]
+    padded = jnp.pad(jnp.abs(widen(x)), pads) if pads else jnp.abs(widen(x))
+    split = _split(padded, sizes)
+    largest = jnp.max(split, axis=tuple(range(1, split.ndim, 2)), initial=0.0)
+    scale = _scale_from(largest, format_of(dtype), 0)
+    full = to_float(ScaledArray(x, scale, block_shape=sizes).full_scale)
+    data = cast_data(widen(x) * (1 / full), dtype)
     return ScaledArray(data, cast(scale, block.scale_format), block_shape=sizes)
 
 
-def _single(strategy: Static) -> float:
-    if strategy.scales is None or len(set(strategy.scales)) > 1:
-        raise ValueError(
-            "unitscale.quant.quantize: one tensor needs one scale; got "
-            f"{strategy!r}. Use Static(scale)."
-        )
-    return strategy.scales[0]
+def quantize_array(
+    x: jax.Array,
+    dtype: Any,
+    strategy: Any,
+    summed: tuple[int, ...],
+    cast: Callable[..., jax.Array] = cast,
+) -> ScaledArray:
+    """`quantize` of an array, by `Unit`, `Dynamic` or `Block`, with a cast of the caller."""
+    if isinstance(strategy, Unit) or not needs_scale(dtype):
+        return ScaledArray(cast(x, dtype))
+    if isinstance(strategy, Block):
+        return _quantize_blocks(x, dtype, strategy, summed, cast)
+    return at_scale(x, dtype, _scale_of(x, dtype, strategy, summed), cast)
+
+
+def _scale_of(x: jax.Array, dtype: Any, strategy: Dynamic, summed: tuple[int, ...]) -> jax.Array:
+    axes = summed if strategy.granularity == "channel" else None
+    return tensor_scale(x, format_of(dtype), strategy.margin, axes)
 
 
 def quantize(
     x: Any, dtype: Any, strategy: Strategy | None = None, *, axis: int | tuple[int, ...] = -1
 ) -> ScaledArray:
-    """Returns ``x`` stored in a narrow format.
+    """Quantize an array to a narrow format.
 
     Scaling:
-        Under `Unit` no statistics are taken: the data is cast at the scale that it has; a plain
-        array has none. The other strategies divide the data by a scale first, which multiplies the
-        one that it has. Formats with the range of float32 need no scale. Finite values saturate;
-        infinity and NaN stay, or are NaN in a format without infinity, so that a product shows
-        them: they are selected beside the clamp, in the same kernel.
+        `Unit` casts the data at the scale that it has; a plain array has none. The other
+        strategies divide the data by a scale first, which multiplies the one that it has. Formats
+        with the range of float32 need no scale. Finite values saturate; infinity and NaN stay, or
+        become NaN in a format without infinity.
 
     Args:
         x: floating array or ScaledArray of any shape.
         dtype: target format, as for `unitscale.cast`.
         strategy: how the scale is chosen; `Unit()` by default.
-        axis: the dimensions that a product will sum over: those that share a scale under
-            ``Dynamic("channel")``, and along which the blocks of `Block` lie.
+        axis: the dimensions that a matmul will sum over: they share a scale under
+            ``Dynamic("channel")``, and the blocks of `Block` lie along them.
 
     Returns:
         ScaledArray with data in ``dtype``.
 
     Raises:
-        ValueError: if the format is unknown, an axis is out of range, the scales of the strategy
-            are held elsewhere (`Delayed`, and `Static` without a single scale), or `Block` meets a
-            ScaledArray with a scale.
+        ValueError: if the format is unknown, an axis is out of range, the strategy keeps its
+            scales in a state (`Delayed`, and `Static` without a single scale), or `Block` is given
+            a ScaledArray that has a scale.
         TypeError: if the strategy is not one of this package.
 
     Example:
@@ -127,7 +182,7 @@ def quantize(
         ScaledArray(float8_e4m3fn[2], scale=2)
 
     References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
+        As `Dynamic`.
     """
     strategy = Unit() if strategy is None else strategy
     check_strategy("quantize", strategy)
@@ -135,90 +190,65 @@ def quantize(
     if isinstance(strategy, Unit):
         return cast(x, dtype)
     data, scale = x.data, x.full_scale
-    summed = _axes(axis, data.ndim)
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    if data.ndim and any(not -data.ndim <= a < data.ndim for a in axes):
+        raise ValueError(
+            f"unitscale.quant.quantize: axis must be among the {data.ndim} dimensions; got {axis}"
+        )
+    summed = tuple(sorted({a % data.ndim for a in axes})) if data.ndim else ()
     if isinstance(strategy, Static):
-        own = as_scale(_single(strategy))
+        if strategy.scales is None or len(set(strategy.scales)) > 1:
+            raise ValueError(
+                "unitscale.quant.quantize: one tensor needs one scale; got "
+                f"{strategy!r}. Use Static(scale)."
+            )
+        own = as_scale(strategy.scales[0])
     elif not isinstance(strategy, Dynamic | Block):
         raise ValueError(
             f"unitscale.quant.quantize: the scales of {strategy!r} are held in a QuantState; use "
             "contract(..., state=), or Dynamic() for one tensor"
         )
+    elif scale is None:
+        return quantize_array(data, dtype, strategy, summed)
     elif not needs_scale(dtype):
         own = None
     elif isinstance(strategy, Block):
-        if scale is not None:
-            raise ValueError(
-                "unitscale.quant.quantize: Block() takes an array, or a ScaledArray without a "
-                f"scale; got {x!r}. Give it x.value."
-            )
-        return _quantize_blocks(data, dtype, strategy, summed)
-    else:
-        axes = summed if strategy.granularity == "channel" else None
-        own = tensor_scale(data, format_of(dtype), strategy.margin, axes)
-    return _quantize_at_product(data, dtype, scale, own)
-
-
-def _quantize_at_product(data: jax.Array, dtype: Any, scale: Scale, own: Scale) -> ScaledArray:
-    """Data of a scale, divided by one of its own; what the product cannot hold stays in the data.
-
-    There it saturates, at a value beyond float32's range.
-    """
-    total, rest = bounded_product(scale, own)
-    if not isinstance(rest, int):
-        data = widen(data) / to_float(own) * jnp.clip(rest, 2.0**-100, 2.0**100)
-        return ScaledArray(cast(data, dtype), total)
-    return ScaledArray(quantize_at(data, dtype, own).data, total)
-
-
-def _axes(axis: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    if rank == 0:
-        return ()
-    if any(not -rank <= a < rank for a in axes):
         raise ValueError(
-            f"unitscale.quant.quantize: axis must be among the {rank} dimensions; got {axis}"
+            "unitscale.quant.quantize: Block() takes an array, or a ScaledArray without a "
+            f"scale; got {x!r}. Give it x.value."
         )
-    return tuple(sorted({a % rank for a in axes}))
-
-
-def rounded(x: ScaledArray) -> ScaledArray:
-    """Returns quantized data that XLA cannot take for the data it was made from.
-
-    Example:
-        >>> print(rounded(quantize(jnp.array([0.3, 9.3]), "e4m3fn")).data)
-        [0.3125 9]
-    """
-    return x.map_data(materialize)
+    else:
+        own = _scale_of(data, dtype, strategy, summed)
+    # The part of the scale that is out of float32's range moves into the data, and saturates.
+    total, rest = bounded_product(scale, own)
+    if isinstance(rest, int):
+        return ScaledArray(quantize_at(data, dtype, own).data, total)
+    data = widen(data) / to_float(own) * jnp.clip(rest, 2.0**-100, 2.0**100)
+    return ScaledArray(cast(data, dtype), total)
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """Returns the value of quantized data in the dtype of ``x``; what was finite saturates there.
+    """Dequantize to the dtype of ``x``; finite values of ``x`` saturate there.
 
-    Rounding up can leave the range of float16, and at the end of it that of float32.
-
-    Example:
-        >>> x = jnp.float16(65504)
-        >>> float(values_of(quantize(x, "bfloat16"), x))
-        65504.0
+    Rounding up can leave the range of float16, and at its end that of float32.
     """
-    y = rounded(quantized).value
+    y = quantized.map_data(materialize).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
     y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)
     return cast(y, x.dtype)
 
 
 def dequantize(x: ScaledArray) -> jax.Array:
-    """Returns the value of quantized data in the narrowest type that holds it exactly.
+    """Return the value of a ScaledArray in the narrowest of bfloat16 and float32 that is exact.
 
-    That is bfloat16 for formats of at most 7 mantissa bits, whose values times a power of two it
-    holds; float32 for others.
+    That is bfloat16 for formats of at most 7 mantissa bits; float32 for others.
 
     Example:
         >>> dequantize(quantize(jnp.array([0.3, 500.0]), "e4m3fn", Block(2)))
         Array([0.3125, 512], dtype=bfloat16)
     """
-    narrow = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
-    return rounded(x).value.astype(jnp.bfloat16 if narrow else jnp.float32)
+    exact = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
+    return x.map_data(materialize).value.astype(jnp.bfloat16 if exact else jnp.float32)
 
 
 @partial(custom_vjp, nondiff_argnums=(1,))
@@ -230,16 +260,9 @@ _fake_quantize.defvjp(lambda x, dtype: (_fake_quantize(x, dtype), None), lambda 
 
 
 def fake_quantize(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds values to a narrow format and keeps them in their own dtype.
+    """Round values to a narrow format and keep their dtype.
 
-    Backward is the identity, so that cotangents are not rounded.
-
-    Args:
-        x: floating array.
-        dtype: format name, as for `unitscale.cast`.
-
-    Returns:
-        Array of the shape and dtype of ``x``.
+    The backward pass is the identity: cotangents are not rounded.
 
     Example:
         >>> print(fake_quantize(jnp.array([0.3, 9.3]), "e4m3fn"))

@@ -1,33 +1,36 @@
-"""What delayed and calibrated scales remember from step to step.
+"""Amax state of delayed and calibrated scales.
 
-A product with a state returns what it saw of its tensors as the *gradient* of the state: in
-``tally``, one bin for each exponent that a scale can have, a 1 in the bin of the exponent that this
-step's amax needs. Ones in bins add up, and stay different from zero when they are averaged. So
-everything that is done to gradients (a layer used twice, a scan over time, rematerialization,
-accumulation over microbatches, psum or pmean over devices) keeps the topmost bin that is not
-zero, which is the exponent of the largest amax of them all.
+A matmul with a state returns its amax statistics as the *gradient* of the state: ``tally`` has one
+bin per exponent that a scale can have, with a 1 in the bin that this step's amax needs. Ones add
+up, and stay different from zero when they are averaged. So whatever is done to gradients (a layer
+used twice, a scan over time, rematerialization, gradient accumulation over micro-batches, psum or
+pmean over devices) keeps the topmost bin that is not zero, the exponent of the largest amax.
 """
 
 import dataclasses
+import warnings
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.custom_derivatives import SymbolicZero
 
-from ..core import Format, amax, pow2, widen
-from ._amax import MAX_EXPONENT, MIN_EXPONENT, needed_exponent
-from ._config import MatmulConfig
-from ._strategies import Delayed, Static, is_stateful
+from ..core import Format, amax, from_json, pow2, to_json, widen
+from ._config import Delayed, MatmulConfig, Static, is_stateful
+from ._quantize import MAX_EXPONENT, MIN_EXPONENT, needed_exponent
 
 TENSORS = ("lhs", "rhs", "cotangent")
-"""The three tensors of a product, in the order of the rows of a `QuantState`."""
+"""The three tensors of a matmul, in the order of the rows of a `QuantState`."""
 
-_EXPONENTS = MAX_EXPONENT - MIN_EXPONENT + 1
-# Behind the bins of the exponents.
-_NOT_FINITE, _SATURATED, _ELEMENTS = _EXPONENTS, _EXPONENTS + 1, _EXPONENTS + 2
-_BINS = _EXPONENTS + 3
+# The last bins of a tally, behind those of the exponents.
+_NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
+_SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
 _EMPTY = MIN_EXPONENT - 1.0
+
+T = TypeVar("T")
 
 
 @partial(
@@ -37,26 +40,24 @@ _EMPTY = MIN_EXPONENT - 1.0
 )
 @dataclasses.dataclass(frozen=True)
 class QuantState:
-    """The scales of one product's three tensors, and what they are made from.
+    """Scales of one matmul's three tensors and the amax history they are computed from.
 
-    All leaves are float32, so that the state can be differentiated by; leading dimensions may be
-    added to all of them, as a scan over layers does. Rows are `TENSORS`.
+    All leaves are float32, so that they can be differentiated; a scan over layers may add leading
+    dimensions to all of them. Rows are `TENSORS`.
 
     Attributes:
         scale: (..., 3), powers of two.
-        history: (..., 3, history), the exponents that the amax of the last steps needed, latest
-            first; below -126 where there is none.
-        tally: (..., 3, bins), what was seen since the last `advance`.
-        counts: (..., 3, 4), of the last `advance`: elements beyond the largest value, and
-            elements; since the beginning: steps with values that are not finite, and steps with
-            elements beyond the largest value.
+        history: (..., 3, history), exponents that the amax of the last steps needed, latest first;
+            below -126 where there is none.
+        tally: (..., 3, bins), statistics since the last `advance`.
+        counts: (..., 3, 4), of the last `advance`: saturated elements and all elements; since the
+            beginning: steps with values that are not finite, and steps with saturated elements.
         strategy: `Delayed`, or `Static` without scales.
-        calibrating: whether products take dynamic scales while the state looks on.
+        calibrating: whether matmuls use dynamic scales while the state records amax.
 
     Example:
-        >>> state = QuantState.create(Delayed(history=4))
-        >>> state.scale.shape, state.history.shape
-        ((3,), (3, 4))
+        >>> QuantState.create(Delayed(history=4)).history.shape
+        (3, 4)
     """
 
     scale: jax.Array
@@ -68,7 +69,7 @@ class QuantState:
 
     @classmethod
     def create(cls, strategy: Delayed | Static) -> "QuantState":
-        """Returns the state before the first step: scales 1 and an empty history.
+        """Return the state before the first step: scales 1 and an empty history.
 
         Raises:
             TypeError: if the strategy has no state.
@@ -88,19 +89,19 @@ class QuantState:
         )
 
     def add(self, gradient: "QuantState") -> "QuantState":
-        """Returns the state with what the gradient of a step or microbatch saw."""
+        """Return the state with the statistics of a step or micro-batch, its gradient, added."""
         return dataclasses.replace(self, tally=self.tally + gradient.tally)
 
     def advance(self, gradient: "QuantState | None" = None) -> "QuantState":
-        """Ends an optimizer step: what was tallied enters the history, and scales are made from it.
+        """End an optimizer step: append the tally to the history and compute the next scales.
 
         Scaling:
-            scale = 2**(k + margin), k being the largest (or latest) exponent of the history. The
-            history of a tensor stays as it was after a step in which the tensor was all zero, not
-            used, or not finite in every use. `Static` scales stay, except after a calibration.
+            scale = 2**(k + margin), where k is the largest (or latest) exponent of the history.
+            The history of a tensor does not change in a step in which the tensor was all zero,
+            unused, or not finite in every use. `Static` scales change only in a calibration.
 
         Args:
-            gradient: the gradient of the loss by the state; None if it was added before.
+            gradient: the gradient of the loss with respect to the state; None if it was added.
 
         Returns:
             The state of the next step, with an empty tally.
@@ -117,18 +118,16 @@ class QuantState:
         state = self if gradient is None else self.add(gradient)
         tally, strategy = state.tally, state.strategy
         exponents = jnp.arange(MIN_EXPONENT, MAX_EXPONENT + 1, dtype=jnp.float32)
-        latest = jnp.max(jnp.where(tally[..., :_EXPONENTS] > 0, exponents, _EMPTY), axis=-1)
-        seen = latest > _EMPTY
+        latest = jnp.max(jnp.where(tally[..., :_NOT_FINITE] > 0, exponents, _EMPTY), axis=-1)
         rolled = jnp.concatenate([latest[..., None], state.history[..., :-1]], axis=-1)
-        history = jnp.where(seen[..., None], rolled, state.history)
+        history = jnp.where((latest > _EMPTY)[..., None], rolled, state.history)
         use_max = isinstance(strategy, Static) or strategy.use == "max"
         k = jnp.max(history, axis=-1) if use_max else history[..., 0]
         moves = (k > _EMPTY) & (state.calibrating or isinstance(strategy, Delayed))
         exponent = jnp.minimum(k + strategy.margin, MAX_EXPONENT).astype(jnp.int32)
-        saturated, elements = tally[..., _SATURATED], tally[..., _ELEMENTS]
-        events = jnp.stack([tally[..., _NOT_FINITE] > 0, saturated > 0], axis=-1)
+        last = tally[..., _SATURATED : _ELEMENTS + 1]
+        events = tally[..., _NOT_FINITE : _SATURATED + 1] > 0
         counted = state.counts[..., 2:] + events.astype(state.counts.dtype)
-        last = jnp.stack([saturated, elements], axis=-1)
         return dataclasses.replace(
             state,
             scale=jnp.where(moves, pow2(exponent), state.scale),
@@ -139,14 +138,14 @@ class QuantState:
 
 
 class Seen(NamedTuple):
-    """What is seen of one tensor: the bin of its amax, -1 for zeros, and a count of elements."""
+    """Statistics of one tensor: the bin of its amax (-1 if it is zero), and saturated elements."""
 
     bin: jax.Array
     saturated: jax.Array
 
 
 def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
-    """Returns what a tally gets of a tensor that is quantized at ``scale``."""
+    """Return the statistics of a tensor that is quantized at ``scale``."""
     largest = amax(x)
     k = needed_exponent(largest, fmt) - MIN_EXPONENT
     k = jnp.where(jnp.isfinite(largest), jnp.where(largest > 0, k, -1), _NOT_FINITE)
@@ -157,22 +156,20 @@ def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
 def state_gradient(
     state: QuantState, seen: tuple[Seen | None, ...], sizes: tuple[int, ...]
 ) -> QuantState:
-    """Returns what a product's backward gives for its state: zeros, and the tally of this use."""
-    bins = jnp.arange(_BINS)
-    rows = [
-        jnp.zeros(_BINS, jnp.float32)
-        if tensor is None
-        else (bins == tensor.bin).astype(jnp.float32)
-        + jnp.where(bins == _SATURATED, tensor.saturated, 0)
-        + jnp.where(bins == _ELEMENTS, jnp.float32(size), 0)
-        for tensor, size in zip(seen, sizes, strict=True)
-    ]
+    """Return the gradient of a matmul's state: the tally of this use, and zeros."""
+    bins, saturated = (
+        jnp.stack([jnp.asarray(fallback if s is None else s[i], dtype) for s in seen])[:, None]
+        for i, (fallback, dtype) in enumerate(((-1, jnp.int32), (0, jnp.float32)))
+    )
+    elements = np.array([0 if s is None else n for s, n in zip(seen, sizes, strict=True)])
+    one_hot = (jnp.arange(_SATURATED) == bins).astype(jnp.float32)
+    tally = [one_hot, saturated, jnp.asarray(elements[:, None], jnp.float32)]
     zeros = jax.tree.map(jnp.zeros_like, state)
-    return dataclasses.replace(zeros, tally=jnp.stack(rows))
+    return dataclasses.replace(zeros, tally=jnp.concatenate(tally, axis=1))
 
 
 def check_state(owner: str, config: MatmulConfig | None, state: QuantState | None) -> None:
-    """Raises if a strategy lacks its state, or a state is not the one of the product."""
+    """Raise if a strategy lacks its state, or the state does not belong to the matmul."""
     if config is not None and not isinstance(config, MatmulConfig):
         raise TypeError(
             f"unitscale.quant.{owner}: config must be a quant.MatmulConfig, which is E4M3 at unit "
@@ -197,6 +194,83 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
         )
     elif (shape := jnp.shape(state.scale)) != (len(TENSORS),):
         raise ValueError(
-            f"unitscale.quant.{owner}: one product needs the scales of one, of shape (3,); got "
-            f"{shape}. Scan or vmap over stacked layers, so that each gets its own"
+            f"unitscale.quant.{owner}: state.scale must have shape (3,), the scales of one matmul; "
+            f"got {shape}. Scan or vmap over stacked layers, so that each gets its own"
         )
+
+
+class StandingScalesWarning(UserWarning):
+    """Delayed scales are not updated: a loss was differentiated, but not with respect to them.
+
+    The gradient of a `QuantState` holds the amax statistics of a step; without it the scales never
+    change while tensors grow.
+
+    Example:
+        >>> warnings.simplefilter("ignore", StandingScalesWarning)  # if they are meant to stay
+        >>> warnings.simplefilter("default", StandingScalesWarning)
+    """
+
+
+@jax.custom_vjp
+def _watched(operands: Any, tally: jax.Array) -> Any:
+    del tally
+    return operands
+
+
+def _watched_fwd(operands: Any, tally: Any) -> Any:
+    is_leaf = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
+    if any(x.perturbed for x in leaves) and not tally.perturbed:
+        warnings.warn(
+            "unitscale: delayed FP8 scales are not being updated, because a loss was "
+            "differentiated with respect to the operands of a matmul and not to its scales. "
+            "Differentiate models with unitscale.nn.value_and_grad (nnx.value_and_grad does not "
+            "record amax), and functions of a QuantState with respect to it too. A DotGeneral that "
+            "a layer creates in each call (qkv_dot_general_cls=) keeps no scales: use "
+            "unitscale.nn.convert.",
+            StandingScalesWarning,
+            stacklevel=2,
+        )
+    return jax.tree.map(lambda x: x.value, operands, is_leaf=is_leaf), None
+
+
+def _watched_bwd(_: None, cotangents: Any) -> Any:
+    is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
+    return jax.tree.map(lambda x: None if is_zero(x) else x, cotangents, is_leaf=is_zero), None
+
+
+_watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
+
+
+def watched(operands: T, state: QuantState | None) -> T:
+    """Return the operands; warn if they are differentiated and their delayed scales are not.
+
+    Example:
+        >>> watched((1.0, 2.0), None)
+        (1.0, 2.0)
+    """
+    if state is None or not isinstance(state.strategy, Delayed):
+        return operands
+    return _watched(operands, state.tally)
+
+
+_STRATEGIES = {kind.__name__: kind for kind in (Delayed, Static)}
+
+
+def _to_bytes(aux: Any) -> bytes:
+    strategy, calibrating = aux
+    return to_json([type(strategy).__name__, dataclasses.asdict(strategy), calibrating])
+
+
+def _from_bytes(written: bytes) -> Any:
+    name, fields, calibrating = from_json(written)
+    return _STRATEGIES[name](**fields), calibrating
+
+
+# For programs that `jax.export` serializes with a state in their signature.
+export.register_pytree_node_serialization(
+    QuantState,
+    serialized_name="unitscale.quant.QuantState",
+    serialize_auxdata=_to_bytes,
+    deserialize_auxdata=_from_bytes,
+)

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 
 from unitscale.core import ScaledArray
-from unitscale.quant import Contraction, _turned
-from unitscale.quant._contraction import product
-from unitscale.quant._turned import turn, turned_product
+from unitscale.quant import Contraction, _lowering, product
+from unitscale.quant._lowering import move_rows_last
+from unitscale.quant._matmul import Core
 
 FORMATS = ["float8_e4m3fn", "float8_e5m2"]
 SPEC = Contraction("btk", "btn", "kn")
+
+
+def right_gradient(lhs: Any, rhs: Any, spec: Contraction, factor: Any, dtype: Any) -> jax.Array:
+    """The matmul of a right gradient, as every use of the core computes it."""
+    forward = Contraction(spec.lhs, spec.out, spec.rhs)
+    core = Core(forward, (1.0, 1.0, 1.0), None, dtype, (dtype, dtype))
+    return core.right_gradient(lhs, rhs, None, factor, dtype)
 
 
 def drawn(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -35,7 +42,7 @@ def finite(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
 def test_turning_is_transposing(shape: tuple[int, ...], count: int, dtype: str) -> None:
     x = drawn(0, shape, dtype)
     order = (*range(count, len(shape)), *range(count))
-    found = np.asarray(jax.jit(turn, static_argnums=1)(x, count).view(jnp.uint8))
+    found = np.asarray(jax.jit(move_rows_last, static_argnums=1)(x, count).view(jnp.uint8))
     assert np.array_equal(found, np.asarray(x.view(jnp.uint8)).transpose(order))
 
 
@@ -50,7 +57,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             return own["cuda"](*args)
         return own.get("cpu", default)(*args)
 
-    monkeypatch.setattr(_turned.lax, "platform_dependent", choose)
+    monkeypatch.setattr(_lowering.lax, "platform_dependent", choose)
     return taken
 
 
@@ -62,7 +69,7 @@ def test_products_are_the_same(on_gpu: list[bool], dtype: str, scaled: bool, fac
     y: Any = finite(1, (2, 8, 5), "float8_e4m3fn")
     if scaled:
         x, y = ScaledArray(x, 0.5), ScaledArray(y, jnp.float32(8.0))
-    found = turned_product(x, y, SPEC, factor, jnp.float32)
+    found = right_gradient(x, y, SPEC, factor, jnp.float32)
     assert on_gpu == [True]
     wanted = product(x, y, SPEC, factor, jnp.float32)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
@@ -108,7 +115,7 @@ def test_products_are_the_same(on_gpu: list[bool], dtype: str, scaled: bool, fac
     ids=["rows no multiple of 4", "16 bits", "a batch", "last dimension", "channels", "blocks"],
 )
 def test_others_are_left_as_they_are(on_gpu: list[bool], lhs: Any, rhs: Any, spec: Any) -> None:
-    found = turned_product(lhs, rhs, spec, 1.0, jnp.float32)
+    found = right_gradient(lhs, rhs, spec, 1.0, jnp.float32)
     assert not on_gpu
     np.testing.assert_array_equal(found, product(lhs, rhs, spec, 1.0, jnp.float32))
 
@@ -118,7 +125,7 @@ def test_platforms() -> None:
     x, y = (finite(seed, (2, 8, 4), FORMATS[0]) for seed in (0, 1))
 
     def run(x: jax.Array, y: jax.Array) -> jax.Array:
-        return turned_product(x, y, SPEC, 1.0, jnp.float32)
+        return right_gradient(x, y, SPEC, 1.0, jnp.float32)
 
     traced = jax.jit(run).trace(x, y)
     for platform in ("cpu", "cuda", "tpu"):
