@@ -7,12 +7,11 @@ import pytest
 from flax import nnx
 
 from unitscale.nn import convert, restore
-from unitscale.nn._hooks import (
+from unitscale.nn._convert import (
     DotGeneralHook,
     features_of,
     hook_of,
     kernel_rank,
-    kind_of,
     layers_of,
 )
 from unitscale.quant import Delayed, MatmulConfig
@@ -60,7 +59,7 @@ def test_shapes(layer, features: tuple[int, int], rank: int) -> None:
 
 def test_layers_without_a_hook() -> None:
     conv = nnx.Conv(4, 4, (1,), rngs=RNGS)
-    assert (kind_of(conv), hook_of(conv), features_of(conv)) == (None, None, ())
+    assert (hook_of(conv), features_of(conv)) == (None, ())
     assert hook_of(nnx.Linear(4, 4, rngs=RNGS)) is None
 
 
