@@ -30,7 +30,6 @@ from ._amax import (
     advance as advance,
     amax_state as amax_state,
     amax_states as amax_states,
-    read_state as read_state,
 )
 from ._attention import KVCache as KVCache, MultiHeadAttention as MultiHeadAttention
 from ._conv import Conv as Conv, ConvTranspose as ConvTranspose

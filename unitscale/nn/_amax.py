@@ -45,13 +45,8 @@ def amax_state(config: MatmulConfig | None) -> AmaxState | None:
     return AmaxState(QuantState.create(config.strategy))
 
 
-def read_state(variable: AmaxState | None) -> QuantState | None:
-    """Return the state that a variable holds; None stays None.
-
-    Example:
-        >>> read_state(None) is None
-        True
-    """
+def read(variable: nnx.Variable | None) -> Any:
+    """Return the value of a variable; None stays None."""
     return None if variable is None else variable.get_value()
 
 
@@ -80,7 +75,7 @@ class DotGeneral(nnx.Module):
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         """Multiply; arguments are those of the function that this replaces."""
-        return self._matmul(self.config, read_state(self.state))(*operands, **options)
+        return self._matmul(self.config, read(self.state))(*operands, **options)
 
 
 class EinsumOp(DotGeneral):

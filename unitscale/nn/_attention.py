@@ -78,37 +78,22 @@ class KVCache:
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention: self or cross, grouped queries, rotary positions, cache.
+    """Multi-head attention, as `flax.nnx.MultiHeadAttention` (`ops.dot_product_attention`).
 
-    Unit-scaled projections around `ops.dot_product_attention`. The attention's factor depends on
-    how many keys a query sees, so ``max_length`` fixes the length that it is computed for: then
-    the layer is the same function for every sequence length, cached or not.
+    Unlike Flax's it has rotary positions and a functional cache. Its factor depends on how many
+    keys a query sees, so ``max_length`` fixes the length that it is computed for: then the layer is
+    the same function for every sequence length, cached or not.
 
     Args:
-        num_heads: number of query heads.
+        num_heads: as of Flax, and so all arguments that are not listed here or shared.
         in_features: size of the input's last axis.
-        qkv_features: size of all query heads together; in_features by default.
-        out_features: size of the output's last axis; in_features by default.
-        num_kv_heads: number of key and value heads, dividing num_heads; num_heads by default.
-        in_kv_features: size of the keys' and values' input, for cross attention.
         is_causal: whether a query sees no later key.
         max_length: sequence length that the factor is computed for; by default that of each call.
         rotary_base: base of rotary positions (usually 10000.0); None for none.
         mult: multiplier of the logits.
-        dtype: see `unitscale.nn`, as for ``param_dtype``, ``kernel_init``, ``bias_init``,
-            ``policy`` and ``rngs`` ("dropout" too, if there is any).
         broadcast_dropout: must be False: each attention weight is dropped independently.
-        dropout_rate: rate of dropout on the attention weights.
-        deterministic: whether dropout is off by default; `model.eval()` sets it.
-        out_kernel_init: initializer of the output's kernel; ``kernel_init`` by default.
-        out_bias_init: initializer of the output's bias; ``bias_init`` by default.
-        use_bias: whether the projections add biases.
         decode: must be False: use `init_cache` and the method `decode`.
         implementation: as for `ops.dot_product_attention`; `decode` always uses "auto".
-        keep_rngs: whether the layer keeps a stream of keys for dropout; if not, calls give rngs.
-        kernel_metadata: metadata of the kernels of queries, keys and values, as
-            ``bias_metadata`` of their biases.
-        out_kernel_metadata: metadata of the output's kernel, as ``out_bias_metadata`` of its bias.
 
     Raises:
         ValueError: if heads do not divide features, kv heads do not divide heads, or a choice is
@@ -251,8 +236,7 @@ class MultiHeadAttention(nnx.Module):
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
-            factor: a traced factor from `factor_over` that multiplies the attention's output; a
-                scan over layers passes it.
+            factor: from `factor_over`; multiplies the attention's output, for scans over layers.
             out_sharding: sharding of the output.
             qkv_sharding: sharding of queries, keys and values (..., time, heads, head features).
 

@@ -22,14 +22,13 @@ class _Convolution(KernelLayer):
         out_features: int,
         kernel_size: int | Sequence[int],
         strides: Sizes,
-        *,
         padding: Padding,
-        input_dilation: Sizes,
         kernel_dilation: Sizes,
+        *,
+        input_dilation: Sizes,
         groups: int,
         use_bias: bool,
-        constraint: Constraint,
-        **options: Unpack[KernelOptions],
+        **options: Any,
     ) -> None:
         self.kernel_size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         self.strides, self.kernel_dilation = _sizes(strides), _sizes(kernel_dilation)
@@ -42,7 +41,6 @@ class _Convolution(KernelLayer):
             (out_features,) if use_bias else None,
             fan_in=max(taps * terms // gaps, 1),
             fan_out=taps * out_features // groups,
-            constraint=constraint,
             **options,
         )
 
@@ -51,39 +49,20 @@ class _Convolution(KernelLayer):
         op: Callable[..., ScaledArray],
         x: ops.ArrayLike,
         out_sharding: OutSharding,
-        **options: Any,
+        **more: Any,
     ) -> ScaledArray:
-        x = self.policy.activation(x)
         leading = max(x.ndim - len(self.kernel_size) - 1, 0)
         batch = x.shape[:leading]
         if leading != 1:
             x = x.reshape(math.prod(batch), *x.shape[leading:])
-        options |= {
-            "strides": self.strides,
-            "padding": self.padding,
-            "dilation": self.kernel_dilation,
-        }
-        y = self._apply(op, x, **options)
+        more |= {"strides": self.strides, "padding": self.padding, "dilation": self.kernel_dilation}
+        y = self._apply(op, x, **more)
         y = y if leading == 1 else y.reshape(*batch, *y.shape[1:])
         return reshard_output(y, out_sharding)
 
 
 class Conv(_Convolution):
     """A convolution of any rank, channels last (`ops.conv`), as `flax.nnx.Conv`.
-
-    Args:
-        in_features: input channels.
-        out_features: output channels.
-        kernel_size: one size per spatial dimension, or an integer for one dimension.
-        strides: one stride, or one per spatial dimension; None is 1.
-        padding: "SAME", "VALID", "CAUSAL", "CIRCULAR", "REFLECT", an integer, or an integer or
-            (low, high) pair for each dimension.
-        input_dilation: dilation of the input, one or one per spatial dimension; None is 1.
-        kernel_dilation: dilation of the kernel, one or one per spatial dimension; None is 1.
-        feature_group_count: number of groups, dividing in_features and out_features.
-        use_bias: whether to add a bias.
-        constraint: how the factors of output and input gradient are made equal.
-        **options: arguments that layers share: see `unitscale.nn`.
 
     Raises:
         ValueError: if the groups do not divide the features.
@@ -123,9 +102,9 @@ class Conv(_Convolution):
             out_features,
             kernel_size,
             strides,
-            padding=padding,
+            padding,
+            kernel_dilation,
             input_dilation=input_dilation,
-            kernel_dilation=kernel_dilation,
             groups=feature_group_count,
             use_bias=use_bias,
             constraint=constraint,
@@ -144,18 +123,7 @@ class Conv(_Convolution):
 
 
 class ConvTranspose(_Convolution):
-    """A transposed convolution, channels last (`ops.conv_transpose`), as `flax.nnx.ConvTranspose`.
-
-    Args:
-        in_features: input channels.
-        out_features: output channels.
-        kernel_size: one size per spatial dimension, or an integer for one dimension.
-        strides: outputs per input, one number or one per spatial dimension; None is 1.
-        padding: "SAME", "VALID", an integer, or an integer or (low, high) pair for each dimension.
-        kernel_dilation: dilation of the kernel, one or one per spatial dimension; None is 1.
-        use_bias: whether to add a bias.
-        constraint: how the factors of output and input gradient are made equal.
-        **options: arguments that layers share: see `unitscale.nn`.
+    """A transposed convolution (`ops.conv_transpose`), as `flax.nnx.ConvTranspose`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -183,9 +151,9 @@ class ConvTranspose(_Convolution):
             out_features,
             kernel_size,
             strides,
-            padding=padding,
+            padding,
+            kernel_dilation,
             input_dilation=strides,  # seen as a convolution
-            kernel_dilation=kernel_dilation,
             groups=1,
             use_bias=use_bias,
             constraint=constraint,

@@ -7,7 +7,7 @@ model's code stay the same.
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax import lax
 
 from ..core import ScaledArray, reshard
 from ..quant import (
-    Contraction,
     MatmulConfig,
     contraction_of,
     einsum_contraction,
@@ -27,7 +26,7 @@ from ..quant import (
     quantize,
     quantize_at,
 )
-from ._amax import amax_state, read_state
+from ._amax import amax_state, read
 from ._paths import assign, nodes_of, table
 from ._policy import CONVERSIONS, did_you_mean
 
@@ -187,32 +186,29 @@ def convert(
     entries = []
     for path, layer in layers.items():
         rule, config = assigned.get(path, ("", None))
-        if not rule:
-            reason = "no rule matches it"
-        elif config is None:
-            reason = "its rule is None"
+        if config is None:
+            reason = "its rule is None" if rule else "no rule matches it"
         elif path in exempted:
             reason = f"the {exempted[path]} layer is exempt"
         else:
             reason = _obstacle(layer, config, min_size, multiple_of)
-        entries.append(
-            Conversion(
-                path=path,
-                kind=type(layer).__name__,
-                features=features_of(layer),
-                rule=rule,
-                config=None if reason else config,
-                reason=reason,
-            )
+        entry = Conversion(
+            path=path,
+            kind=type(layer).__name__,
+            features=features_of(layer),
+            rule=rule,
+            config=None if reason else config,
+            reason=reason,
         )
+        entries.append(entry)
     for entry in entries:
         if entry.config is not None:
             layer, hook = layers[entry.path], hook_of(layers[entry.path])
-            attribute, kind, _ = _kind_of(layer)
+            attribute, _ = _attribute_of(layer)
             original = getattr(layer, attribute) if hook is None else hook.original
             shape = layer.kernel.shape
             stack = shape[: len(shape) - kernel_rank(layer)]
-            setattr(layer, attribute, nnx.data(kind(entry.config, original, stack)))
+            setattr(layer, attribute, nnx.data(Hook(entry.config, original, stack)))
     return ConversionReport(tuple(entries))
 
 
@@ -243,7 +239,7 @@ def restore(model: nnx.Module) -> tuple[str, ...]:
                 "its earlier value is lost. Restore a model before to_static"
             )
     for layer, hook in found.values():
-        setattr(layer, _kind_of(layer).attribute, nnx.static(hook.original))
+        setattr(layer, _attribute_of(layer)[0], nnx.static(hook.original))
     return tuple(found)
 
 
@@ -298,7 +294,7 @@ def _called(model: Any, example: tuple[Any, ...]) -> list[str]:
     copy = nnx.clone(model)
     for path, layer in layers_of(copy):
         if not isinstance(layer, CONVOLUTIONS):
-            attribute, hook = _kind_of(layer).attribute, hook_of(layer)
+            attribute, hook = _attribute_of(layer)[0], hook_of(layer)
             original = getattr(layer, attribute) if hook is None else hook.original
             setattr(layer, attribute, nnx.static(recorder(path, original)))
     graphdef, state = nnx.split(copy)
@@ -320,7 +316,7 @@ def _obstacle(layer: Any, config: MatmulConfig, min_size: int, multiple_of: int)
         return "XLA has no FP8 kernel for convolutions"
     if isinstance(layer, nnx.Einsum) and (problem := einsum_problem(layer.einsum_str)):
         return problem
-    attribute, _, defaults = _kind_of(layer)
+    attribute, defaults = _attribute_of(layer)
     hook, features = hook_of(layer), features_of(layer)
     if hook is not None and hook.weight_scale is not None:
         return "its weight is stored in FP8"
@@ -367,9 +363,23 @@ class Hook(nnx.Module):
         self.weight_scale: Any = nnx.data(None)
         self.input_scale: Any = nnx.data(None)
 
-    def _multiply(self, lhs, rhs, spec: Contraction, dtype: Any, out_sharding: Any) -> jax.Array:
+    def __call__(self, *args, precision=None, preferred_element_type=None, out_sharding=None):
+        """Multiply as `lax.dot_general`, or as `jnp.einsum` if there is an equation."""
+        del precision
+        if isinstance(args[0], str):
+            equation, lhs, rhs = args
+            if problem := einsum_problem(equation):  # a call may have its own equation
+                raise ValueError(
+                    f"unitscale.nn.convert: {equation!r} is not a matmul of two operands: "
+                    f"{problem}. Leave the layer out, by a rule with None"
+                )
+            spec = einsum_contraction(equation, lhs.ndim)
+        else:
+            lhs, rhs, dimension_numbers = args
+            spec = contraction_of(dimension_numbers, lhs.ndim, rhs.ndim)
+        dtype = preferred_element_type
         if self.weight_scale is None:
-            state = read_state(self.state)
+            state = read(self.state)
             return multiply(
                 lhs, rhs, spec, self.config, state, out_dtype=dtype, out_sharding=out_sharding
             )
@@ -379,86 +389,37 @@ class Hook(nnx.Module):
         else:
             x = quantize_at(lhs, self.config.lhs, self.input_scale.get_value())
         kernel = ScaledArray(rhs, self.weight_scale.get_value())
-        return reshard(
-            product(x, kernel, spec, 1.0, lhs.dtype if dtype is None else dtype), out_sharding
-        )
+        y = product(x, kernel, spec, 1.0, lhs.dtype if dtype is None else dtype)
+        return reshard(y, out_sharding)
 
 
-class DotGeneralHook(Hook):
-    """Replaces `lax.dot_general`."""
-
-    def __call__(
-        self,
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
-        *,
-        out_sharding=None,
-    ):
-        del precision
-        spec = contraction_of(dimension_numbers, lhs.ndim, rhs.ndim)
-        return self._multiply(lhs, rhs, spec, preferred_element_type, out_sharding)
-
-
-class EinsumHook(Hook):
-    """Replaces a `jnp.einsum` of two operands."""
-
-    def __call__(
-        self,
-        subscripts,
-        lhs,
-        rhs,
-        *,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
-    ):
-        del precision
-        if problem := einsum_problem(subscripts):  # a call may have its own equation
-            raise ValueError(
-                f"unitscale.nn.convert: {subscripts!r} is not a matmul of two operands: "
-                f"{problem}. Leave the layer out, by a rule with None"
-            )
-        spec = einsum_contraction(subscripts, lhs.ndim)
-        return self._multiply(lhs, rhs, spec, preferred_element_type, out_sharding)
-
-
-class Kind(NamedTuple):
-    """How the matmul of a type of layer is replaced."""
-
-    attribute: str
-    hook: type[Hook]
-    defaults: tuple[Any, ...]  # values of the attribute in an unchanged layer
-
-
-_KINDS: dict[type[nnx.Module], Kind] = {
-    nnx.Linear: Kind("dot_general", DotGeneralHook, (lax.dot_general,)),
-    nnx.LinearGeneral: Kind("dot_general", DotGeneralHook, (None, lax.dot_general)),
-    nnx.Einsum: Kind("einsum_op", EinsumHook, (jnp.einsum,)),
+# The attribute that holds the matmul of each type of layer, and its values in an unchanged one.
+_HOOKS: dict[type[nnx.Module], tuple[str, tuple[Any, ...]]] = {
+    nnx.Linear: ("dot_general", (lax.dot_general,)),
+    nnx.LinearGeneral: ("dot_general", (None, lax.dot_general)),
+    nnx.Einsum: ("einsum_op", (jnp.einsum,)),
 }
 CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
 NORMALIZERS = (nnx.WeightNorm, nnx.SpectralNorm)
 """Modules that set the kernels of the layer inside them before each call."""
 
 
-def _kind_of(layer: Any) -> Kind:
-    return next(kind for type_, kind in _KINDS.items() if isinstance(layer, type_))
+def _attribute_of(layer: Any) -> tuple[str, tuple[Any, ...]]:
+    return next(found for type_, found in _HOOKS.items() if isinstance(layer, type_))
 
 
 def hook_of(layer: Any) -> Hook | None:
     """Return the hook of a converted layer."""
     if isinstance(layer, CONVOLUTIONS):
         return None
-    found = getattr(layer, _kind_of(layer).attribute)
+    found = getattr(layer, _attribute_of(layer)[0])
     return found if isinstance(found, Hook) else None
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the `flax.nnx` layers with a matmul or convolution, as `nodes_of`."""
     for path, node in nodes_of(model):
-        if isinstance(node, (*_KINDS, *CONVOLUTIONS)):
+        if isinstance(node, (*_HOOKS, *CONVOLUTIONS)):
             yield path, node
 
 

@@ -1,6 +1,6 @@
 """Token and position embeddings."""
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,49 @@ from ._params import (
 from ._policy import PolicyLike, as_policy
 
 
-class Embed(nnx.Module):
+class TableOptions(TypedDict, total=False):
+    """Keyword arguments of layers with a table: see `Embed`."""
+
+    dtype: Any
+    param_dtype: Any
+    embedding_init: Initializer
+    policy: PolicyLike
+    rngs: Required[nnx.Rngs]
+    embedding_metadata: Metadata
+
+
+class _Table(nnx.Module):
+    """Base of layers with an embedding table."""
+
+    def __init__(
+        self,
+        rows: int,
+        features: int,
+        *,
+        padding: int = 0,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        embedding_init: Initializer = unit_normal,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+        embedding_metadata: Metadata = NO_METADATA,
+    ) -> None:
+        self.features = features
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
+        self.embedding = weight(
+            rngs,
+            (rows, features),
+            self.policy,
+            role="embedding",
+            fan_in=rows,
+            fan_out=features,
+            padding=(padding, 0),
+            init=embedding_init,
+            metadata=embedding_metadata,
+        )
+
+
+class Embed(_Table):
     """An embedding table (`ops.embed`), as `flax.nnx.Embed`.
 
     `attend` is `ops.readout` with the transposed table. If embeddings are tied, and both are
@@ -36,9 +78,8 @@ class Embed(nnx.Module):
         features: size of an embedding.
         pad_to_multiple_of: pads the table with rows of zeros up to a multiple that matmul kernels
             prefer, such as 128. They are never trained, and give no logits.
-        dtype: see `unitscale.nn`, as for ``param_dtype``, ``policy`` and ``rngs``.
-        embedding_init: initializer of the table, of unit variance.
-        embedding_metadata: metadata of the table, such as ``{"out_sharding": ("model", None)}``.
+        **options: shared arguments; ``embedding_init`` and ``embedding_metadata`` are those of the
+            table.
 
     Raises:
         ValueError: if ``pad_to_multiple_of`` is not positive.
@@ -59,26 +100,11 @@ class Embed(nnx.Module):
         features: int,
         *,
         pad_to_multiple_of: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        embedding_init: Initializer = unit_normal,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        embedding_metadata: Metadata = NO_METADATA,
+        **options: Unpack[TableOptions],
     ) -> None:
-        self.num_embeddings, self.features = num_embeddings, features
-        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
-        self.embedding = weight(
-            rngs,
-            (num_embeddings, features),
-            self.policy,
-            role="embedding",
-            fan_in=num_embeddings,
-            fan_out=features,
-            padding=(padding_of("Embed", num_embeddings, pad_to_multiple_of), 0),
-            init=embedding_init,
-            metadata=embedding_metadata,
-        )
+        padding = padding_of("Embed", num_embeddings, pad_to_multiple_of)
+        super().__init__(num_embeddings, features, padding=padding, **options)
+        self.num_embeddings = num_embeddings
         self.amax = nnx.data(amax_state(self.policy.matmul_for("readout")))
 
     def __call__(self, ids: jax.Array, out_sharding: OutSharding = None) -> ScaledArray:
@@ -120,10 +146,6 @@ class Embed(nnx.Module):
 class TiedReadout(NamedTuple):
     """The table of an `Embed` as a readout, for one call of the model: see `Embed.tied`.
 
-    Attributes:
-        embed: the layer.
-        table: its table.
-
     Example:
         >>> x, readout = Embed(100, 16, rngs=nnx.Rngs(0)).tied(jnp.array([[1, 2, 3]]))
         >>> readout.attend(x).shape
@@ -159,19 +181,13 @@ class TiedReadout(NamedTuple):
         )
 
 
-class PositionalEmbed(nnx.Module):
-    """Learned position embeddings, added to the input.
-
-    Scaling:
-        y = (x + table[positions]) / 2^1/2 (`ops.weighted_add`, backward the true derivative). The
-        table's gradient has the factor (length / tokens)^1/2, as that of `ops.embed`.
+class PositionalEmbed(_Table):
+    """Learned position embeddings, added to the input (`ops.weighted_add`, `ops.embed`).
 
     Args:
         max_length: number of positions.
         features: size of an embedding.
-        dtype: see `unitscale.nn`, as for ``param_dtype``, ``policy`` and ``rngs``.
-        embedding_init: initializer of the table, of unit variance.
-        embedding_metadata: metadata of the table, such as ``{"out_sharding": ("model", None)}``.
+        **options: those of `Embed`.
 
     Raises:
         ValueError: when called, if the sequence is longer than max_length.
@@ -180,35 +196,11 @@ class PositionalEmbed(nnx.Module):
         >>> layer = PositionalEmbed(8, 16, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 5, 16))).shape
         (2, 5, 16)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops (embedding).
     """
 
-    def __init__(
-        self,
-        max_length: int,
-        features: int,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        embedding_init: Initializer = unit_normal,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        embedding_metadata: Metadata = NO_METADATA,
-    ) -> None:
-        self.max_length, self.features = max_length, features
-        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
-        self.embedding = weight(
-            rngs,
-            (max_length, features),
-            self.policy,
-            role="embedding",
-            fan_in=max_length,
-            fan_out=features,
-            init=embedding_init,
-            metadata=embedding_metadata,
-        )
+    def __init__(self, max_length: int, features: int, **options: Unpack[TableOptions]) -> None:
+        super().__init__(max_length, features, **options)
+        self.max_length = max_length
 
     def __call__(self, x: ops.ArrayLike, positions: jax.Array | None = None) -> ScaledArray:
         """Add embeddings to (batch, time, features); positions (time,) or (batch, time)."""

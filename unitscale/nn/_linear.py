@@ -31,13 +31,6 @@ from ._policy import PolicyLike, as_policy
 class Dense(KernelLayer):
     """A dense layer (`ops.dense`), as `flax.nnx.Linear`.
 
-    Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
-        use_bias: whether to add a bias.
-        constraint: how the factors of output and input gradient are made equal.
-        **options: arguments that layers share: see `unitscale.nn`.
-
     Example:
         >>> import jax.numpy as jnp
         >>> layer = Dense(16, 32, policy="float16", rngs=nnx.Rngs(0))
@@ -91,11 +84,9 @@ class Readout(KernelLayer):
     Args:
         in_features: size of the input's last axis.
         out_features: number of logits.
-        use_bias: whether to add a bias.
-        constraint: None, or how the factors of output and input gradient are made equal.
         pad_to_multiple_of: pads the kernel with columns of zeros up to a multiple that matmul
             kernels prefer, such as 128. They are never trained, and give no logits.
-        **options: arguments that layers share: see `unitscale.nn`.
+        **options: shared arguments; ``use_bias`` is False and ``constraint`` None by default.
 
     Raises:
         ValueError: if ``pad_to_multiple_of`` is not positive.
@@ -167,13 +158,6 @@ class Readout(KernelLayer):
 class Einsum(KernelLayer):
     """A dense layer along any axes (`ops.einsum`), as `flax.nnx.Einsum`.
 
-    Args:
-        einsum_str: an einsum of the input and the kernel, such as ``"...a,ab->...b"``.
-        kernel_shape: shape of the kernel.
-        bias_shape: shape of the bias, the kernel's axes of the output; None for no bias.
-        constraint: how the factors of output and input gradient are made equal.
-        **options: arguments that layers share: see `unitscale.nn`.
-
     Raises:
         ValueError: if ``einsum_str`` is not a matmul of an input and a kernel of this shape.
 
@@ -223,21 +207,8 @@ class Einsum(KernelLayer):
 class LoRA(nnx.Module):
     """A low-rank update (`ops.lora`), of a layer if there is one, as `flax.nnx.LoRA`.
 
-    Its matmuls are in the compute dtype, also under FP8 policies.
-
-    Args:
-        in_features: size of the input's last axis.
-        lora_rank: rank of the update.
-        out_features: size of the output's last axis.
-        base_module: the layer that is updated, called with the same arguments; None for none.
-        constraint: that of the layer.
-        dtype: see `unitscale.nn`, as for ``param_dtype``, ``policy`` and ``rngs``.
-        a_initializer: initializer of ``a`` (in_features, lora_rank), of unit variance.
-        b_initializer: initializer of ``b`` (lora_rank, out_features), zero by default: the factor
-            of the sum is 1.
-        lora_param_type: variable type of the two, by which filters find them.
-        a_metadata: metadata of ``a``, such as ``{"out_sharding": (None, "model")}``.
-        b_metadata: metadata of ``b``.
+    Its matmuls are in the compute dtype, also under FP8 policies. ``constraint`` is that of the
+    layer. Factors assume that ``a`` has unit variance and ``b`` is zero at initialisation.
 
     Example:
         >>> import jax.numpy as jnp
@@ -291,18 +262,8 @@ class LoRA(nnx.Module):
 class LoRALinear(Dense):
     """A `Dense` with a `LoRA` update, as `flax.nnx.LoRALinear`.
 
-    The parameters of the dense layer have the names and initial values of a plain `Dense`.
-
-    Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
-        lora_rank: rank of the update.
-        lora_dtype: compute dtype of the update; None is that of the layer.
-        lora_param_dtype: dtype of its parameters; None is that of the layer.
-        a_initializer: as of `LoRA`, and so ``b_initializer``, ``lora_param_type``, ``a_metadata``
-            and ``b_metadata``.
-        rngs: streams of random keys.
-        **options: those of `Dense`.
+    The parameters of the dense layer have the names and initial values of a plain `Dense`, whose
+    arguments it takes too. None for a dtype of the update is that of the layer.
 
     Example:
         >>> import jax.numpy as jnp

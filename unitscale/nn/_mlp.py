@@ -36,7 +36,7 @@ class MLP(nnx.Module):
         mult: multiplier of the activation's argument.
         use_bias: whether the dense layers add biases.
         dropout_rate: rate of dropout on the output.
-        policy: see `unitscale.nn`, as for ``rngs`` ("dropout" too, if there is any).
+        policy: shared with other layers, as ``rngs`` ("dropout" too, if there is any).
 
     Raises:
         ValueError: if the activation is unknown.
@@ -144,13 +144,6 @@ Values: TypeAlias = tuple[Any, Any, Any]
 class ExpertDense(KernelLayer):
     """A dense layer with one kernel and bias per expert (`ops.grouped_dense`), as in `MoE`.
 
-    Args:
-        experts: number of experts.
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
-        use_bias: whether to add biases.
-        **options: arguments that layers share: see `unitscale.nn`.
-
     Example:
         >>> import jax.numpy as jnp
         >>> layer = ExpertDense(2, 16, 32, rngs=nnx.Rngs(0))
@@ -195,34 +188,26 @@ class ExpertDense(KernelLayer):
 
 
 class MoE(nnx.Module):
-    """A mixture of experts: a router sends each token to a few of many MLPs.
+    """A mixture of experts (`ops.mixture`): a router sends each token to a few of many MLPs.
 
-    `ops.route`, `ops.mixture` and `ops.grouped_dense`: unit logits, unit experts, and a sum that is
-    unit for the gates at initialisation. The router's logits, gates and losses are float32 under
-    every policy; its kernel has the role "weight", so that u-muP's learning rates move its logits
-    as much as other activations, for every width.
+    The router's logits, gates and losses are float32 under every policy; its kernel has the role
+    "weight", so that u-muP's learning rates move its logits as much as other activations.
 
     No token is dropped. On a mesh with the axis ``expert_axis`` (`jax.set_mesh`, or inside
     `jax.shard_map`) each device computes its own experts; `parallel.param_shardings` shards their
     parameters accordingly.
 
     Args:
-        in_features: size of the input's last axis.
+        in_features: as of `MLP`, and so all arguments that are not listed here.
         hidden_features: size of the hidden layer of each expert.
-        out_features: size of the output's last axis; in_features by default.
         experts: number of experts.
         top_k: number of experts of each token.
-        activation: activation of the experts, as of `MLP`.
-        mult: multiplier of the activation's argument.
         router_mult: multiplier of the router's logits (inverse temperature).
         renormalize: whether the gates of a token sum to 1; by default if ``top_k`` is above 1.
         load_balancing: weight of `ops.Routing.load_balancing_loss`. Its gradient is added to that
             of the model's loss; its value is not. 0 for none.
         z_loss: the same for `ops.Routing.z_loss`.
-        use_bias: whether the experts' layers add biases; the router has none.
-        dropout_rate: rate of dropout on the output.
         expert_axis: name of the mesh axis that shards the experts.
-        policy: see `unitscale.nn`, as for ``rngs`` ("dropout" too, if there is any).
 
     Raises:
         ValueError: if the activation is unknown, there are fewer experts than top_k, or
@@ -233,8 +218,6 @@ class MoE(nnx.Module):
         >>> layer = MoE(8, 32, experts=4, activation="silu_glu", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 5, 8))).shape
         (2, 5, 8)
-        >>> layer.route(jnp.ones((2, 5, 8))).experts.shape
-        (10, 2)
     """
 
     def __init__(

@@ -67,17 +67,8 @@ class _Norm(nnx.Module):
 class LayerNorm(_Norm):
     """Layer normalization over the last axis (`ops.layer_norm`), as `flax.nnx.LayerNorm`.
 
-    Args:
-        num_features: size of the last axis.
-        epsilon: added to the variance.
-        dtype: see `unitscale.nn`, as for ``param_dtype`` and ``policy``.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply by a gain (the attribute ``gain``).
-        bias_init: initializer of the bias.
-        scale_init: initializer of the gain.
-        rngs: streams of random keys; needed only by initializers other than zeros and ones.
-        bias_metadata: metadata of the bias, such as ``{"out_sharding": ("model",)}``.
-        scale_metadata: metadata of the gain.
+    The parameter of ``use_scale``, Flax's ``scale``, is the attribute ``gain``. ``rngs`` are needed
+    only by initializers other than zeros and ones.
 
     Example:
         >>> LayerNorm(4)(jnp.ones((2, 4), jnp.float16)).dtype.name
@@ -92,10 +83,6 @@ class LayerNorm(_Norm):
 
 class RMSNorm(_Norm):
     """RMS normalization over the last axis (`ops.rms_norm`), as `flax.nnx.RMSNorm`.
-
-    Args:
-        num_features: size of the last axis.
-        **options: those of `LayerNorm`, without a bias.
 
     Example:
         >>> RMSNorm(4, policy="float16")(jnp.ones((2, 4))).dtype.name
@@ -114,12 +101,6 @@ class RMSNorm(_Norm):
 
 class GroupNorm(_Norm):
     """Normalization of groups of channels (`ops.group_norm`), as `flax.nnx.GroupNorm`.
-
-    Args:
-        num_features: size of the last axis.
-        num_groups: number of groups, dividing num_features; None if ``group_size`` is given.
-        group_size: features of a group; ``num_groups`` must then be None.
-        **options: those of `LayerNorm`.
 
     Raises:
         ValueError: unless exactly one of ``num_groups`` and ``group_size`` is given and divides
@@ -165,14 +146,6 @@ class BatchNorm(_Norm):
 
     In training it uses the statistics of the batch and updates the running averages ``mean`` and
     ``var``, each a `nnx.BatchStat`; after `model.eval()` it uses the averages.
-
-    Args:
-        num_features: size of the last axis.
-        use_running_average: whether to use the running averages; `model.eval()` and
-            `model.train()` set it.
-        momentum: share of the running averages that each call keeps.
-        epsilon: added to the variance.
-        **options: those of `LayerNorm`.
 
     Example:
         >>> layer = BatchNorm(2, momentum=0.5)
@@ -222,18 +195,11 @@ class BatchNorm(_Norm):
 class Dropout(nnx.Module):
     """Dropout that keeps unit variance (`ops.dropout`), as `flax.nnx.Dropout`.
 
-    When deterministic it returns the expected value of the random case.
-
-    Args:
-        rate: probability of zero, in [0, 1).
-        broadcast_dims: dimensions along which all elements are dropped together.
-        deterministic: default for calls; `model.eval()` and `model.train()` set it.
-        rng_collection: name of the stream in ``rngs`` that keys come from.
-        rngs: streams of random keys, or the stream itself; the layer keeps a fork of the stream.
-            Needed unless each call gives ``rngs`` or is deterministic.
+    When deterministic it returns the expected value of the random case. ``rngs`` are needed unless
+    each call gives them or is deterministic.
 
     Raises:
-        ValueError: if the rate is out of range; when called, if there is no key.
+        ValueError: if the rate is not in [0, 1); when called, if there is no key.
 
     Example:
         >>> print(Dropout(0.75, deterministic=True)(jnp.ones(2)).data)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import ops
 from ..core import ScaledArray, reshard
 from ..rules import ROLES, Constraint
-from ._amax import AmaxState, amax_state
+from ._amax import amax_state, read as read
 from ._policy import Policy, PolicyLike, as_policy
 
 Initializer: TypeAlias = Callable[..., Any]
@@ -82,11 +82,6 @@ def set_depth(module: nnx.Module, depth: int) -> None:
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
             node.set_metadata(depth=depth)
-
-
-def read(variable: nnx.Param | AmaxState | None) -> Any:
-    """Return the value of a variable; None stays None."""
-    return None if variable is None else variable.get_value()
 
 
 def padding_of(owner: str, vocab: int, multiple: int) -> int:

@@ -1,7 +1,6 @@
 """Submodules of a model by dotted path, and rules that assign values to paths."""
 
 import difflib
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -73,21 +72,12 @@ def assign(
                 f"earlier rule, such as {taken[0]} by {found[taken[0]][0]!r}. The first rule that "
                 "matches a layer counts: move this one up?"
             )
-        near = sorted(paths, key=lambda path: -_likeness(pattern, path))[:3]
+        near = difflib.get_close_matches(pattern.strip("*."), paths, 3, cutoff=0.0)
         raise ValueError(
             f"unitscale.nn.{owner}: no layer matches {pattern!r}; "
             + (f"nearest are {', '.join(near)}" if near else none)
         )
     return found
-
-
-def _likeness(pattern: str, path: str) -> float:
-    """Return how well the names in a pattern fit those in a path."""
-    names = [name for name in re.split(r"[.*?]+", pattern) if name]
-    return sum(
-        max(difflib.SequenceMatcher(None, name, part).ratio() for part in path.split("."))
-        for name in names
-    )
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -24,17 +24,7 @@ class RNNCell(nnx.Module):
     A cell is two functions: `project`, which maps inputs and may be applied to a whole sequence at
     once, and `step`, which maps the state. ``gates`` is the number of gates and candidates, each a
     projection to the size of the state; ``depth`` is the number of kernels that are applied to the
-    state, of which those after the first have biases.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        kernel_init: initializer of the kernel of the input, of unit variance.
-        recurrent_kernel_init: initializer of the kernels of the state.
-        bias_init: see `unitscale.nn`, as for ``dtype``, ``param_dtype``, ``policy`` and ``rngs``.
-        kernel_metadata: metadata of the kernel of the input.
-        recurrent_kernel_metadata: metadata of the kernels of the state.
-        bias_metadata: metadata of the biases.
+    state (``recurrent_kernel_init``), of which those after the first have biases.
 
     Raises:
         ValueError: if the depth is not positive.
@@ -161,15 +151,9 @@ class GRUCell(RNNCell):
 
     The state is that of a GRU times a constant, of RMS near 1 after the first few steps.
 
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        kernel_init: see `RNNCell`, as for all other arguments.
-
     Example:
         >>> cell = GRUCell(4, 8, policy="float16", rngs=nnx.Rngs(0))
-        >>> carry = cell.initialize_carry((2, 4))
-        >>> carry, y = cell(carry, jnp.ones((2, 4)))
+        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
         >>> y
         ScaledArray(float16[2,8], scale=None)
     """
@@ -186,11 +170,6 @@ class OptimizedLSTMCell(RNNCell):
     """A long short-term memory (`ops.lstm`), as `flax.nnx.OptimizedLSTMCell`.
 
     The carry is ``(cell, hidden)``.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of each of the two states.
-        kernel_init: see `RNNCell`, as for all other arguments.
 
     Example:
         >>> cell = OptimizedLSTMCell(4, 8, rngs=nnx.Rngs(0))
@@ -216,14 +195,8 @@ class OptimizedLSTMCell(RNNCell):
 class SimpleCell(RNNCell):
     """A simple recurrent cell (`ops.simple_rnn`), as `flax.nnx.SimpleCell`.
 
-    The state is that of flax's cell times a constant, of unit variance from the second step on.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        residual: whether the state itself is added to the activation's argument.
-        activation_fn: element-wise function; an odd one keeps the state's mean at 0.
-        **options: those of `RNNCell`.
+    The state is that of flax's cell times a constant, of unit variance from the second step on. An
+    odd ``activation_fn`` keeps its mean at 0.
 
     Example:
         >>> cell = SimpleCell(4, 8, rngs=nnx.Rngs(0))
@@ -259,20 +232,11 @@ class SimpleCell(RNNCell):
 
 
 class RHNCell(RNNCell):
-    """A recurrent highway cell (`ops.highway`): several gated layers within one step.
+    """A recurrent highway cell (`ops.highway`): ``depth`` gated layers within one step.
 
     The input enters the first layer. Later layers read only the state, and increase the mean square
     of a gradient by about a fifth each: with a depth of 4 or more, gradients of long sequences no
     longer have unit size.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        depth: number of layers.
-        **options: those of `RNNCell`.
-
-    Raises:
-        ValueError: if the depth is not positive.
 
     Example:
         >>> cell = RHNCell(4, 8, depth=3, rngs=nnx.Rngs(0))
@@ -304,14 +268,6 @@ class RNN(nnx.Module):
 
     Inputs are projected for all steps at once; the kernels of the state get a factor for the number
     of steps that their gradients sum over (`rules.recurrent_kernel`). The carry has no scale.
-
-    Args:
-        cell: a recurrent cell.
-        time_major: whether inputs and outputs are (time, ..., features), not (..., time, features).
-        return_carry: whether calls return ``(carry, outputs)``.
-        reverse: whether to run from the end of the sequence.
-        keep_order: whether to return the outputs of a reversed run in the order of the inputs.
-        unroll: number of steps in one iteration of the compiled loop.
 
     Raises:
         TypeError: if the cell is not one of `unitscale.nn`.
@@ -353,21 +309,11 @@ class RNN(nnx.Module):
         keep_order: bool | None = None,
         rngs: Any = None,
     ) -> Any:
-        """Map (..., time, in_features) to (..., time, hidden_features).
+        """Map (..., time, in_features) to (..., time, hidden_features), or ``(carry, outputs)``.
 
-        Args:
-            inputs: (..., time, in_features), or (time, ..., in_features) if ``time_major``.
-            initial_carry: from `RNNCell.initialize_carry` (the default) or an earlier call.
-            seq_lengths: (...,) integers, the number of valid steps of each sequence. The carry
-                stops changing there, and reversing reverses only the valid steps.
-            return_carry: replaces the layer's setting.
-            time_major: replaces the layer's setting.
-            reverse: replaces the layer's setting.
-            keep_order: replaces the layer's setting.
-            rngs: for the cell's `initialize_carry`, as in flax.
-
-        Returns:
-            The outputs, a ScaledArray, or ``(carry, outputs)``.
+        Arguments are those of `flax.nnx.RNN`; settings that are None are those of the layer.
+        ``seq_lengths`` (...,) is the number of valid steps of each sequence: the carry stops
+        changing there, and reversing reverses only the valid steps.
 
         Raises:
             ValueError: if there is no time axis.

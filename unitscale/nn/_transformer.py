@@ -70,25 +70,20 @@ class TransformerLayer(nnx.Module):
 
     Args:
         features: width of the residual stream.
-        num_heads: number of attention heads.
+        num_heads: as of `MultiHeadAttention`, and so ``num_kv_heads``, ``is_causal``,
+            ``max_length``, ``rotary_base``, ``attention_mult`` and ``attention_implementation``.
         hidden_features: hidden size of the MLP; four times features by default.
-        num_kv_heads: as of `MultiHeadAttention`, and so ``is_causal``, ``max_length`` and
-            ``rotary_base``.
         taus: residual weights of the attention and of the MLP branch.
         taus_below: residual weights of the branches of all layers below, the lowest first.
         depth: number of residual branches of the whole stack, recorded on every parameter of the
             layer (norms too) for u-muP learning rates.
         norm: "rms" or "layer".
         norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
-        activation: activation of the MLP, as of `MLP`.
-        attention_mult: multiplier of the attention logits.
-        attention_implementation: as for `ops.dot_product_attention`.
-        mlp_mult: multiplier of the activation's argument.
+        activation: as of `MLP`, and so ``mlp_mult``.
         mlp: makes the second branch, called as `MLP` is: ``functools.partial(MoE, experts=8)`` for
             a mixture of experts.
         use_bias: whether dense layers add biases.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
-        policy: see `unitscale.nn`, as for ``rngs`` ("dropout" too, if there is any).
 
     Raises:
         ValueError: if a choice is unknown, or heads do not divide features.
@@ -215,13 +210,12 @@ class TransformerLayer(nnx.Module):
 
 
 class TransformerStack(nnx.Module):
-    """A stack of transformer layers with residual weights from `rules.residual_taus`.
+    """A stack of `TransformerLayer` with residual weights from `rules.residual_taus`.
 
     Args:
         num_layers: number of layers.
-        features: width of the residual stream.
+        features: as of `TransformerLayer`, and so all arguments that are not listed here.
         num_heads: number of attention heads.
-        hidden_features: hidden size of the MLPs; four times features by default.
         residual_scheme: "fixed", "running_mean" or "depth" (u-muP appendix G).
         residual_tau: tau of the scheme "fixed".
         residual_mult: multiplier of all branches in the scheme "depth".
@@ -232,8 +226,6 @@ class TransformerStack(nnx.Module):
             compilation then takes the time of one layer. Results are equal up to rounding.
             `with_scan` switches between the two. Adafactor and Muon, which decide by the number
             of axes of a parameter, see one more.
-        policy: see `unitscale.nn`, as for ``rngs``.
-        **layer_options: further options of `TransformerLayer`.
 
     Raises:
         ValueError: if the scheme or another choice is unknown, or heads do not divide features.

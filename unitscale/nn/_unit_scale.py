@@ -6,7 +6,7 @@ residual sums, activations and losses stay as they are, and the report says so.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -156,8 +156,7 @@ def unit_scale(
         if id(node) in known:
             return known[id(node)][1]
         known[id(node)] = node, node
-        make = KINDS.get(type(node))
-        if make is None and not isinstance(node, (*KINDS, *OTHERS)):
+        if not isinstance(node, (*_LAYERS, *OTHERS)):
             children = children_of(node)
             own = [str(name) for name, child in children if isinstance(child, nnx.Param)]
             if own:
@@ -171,13 +170,15 @@ def unit_scale(
             }
             known[id(node)] = node, _with_children(node, replaced)
             return known[id(node)][1]
-        found = f"{type(node).__name__} is not converted" if make is None else ""
-        matched = {p for p in readout if fnmatchcase(path, p)} if make is _linear else set()
+        exact, linear = type(node) in _LAYERS, type(node) is nnx.Linear
+        matched = {p for p in readout if linear and fnmatchcase(path, p)}
         used.update(matched)
+        found = "" if exact else f"{type(node).__name__} is not converted"
         found = found or shared(node) or obstacle(node)
-        if make is not None and not found:
-            options = Options(policy, keep_function, max_length, bool(matched), rngs)
-            found = make(node, options)
+        if not found:
+            dtypes = {k: getattr(node, k, None) for k in ("dtype", "param_dtype")}
+            options = {"policy": as_policy(policy, **dtypes), "rngs": rngs}
+            found = _counterpart(node, options, keep_function, max_length, bool(matched))
         new, reason = found if isinstance(found, tuple) else (found, "")
         if isinstance(new, str):
             new, reason = node, new
@@ -212,22 +213,6 @@ def _with_children(node: Any, replaced: dict[Any, Any]) -> Any:
     return node
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The arguments of `unit_scale`, for one layer."""
-
-    policy: PolicyLike
-    keep_function: bool
-    max_length: int | None
-    readout: bool
-    rngs: nnx.Rngs
-
-    def of(self, layer: Any) -> dict[str, Any]:
-        """Return the policy with the layer's dtypes, and rngs."""
-        policy = as_policy(self.policy, dtype=layer.dtype, param_dtype=layer.param_dtype)
-        return {"policy": policy, "rngs": self.rngs}
-
-
 class _Arrays(nnx.Module):
     """A layer that returns arrays, as the code of a plain model expects."""
 
@@ -235,14 +220,11 @@ class _Arrays(nnx.Module):
         return super().__call__(*args, **kwargs).value  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _returning_arrays(layer: type[nnx.Module]) -> Any:
+def _unwrapped(layer: type[nnx.Module]) -> Any:
     return type(f"_{layer.__name__}", (_Arrays, layer), {"__module__": __name__})
 
 
-_Dense, _Readout, _Einsum = map(_returning_arrays, (Dense, Readout, Einsum))
-_Conv, _ConvTranspose, _Dropout = map(_returning_arrays, (Conv, ConvTranspose, Dropout))
-_LayerNorm, _RMSNorm = map(_returning_arrays, (LayerNorm, RMSNorm))
-_GroupNorm, _BatchNorm = map(_returning_arrays, (GroupNorm, BatchNorm))
+_Readout = _unwrapped(Readout)
 
 
 class _Embed(_Arrays, Embed):
@@ -261,25 +243,170 @@ class _MultiHeadAttention(_Arrays, MultiHeadAttention):
         return super().__call__(*args, **kwargs)
 
 
-def _copy(new: Any, old: Any, forward: float = 1.0) -> None:
-    """Copy kernel and bias from a layer, divided so that both compute the same function."""
-    kernel = old.kernel[...].reshape(new.kernel.shape) / forward
-    new.kernel.set_value(kernel.astype(new.kernel.dtype))
-    if old.bias is not None:
-        new.bias.set_value(old.bias[...].reshape(new.bias.shape).astype(new.bias.dtype))
+# The counterpart of each layer, and the attributes that are its arguments.
+_LAYERS: dict[type, tuple[Any, str]] = {
+    nnx.Linear: (_unwrapped(Dense), "in_features out_features"),
+    nnx.Conv: (
+        _unwrapped(Conv),
+        "in_features out_features kernel_size strides padding input_dilation kernel_dilation "
+        "feature_group_count",
+    ),
+    nnx.ConvTranspose: (
+        _unwrapped(ConvTranspose),
+        "in_features out_features kernel_size strides padding kernel_dilation",
+    ),
+    nnx.Einsum: (_unwrapped(Einsum), "einsum_str kernel_shape"),
+    nnx.Embed: (_Embed, "num_embeddings features"),
+    nnx.LayerNorm: (_unwrapped(LayerNorm), "num_features epsilon"),
+    nnx.RMSNorm: (_unwrapped(RMSNorm), "num_features epsilon"),
+    nnx.GroupNorm: (_unwrapped(GroupNorm), "num_groups epsilon"),
+    nnx.BatchNorm: (
+        _unwrapped(BatchNorm),
+        "num_features epsilon momentum use_running_average",
+    ),
+    nnx.Dropout: (
+        _unwrapped(Dropout),
+        "rate broadcast_dims deterministic rng_collection rngs",
+    ),
+    nnx.MultiHeadAttention: (_MultiHeadAttention, ""),
+}
+OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase, *NORMALIZERS)
+# Parameters and statistics of flax's layers, and their names here.
+_VARIABLES = {n: n for n in ("kernel", "bias", "embedding", "mean", "var")} | {"scale": "gain"}
 
 
-def _copy_affine(new: Any, old: Any) -> None:
-    for own, name in ((new.gain, "scale"), (new.bias, "bias")):
-        if own is not None:
-            own.set_value(getattr(old, name)[...].astype(own.dtype))
+def _counterpart(
+    layer: Any,
+    options: dict[str, Any],
+    keep_function: bool,
+    max_length: int | None,
+    is_readout: bool,
+) -> Any:
+    """Return a replacement, a replacement and what changed, or why there is none."""
+    if isinstance(layer, nnx.MultiHeadAttention):
+        return _attention(layer, options, keep_function, max_length)
+    if reason := _difference(layer, keep_function):
+        return reason
+    kind, names = _LAYERS[type(layer)]
+    given = {name: getattr(layer, name) for name in names.split()}
+    for name in given.keys() & {"deterministic", "use_running_average"}:
+        given[name] = bool(given[name])  # Flax's may be None
+    if isinstance(layer, nnx.GroupNorm):
+        given["num_features"] = layer.num_groups * layer.group_size
+    if isinstance(layer, nnx.Einsum):
+        given["bias_shape"] = _einsum_bias(layer)
+    for name, flag in (("bias", "use_bias"), ("scale", "use_scale")):
+        if hasattr(layer, name) and not isinstance(layer, nnx.Einsum):
+            given[flag] = getattr(layer, name) is not None
+    for name in ("kernel", "bias", "scale", "embedding"):
+        if sharding := _sharding(getattr(layer, name, None)):
+            given[f"{name}_metadata"] = sharding
+    if not isinstance(layer, nnx.Dropout):
+        given |= options
+    new = (_Readout if is_readout else kind)(**given)
+    if not keep_function:
+        return new
+    forward = 1.0
+    if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
+        gaps = layer.input_dilation if isinstance(layer, nnx.Conv) else layer.strides
+        forward = rules.conv(new.kernel.shape, 1, 1, input_dilation=gaps or 1).fwd
+    elif isinstance(layer, nnx.Linear | nnx.Einsum):
+        rule = rules.readout if is_readout else rules.dense
+        forward = rule(new.kernel.fan_in, new.kernel.fan_out, 1).fwd
+    _copy(layer, new, forward)
+    if isinstance(layer, nnx.Embed):
+        return new, f"attend is divided by {layer.features} features"
+    return new
 
 
-def _metadata(**parameters: nnx.Param | None) -> dict[str, Any]:
-    """Return the shardings of parameters as arguments of a constructor."""
-    found = {k: {} if p is None else p.get_metadata() for k, p in parameters.items()}
-    kept = ("out_sharding", "mesh", "sharding_rules")
-    return {f"{k}_metadata": {n: m[n] for n in kept if n in m} for k, m in found.items()}
+def _difference(layer: Any, keep_function: bool) -> str:
+    """Return which argument of a layer its counterpart does not have; "" if there is none."""
+    if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
+        if layer.mask is not None:
+            return "it has a mask"
+        transposed = isinstance(layer, nnx.ConvTranspose)
+        if transposed and (layer.transpose_kernel or layer.padding == "CIRCULAR"):
+            return "it has a transposed kernel or circular padding"
+    if isinstance(layer, nnx.Einsum):
+        if problem := einsum_problem(layer.einsum_str):
+            return problem
+        bias = _einsum_bias(layer)
+        if bias is not None and math.prod(bias) != math.prod(layer.bias_shape or ()):
+            return f"its bias, {layer.bias_shape}, is not one of the kernel's outputs, {bias}"
+    if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm | nnx.GroupNorm | nnx.BatchNorm):
+        last = all(getattr(layer, name, -1) == -1 for name in ("axis", "feature_axes"))
+        usual = None if isinstance(layer, nnx.GroupNorm) else -1
+        if not last or getattr(layer, "reduction_axes", usual) != usual:
+            return "its axes are not the usual ones"
+        if layer.axis_name is not None:
+            return "it has an axis_name"
+    if isinstance(layer, nnx.Dropout) and keep_function and layer.rate:
+        return "in evaluation it would multiply by (1 - rate)^1/2"
+    return ""
+
+
+def _einsum_bias(layer: nnx.Einsum) -> tuple[int, ...] | None:
+    """Return the shape of a bias over the kernel's output axes, in their order."""
+    if layer.bias_shape is None:
+        return None
+    spec = einsum_contraction(layer.einsum_str, 0)
+    size = dict(zip(spec.rhs, layer.kernel_shape, strict=True))
+    return tuple(size[c] for c in spec.out if c in size)
+
+
+def _sharding(parameter: nnx.Param | None) -> dict[str, Any]:
+    found = {} if parameter is None else parameter.get_metadata()
+    return {n: found[n] for n in ("out_sharding", "mesh", "sharding_rules") if n in found}
+
+
+def _copy(old: Any, new: Any, forward: float = 1.0) -> None:
+    """Copy variables of a layer, so that both compute the same function."""
+    for theirs, ours in _VARIABLES.items():
+        value, own = getattr(old, theirs, None), getattr(new, ours, None)
+        if value is not None and own is not None:
+            array = value[...].reshape(own.shape)
+            array = array / forward if ours == "kernel" else array
+            own.set_value(array.astype(own.dtype))
+
+
+def _attention(
+    layer: nnx.MultiHeadAttention,
+    options: dict[str, Any],
+    keep_function: bool,
+    length: int | None,
+) -> Any:
+    if layer.normalize_qk or layer.decode or layer.attention_fn is not dot_product_attention:
+        return "it normalizes queries, decodes, or has its own attention_fn"
+    if any(v is not None for k, v in vars(layer).items() if "_dot_general" in k):
+        return "it has its own dot_general"
+    if keep_function and length is None:
+        return "give max_length=, which the factor of attention depends on"
+    # Flax divides logits by the root of the head size, `ops.dot_product_attention` by the size.
+    mult = layer.head_dim**0.5 if keep_function else 1.0
+    new = _MultiHeadAttention(
+        layer.num_heads,
+        layer.in_features,
+        layer.qkv_features,
+        layer.out_features,
+        layer.num_kv_heads,
+        layer.in_kv_features,
+        use_bias=layer.use_bias,
+        max_length=length,
+        mult=mult,
+        dropout_rate=layer.dropout_rate,
+        deterministic=bool(layer.deterministic),
+        **options,
+    )
+    if keep_function and length is not None:
+        factor = rules.dot_product_attention(
+            layer.head_dim, length, is_causal=False, mult=mult, dropout_rate=layer.dropout_rate
+        ).fwd
+        for name, before in (("query", 1.0), ("key", 1.0), ("value", 1.0), ("out", factor)):
+            own: Any = getattr(new, name)
+            forward = rules.dense(own.in_features, own.out_features, 1).fwd
+            _copy(getattr(layer, name), own, forward * before)
+    sharded = any(_sharding(layer.query.kernel).values())
+    return (new, "the sharding of its kernels is not kept") if sharded else new
 
 
 # Functions that a layer may have been given, and their defaults.
@@ -325,181 +452,3 @@ def _is_stacked(layer: Any) -> bool:
         return layer.kernel.ndim > kernel_rank(layer)
     rank = 2 if isinstance(layer, nnx.Embed) else 1
     return any(variable.ndim > rank for _, variable in variables_of(layer))
-
-
-def _linear(layer: nnx.Linear, options: Options) -> Any:
-    new = (_Readout if options.readout else _Dense)(
-        layer.in_features,
-        layer.out_features,
-        use_bias=layer.bias is not None,
-        **options.of(layer),
-        **_metadata(kernel=layer.kernel, bias=layer.bias),
-    )
-    if options.keep_function:
-        rule = rules.readout if options.readout else rules.dense
-        _copy(new, layer, rule(layer.in_features, layer.out_features, 1).fwd)
-    return new
-
-
-def _conv(layer: nnx.Conv | nnx.ConvTranspose, options: Options) -> Any:
-    if layer.mask is not None:
-        return "it has a mask"
-    given: dict[str, Any] = {
-        "padding": layer.padding,
-        "kernel_dilation": layer.kernel_dilation,
-        "use_bias": layer.bias is not None,
-    }
-    if isinstance(layer, nnx.ConvTranspose):
-        if layer.transpose_kernel or layer.padding == "CIRCULAR":
-            return "it has a transposed kernel or circular padding"
-        kind, gaps = _ConvTranspose, layer.strides
-    else:
-        kind, gaps = _Conv, layer.input_dilation
-        given |= {"input_dilation": gaps, "feature_group_count": layer.feature_group_count}
-    new = kind(
-        layer.in_features,
-        layer.out_features,
-        layer.kernel_size,
-        layer.strides,
-        **given,
-        **options.of(layer),
-        **_metadata(kernel=layer.kernel, bias=layer.bias),
-    )
-    if options.keep_function:
-        _copy(new, layer, rules.conv(new.kernel.shape, 1, 1, input_dilation=gaps or 1).fwd)
-    return new
-
-
-def _einsum(layer: nnx.Einsum, options: Options) -> Any:
-    if problem := einsum_problem(layer.einsum_str):
-        return problem
-    bias = _einsum_bias(layer)
-    if bias is not None and math.prod(bias) != math.prod(layer.bias_shape or ()):
-        return f"its bias, {layer.bias_shape}, is not one of the kernel's outputs, {bias}"
-    new = _Einsum(
-        layer.einsum_str,
-        layer.kernel_shape,
-        bias,
-        **options.of(layer),
-        **_metadata(kernel=layer.kernel, bias=layer.bias),
-    )
-    if options.keep_function:
-        _copy(new, layer, rules.dense(new.kernel.fan_in, new.kernel.fan_out, 1).fwd)
-    return new
-
-
-def _einsum_bias(layer: nnx.Einsum) -> tuple[int, ...] | None:
-    """Return the shape of a bias over the kernel's output axes, in their order."""
-    if layer.bias_shape is None:
-        return None
-    spec = einsum_contraction(layer.einsum_str, 0)
-    size = dict(zip(spec.rhs, layer.kernel_shape, strict=True))
-    return tuple(size[c] for c in spec.out if c in size)
-
-
-def _embed(layer: nnx.Embed, options: Options) -> Any:
-    new = _Embed(
-        layer.num_embeddings,
-        layer.features,
-        **options.of(layer),
-        **_metadata(embedding=layer.embedding),
-    )
-    if options.keep_function:
-        new.embedding.set_value(layer.embedding[...])
-        return new, f"attend is divided by {layer.features} features"
-    return new
-
-
-def _norm(layer: Any, options: Options) -> Any:
-    last = all(getattr(layer, name, -1) == -1 for name in ("axis", "feature_axes"))
-    usual = None if isinstance(layer, nnx.GroupNorm) else -1
-    if not last or getattr(layer, "reduction_axes", usual) != usual:
-        return "its axes are not the usual ones"
-    if layer.axis_name is not None:
-        return "it has an axis_name"
-    given: dict[str, Any] = {"epsilon": layer.epsilon, "use_scale": layer.scale is not None}
-    given |= options.of(layer)
-    given |= _metadata(scale=layer.scale)
-    if not isinstance(layer, nnx.RMSNorm):
-        given |= {"use_bias": layer.bias is not None, **_metadata(bias=layer.bias)}
-    if isinstance(layer, nnx.GroupNorm):
-        new = _GroupNorm(layer.num_groups * layer.group_size, layer.num_groups, **given)
-    elif isinstance(layer, nnx.BatchNorm):
-        given |= {"momentum": layer.momentum}
-        running = bool(layer.use_running_average)
-        new = _BatchNorm(layer.num_features, use_running_average=running, **given)
-        if options.keep_function:
-            new.mean.set_value(layer.mean[...])
-            new.var.set_value(layer.var[...])
-    else:
-        kind = _RMSNorm if isinstance(layer, nnx.RMSNorm) else _LayerNorm
-        new = kind(layer.num_features, **given)
-    if options.keep_function:
-        _copy_affine(new, layer)
-    return new
-
-
-def _dropout(layer: nnx.Dropout, options: Options) -> Any:
-    if options.keep_function and layer.rate:
-        return "in evaluation it would multiply by (1 - rate)^1/2"
-    return _Dropout(
-        layer.rate,
-        broadcast_dims=layer.broadcast_dims,
-        deterministic=bool(layer.deterministic),
-        rng_collection=layer.rng_collection,
-        rngs=layer.rngs,
-    )
-
-
-def _attention(layer: nnx.MultiHeadAttention, options: Options) -> Any:
-    if layer.normalize_qk or layer.decode or layer.attention_fn is not dot_product_attention:
-        return "it normalizes queries, decodes, or has its own attention_fn"
-    if any(v is not None for k, v in vars(layer).items() if "_dot_general" in k):
-        return "it has its own dot_general"
-    if options.keep_function and options.max_length is None:
-        return "give max_length=, which the factor of attention depends on"
-    # Flax divides logits by the root of the head size, `ops.dot_product_attention` by the size.
-    mult = layer.head_dim**0.5 if options.keep_function else 1.0
-    new = _MultiHeadAttention(
-        layer.num_heads,
-        layer.in_features,
-        layer.qkv_features,
-        layer.out_features,
-        layer.num_kv_heads,
-        layer.in_kv_features,
-        use_bias=layer.use_bias,
-        max_length=options.max_length,
-        mult=mult,
-        dropout_rate=layer.dropout_rate,
-        deterministic=bool(layer.deterministic),
-        **options.of(layer),
-    )
-    if options.keep_function:
-        length = options.max_length
-        assert length is not None, "checked above"
-        factor = rules.dot_product_attention(
-            layer.head_dim, length, is_causal=False, mult=mult, dropout_rate=layer.dropout_rate
-        ).fwd
-        for name, before in (("query", 1.0), ("key", 1.0), ("value", 1.0), ("out", factor)):
-            own: Any = getattr(new, name)
-            forward = rules.dense(own.in_features, own.out_features, 1).fwd
-            _copy(own, getattr(layer, name), forward * before)
-    sharded = any(_metadata(kernel=layer.query.kernel)["kernel_metadata"])
-    return (new, "the sharding of its kernels is not kept") if sharded else new
-
-
-# Each returns a replacement, a replacement and what changed, or why there is none.
-KINDS: dict[type, Callable[[Any, Options], Any]] = {
-    nnx.Linear: _linear,
-    nnx.Conv: _conv,
-    nnx.ConvTranspose: _conv,
-    nnx.Einsum: _einsum,
-    nnx.Embed: _embed,
-    nnx.LayerNorm: _norm,
-    nnx.RMSNorm: _norm,
-    nnx.GroupNorm: _norm,
-    nnx.BatchNorm: _norm,
-    nnx.Dropout: _dropout,
-    nnx.MultiHeadAttention: _attention,
-}
-OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase, *NORMALIZERS)
