@@ -56,9 +56,6 @@ class DotGeneral(nnx.Module):
     Pass one to each layer as ``dot_general=``: the layer then holds the state of `Delayed` and
     `Static`, where `value_and_grad` finds it. ``precision`` is ignored.
 
-    Args:
-        config: formats and strategy.
-
     Example:
         >>> from unitscale.quant import Delayed
         >>> dot = DotGeneral(MatmulConfig(strategy=Delayed()))
@@ -79,12 +76,7 @@ class DotGeneral(nnx.Module):
 
 
 class EinsumOp(DotGeneral):
-    """A quantized `jnp.einsum` of two operands that holds its own scales.
-
-    Like `DotGeneral`, for ``einsum_op=`` of `flax.nnx.Einsum`.
-
-    Args:
-        config: formats and strategy.
+    """A quantized `jnp.einsum` of two operands, as `DotGeneral`, for ``einsum_op=`` of flax.
 
     Example:
         >>> from unitscale.quant import Delayed
@@ -163,10 +155,8 @@ class OverflowMonitor:
     """Counts how many elements of a model's quantized tensors saturate, and adjusts their scales.
 
     `value_and_grad` records the counts for strategies with a state; ``Static()`` before any
-    calibration is `Unit` with a monitor. Reading waits for the device.
-
-    Attributes:
-        limit: share of saturated elements that `rebalance` tolerates.
+    calibration is `Unit` with a monitor. `rebalance` tolerates a share of ``limit``. Reading waits
+    for the device.
 
     Raises:
         ValueError: if the limit is not in [0, 1).
@@ -214,14 +204,7 @@ class OverflowMonitor:
         """Multiply the scale of every tensor above the limit by a power of two, in place.
 
         The model computes the same values, except that fewer saturate. `Delayed` recomputes its
-        scales at the next step.
-
-        Args:
-            model: NNX module.
-            factor: the power of two.
-
-        Returns:
-            The entries of `read` that were above the limit, with their new scales.
+        scales at the next step. Returns the entries of `read` above the limit, with new scales.
 
         Raises:
             ValueError: if the factor is not a power of two.

@@ -1,7 +1,7 @@
 """Multi-head attention and its key-value cache."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,13 @@ from ._norm import Dropout, RngsLike
 from ._params import (
     NO_METADATA,
     Initializer,
+    KernelOptions,
     Metadata,
     OutSharding,
     check_choice,
+    given,
     reshard_output,
-    unit_normal,
-    zeros,
 )
-from ._policy import PolicyLike, as_policy
 
 
 @jax.tree_util.register_dataclass
@@ -118,25 +117,18 @@ class MultiHeadAttention(nnx.Module):
         max_length: int | None = None,
         rotary_base: float | None = None,
         mult: float = 1.0,
-        dtype: Any = None,
-        param_dtype: Any = None,
         broadcast_dropout: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        kernel_init: Initializer = unit_normal,
         out_kernel_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
         out_bias_init: Initializer | None = None,
         use_bias: bool = True,
         decode: bool = False,
         implementation: ops.Implementation = "auto",
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
         keep_rngs: bool = True,
-        kernel_metadata: Metadata = NO_METADATA,
         out_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
         out_bias_metadata: Metadata = NO_METADATA,
+        **options: Unpack[KernelOptions],
     ) -> None:
         if decode:
             raise ValueError(
@@ -148,7 +140,6 @@ class MultiHeadAttention(nnx.Module):
                 "unitscale.nn.MultiHeadAttention: broadcast_dropout must be False, as each weight "
                 "is dropped independently"
             )
-        policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features
         in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -172,31 +163,25 @@ class MultiHeadAttention(nnx.Module):
                 f"{self.head_dim} ({qkv_features} features in {num_heads} heads)"
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
-        self.rotary_base, self.policy = rotary_base, policy
+        self.rotary_base = rotary_base
         self.context: rules.AttentionContext | None = None  # set by TransformerLayer
         self.implementation: ops.Implementation = implementation
 
-        def dense(inputs: int, outputs: int, **options: Any) -> Dense:
-            inner = {
-                "kernel_init": kernel_init,
-                "bias_init": bias_init,
-                "kernel_metadata": kernel_metadata,
-                "bias_metadata": bias_metadata,
-            }
-            options = inner | options
-            return Dense(inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs, **options)
+        def dense(inputs: int, outputs: int, **options: Unpack[KernelOptions]) -> Dense:
+            return Dense(inputs, outputs, use_bias=use_bias, **options)
 
-        self.query = dense(in_features, qkv_features)
-        self.key = dense(in_kv_features, num_kv_heads * self.head_dim)
-        self.value = dense(in_kv_features, num_kv_heads * self.head_dim)
-        self.out = dense(
-            qkv_features,
-            out_features,
-            kernel_init=out_kernel_init or kernel_init,
-            bias_init=out_bias_init or bias_init,
-            kernel_metadata=out_kernel_metadata,
-            bias_metadata=out_bias_metadata,
-        )
+        self.query = dense(in_features, qkv_features, **options)
+        self.key = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
+        self.value = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
+        self.policy, rngs = self.query.policy, options["rngs"]
+        own = {
+            "kernel_init": out_kernel_init,
+            "bias_init": out_bias_init,
+            "kernel_metadata": out_kernel_metadata,
+            "bias_metadata": out_bias_metadata,
+        }
+        out: Any = {**options, **given(**own)}
+        self.out = dense(qkv_features, out_features, **out)
         kept = rngs if keep_rngs else None
         self.dropout = Dropout(dropout_rate, deterministic=deterministic, rngs=kept)
 
@@ -227,6 +212,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> ScaledArray:
         """Attend from ``inputs_q`` to ``inputs_k`` (itself by default).
 
+        ``factor``, from `factor_over`, multiplies the attention's output, for scans over layers.
+
         Args:
             inputs_q: (..., time, in_features).
             inputs_k: (..., source, in_kv_features), or None for self-attention.
@@ -236,12 +223,9 @@ class MultiHeadAttention(nnx.Module):
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
-            factor: from `factor_over`; multiplies the attention's output, for scans over layers.
+            factor: see above.
             out_sharding: sharding of the output.
             qkv_sharding: sharding of queries, keys and values (..., time, heads, head features).
-
-        Returns:
-            ScaledArray (..., time, out_features).
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
@@ -275,14 +259,9 @@ class MultiHeadAttention(nnx.Module):
         return own / other
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
-        """Attend from the next tokens to all tokens so far.
+        """Attend from the next tokens (batch, time, in_features) to all tokens so far.
 
-        Args:
-            x: (batch, time, in_features), the tokens after those in ``cache``.
-            cache: from `init_cache` or the last call.
-
-        Returns:
-            ``(y, cache)``: the output of the uncached layer for these tokens, and the longer cache.
+        Returns the output of the uncached layer for these tokens, and the longer cache.
 
         Raises:
             ValueError: as `init_cache`, or if ``x`` does not fit the cache.

@@ -27,8 +27,7 @@ from ..quant import (
     quantize_at,
 )
 from ._amax import amax_state, read
-from ._paths import assign, nodes_of, table
-from ._policy import CONVERSIONS, did_you_mean
+from ._policy import CONVERSIONS, assign, did_you_mean, nodes_of, table
 
 End = Literal["first", "last"]
 
@@ -38,22 +37,12 @@ ConfigLike: TypeAlias = MatmulConfig | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The result of `convert` for one layer.
-
-    Attributes:
-        path: dotted path of the layer.
-        kind: its class.
-        features: in and out; () for a convolution.
-        rule: the pattern that matched it; "" if none did.
-        config: the config it got; None if it was not converted.
-        reason: why it was not converted.
+    """The result of `convert` for one layer; ``config`` is None if it was left out.
 
     Example:
-        >>> layer = Conversion(
-        ...     path="head", kind="Linear", features=(8, 8), rule="", config=None, reason="no rule"
-        ... )
-        >>> layer.features
-        (8, 8)
+        >>> model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        >>> convert(model, "fp8").layers[0].reason
+        '8 to 8 features are not multiples of 16'
     """
 
     path: str
@@ -66,13 +55,9 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did to each layer. Printed, it is a table.
-
-    Attributes:
-        layers: one entry for each layer with a matmul or convolution, sorted by path.
+    """What `convert` did to each layer with a matmul or convolution. Printed, it is a table.
 
     Example:
-        >>> from unitscale.nn import convert
         >>> model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
         >>> convert(model, {"layers.0": "fp8_dynamic"}).converted
         ('layers.0',)
@@ -94,18 +79,15 @@ class ConversionReport:
         """Return a summary and one row for each layer."""
         rows = [("layer", "class", "features", "formats, or why not", "rule")]
         for layer in self.layers:
-            what = layer.reason if layer.config is None else _describe(layer.config)
+            what, config = layer.reason, layer.config
+            if config is not None:
+                formats = (config.lhs, config.rhs, config.cotangent)
+                lhs, rhs, cotangent = (name.removeprefix("float8_") for name in formats)
+                what = f"{lhs} x {rhs}, cotangent {cotangent}, {config.strategy}"
             features = "x".join(map(str, layer.features))
             rows.append((layer.path, layer.kind, features, what, layer.rule))
         count = f"{len(self.converted)} of {len(self.layers)} layers converted"
         return "\n".join([count, *table(rows)])
-
-
-def _describe(config: MatmulConfig) -> str:
-    lhs, rhs, cotangent = (
-        name.removeprefix("float8_") for name in (config.lhs, config.rhs, config.cotangent)
-    )
-    return f"{lhs} x {rhs}, cotangent {cotangent}, {config.strategy}"
 
 
 def convert(
@@ -213,13 +195,7 @@ def convert(
 
 
 def restore(model: nnx.Module) -> tuple[str, ...]:
-    """Undo `convert`, in place; parameters keep their current values.
-
-    Args:
-        model: the model, which is changed.
-
-    Returns:
-        Paths of the layers that were restored.
+    """Undo `convert`, in place, and return the paths; parameters keep their current values.
 
     Raises:
         ValueError: if `to_static` has stored a weight in FP8. The model is then unchanged.

@@ -33,27 +33,23 @@ def value_and_grad(
     Args:
         f: function of models and other arguments that returns a scalar loss, an array or a
             ScaledArray; if it is left out, the result is a decorator.
-        argnums: arguments to differentiate by: the `nnx.Param` variables of a model, or those of a
-            `nnx.DiffState`.
+        argnums: as of `nnx.value_and_grad`.
         has_aux: whether ``f`` returns ``(loss, aux)``.
         advance: whether this ends an optimizer step. False only accumulates amax.
 
     Returns:
-        A function of the arguments of ``f`` that returns ``(value, gradients)`` as
-        `nnx.value_and_grad` does.
+        A function of the arguments of ``f`` that returns ``(value, gradients)``.
 
     Raises:
         TypeError: when called, if an argument is a container of models or a tree of ScaledArrays
             that is not a model.
 
     Example:
-        >>> from unitscale.nn import DotGeneral
-        >>> from unitscale.quant import Delayed, MatmulConfig
-        >>> dot = DotGeneral(MatmulConfig(strategy=Delayed()))
-        >>> model = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+        >>> from unitscale import nn
+        >>> model = nn.Dense(8, 4, policy="fp8_delayed", rngs=nnx.Rngs(0))
         >>> x = jnp.full((2, 8), 1000.0)
-        >>> loss, grads = value_and_grad(lambda model: model(x).sum())(model)
-        >>> sorted(grads), dot.state.get_value().scale[0]
+        >>> loss, grads = value_and_grad(lambda model: model(x).value.sum())(model)
+        >>> sorted(grads), model.amax.get_value().scale[0]
         (['bias', 'kernel'], Array(4., dtype=float32))
     """
     if f is None:
@@ -112,15 +108,27 @@ def value_and_grad(
         ):
             if isinstance(gradient, nnx.State):
                 seen, gradient = nnx.split_state(gradient, AmaxState, ...)
-                _record(model, seen, advance)
-                found = {k: value_gradient(own[k].get_value(), ct) for k, ct in cotangents.items()}
-                gradient = _with(gradient, {k: own[k].replace(g) for k, g in found.items()})
-            elif any(map(is_scaled, jax.tree.leaves(gradient, is_leaf=is_scaled))):
+                amax = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(seen)}
+                for path, variable in amax_states(model):
+                    if path in amax:
+                        variable.set_value(variable.get_value().add(amax[path]))
+                if advance:
+                    map_states(model, QuantState.advance)
+                if own:
+                    flat: dict[Path, Any] = dict(nnx.to_flat_state(gradient))
+                    for k, cotangent in cotangents.items():
+                        by_value = value_gradient(own[k].get_value(), cotangent)
+                        flat[k] = own[k].replace(by_value)
+                    gradient = nnx.from_flat_state(flat)
+                kept.append(gradient)
+                continue
+            if any(map(is_scaled, jax.tree.leaves(gradient, is_leaf=is_scaled))):
                 raise TypeError(
                     f"unitscale.nn.value_and_grad: argument {diff.argnum} is a tree of "
                     "ScaledArrays, and no model; differentiate by unitscale.value_and_grad"
                 )
-            elif own or any(isinstance(v, AmaxState) for v in _variables(gradient)):
+            variables = jax.tree.leaves(gradient, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            if own or any(isinstance(v, AmaxState) for v in variables):
                 raise TypeError(
                     "unitscale.nn.value_and_grad: a model must be an argument of its own; argument "
                     f"{diff.argnum} holds models in a {type(gradient).__name__}"
@@ -139,10 +147,6 @@ def grad(
     advance: bool = True,
 ) -> Callable[..., Any]:
     """Differentiate as `nnx.grad`; see `value_and_grad` for arguments and errors.
-
-    Returns:
-        A function of the arguments of ``f`` that returns the gradients; with ``has_aux``,
-        ``(gradients, aux)``.
 
     Example:
         >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -165,23 +169,6 @@ def _scaled_params(model: Any, diff: nnx.DiffState) -> Iterator[tuple[Path, nnx.
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable) and _holds_scaled(path, node) and is_wanted(path, node):
             yield path, node
-
-
-def _with(state: nnx.State, more: dict[Path, nnx.Variable]) -> nnx.State:
-    return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **more}) if more else state
-
-
-def _variables(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-def _record(model: Any, seen: nnx.State, ends_step: bool) -> None:
-    gradients = {".".join(map(str, path)): g.get_value() for path, g in nnx.to_flat_state(seen)}
-    for path, variable in amax_states(model):
-        if path in gradients:
-            variable.set_value(variable.get_value().add(gradients[path]))
-    if ends_step:
-        map_states(model, QuantState.advance)
 
 
 def calibrate(
@@ -262,9 +249,8 @@ class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer`, also for the transformations of `unitscale.optim.scaled`.
 
     With a scaled ``tx`` the model's parameters become ScaledArrays in its format (small ones
-    float32), which layers of `unitscale.nn` accept, and `update` is ``tx.step``, which rounds each
-    weight once, stochastically if ``tx`` says so. Gradients are those of `nn.grad` and
-    `nn.value_and_grad`, by value. Other optax transformations work as in `flax.nnx.Optimizer`.
+    float32), and `update` is ``tx.step``, which rounds each weight once. Gradients are those of
+    `nn.grad` and `nn.value_and_grad`, by value.
 
     Args:
         model: module whose parameters are trained; a scaled ``tx`` replaces them.
@@ -283,14 +269,10 @@ class Optimizer(nnx.Optimizer):
         >>> from unitscale import nn, optim
         >>> model = nn.Dense(64, 64, rngs=nnx.Rngs(0))
         >>> optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(0.1)), wrt=nnx.Param)
-        >>> model.kernel.get_value()
-        ScaledArray(float16[64,64], scale=1)
-        >>> def loss(model):
-        ...     return jnp.sum(model(jnp.ones((1, 64))).value)
-        >>> _, grads = nn.value_and_grad(loss)(model)
+        >>> _, grads = nn.value_and_grad(lambda m: m(jnp.ones((1, 64))).value.sum())(model)
         >>> _ = optimizer.update(model, grads)
-        >>> int(optimizer.step[...])
-        1
+        >>> model.kernel.get_value().dtype.name, int(optimizer.step[...])
+        ('float16', 1)
     """
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any, stack_axes: Any = None) -> None:
@@ -318,15 +300,10 @@ class Optimizer(nnx.Optimizer):
         self.opt_state = nnx.OptState(tx.init(nnx.as_pure(params)))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Update the parameters of the model by one step.
+        """Update the parameters of the model by one step, with gradients of ``wrt``.
 
-        Args:
-            model: the module.
-            grads: gradients of ``wrt``, as `nn.grad` returns them.
-            **kwargs: passed to ``tx``.
-
-        Returns:
-            The new parameters, or for a plain optax transformation the updates.
+        Further keyword arguments are those of ``tx``. Returns the new parameters, or for a plain
+        optax transformation the updates.
         """
         step = getattr(self.tx, "step", None)
         if step is None:

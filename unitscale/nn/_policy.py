@@ -1,10 +1,12 @@
-"""Policies: the number formats in which a layer stores, computes and differentiates."""
+"""Policies, the number formats of layers, and rules that assign them to paths of a model."""
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,8 @@ from ..core import ScaledArray, cast, format_of, upcast
 from ..ops import ArrayLike
 from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, is_stateful
 from ..rules import ROLES
-from ._paths import assign, nodes_of
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,10 +132,8 @@ class Policy:
 
         The gradient of logits has one large entry per token, and most others are below the
         smallest number of E4M3: it is rounded to E5M2, unless the strategy is `Block`.
-
-        Args:
-            gradients_only: compute logits in the compute dtype, and quantize only the two backward
-                matmuls of `Readout.cross_entropy` and `Embed.cross_entropy`.
+        ``gradients_only`` computes logits in the compute dtype, and quantizes only the two backward
+        matmuls of `Readout.cross_entropy` and `Embed.cross_entropy`.
 
         Raises:
             ValueError: if the policy quantizes no matmuls, or with ``gradients_only`` its strategy
@@ -286,3 +287,78 @@ def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str
     for path, (_, policy) in assigned.items():
         layers[path].policy, layers[path].amax = policy, nnx.data(None)
     return {path: pattern for path, (pattern, _) in assigned.items()}
+
+
+def nodes_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield every module and container of a model once, with its dotted path, sorted by name."""
+    seen = set() if seen is None else seen
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    yield path, node
+    for name, child in children_of(node):
+        yield from nodes_of(child, join(path, name), seen)
+
+
+def join(path: str, name: Any) -> str:
+    """Return the dotted path of a child."""
+    return f"{path}.{name}" if path else str(name)
+
+
+def children_of(node: Any) -> list[tuple[Any, Any]]:
+    """Return the children of a module, mapping or sequence, sorted by name."""
+    if isinstance(node, nnx.Pytree):
+        children = [(k, v) for k, v in vars(node).items() if not k.startswith("_pytree__")]
+    elif isinstance(node, Mapping):
+        children = list(node.items())
+    elif isinstance(node, list | tuple):
+        children = list(enumerate(node))
+    else:
+        children = []
+    # Splitting and merging a module changes the order of its attributes.
+    return sorted(children, key=_natural)
+
+
+def _natural(child: tuple[Any, Any]) -> tuple[int, str]:
+    """Sort numbers by value, before names."""
+    name = str(child[0])
+    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+
+
+def assign(
+    rules: Mapping[str, Value], paths: Iterable[str], owner: str, none: str = "there are none"
+) -> dict[str, tuple[str, Value]]:
+    """Return the first rule whose pattern matches each path, and the value of that rule.
+
+    ``none`` says in the error why a model has no paths at all.
+
+    Raises:
+        ValueError: if a rule matches no path, or only paths that an earlier rule has taken.
+    """
+    paths = list(paths)
+    found = {}
+    for path in paths:
+        rule = next((pattern for pattern in rules if fnmatchcase(path, pattern)), None)
+        if rule is not None:
+            found[path] = (rule, rules[rule])
+    used = {rule for rule, _ in found.values()}
+    for pattern in (rule for rule in rules if rule not in used):
+        taken = [path for path in paths if fnmatchcase(path, pattern)]
+        if taken:
+            raise ValueError(
+                f"unitscale.nn.{owner}: every layer that {pattern!r} matches is taken by an "
+                f"earlier rule, such as {taken[0]} by {found[taken[0]][0]!r}. The first rule that "
+                "matches a layer counts: move this one up?"
+            )
+        near = difflib.get_close_matches(pattern.strip("*."), paths, 3, cutoff=0.0)
+        raise ValueError(
+            f"unitscale.nn.{owner}: no layer matches {pattern!r}; "
+            + (f"nearest are {', '.join(near)}" if near else none)
+        )
+    return found
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,7 +1,7 @@
 """Recurrent cells, and the layer that runs one over a sequence."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 from .. import ops, rules
 from ..core import ScaledArray, match_varying, narrow, scale_bwd
 from ._linear import Dense
-from ._params import NO_METADATA, Initializer, Metadata, read, unit_normal, zeros
-from ._policy import PolicyLike, as_policy
+from ._params import NO_METADATA, Initializer, KernelOptions, Metadata, read, unit_normal
 
 Carry: TypeAlias = Any
 Weights: TypeAlias = list[tuple[Any, Any]]
@@ -45,16 +44,9 @@ class RNNCell(nnx.Module):
         in_features: int,
         hidden_features: int,
         *,
-        kernel_init: Initializer = unit_normal,
         recurrent_kernel_init: Initializer = unit_normal,
-        bias_init: Initializer = zeros,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
         recurrent_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
+        **options: Unpack[KernelOptions],
     ) -> None:
         if not hasattr(self, "gates"):
             raise TypeError(
@@ -64,25 +56,14 @@ class RNNCell(nnx.Module):
         if self.depth < 1:
             raise ValueError(f"{self._where}: depth must be at least 1; got {self.depth}")
         self.in_features, self.hidden_features = in_features, hidden_features
-        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
-
-        def dense(inputs: int, init: Initializer, metadata: Metadata, use_bias: bool) -> Dense:
-            return Dense(
-                inputs,
-                self.gates * hidden_features,
-                use_bias=use_bias,
-                policy=self.policy,
-                kernel_init=init,
-                bias_init=bias_init,
-                rngs=rngs,
-                kernel_metadata=metadata,
-                bias_metadata=bias_metadata,
-            )
-
-        self.dense_i = dense(in_features, kernel_init, kernel_metadata, True)
+        outputs = self.gates * hidden_features
+        self.dense_i = Dense(in_features, outputs, **options)
+        self.policy = self.dense_i.policy
+        options["kernel_init"] = recurrent_kernel_init
+        options["kernel_metadata"] = recurrent_kernel_metadata
         self.dense_h = nnx.List(
             [
-                dense(hidden_features, recurrent_kernel_init, recurrent_kernel_metadata, layer > 0)
+                Dense(hidden_features, outputs, use_bias=layer > 0, **options)
                 for layer in range(self.depth)
             ]
         )

@@ -18,7 +18,7 @@ from ..optim import SquareRoot
 from ..quant import Block, Dynamic, QuantState, Static, Unit, quantize_at, tensor_scale
 from ._attention import KVCache
 from ._convert import NORMALIZERS, Hook, StaticWeight, hook_of, kernel_rank, layers_of
-from ._paths import assign, join, nodes_of
+from ._policy import assign, join, nodes_of
 
 
 @dataclasses.dataclass(frozen=True)

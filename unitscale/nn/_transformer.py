@@ -23,13 +23,8 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 class Residual(nnx.Module):
     """A residual branch (`ops.residual`): ``(tau * branch(x) + x) / (1 + tau^2)^1/2``.
 
-    The sum keeps the dtype of the input, whatever the branch computes in.
-
-    Args:
-        branch: a module (or function) that keeps the shape of its input.
-        tau: positive ratio of branch to skip; see `unitscale.rules.residual_taus`.
-        depth: number of residual branches in the stack, recorded on the parameters of ``branch``
-            for u-muP learning rates.
+    The sum keeps the dtype of the input. ``depth``, the number of residual branches in the stack,
+    is recorded on the parameters of ``branch`` for u-muP; see `unitscale.rules.residual_taus`.
 
     Raises:
         ValueError: if tau is not positive; when called, if the branch changes the shape.
@@ -70,19 +65,16 @@ class TransformerLayer(nnx.Module):
 
     Args:
         features: width of the residual stream.
-        num_heads: as of `MultiHeadAttention`, and so ``num_kv_heads``, ``is_causal``,
-            ``max_length``, ``rotary_base``, ``attention_mult`` and ``attention_implementation``.
+        num_heads: as of `MultiHeadAttention`, and so all arguments that are not listed here.
         hidden_features: hidden size of the MLP; four times features by default.
         taus: residual weights of the attention and of the MLP branch.
         taus_below: residual weights of the branches of all layers below, the lowest first.
-        depth: number of residual branches of the whole stack, recorded on every parameter of the
-            layer (norms too) for u-muP learning rates.
+        depth: number of residual branches of the whole stack, recorded on all parameters for u-muP.
         norm: "rms" or "layer".
         norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
-        activation: as of `MLP`, and so ``mlp_mult``.
+        activation: as of `MLP`; ``mlp_mult`` multiplies its argument.
         mlp: makes the second branch, called as `MLP` is: ``functools.partial(MoE, experts=8)`` for
             a mixture of experts.
-        use_bias: whether dense layers add biases.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
 
     Raises:
@@ -376,15 +368,10 @@ class TransformerStack(nnx.Module):
 def stack_layers(layers: Sequence[Layer]) -> Layer:
     """Return one module with the state of all layers, stacked on a leading axis.
 
-    Args:
-        layers: modules that differ only in their state.
-
-    Returns:
-        A module of the same type, for `jax.lax.scan` or `nnx.scan`. A ScaledArray has one scale
-        per layer.
+    Use it with `jax.lax.scan` or `nnx.scan`. A ScaledArray has one scale per layer.
 
     Raises:
-        ValueError: if there is no layer, or the structures differ.
+        ValueError: if there is no layer, or layers differ in more than their state.
 
     Example:
         >>> from unitscale import nn

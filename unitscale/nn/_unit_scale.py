@@ -24,8 +24,7 @@ from ._convert import NORMALIZERS, kernel_rank
 from ._embed import Embed
 from ._linear import Dense, Einsum, Readout
 from ._norm import BatchNorm, Dropout, GroupNorm, LayerNorm, RMSNorm
-from ._paths import children_of, join, nodes_of, table
-from ._policy import PolicyLike, as_policy
+from ._policy import PolicyLike, as_policy, children_of, join, nodes_of, table
 
 Model = TypeVar("Model")
 UNSEEN = "not changed: activations, sums (residual ones too) and losses between layers"
@@ -33,13 +32,7 @@ UNSEEN = "not changed: activations, sums (residual ones too) and losses between 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rescaled:
-    """The result of `unit_scale` for one layer.
-
-    Attributes:
-        path: dotted path of the layer; "" for the model itself.
-        kind: its class before.
-        became: its class now, of `unitscale.nn`; "" if it was not replaced.
-        reason: why it was not replaced, or what changed; "" if there is nothing to say.
+    """The result of `unit_scale` for one layer; ``became`` is "" if it was not replaced.
 
     Example:
         >>> Rescaled(path="head", kind="Linear", became="Dense", reason="").became
@@ -54,11 +47,7 @@ class Rescaled:
 
 @dataclasses.dataclass(frozen=True)
 class UnitScaleReport:
-    """What `unit_scale` did to each layer. Printed, it is a table.
-
-    Attributes:
-        layers: one entry for each layer with parameters or dropout, and each module with
-            parameters of its own, sorted by path.
+    """What `unit_scale` did to each layer with parameters or dropout. Printed, it is a table.
 
     Example:
         >>> UnitScaleReport(()).changed
