@@ -117,11 +117,6 @@ class Embed(_Table):
 
         Equivalent to calling the layer, and `attend` or `cross_entropy` later, but the gradient of
         the embeddings is accumulated in place into that of the readout (`ops.tied_embed`).
-
-        Example:
-            >>> x, readout = Embed(100, 16, rngs=nnx.Rngs(0)).tied(jnp.array([[1, 2, 3]]))
-            >>> readout.cross_entropy(x, jnp.array([[2, 3, 4]])).shape
-            ()
         """
         rows, table = ops.tied_embed(ids, read(self.embedding), vocab=self.num_embeddings)
         return rows.astype(self.policy.compute_dtype), TiedReadout(self, table)
@@ -133,13 +128,7 @@ class Embed(_Table):
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
     ) -> jax.Array:
-        """Return the loss of labels (...) under `attend`, as `Readout.cross_entropy`.
-
-        Example:
-            >>> table = Embed(100, 16, rngs=nnx.Rngs(0))
-            >>> table.cross_entropy(jnp.ones((2, 3, 16)), jnp.zeros((2, 3), int)).shape
-            ()
-        """
+        """Return the loss of labels (...) under `attend`, as `Readout.cross_entropy`."""
         return TiedReadout(self, read(self.embedding)).cross_entropy(x, labels, **options)
 
 

@@ -191,12 +191,10 @@ def calibrate(
         ValueError: if there is no batch, or the model holds no `AmaxState`.
 
     Example:
-        >>> from unitscale.nn import DotGeneral
-        >>> from unitscale.quant import MatmulConfig, Static
-        >>> dot = DotGeneral(MatmulConfig(strategy=Static()))
-        >>> model = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+        >>> from unitscale import nn
+        >>> model = nn.Dense(8, 4, policy="fp8_static", rngs=nnx.Rngs(0))
         >>> calibrate(model, [jnp.full((2, 8), 1000.0), jnp.full((2, 8), 4000.0)])
-        >>> print(dot.state.get_value().scale[::2])
+        >>> print(model.amax.get_value().scale[::2])
         [16.  1.]
     """
     if not any(True for _ in amax_states(model)):

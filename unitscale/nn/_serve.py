@@ -39,9 +39,8 @@ class _KeepWeight:
 def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> tuple[str, ...]:
     """Store the weights of converted layers in FP8, in place, to serve the model.
 
-    A weight takes a quarter of the bytes of float32, and enters the matmul as it is stored. The
-    model is for inference only: its weights are `StaticWeight` variables, which no optimizer sees,
-    and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
+    The model is for inference only: its weights are `StaticWeight` variables, which no optimizer
+    sees, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
 
     Each weight has one scale per layer, the least power of two that brings its amax into the
     format. Inputs have the scale in ``scales``, or the one that the layer keeps (`Delayed`,
@@ -66,10 +65,6 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
         >>> _ = convert(model, "fp8_dynamic")
         >>> to_static(model), model.kernel.get_value().dtype.name
         (('',), 'float8_e4m3fn')
-
-    References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 4.2
-        (inference with one scale per tensor).
     """
     found = {path: (layer, hook) for path, layer in layers_of(model) if (hook := hook_of(layer))}
     found = {path: pair for path, pair in found.items() if pair[1].weight_scale is None}

@@ -293,13 +293,7 @@ class TransformerStack(nnx.Module):
         return layers
 
     def with_scan(self, scan: bool) -> "TransformerStack":
-        """Return a stack with the same parameters that does or does not scan over its layers.
-
-        Example:
-            >>> stack = TransformerStack(2, 8, 2, rngs=nnx.Rngs(0)).with_scan(True)
-            >>> stack.layers.mlp.up.kernel.shape
-            (2, 8, 32)
-        """
+        """Return a stack with the same parameters that does or does not scan over its layers."""
         new = nnx.clone(self)
         new._hold(new.layer_list(), scan)
         return new
