@@ -319,7 +319,7 @@ class MultiHeadAttention(nnx.Module):
             self.head_dim, length, is_causal=self.is_causal, mult=self.mult
         )
         batch = q.shape[:-3]
-        mask = None if mask is None else jnp.asarray(mask) != 0
+        mask = None if mask is None else jnp.asarray(mask).astype(bool)
         if len(batch) != 1:  # the op takes one batch axis
             q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
             if mask is not None and mask.ndim > 3:
