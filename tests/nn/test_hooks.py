@@ -7,12 +7,11 @@ import pytest
 from flax import nnx
 
 from unitscale.nn import convert, restore
-from unitscale.nn._hooks import (
-    DotGeneralHook,
+from unitscale.nn._convert import (
+    Hook,
     features_of,
     hook_of,
     kernel_rank,
-    kind_of,
     layers_of,
 )
 from unitscale.quant import Delayed, MatmulConfig
@@ -60,30 +59,30 @@ def test_shapes(layer, features: tuple[int, int], rank: int) -> None:
 
 def test_layers_without_a_hook() -> None:
     conv = nnx.Conv(4, 4, (1,), rngs=RNGS)
-    assert (kind_of(conv), hook_of(conv), features_of(conv)) == (None, None, ())
+    assert (hook_of(conv), features_of(conv)) == (None, ())
     assert hook_of(nnx.Linear(4, 4, rngs=RNGS)) is None
 
 
 def test_a_hook_keeps_scales_for_each_layer_of_a_stack() -> None:
-    hook = DotGeneralHook(MatmulConfig(strategy=Delayed(history=2)), None, (5,))
+    hook = Hook(MatmulConfig(strategy=Delayed(history=2)), None, (5,))
     assert hook.state is not None
     assert hook.state.get_value().history.shape == (5, 3, 2)
-    assert DotGeneralHook(MatmulConfig(), None).state is None
+    assert Hook(MatmulConfig(), None).state is None
 
 
 def test_a_hook_multiplies_in_the_promoted_or_preferred_dtype() -> None:
-    hook = DotGeneralHook(MatmulConfig(), None)
+    hook = Hook(MatmulConfig(), None)
     x, w = jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 3))
     numbers = (((1,), (0,)), ((), ()))
     assert hook(x, w, numbers).dtype == jnp.float32
-    assert hook(x, w, numbers, "highest", jnp.float16).dtype == jnp.float16
+    assert hook(x, w, numbers, preferred_element_type=jnp.float16).dtype == jnp.float16
     np.testing.assert_array_equal(hook(x, w, numbers), np.full((2, 3), 8.0))
 
 
 def test_out_sharding_is_obeyed() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    hook = DotGeneralHook(MatmulConfig(), None)
+    hook = Hook(MatmulConfig(), None)
     numbers = (((1,), (0,)), ((), ()))
     y = jax.jit(lambda x: hook(x, x.T, numbers, out_sharding=sharding))(jnp.ones((8, 4)))
     assert y.sharding.is_equivalent_to(sharding, 2)

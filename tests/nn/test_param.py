@@ -12,7 +12,7 @@ from tests.nn.table import LAYERS, make, parameters
 from tests.optimizers import scaled
 from unitscale import nn, parallel
 from unitscale.core import ScaledArray, as_scaled, is_scaled
-from unitscale.nn._param import ones, read, set_depth, unpadded, vector, weight
+from unitscale.nn._params import ones, read, set_depth, unpadded, vector, weight
 
 # Per layer: parameter -> (role, fan_in, fan_out, depth).
 METADATA = {
@@ -172,7 +172,7 @@ def test_an_initializer_with_metadata_shards_its_parameter() -> None:
 def test_an_initializer_that_draws_needs_keys() -> None:
     layer = nn.LayerNorm(4, scale_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0))
     assert len(np.unique(layer.gain.get_value())) == 4
-    with pytest.raises(ValueError, match="other than zeros and ones may draw; give rngs="):
+    with pytest.raises(ValueError, match="other than zeros and ones needs rngs="):
         nn.LayerNorm(4, scale_init=nnx.initializers.normal(1.0))
 
 

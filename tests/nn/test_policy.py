@@ -46,14 +46,15 @@ def test_a_policy_is_returned_as_it_is() -> None:
 
 test_errors = refuses(
     [
-        (ValueError, lambda: nn.as_policy("fp16"), "must be one of float32, .*; got 'fp16'"),
+        (ValueError, lambda: nn.as_policy("fp16"), "one of float32, .*'fp16'.*mean 'float16'"),
+        (ValueError, lambda: nn.as_policy("bf16"), "Did you mean 'bfloat16'"),
         (ValueError, lambda: nn.as_policy("bfloat"), "Did you mean 'bfloat16'"),
         (TypeError, lambda: nn.as_policy(None), "a Policy or a preset's name; got None"),
         (ValueError, lambda: nn.Policy(param_dtype="int32"), "floating-point format; got int32"),
         (
             ValueError,
             lambda: nn.Policy(compute_dtype="float8_e4m3fn"),
-            "compute_dtype must have 16 bits or more; got 'float8_e4m3fn'. FP8 belongs into matmul",
+            "compute_dtype must have 16 bits or more; got 'float8_e4m3fn'. For FP8 give matmul=",
         ),
         (ValueError, lambda: nn.Policy(param_dtype="E5M7"), "param_dtype must have 16 bits"),
         (
@@ -175,7 +176,7 @@ def test_quantized_gradients_of_a_readout(name: str, tied: bool) -> None:
 
 
 def test_only_a_policy_with_products_has_a_quantized_readout() -> None:
-    with pytest.raises(ValueError, match="matmul must say in which formats; got None"):
+    with pytest.raises(ValueError, match="matmul must be a MatmulConfig; got None"):
         nn.as_policy("bfloat16").with_quantized_readout()
     with pytest.raises(ValueError, match=r"keeps no scales.* got Delayed"):
         nn.as_policy("fp8_delayed").with_quantized_readout(gradients_only=True)

@@ -74,7 +74,7 @@ def test_a_calibrated_model_computes_the_same(dtype) -> None:
     [
         ("fp8_dynamic", True),
         (MatmulConfig(strategy=Static((2.0**-4, 2.0**-10, 1.0))), True),
-        ("fp8_unit", False),
+        ("fp8", False),
         ("fp8_delayed", False),
     ],
 )
@@ -173,7 +173,7 @@ def _here(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     ("rules", "scales", "message"),
     [
         (None, {}, "no converted layers; call convert first"),
-        ({"mix": "mxfp8", "up": "fp8_unit"}, {}, "mix has Block.*another strategy"),
+        ({"mix": "mxfp8", "up": "fp8"}, {}, "mix has Block.*another strategy"),
         (RULES, {"ups": 1.0}, "to_static: no layer matches 'ups'; nearest are up"),
         (RULES, {"head": 1.0}, "to_static: no layer matches 'head'"),
         (RULES, {"up": 0.0}, "a scale must be positive and finite; got 0.0 for 'up'"),
@@ -210,7 +210,7 @@ def test_what_is_static_stays_so() -> None:
         restore(model)
     with pytest.raises(ValueError, match="no converted layers"):
         to_static(model)
-    assert convert(model, "fp8_unit").skipped["up"] == "its weight is stored in FP8"
+    assert convert(model, "fp8").skipped["up"] == "its weight is stored in FP8"
     assert nnx.graphdef(model) == before
 
 

@@ -125,4 +125,4 @@ def test_views_are_as_those_of_flax() -> None:
         nnx.view(model, determinstic=True)
     shown = nnx.view_info(model)
     assert "nothing is dropped" in shown
-    assert "statistics of the batch" in shown
+    assert "running averages" in shown

@@ -165,7 +165,7 @@ def test_a_bias_with_dimensions_of_one() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="give rngs=, which new parameters are drawn from"):
+    with pytest.raises(ValueError, match="give rngs=, from which"):
         nn.unit_scale(Decoder())
     with pytest.raises(ValueError, match=r"'hea' matches none of again, head, mlp\.1"):
         nn.unit_scale(Decoder(), keep_function=True, readout=["head", "hea"])

@@ -1,69 +1,97 @@
 """Unit-scaled layers for Flax NNX.
 
-Modules have the names and argument order of `flax.nnx`. Their parameters are drawn from N(0, 1)
-and carry ``role``, ``fan_in``, ``fan_out`` and ``depth`` as variable metadata; their formats come
-from a `Policy`. Every layer takes arrays or ScaledArrays and returns a ScaledArray.
+Layers have the names and argument order of `flax.nnx`. They accept arrays and ScaledArrays, and
+return a ScaledArray. Functions without parameters (activations, pooling, sums, losses) are in
+`unitscale.ops`, under the names of `flax.nnx` and `optax`.
 
-What has no parameters is a function of `unitscale.ops`: activations, pooling, sums and losses,
-under the names of `flax.nnx` and `optax`.
+Arguments that layers share:
+
+- ``policy``: the number formats, a `Policy` or the name of a preset (`as_policy`).
+- ``dtype``, ``param_dtype``: replace the policy's compute dtype and dtype of parameters, as in
+  `flax.nnx`; None keeps them.
+- ``kernel_init``, ``bias_init``, ...: initializers, N(0, 1) for kernels and tables, zeros for
+  biases. Factors assume unit variance: with another variance, activations change with it.
+- ``rngs``: streams of random keys; parameters draw from "params".
+- ``kernel_metadata``, ``bias_metadata``, ...: metadata of the parameters' variables, such as
+  ``{"out_sharding": (None, "model")}``. Every parameter also has ``role``, ``fan_in``,
+  ``fan_out`` and ``depth`` (the number of residual branches of its stack), for u-muP.
+- ``out_sharding``, when called: sharding of the output; None leaves it to JAX.
+
+Constructors raise ValueError for unknown policies; calls raise it for shapes that do not fit.
 """
 
-from . import _export as _export, _serialization as _serialization
-from ._amax_state import (
+from . import _serve as _serve
+from ._amax import (
     AmaxState as AmaxState,
     DotGeneral as DotGeneral,
     EinsumOp as EinsumOp,
+    Overflow as Overflow,
+    OverflowMonitor as OverflowMonitor,
     advance as advance,
     amax_state as amax_state,
     amax_states as amax_states,
-    read_state as read_state,
 )
 from ._attention import KVCache as KVCache, MultiHeadAttention as MultiHeadAttention
-from ._calibrate import calibrate as calibrate
 from ._conv import Conv as Conv, ConvTranspose as ConvTranspose
-from ._conversion import Conversion as Conversion, ConversionReport as ConversionReport
-from ._conversion_rules import CONVERSIONS as CONVERSIONS, ConfigLike as ConfigLike
-from ._convert import convert as convert, restore as restore
-from ._dropout import Dropout as Dropout
-from ._einsum import Einsum as Einsum
+from ._convert import (
+    ConfigLike as ConfigLike,
+    Conversion as Conversion,
+    ConversionReport as ConversionReport,
+    StaticWeight as StaticWeight,
+    convert as convert,
+    restore as restore,
+)
 from ._embed import (
     Embed as Embed,
     PositionalEmbed as PositionalEmbed,
     TiedReadout as TiedReadout,
 )
-from ._gradients import grad as grad, value_and_grad as value_and_grad
-from ._hooks import StaticWeight as StaticWeight
-from ._layer_scan import stack_layers as stack_layers, unstack_layers as unstack_layers
-from ._linear import Dense as Dense, Linear as Linear, Readout as Readout
-from ._lora import LoRA as LoRA, LoRALinear as LoRALinear
-from ._mlp import MLP as MLP
-from ._moe import ExpertDense as ExpertDense, MoE as MoE
-from ._monitor import Overflow as Overflow, OverflowMonitor as OverflowMonitor
+from ._gradients import (
+    Optimizer as Optimizer,
+    calibrate as calibrate,
+    grad as grad,
+    value_and_grad as value_and_grad,
+)
+from ._linear import (
+    Dense as Dense,
+    Einsum as Einsum,
+    Linear as Linear,
+    LoRA as LoRA,
+    LoRALinear as LoRALinear,
+    Readout as Readout,
+)
+from ._mlp import MLP as MLP, ExpertDense as ExpertDense, MoE as MoE
 from ._norm import (
     BatchNorm as BatchNorm,
+    Dropout as Dropout,
     GroupNorm as GroupNorm,
     LayerNorm as LayerNorm,
     RMSNorm as RMSNorm,
 )
-from ._optimizer import Optimizer as Optimizer
-from ._param import unpadded as unpadded
+from ._params import unpadded as unpadded
 from ._policy import (
+    CONVERSIONS as CONVERSIONS,
     POLICIES as POLICIES,
     Policy as Policy,
     as_policy as as_policy,
+    set_policies as set_policies,
 )
 from ._recurrent import (
+    RNN as RNN,
     GRUCell as GRUCell,
     OptimizedLSTMCell as OptimizedLSTMCell,
     RHNCell as RHNCell,
     RNNCell as RNNCell,
     SimpleCell as SimpleCell,
 )
-from ._residual import Residual as Residual
-from ._rnn import RNN as RNN
 from ._serve import to_static as to_static
-from ._set_policies import set_policies as set_policies
-from ._transformer import TransformerLayer as TransformerLayer, TransformerStack as TransformerStack
+from ._transformer import (
+    Residual as Residual,
+    TransformerLayer as TransformerLayer,
+    TransformerStack as TransformerStack,
+    stack_layers as stack_layers,
+    unstack_layers as unstack_layers,
+)
 from ._unit_scale import (
     Rescaled as Rescaled,
     UnitScaleReport as UnitScaleReport,

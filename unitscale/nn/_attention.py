@@ -1,7 +1,7 @@
-"""Multi-head attention and its cache."""
+"""Multi-head attention and its key-value cache."""
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,18 @@ from jax import lax
 
 from .. import ops, rules
 from ..core import ScaledArray, widen
-from ._dropout import Dropout
 from ._linear import Dense
-from ._param import NO_METADATA, Initializer, Metadata, unit_normal, zeros
-from ._placement import OutSharding, placed
-from ._policy import PolicyLike, as_policy
+from ._norm import Dropout, RngsLike
+from ._params import (
+    NO_METADATA,
+    Initializer,
+    KernelOptions,
+    Metadata,
+    OutSharding,
+    check_choice,
+    given,
+    reshard_output,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +32,7 @@ class KVCache:
     Attributes:
         key: (batch, max_length, kv_heads, head_dim) in the compute dtype.
         value: the same shape.
-        length: int32 scalar, the number of tokens held.
+        length: int32 scalar, the number of tokens in the cache.
 
     Example:
         >>> KVCache.create(1, 8, 2, 4, jnp.float16).key.shape
@@ -38,25 +45,22 @@ class KVCache:
 
     @classmethod
     def create(cls, batch: int, max_length: int, kv_heads: int, head_dim: int, dtype) -> "KVCache":
-        """Returns an empty cache."""
+        """Return an empty cache."""
         shape = (batch, max_length, kv_heads, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
 
     def append(self, key: jax.Array, value: jax.Array) -> "KVCache":
-        """Returns the cache with the keys and values of further tokens written behind its own.
+        """Return the cache with the keys and values of further tokens.
 
-        Tokens that a full cache has no room for become NaN, and so does what attends to them: the
-        length is known only while running.
+        The length is known only at run time: tokens beyond ``max_length`` become NaN, and so does
+        everything that attends to them.
 
         Raises:
-            ValueError: if the shapes do not fit, or there are more tokens than the cache can hold.
+            ValueError: if the shapes do not fit, or there are more than ``max_length`` tokens.
         """
         batch, room, *rest = self.key.shape
-        if (
-            (key.shape[0], *key.shape[2:]) != (batch, *rest)
-            or key.shape != value.shape
-            or (key.shape[1] > room)
-        ):
+        fits = (key.shape[0], *key.shape[2:]) == (batch, *rest) and key.shape[1] <= room
+        if not fits or key.shape != value.shape:
             raise ValueError(
                 "unitscale.nn.KVCache: expected keys and values of "
                 f"{(batch, f'at most {room}', *rest)}; got {key.shape} and {value.shape}. Create "
@@ -73,60 +77,31 @@ class KVCache:
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention: self or cross, grouped queries, rotary positions, cache.
+    """Multi-head attention, as `flax.nnx.MultiHeadAttention` (`ops.dot_product_attention`).
 
-    Scaling:
-        Unit-scaled projections around `ops.dot_product_attention`. The attention's factor depends
-        on how many keys a query sees, so ``max_length`` fixes the length that it is computed for:
-        then the layer is one function for every sequence length, cached or not.
+    Unlike Flax's it has rotary positions and a functional cache. Its factor depends on how many
+    keys a query sees, so ``max_length`` fixes the length that it is computed for: then the layer is
+    the same function for every sequence length, cached or not.
 
     Args:
-        num_heads: number of query heads.
+        num_heads: as of Flax, and so all arguments that are not listed here or shared.
         in_features: size of the input's last axis.
-        qkv_features: size of all query heads together; in_features by default.
-        out_features: size of the output's last axis; in_features by default.
-        num_kv_heads: number of key and value heads, dividing num_heads; num_heads by default.
-        in_kv_features: size of the keys' and values' input, for cross attention.
         is_causal: whether a query sees no later key.
         max_length: sequence length that the factor is computed for; by default that of each call.
-        rotary_base: base of rotary positions (10000.0 is usual); None for none.
+        rotary_base: base of rotary positions (usually 10000.0); None for none.
         mult: multiplier of the logits.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        broadcast_dropout: False, as modules of Flax say it: each weight is dropped by itself.
-        dropout_rate: rate of dropout on the attention weights.
-        deterministic: whether dropout is off by default; `model.eval()` sets it.
-        kernel_init: initializer of the kernels; factors assume unit variance.
-        out_kernel_init: that of the output's kernel; ``kernel_init`` by default.
-        bias_init: initializer of the biases.
-        out_bias_init: that of the output's bias; ``bias_init`` by default.
-        use_bias: whether the projections add biases.
-        decode: False, as modules of Flax say it; `init_cache` and `decode` generate tokens.
-        context: what lies below the layer, for a factor that counts what tokens share by then; by
-            default values at different positions are taken as independent.
-        implementation: as for `ops.dot_product_attention`; `decode` is always "auto".
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys ("params", and "dropout" if there is any).
-        keep_rngs: whether a layer with dropout keeps a stream of keys; without, calls give rngs.
-        kernel_metadata: metadata of the kernels of queries, keys and values, such as
-            ``{"out_sharding": (None, "model")}``.
-        out_kernel_metadata: metadata of the output's kernel.
-        bias_metadata: metadata of the biases of queries, keys and values.
-        out_bias_metadata: metadata of the output's bias.
+        broadcast_dropout: must be False: each attention weight is dropped independently.
+        decode: must be False: use `init_cache` and the method `decode`.
+        implementation: as for `ops.dot_product_attention`; `decode` always uses "auto".
 
     Raises:
-        ValueError: if heads do not divide features, kv heads do not divide heads, decode or
-            broadcast_dropout is True, or the policy is unknown; when a cache is asked for, if the
-            layer is not causal or has no max_length.
+        ValueError: if heads do not divide features, kv heads do not divide heads, or a choice is
+            unknown; when a cache is created, if the layer is not causal or has no max_length.
 
     Example:
         >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 10, 32))).shape
         (2, 10, 32)
-
-    References:
-        Vaswani et al., 2017, arXiv 1706.03762; Ainslie et al., "GQA", 2023, arXiv 2305.13245;
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix B (attention).
     """
 
     def __init__(
@@ -142,26 +117,18 @@ class MultiHeadAttention(nnx.Module):
         max_length: int | None = None,
         rotary_base: float | None = None,
         mult: float = 1.0,
-        dtype: Any = None,
-        param_dtype: Any = None,
         broadcast_dropout: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        kernel_init: Initializer = unit_normal,
         out_kernel_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
         out_bias_init: Initializer | None = None,
         use_bias: bool = True,
         decode: bool = False,
-        context: rules.AttentionContext | None = None,
         implementation: ops.Implementation = "auto",
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
         keep_rngs: bool = True,
-        kernel_metadata: Metadata = NO_METADATA,
         out_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
         out_bias_metadata: Metadata = NO_METADATA,
+        **options: Unpack[KernelOptions],
     ) -> None:
         if decode:
             raise ValueError(
@@ -171,9 +138,8 @@ class MultiHeadAttention(nnx.Module):
         if broadcast_dropout:
             raise ValueError(
                 "unitscale.nn.MultiHeadAttention: broadcast_dropout must be False, as each weight "
-                "is dropped by itself; leave it out or give False"
+                "is dropped independently"
             )
-        policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features
         in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -188,11 +154,7 @@ class MultiHeadAttention(nnx.Module):
                 "unitscale.nn.MultiHeadAttention: num_kv_heads must divide num_heads; got "
                 f"num_kv_heads {num_kv_heads}, num_heads {num_heads}"
             )
-        if implementation not in get_args(ops.Implementation):
-            raise ValueError(
-                "unitscale.nn.MultiHeadAttention: implementation must be one of "
-                f"{', '.join(get_args(ops.Implementation))}; got {implementation!r}"
-            )
+        check_choice("MultiHeadAttention", "implementation", implementation, ops.Implementation)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = qkv_features // num_heads
         if rotary_base is not None and self.head_dim % 2:
@@ -201,39 +163,33 @@ class MultiHeadAttention(nnx.Module):
                 f"{self.head_dim} ({qkv_features} features in {num_heads} heads)"
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
-        self.rotary_base, self.context, self.policy = rotary_base, context, policy
+        self.rotary_base = rotary_base
+        self.context: rules.AttentionContext | None = None  # set by TransformerLayer
         self.implementation: ops.Implementation = implementation
-        kv_features = num_kv_heads * self.head_dim
 
-        def dense(inputs: int, outputs: int, **options: Any) -> Dense:
-            inner = {
-                "kernel_init": kernel_init,
-                "bias_init": bias_init,
-                "kernel_metadata": kernel_metadata,
-                "bias_metadata": bias_metadata,
-            }
-            options = inner | options
-            return Dense(inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs, **options)
+        def dense(inputs: int, outputs: int, **options: Unpack[KernelOptions]) -> Dense:
+            return Dense(inputs, outputs, use_bias=use_bias, **options)
 
-        self.query = dense(in_features, qkv_features)
-        self.key = dense(in_kv_features, kv_features)
-        self.value = dense(in_kv_features, kv_features)
-        self.out = dense(
-            qkv_features,
-            out_features,
-            kernel_init=out_kernel_init or kernel_init,
-            bias_init=out_bias_init or bias_init,
-            kernel_metadata=out_kernel_metadata,
-            bias_metadata=out_bias_metadata,
-        )
+        self.query = dense(in_features, qkv_features, **options)
+        self.key = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
+        self.value = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
+        self.policy, rngs = self.query.policy, options["rngs"]
+        own = {
+            "kernel_init": out_kernel_init,
+            "bias_init": out_bias_init,
+            "kernel_metadata": out_kernel_metadata,
+            "bias_metadata": out_bias_metadata,
+        }
+        out: Any = {**options, **given(**own)}
+        self.out = dense(qkv_features, out_features, **out)
         kept = rngs if keep_rngs else None
         self.dropout = Dropout(dropout_rate, deterministic=deterministic, rngs=kept)
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """Returns an empty cache for ``batch`` sequences of up to ``max_length`` tokens.
+        """Return an empty cache for ``batch`` sequences of up to ``max_length`` tokens.
 
         Raises:
-            ValueError: if the layer is not causal, or was made without ``max_length``.
+            ValueError: if the layer is not causal or has no ``max_length``.
         """
         self._check_cacheable()
         return KVCache.create(
@@ -249,34 +205,33 @@ class MultiHeadAttention(nnx.Module):
         mask: jax.Array | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        rngs: RngsLike = None,
         factor: jax.Array | None = None,
         out_sharding: OutSharding = None,
         qkv_sharding: OutSharding = None,
     ) -> ScaledArray:
-        """Attends from ``inputs_q`` to ``inputs_k`` (itself by default).
+        """Attend from ``inputs_q`` to ``inputs_k`` (itself by default).
+
+        ``factor``, from `factor_over`, multiplies the attention's output, for scans over layers.
 
         Args:
             inputs_q: (..., time, in_features).
             inputs_k: (..., source, in_kv_features), or None for self-attention.
             inputs_v: as inputs_k, which it defaults to.
             mask: booleans or numbers, as of `nnx.make_causal_mask`, broadcasting to (..., heads,
-                time, source); what is not zero attends.
+                time, source); nonzero entries attend.
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own state by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
-            factor: multiplies the average over values, where the factor of this layer is data: a
-                number of `factor_over`.
-            out_sharding: how the output is divided over explicit axes; None for as it comes.
-            qkv_sharding: that of queries, keys and values (..., time, heads, head features).
-
-        Returns:
-            ScaledArray (..., time, out_features).
+            factor: see above.
+            out_sharding: sharding of the output.
+            qkv_sharding: sharding of queries, keys and values (..., time, heads, head features).
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         q, k, v = (
-            placed(x, qkv_sharding) for x in self._project(inputs_q, inputs_k, inputs_v, positions)
+            reshard_output(x, qkv_sharding)
+            for x in self._project(inputs_q, inputs_k, inputs_v, positions)
         )
         y = self._attend(
             q,
@@ -290,10 +245,10 @@ class MultiHeadAttention(nnx.Module):
         )
         if factor is not None:
             y = y.map_data(lambda data: (widen(data) * factor).astype(data.dtype))
-        return placed(self._merge(y), out_sharding)
+        return reshard_output(self._merge(y), out_sharding)
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
-        """Returns the factor in a context over that without one, at a number of keys."""
+        """Return the ratio of the factor in a context to the one without, for ``length`` keys."""
         length = length if self.max_length is None else self.max_length
         options: dict[str, Any] = {"is_causal": self.is_causal, "mult": self.mult}
         mean_square = context and context.mean_square(self.head_dim, length, **options)
@@ -304,14 +259,9 @@ class MultiHeadAttention(nnx.Module):
         return own / other
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
-        """Attends from the next tokens to all tokens so far.
+        """Attend from the next tokens (batch, time, in_features) to all tokens so far.
 
-        Args:
-            x: (batch, time, in_features), the tokens behind those that ``cache`` holds.
-            cache: from `init_cache` or the last call.
-
-        Returns:
-            ``(y, cache)``: what the uncached layer gives for these tokens, and the longer cache.
+        Returns the output of the uncached layer for these tokens, and the longer cache.
 
         Raises:
             ValueError: as `init_cache`, or if ``x`` does not fit the cache.
@@ -329,7 +279,7 @@ class MultiHeadAttention(nnx.Module):
         if not self.is_causal:
             raise ValueError(
                 "unitscale.nn.MultiHeadAttention: a cache needs is_causal=True, because earlier "
-                "tokens are not computed again"
+                "tokens are not recomputed"
             )
         if self.max_length is None:
             raise ValueError(
@@ -369,8 +319,8 @@ class MultiHeadAttention(nnx.Module):
             self.head_dim, length, is_causal=self.is_causal, mult=self.mult
         )
         batch = q.shape[:-3]
-        mask = None if mask is None else jnp.asarray(mask) != 0
-        if len(batch) != 1:  # the operation has one axis of them
+        mask = None if mask is None else jnp.asarray(mask).astype(bool)
+        if len(batch) != 1:  # the op takes one batch axis
             q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
             if mask is not None and mask.ndim > 3:
                 mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))

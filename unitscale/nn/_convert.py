@@ -1,82 +1,93 @@
-"""Quantized products in an existing `flax.nnx` model, and back.
+"""Quantized matmuls in an existing `flax.nnx` model, and back.
 
-Nothing but the hooks of its layers changes (`dot_general`, `einsum_op`): parameters, their names
-and the model's code stay as they are.
+Only the hooks of its layers change (`dot_general`, `einsum_op`): parameters, their names and the
+model's code stay the same.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ..quant import MatmulConfig, einsum_problem, is_stateful
-from ._conversion import Conversion, ConversionReport
-from ._conversion_rules import ConfigLike, as_config, assign, check_rules
-from ._hooks import (
-    Hook,
-    features_of,
-    hook_of,
-    is_stacked_elsewhere,
-    kernel_rank,
-    kind_of,
-    layers_of,
+from ..core import ScaledArray, reshard
+from ..quant import (
+    MatmulConfig,
+    contraction_of,
+    einsum_contraction,
+    einsum_problem,
+    is_stateful,
+    multiply,
+    product,
+    quantize,
+    quantize_at,
 )
+from ._amax import amax_state, read
+from ._policy import CONVERSIONS, assign, did_you_mean, nodes_of, table
 
 End = Literal["first", "last"]
 
-
-def _called(model: Any, example: tuple[Any, ...]) -> list[str]:
-    """Paths of the layers in the order in which the model calls them."""
-    order: list[str] = []
-
-    def recorder(path: str, original: Any):
-        def call(*args, **kwargs):
-            order.append(path)
-            return (original or lax.dot_general)(*args, **kwargs)
-
-        return call
-
-    copy = nnx.clone(model)
-    for path, layer in layers_of(copy):
-        kind = kind_of(layer)
-        if kind is not None:
-            original = getattr(layer, kind.attribute)
-            original = original.original if isinstance(original, Hook) else original
-            setattr(layer, kind.attribute, nnx.static(recorder(path, original)))
-    graphdef, state = nnx.split(copy)
-    leaves, structure = jax.tree.flatten(example)
-    # Python's booleans and numbers choose what a model does, and stay what they are.
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
-
-    def call(state: Any, arrays: dict[int, Any]) -> Any:
-        args = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return nnx.merge(graphdef, state)(*jax.tree.unflatten(structure, args))
-
-    jax.eval_shape(call, state, arrays)
-    return order
+ConfigLike: TypeAlias = MatmulConfig | str
+"""A config, or the name of a preset: see `convert`."""
 
 
-def _obstacle(layer: Any, min_size: int, multiple_of: int) -> str:
-    """Why a layer cannot be converted, or is not worth it; "" if it can and is."""
-    kind = kind_of(layer)
-    if kind is None:
-        return "XLA has no FP8 kernel for convolutions"
-    if isinstance(layer, nnx.Einsum) and (problem := einsum_problem(layer.einsum_str)):
-        return problem
-    if (hook := hook_of(layer)) is not None and hook.weight_scale is not None:
-        return "its weight is stored in FP8"
-    if hook is None and getattr(layer, kind.attribute) not in kind.defaults:
-        return f"it has its own {kind.attribute}"
-    if getattr(layer, "dot_general_cls", None) is not None:
-        return "it has its own dot_general_cls"
-    features = features_of(layer)
-    if min(features) < min_size:
-        return f"{features[0]} to {features[1]} features is below min_size={min_size}"
-    if any(n % multiple_of for n in features):
-        return f"{features[0]} to {features[1]} features are not multiples of {multiple_of}"
-    return ""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The result of `convert` for one layer; ``config`` is None if it was left out.
+
+    Example:
+        >>> model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        >>> convert(model, "fp8").layers[0].reason
+        '8 to 8 features are not multiples of 16'
+    """
+
+    path: str
+    kind: str
+    features: tuple[int, ...]
+    rule: str
+    config: MatmulConfig | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` did to each layer with a matmul or convolution. Printed, it is a table.
+
+    Example:
+        >>> model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+        >>> convert(model, {"layers.0": "fp8_dynamic"}).converted
+        ('layers.0',)
+    """
+
+    layers: tuple[Conversion, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Paths of the layers with quantized matmuls."""
+        return tuple(layer.path for layer in self.layers if layer.config is not None)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Paths of the other layers, and why."""
+        return {layer.path: layer.reason for layer in self.layers if layer.config is None}
+
+    def __str__(self) -> str:
+        """Return a summary and one row for each layer."""
+        rows = [("layer", "class", "features", "formats, or why not", "rule")]
+        for layer in self.layers:
+            what, config = layer.reason, layer.config
+            if config is not None:
+                formats = (config.lhs, config.rhs, config.cotangent)
+                lhs, rhs, cotangent = (name.removeprefix("float8_") for name in formats)
+                what = f"{lhs} x {rhs}, cotangent {cotangent}, {config.strategy}"
+            features = "x".join(map(str, layer.features))
+            rows.append((layer.path, layer.kind, features, what, layer.rule))
+        count = f"{len(self.converted)} of {len(self.layers)} layers converted"
+        return "\n".join([count, *table(rows)])
 
 
 def convert(
@@ -88,36 +99,38 @@ def convert(
     min_size: int = 0,
     multiple_of: int = 16,
 ) -> ConversionReport:
-    """Gives the layers of a plain `flax.nnx` model quantized products, in place.
+    """Quantize the matmuls of a plain `flax.nnx` model, in place.
 
-    Layers are `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, also inside other modules such
-    as `nnx.MultiHeadAttention`. Parameters stay as they are; `restore` undoes it. Scales that are
-    kept ("fp8_delayed", "fp8_static") lie in the layers as `AmaxState`: differentiate with
-    `value_and_grad` of this package, or `calibrate`. Layers of `flax.linen` take ``dot_general=``
-    themselves.
+    It acts on `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, also inside other modules such as
+    `nnx.MultiHeadAttention`. Parameters stay the same; `restore` undoes it. Layers keep the scales
+    of "fp8_delayed" and "fp8_static" as `AmaxState`: differentiate with `value_and_grad` of this
+    package, or `calibrate`. For layers of `flax.linen` see `unitscale.quant.dot_general`.
+
+    The presets are those of layers (`as_policy`). "fp8" does not measure scales, so it suits only
+    values near RMS 1; those of a plain model usually are not, and "fp8_dynamic" measures them.
 
     Args:
-        model: the model, which is changed. Make the optimizer after this.
+        model: the model, which is changed. Create the optimizer after this.
         rules: maps patterns of dotted paths (`fnmatch`: "layers.*.mlp.*"), or pairs them with, a
-            `MatmulConfig`, the name of a preset ("fp8_unit", "fp8_dynamic", "fp8_delayed",
-            "fp8_static", "mxfp8"), or None, which leaves layers alone. The first pattern that
-            matches a layer counts. A config alone is for every layer.
+            `MatmulConfig`, the name of a preset ("fp8", "fp8_dynamic", "fp8_delayed",
+            "fp8_static", "mxfp8"), or None, which leaves layers unchanged. The first pattern that
+            matches a layer counts. A config alone applies to every layer.
         exempt: "first" and "last" leave out the layers that ``model(*example)`` calls first and
             last.
         example: arguments of such a call, for ``exempt``; the model is traced, not run. Arrays may
-            be `jax.ShapeDtypeStruct`; Python's booleans and numbers stay what they are.
+            be `jax.ShapeDtypeStruct`; Python booleans and numbers are passed on unchanged.
         min_size: layers with fewer features in or out are left out.
         multiple_of: layers whose features in or out are not multiples are left out: FP8 kernels
-            take multiples of 16.
+            need multiples of 16.
 
     Returns:
-        What became of each layer, and why.
+        What was done to each layer, and why.
 
     Raises:
-        ValueError: if a rule matches no layer, or none that an earlier rule leaves; if a preset is
-            unknown; or if ``exempt`` names anything else or lacks its example. The model is then
+        ValueError: if a rule matches no layer, or only layers that an earlier rule has taken; if a
+            preset is unknown; if ``exempt`` has another entry, or no ``example``. The model is then
             unchanged.
-        TypeError: if the rules are of another type, or the example is no tuple.
+        TypeError: if the rules or the example have another type.
 
     Example:
         >>> model = nnx.Sequential(
@@ -127,11 +140,10 @@ def convert(
         >>> report.converted, report.skipped
         (('layers.0',), {'layers.1': '32 to 10 features are not multiples of 16'})
     """
-    rules = check_rules(rules, "convert")
-    configs = {k: None if v is None else as_config(v) for k, v in rules.items()}
+    configs = _configs(rules)
     if unknown := set(exempt) - {"first", "last"}:
         raise ValueError(
-            'unitscale.nn.convert: exempt must be of "first" and "last"; got '
+            'unitscale.nn.convert: exempt must be "first", "last" or both; got '
             f"{', '.join(map(repr, sorted(unknown)))}"
         )
     if not isinstance(example, tuple):
@@ -145,56 +157,45 @@ def convert(
             "called with, to see which layers come first and last"
         )
     layers = dict(layers_of(model))
-    assigned = assign(configs, layers, "convert")
+    none = (
+        "the model has no layers of plain Flax with matmuls. Layers of unitscale.nn take policy=, "
+        "or use nn.set_policies"
+    )
+    assigned = assign(configs, layers, "convert", none)
     called = _called(model, example) if exempt else []
     ends = {"first": called[:1], "last": called[-1:]}
     exempted = {path: end for end in exempt for path in ends[end]}
     entries = []
     for path, layer in layers.items():
         rule, config = assigned.get(path, ("", None))
-        if not rule:
-            reason = "no rule matches it"
-        elif config is None:
-            reason = "its rule is None"
+        if config is None:
+            reason = "its rule is None" if rule else "no rule matches it"
         elif path in exempted:
             reason = f"the {exempted[path]} layer is exempt"
         else:
-            reason = _obstacle(layer, min_size, multiple_of)
-            if not reason and is_stateful(config.strategy) and is_stacked_elsewhere(layer):
-                reason = "nnx.vmap has stacked it along an axis that is not the first"
-        entries.append(
-            Conversion(
-                path=path,
-                kind=type(layer).__name__,
-                features=features_of(layer),
-                rule=rule,
-                config=None if reason else config,
-                reason=reason,
-            )
+            reason = _obstacle(layer, config, min_size, multiple_of)
+        entry = Conversion(
+            path=path,
+            kind=type(layer).__name__,
+            features=features_of(layer),
+            rule=rule,
+            config=None if reason else config,
+            reason=reason,
         )
+        entries.append(entry)
     for entry in entries:
         if entry.config is not None:
-            _attach(layers[entry.path], entry.config)
+            layer, hook = layers[entry.path], hook_of(layers[entry.path])
+            attribute, _ = _attribute_of(layer)
+            original = getattr(layer, attribute) if hook is None else hook.original
+            shape = layer.kernel.shape
+            stack = shape[: len(shape) - kernel_rank(layer)]
+            setattr(layer, attribute, nnx.data(Hook(entry.config, original, stack)))
     return ConversionReport(tuple(entries))
 
 
-def _attach(layer: Any, config: MatmulConfig) -> None:
-    kind, hook = kind_of(layer), hook_of(layer)
-    assert kind is not None, "only layers with a product are converted"
-    original = getattr(layer, kind.attribute) if hook is None else hook.original
-    shape = layer.kernel.shape
-    stack = shape[: len(shape) - kernel_rank(layer)]
-    setattr(layer, kind.attribute, nnx.data(kind.hook(config, original, stack)))
-
-
 def restore(model: nnx.Module) -> tuple[str, ...]:
-    """Undoes `convert`, in place: the model is what it was, with the parameters that it has now.
-
-    Args:
-        model: the model, which is changed; layers that are not converted stay as they are.
-
-    Returns:
-        Paths of the layers that were restored.
+    """Undo `convert`, in place, and return the paths; parameters keep their current values.
 
     Raises:
         ValueError: if `to_static` has stored a weight in FP8. The model is then unchanged.
@@ -210,11 +211,211 @@ def restore(model: nnx.Module) -> tuple[str, ...]:
     for path, (_, hook) in found.items():
         if hook.weight_scale is not None:
             raise ValueError(
-                f"unitscale.nn.restore: the weight of {path or 'the layer'} is stored in FP8; "
-                "what it was before is lost. Restore a model before to_static"
+                f"unitscale.nn.restore: the weight of {path or 'the layer'} is stored in FP8, and "
+                "its earlier value is lost. Restore a model before to_static"
             )
     for layer, hook in found.values():
-        kind = kind_of(layer)
-        assert kind is not None, "only layers with a product have a hook"
-        setattr(layer, kind.attribute, nnx.static(hook.original))
+        setattr(layer, _attribute_of(layer)[0], nnx.static(hook.original))
     return tuple(found)
+
+
+def _configs(rules: Any) -> dict[str, MatmulConfig | None]:
+    """Return rules as a dictionary of configs."""
+    if isinstance(rules, MatmulConfig | str):
+        rules = {"*": rules}
+    if isinstance(rules, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in rules
+    ):
+        rules = dict(rules)
+    if not isinstance(rules, Mapping) or not all(isinstance(key, str) for key in rules):
+        raise TypeError(
+            "unitscale.nn.convert: rules must map patterns of dotted paths, such as "
+            f"'layers.*.mlp.*', to configs; got {rules!r}"
+        )
+    configs = {}
+    for pattern, config in rules.items():
+        if isinstance(config, str):
+            if config not in CONVERSIONS:
+                hint = did_you_mean(config, CONVERSIONS)
+                if config == "fp8_unit":
+                    hint = (
+                        " It is called 'fp8' now and rounds cotangents to E4M3; for E5M2 give "
+                        "MatmulConfig(cotangent='float8_e5m2')."
+                    )
+                raise ValueError(
+                    f"unitscale.nn.convert: a preset must be one of {', '.join(CONVERSIONS)}; got "
+                    f"{config!r}.{hint}"
+                )
+            config = CONVERSIONS[config]
+        elif config is not None and not isinstance(config, MatmulConfig):
+            raise TypeError(
+                "unitscale.nn.convert: a rule must give a MatmulConfig, the name of a preset or "
+                f"None; got {config!r}"
+            )
+        configs[pattern] = config
+    return configs
+
+
+def _called(model: Any, example: tuple[Any, ...]) -> list[str]:
+    """Return the paths of the layers in the order in which the model calls them."""
+    order: list[str] = []
+
+    def recorder(path: str, original: Any):
+        def call(*args, **kwargs):
+            order.append(path)
+            return (original or lax.dot_general)(*args, **kwargs)
+
+        return call
+
+    copy = nnx.clone(model)
+    for path, layer in layers_of(copy):
+        if not isinstance(layer, CONVOLUTIONS):
+            attribute, hook = _attribute_of(layer)[0], hook_of(layer)
+            original = getattr(layer, attribute) if hook is None else hook.original
+            setattr(layer, attribute, nnx.static(recorder(path, original)))
+    graphdef, state = nnx.split(copy)
+    leaves, structure = jax.tree.flatten(example)
+    # Python booleans and numbers select what a model does, so they are not traced.
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+
+    def call(state: Any, arrays: dict[int, Any]) -> Any:
+        args = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return nnx.merge(graphdef, state)(*jax.tree.unflatten(structure, args))
+
+    jax.eval_shape(call, state, arrays)
+    return order
+
+
+def _obstacle(layer: Any, config: MatmulConfig, min_size: int, multiple_of: int) -> str:
+    """Return why a layer cannot or need not be converted; "" if it should be."""
+    if isinstance(layer, CONVOLUTIONS):
+        return "XLA has no FP8 kernel for convolutions"
+    if isinstance(layer, nnx.Einsum) and (problem := einsum_problem(layer.einsum_str)):
+        return problem
+    attribute, defaults = _attribute_of(layer)
+    hook, features = hook_of(layer), features_of(layer)
+    if hook is not None and hook.weight_scale is not None:
+        return "its weight is stored in FP8"
+    if hook is None and getattr(layer, attribute) not in defaults:
+        return f"it has its own {attribute}"
+    if getattr(layer, "dot_general_cls", None) is not None:
+        return "it has its own dot_general_cls"
+    if min(features) < min_size:
+        return f"{features[0]} to {features[1]} features is below min_size={min_size}"
+    if any(n % multiple_of for n in features):
+        return f"{features[0]} to {features[1]} features are not multiples of {multiple_of}"
+    if is_stateful(config.strategy) and not isinstance(layer, nnx.LinearGeneral):
+        own = layer.kernel_shape if isinstance(layer, nnx.Einsum) else features
+        if layer.kernel.shape[-kernel_rank(layer) :] != tuple(own):
+            return "nnx.vmap has stacked it along an axis that is not the first"
+    return ""
+
+
+class StaticWeight(nnx.Variable):
+    """An FP8 weight, or a scale, of a model from `to_static`; it is no `nnx.Param`.
+
+    Example:
+        >>> StaticWeight(jnp.ones(2, jnp.float8_e4m3fn)).get_value().dtype.name
+        'float8_e4m3fn'
+    """
+
+
+class Hook(nnx.Module):
+    """Replaces the matmul of a layer, and remembers the original.
+
+    The state has the leading dimensions ``stack`` of a stacked layer's kernel. With a
+    ``weight_scale`` the kernel is stored in FP8; ``input_scale`` is then the scale of the input,
+    unless it is measured.
+    """
+
+    def __init__(self, config: MatmulConfig, original: Any, stack: tuple[int, ...] = ()) -> None:
+        self.config, self.original = config, nnx.static(original)
+        self.state = nnx.data(amax_state(config))
+        if self.state is not None:
+            one = self.state.get_value()
+            self.state.set_value(
+                jax.tree.map(lambda x: jnp.broadcast_to(x, (*stack, *x.shape)), one)
+            )
+        self.weight_scale: Any = nnx.data(None)
+        self.input_scale: Any = nnx.data(None)
+
+    def __call__(self, *args, precision=None, preferred_element_type=None, out_sharding=None):
+        """Multiply as `lax.dot_general`, or as `jnp.einsum` if there is an equation."""
+        del precision
+        if isinstance(args[0], str):
+            equation, lhs, rhs = args
+            if problem := einsum_problem(equation):  # a call may have its own equation
+                raise ValueError(
+                    f"unitscale.nn.convert: {equation!r} is not a matmul of two operands: "
+                    f"{problem}. Leave the layer out, by a rule with None"
+                )
+            spec = einsum_contraction(equation, lhs.ndim)
+        else:
+            lhs, rhs, dimension_numbers = args
+            spec = contraction_of(dimension_numbers, lhs.ndim, rhs.ndim)
+        dtype = preferred_element_type
+        if self.weight_scale is None:
+            state = read(self.state)
+            return multiply(
+                lhs, rhs, spec, self.config, state, out_dtype=dtype, out_sharding=out_sharding
+            )
+        if self.input_scale is None:
+            axes = tuple(axis for axis, label in enumerate(spec.lhs) if label in spec.summed)
+            x = quantize(lhs, self.config.lhs, self.config.strategy, axis=axes)
+        else:
+            x = quantize_at(lhs, self.config.lhs, self.input_scale.get_value())
+        kernel = ScaledArray(rhs, self.weight_scale.get_value())
+        y = product(x, kernel, spec, 1.0, lhs.dtype if dtype is None else dtype)
+        return reshard(y, out_sharding)
+
+
+# The attribute that holds the matmul of each type of layer, and its values in an unchanged one.
+_HOOKS: dict[type[nnx.Module], tuple[str, tuple[Any, ...]]] = {
+    nnx.Linear: ("dot_general", (lax.dot_general,)),
+    nnx.LinearGeneral: ("dot_general", (None, lax.dot_general)),
+    nnx.Einsum: ("einsum_op", (jnp.einsum,)),
+}
+CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+NORMALIZERS = (nnx.WeightNorm, nnx.SpectralNorm)
+"""Modules that set the kernels of the layer inside them before each call."""
+
+
+def _attribute_of(layer: Any) -> tuple[str, tuple[Any, ...]]:
+    return next(found for type_, found in _HOOKS.items() if isinstance(layer, type_))
+
+
+def hook_of(layer: Any) -> Hook | None:
+    """Return the hook of a converted layer."""
+    if isinstance(layer, CONVOLUTIONS):
+        return None
+    found = getattr(layer, _attribute_of(layer)[0])
+    return found if isinstance(found, Hook) else None
+
+
+def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the `flax.nnx` layers with a matmul or convolution, as `nodes_of`."""
+    for path, node in nodes_of(model):
+        if isinstance(node, (*_HOOKS, *CONVOLUTIONS)):
+            yield path, node
+
+
+def features_of(layer: Any) -> tuple[int, ...]:
+    """Return the contracted and output sizes of a layer's matmul; () for a convolution."""
+    if isinstance(layer, nnx.LinearGeneral):
+        return math.prod(layer.in_features), math.prod(layer.out_features)
+    if isinstance(layer, nnx.Linear):
+        return layer.in_features, layer.out_features
+    if not isinstance(layer, nnx.Einsum) or einsum_problem(layer.einsum_str):
+        return ()
+    spec = einsum_contraction(layer.einsum_str, 0)
+    size = dict(zip(spec.rhs, layer.kernel_shape, strict=True))
+    outputs = [size[c] for c in spec.rhs if c not in spec.lhs]
+    return math.prod(size[c] for c in spec.summed), math.prod(outputs)
+
+
+def kernel_rank(layer: Any) -> int:
+    """Return the rank of a layer's kernel, without the axes of a stack."""
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
+    has_shape = isinstance(layer, nnx.Einsum | nnx.Conv | nnx.ConvTranspose)
+    return len(layer.kernel_shape) if has_shape else 2

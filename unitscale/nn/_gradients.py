@@ -1,16 +1,18 @@
-"""Gradients of models by value, and the amax that a step saw."""
+"""Gradients by value, calibration of FP8 scales, and the optimizer of NNX models."""
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..core import drop_value, is_scaled, loss_value, value_gradient, wide_data, with_data
-from ..quant import QuantState
-from ._amax_state import AmaxState, amax_states, map_states
+from ..quant import TENSORS, QuantState
+from ._amax import AmaxState, amax_states, map_states
 
 Path = tuple[Any, ...]
 
@@ -22,43 +24,33 @@ def value_and_grad(
     has_aux: bool = False,
     advance: bool = True,
 ) -> Callable[..., Any]:
-    """As `nnx.value_and_grad`, with gradients by value, and it records amax in the models.
+    """Differentiate as `nnx.value_and_grad`, by value, and record amax in the models.
 
-    Scaling:
-        The gradient of a parameter that is a ScaledArray is a plain float32 array, the gradient by
-        its value: see `unitscale.value_and_grad`. The scales of the models at ``argnums`` that
-        follow amax (`AmaxState`) are updated in place.
+    The gradient of a parameter that is a ScaledArray is its gradient by value, a plain float32
+    array: see `unitscale.value_and_grad`. The scales that the models at ``argnums`` keep
+    (`AmaxState`) are updated in place.
 
     Args:
-        f: function of models and other arguments that returns a scalar loss, by its value if that
-            is a ScaledArray; without it the result is a decorator.
-        argnums: which arguments to differentiate by; of a model its `nnx.Param` variables, or those
-            of a `nnx.DiffState`.
+        f: function of models and other arguments that returns a scalar loss, an array or a
+            ScaledArray; if it is left out, the result is a decorator.
+        argnums: as of `nnx.value_and_grad`.
         has_aux: whether ``f`` returns ``(loss, aux)``.
-        advance: whether this ends an optimizer step. False only adds to what was seen.
+        advance: whether this ends an optimizer step. False only accumulates amax.
 
     Returns:
-        A function of the arguments of ``f`` that returns ``(value, gradients)`` as
-        `nnx.value_and_grad` does.
+        A function of the arguments of ``f`` that returns ``(value, gradients)``.
 
     Raises:
-        TypeError: when called, if an argument holds models in a container, or is a tree with
-            ScaledArrays that is no model.
+        TypeError: when called, if an argument is a container of models or a tree of ScaledArrays
+            that is not a model.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from unitscale.nn import DotGeneral
-        >>> from unitscale.quant import Delayed, MatmulConfig
-        >>> dot = DotGeneral(MatmulConfig(strategy=Delayed()))
-        >>> model = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+        >>> from unitscale import nn
+        >>> model = nn.Dense(8, 4, policy="fp8_delayed", rngs=nnx.Rngs(0))
         >>> x = jnp.full((2, 8), 1000.0)
-        >>> loss, grads = value_and_grad(lambda model: model(x).sum())(model)
-        >>> sorted(grads), dot.state.get_value().scale[0]
+        >>> loss, grads = value_and_grad(lambda model: model(x).value.sum())(model)
+        >>> sorted(grads), model.amax.get_value().scale[0]
         (['bias', 'kernel'], Array(4., dtype=float32))
-
-    References:
-        Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
-        2024, arXiv 2407.17353, section 3.
     """
     if f is None:
         return partial(value_and_grad, argnums=argnums, has_aux=has_aux, advance=advance)
@@ -75,27 +67,27 @@ def value_and_grad(
         data: list[dict[Path, jax.Array]],
         args: Any,
     ) -> Any:
-        """``f`` with the data of ScaledArrays as an argument of its own, in float32."""
+        """Call ``f`` with the data of ScaledArrays as a float32 argument of its own."""
         models = [args[diff.argnum] for diff in wanted]
-        lent = [
+        replaced = [
             (variable, variable.get_value(), own[path])
             for diff, model, own in zip(wanted, models, data, strict=True)
             for path, variable in _scaled_params(model, diff)
         ]
-        for variable, stored, wide in lent:
+        for variable, stored, wide in replaced:
             variable.set_value(with_data(stored, wide))
         try:
             return loss_value(f(*args, **kwargs), has_aux)
         finally:
-            for variable, stored, _ in lent:
+            for variable, stored, _ in replaced:
                 variable.set_value(stored)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        # Negative ones count from the end of what is given, not from that of the defaults.
+        # Negative argnums count from the last argument given, without defaults.
         wanted = [nnx.DiffState(d.argnum + len(args) * (d.argnum < 0), d.filter) for d in asked]
-        # The data comes first, so every model is one place further back.
+        # The data is the first argument, which moves each model by one position.
         moved = [
             nnx.DiffState(d.argnum + 1, (AmaxState, nnx.All(d.filter, nnx.Not(_holds_scaled))))
             for d in wanted
@@ -107,7 +99,7 @@ def value_and_grad(
             lambda data, *args: by_data(wanted, bound.kwargs, data, args),
             argnums=(0, *moved),
             has_aux=has_aux,
-            graph=True,  # whatever `nnx.set_graph_mode` says: filters are of graphs
+            graph=True,  # filters need it, whatever `nnx.set_graph_mode` says
         )
         value, (of_data, *gradients) = differentiate(data, *bound.args)
         kept = []
@@ -116,15 +108,27 @@ def value_and_grad(
         ):
             if isinstance(gradient, nnx.State):
                 seen, gradient = nnx.split_state(gradient, AmaxState, ...)
-                _record(model, seen, advance)
-                found = {k: value_gradient(own[k].get_value(), ct) for k, ct in cotangents.items()}
-                gradient = _with(gradient, {k: own[k].replace(g) for k, g in found.items()})
-            elif any(map(is_scaled, jax.tree.leaves(gradient, is_leaf=is_scaled))):
+                amax = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(seen)}
+                for path, variable in amax_states(model):
+                    if path in amax:
+                        variable.set_value(variable.get_value().add(amax[path]))
+                if advance:
+                    map_states(model, QuantState.advance)
+                if own:
+                    flat: dict[Path, Any] = dict(nnx.to_flat_state(gradient))
+                    for k, cotangent in cotangents.items():
+                        by_value = value_gradient(own[k].get_value(), cotangent)
+                        flat[k] = own[k].replace(by_value)
+                    gradient = nnx.from_flat_state(flat)
+                kept.append(gradient)
+                continue
+            if any(map(is_scaled, jax.tree.leaves(gradient, is_leaf=is_scaled))):
                 raise TypeError(
                     f"unitscale.nn.value_and_grad: argument {diff.argnum} is a tree of "
                     "ScaledArrays, and no model; differentiate by unitscale.value_and_grad"
                 )
-            elif own or any(isinstance(v, AmaxState) for v in _variables(gradient)):
+            variables = jax.tree.leaves(gradient, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            if own or any(isinstance(v, AmaxState) for v in variables):
                 raise TypeError(
                     "unitscale.nn.value_and_grad: a model must be an argument of its own; argument "
                     f"{diff.argnum} holds models in a {type(gradient).__name__}"
@@ -142,16 +146,9 @@ def grad(
     has_aux: bool = False,
     advance: bool = True,
 ) -> Callable[..., Any]:
-    """As `nnx.grad`, with gradients by value, and it records amax.
-
-    Scaling, arguments and errors are those of `value_and_grad`.
-
-    Returns:
-        A function of the arguments of ``f`` that returns the gradients; with ``has_aux``,
-        ``(gradients, aux)``.
+    """Differentiate as `nnx.grad`; see `value_and_grad` for arguments and errors.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
         >>> print(grad(lambda model: model(jnp.ones((3, 2))).sum())(model)["bias"].get_value())
         [3.]
@@ -174,18 +171,144 @@ def _scaled_params(model: Any, diff: nnx.DiffState) -> Iterator[tuple[Path, nnx.
             yield path, node
 
 
-def _with(state: nnx.State, more: dict[Path, nnx.Variable]) -> nnx.State:
-    return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **more}) if more else state
+def calibrate(
+    model: Any,
+    batches: Iterable[Any],
+    loss: Callable[[Any, Any], jax.Array] | None = None,
+) -> None:
+    """Set the scales of a model from data, in place: of `Static`, and the first of `Delayed`.
+
+    Each batch runs forward and backward with dynamic scales; then the largest amax of all batches
+    gives the scale of each tensor. Nothing else of the model changes.
+
+    Args:
+        model: NNX module whose strategy keeps scales.
+        batches: arguments to call the model with, one by one; at least one.
+        loss: ``loss(model, batch)``, a scalar, for the scales of cotangents. None calls
+            ``model(batch)`` and leaves the scales of cotangents as they are.
+
+    Raises:
+        ValueError: if there is no batch, or the model holds no `AmaxState`.
+
+    Example:
+        >>> from unitscale import nn
+        >>> model = nn.Dense(8, 4, policy="fp8_static", rngs=nnx.Rngs(0))
+        >>> calibrate(model, [jnp.full((2, 8), 1000.0), jnp.full((2, 8), 4000.0)])
+        >>> print(model.amax.get_value().scale[::2])
+        [16.  1.]
+    """
+    if not any(True for _ in amax_states(model)):
+        raise ValueError(
+            "unitscale.nn.calibrate: the model holds no scales; give its layers a strategy that "
+            "keeps them, Static() or Delayed()"
+        )
+    # A copy, because a forward pass may change random states and statistics.
+    probe = nnx.clone(model)
+    map_states(probe, _start)
+    step = nnx.jit(value_and_grad(_total if loss is None else loss, advance=False))
+    count = 0
+    for count, batch in enumerate(batches, 1):  # noqa: B007
+        try:
+            step(probe, batch)
+        except Exception as error:
+            if loss is None and isinstance(batch, (tuple, list)):
+                error.add_note(
+                    "unitscale.nn.calibrate: a batch is the one argument that the model is called "
+                    f"with; got a {type(batch).__name__} of {len(batch)}. Give loss=, a function "
+                    "of the model and the batch, where it has labels or other arguments."
+                )
+            raise
+    if not count:
+        raise ValueError("unitscale.nn.calibrate: batches is empty; give at least one batch")
+    map_states(probe, _finish if loss is not None else _finish_forward)
+    nnx.update(model, nnx.state(probe, AmaxState))
 
 
-def _variables(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+def _start(state: QuantState) -> QuantState:
+    return dataclasses.replace(state, calibrating=True)
 
 
-def _record(model: Any, seen: nnx.State, ends_step: bool) -> None:
-    gradients = {".".join(map(str, path)): g.get_value() for path, g in nnx.to_flat_state(seen)}
-    for path, variable in amax_states(model):
-        if path in gradients:
-            variable.set_value(variable.get_value().add(gradients[path]))
-    if ends_step:
-        map_states(model, QuantState.advance)
+def _finish(state: QuantState) -> QuantState:
+    return dataclasses.replace(state.advance(), calibrating=False)
+
+
+def _finish_forward(state: QuantState) -> QuantState:
+    cotangent = TENSORS.index("cotangent")
+    return _finish(dataclasses.replace(state, tally=state.tally.at[..., cotangent, :].set(0)))
+
+
+def _total(model: Any, batch: Any) -> jax.Array:
+    leaves = map(jnp.asarray, jax.tree.leaves(model(batch)))
+    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(x.astype(jnp.float32)) for x in floating), start=jnp.float32(0))
+
+
+class Optimizer(nnx.Optimizer):
+    """`flax.nnx.Optimizer`, also for the transformations of `unitscale.optim.scaled`.
+
+    With a scaled ``tx`` the model's parameters become ScaledArrays in its format (small ones
+    float32), and `update` is ``tx.step``, which rounds each weight once. Gradients are those of
+    `nn.grad` and `nn.value_and_grad`, by value.
+
+    Args:
+        model: module whose parameters are trained; a scaled ``tx`` replaces them.
+        tx: optax transformation.
+        wrt: filter of the variables that are trained, as for `nnx.Optimizer`.
+        stack_axes: for a scaled ``tx``, the number of leading axes along which `nnx.vmap` has
+            stacked layers, or a prefix of the state with such numbers: each layer then has its own
+            scales, so that `nnx.scan` can map over them. None counts all axes but the last two.
+
+    Raises:
+        TypeError: if wrt is missing, or parameters are ScaledArrays and ``tx`` is not from
+            `unitscale.optim.scaled`.
+
+    Example:
+        >>> import optax
+        >>> from unitscale import nn, optim
+        >>> model = nn.Dense(64, 64, rngs=nnx.Rngs(0))
+        >>> optimizer = nn.Optimizer(model, optim.scaled(optax.adamw(0.1)), wrt=nnx.Param)
+        >>> _, grads = nn.value_and_grad(lambda m: m(jnp.ones((1, 64))).value.sum())(model)
+        >>> _ = optimizer.update(model, grads)
+        >>> model.kernel.get_value().dtype.name, int(optimizer.step[...])
+        ('float16', 1)
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, stack_axes: Any = None) -> None:
+        if not hasattr(tx, "step"):
+            scaled = [
+                path
+                for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+                if is_scaled(variable.get_value())
+            ]
+            if scaled:
+                raise TypeError(
+                    "unitscale.nn.Optimizer: tx must be from unitscale.optim.scaled for parameters "
+                    f"that are ScaledArrays, such as {'.'.join(map(str, scaled[0]))}; got "
+                    f"{type(tx).__name__}, which would add to data and scale alike. A chain goes "
+                    "inside: scaled(optax.chain(clip, inner))."
+                )
+            super().__init__(model, tx, wrt=wrt)
+            return
+        self.graph, self.tx, self.wrt = None, tx, wrt
+        self.step = nnx.OptState(jnp.array(0, jnp.uint32))
+        params = tx.scale_params(nnx.state(model, wrt), stack_axes=stack_axes)
+        nnx.update(model, params)
+        # One variable holds the whole state: with one per array, as in flax, the data and scale of
+        # a ScaledArray would become separate variables.
+        self.opt_state = nnx.OptState(tx.init(nnx.as_pure(params)))
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Update the parameters of the model by one step, with gradients of ``wrt``.
+
+        Further keyword arguments are those of ``tx``. Returns the new parameters, or for a plain
+        optax transformation the updates.
+        """
+        step = getattr(self.tx, "step", None)
+        if step is None:
+            return super().update(model, grads, **kwargs)
+        params, gradients = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
+        params, state = step(params, self.opt_state.get_value(), gradients, **nnx.as_pure(kwargs))
+        nnx.update(model, params)
+        self.opt_state.set_value(state)
+        self.step[...] += 1
+        return params

@@ -1,5 +1,7 @@
-"""Dense layers and the readout."""
+"""Dense layers, the readout, einsum layers and low-rank updates."""
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 import jax
@@ -7,119 +9,34 @@ from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
+from ..quant import einsum_contraction, einsum_problem
 from ..rules import Constraint
-from ._amax_state import amax_state, read_state
-from ._param import (
+from ._params import (
     NO_METADATA,
     Initializer,
+    KernelLayer,
+    KernelOptions,
     Metadata,
+    OutSharding,
     padding_of,
     read,
+    reshard_output,
     unit_normal,
-    unpadded,
-    vector,
     weight,
     zeros,
 )
-from ._placement import OutSharding, placed
-from ._policy import Policy, PolicyLike, as_policy
+from ._policy import PolicyLike, as_policy
 
 
-class LossOptions(TypedDict, total=False):
-    """What `Readout.cross_entropy` and `Embed.cross_entropy` pass on."""
-
-    mult: float
-    where: jax.Array | None
-    reduction: Literal["mean", "sum", "none"]
-    chunk_size: int | None
-
-
-class _Affine(nnx.Module):
-    """What Dense and Readout share: parameters and formats."""
-
-    role: str
-    constraint: Constraint
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        use_bias: bool,
-        constraint: Constraint,
-        policy: Policy,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata,
-        bias_metadata: Metadata,
-        padding: int = 0,
-    ) -> None:
-        self.in_features, self.out_features = in_features, out_features
-        self.constraint, self.policy = constraint, policy
-        self.kernel = weight(
-            rngs,
-            (in_features, out_features),
-            self.policy,
-            role=self.role,
-            fan_in=in_features,
-            fan_out=out_features,
-            padding=(0, padding),
-            init=kernel_init,
-            metadata=kernel_metadata,
-        )
-        bias = None
-        if use_bias:
-            shape = (out_features,)
-            bias = vector(bias_init, rngs, shape, policy, role="bias", metadata=bias_metadata)
-        self.bias = nnx.data(bias)
-        self.amax = nnx.data(amax_state(self.policy.matmul_for(self.role)))
-
-    def _apply(self, op, x: ops.ArrayLike) -> ScaledArray:
-        return op(
-            self.policy.activation(x),
-            self.policy.weight(unpadded(self.kernel), self.role),
-            read(self.bias),
-            constraint=self.constraint,
-            config=self.policy.matmul_for(self.role),
-            state=read_state(self.amax),
-        )
-
-
-class Dense(_Affine):
-    """A dense layer, as `flax.nnx.Linear`.
-
-    Scaling:
-        `ops.dense`: y = in^-1/2 * x @ kernel + bias; kernel from N(0, 1), bias zero.
-
-    Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
-        use_bias: whether to add a bias.
-        constraint: how the output and the input gradient come to share a factor.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        kernel_init: initializer of the kernel; factors assume unit variance.
-        bias_init: initializer of the bias.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; parameters draw from "params".
-        kernel_metadata: metadata of the kernel, such as ``{"out_sharding": (None, "model")}``.
-        bias_metadata: metadata of the bias.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+class Dense(KernelLayer):
+    """A dense layer (`ops.dense`), as `flax.nnx.Linear`.
 
     Example:
         >>> import jax.numpy as jnp
         >>> layer = Dense(16, 32, policy="float16", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 16)))
         ScaledArray(float16[2,32], scale=None)
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, scaled ops.
     """
-
-    role = "weight"
 
     def __init__(
         self,
@@ -128,72 +45,56 @@ class Dense(_Affine):
         *,
         use_bias: bool = True,
         constraint: Constraint = "to_output_scale",
-        dtype: Any = None,
-        param_dtype: Any = None,
-        kernel_init: Initializer = unit_normal,
-        bias_init: Initializer = zeros,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
+        **options: Unpack[KernelOptions],
     ) -> None:
+        self.in_features, self.out_features = in_features, out_features
         super().__init__(
-            in_features,
-            out_features,
-            use_bias=use_bias,
+            (in_features, out_features),
+            (out_features,) if use_bias else None,
+            fan_in=in_features,
+            fan_out=out_features,
             constraint=constraint,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
+            **options,
         )
 
     def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
-        """Maps (..., in_features) to (..., out_features), divided over explicit axes as asked."""
-        return placed(self._apply(ops.dense, x), out_sharding)
+        """Map (..., in_features) to (..., out_features)."""
+        return self._apply(ops.dense, x, out_sharding)
 
 
 Linear = Dense
 """The name of `Dense` in `flax.nnx`."""
 
 
-class Readout(_Affine):
-    """The layer that produces the logits.
+class LossOptions(TypedDict, total=False):
+    """Options of `ops.readout_cross_entropy` that `cross_entropy` methods take."""
 
-    Scaling:
-        `ops.readout`: y = in^-1 * x @ kernel + bias; kernel from N(0, 1), bias zero. The input
-        gradient is scaled freely (constraint None): its input must be a cut edge.
+    mult: float
+    where: jax.Array | None
+    reduction: Literal["mean", "sum", "none"]
+    chunk_size: int | None
+
+
+class Readout(KernelLayer):
+    """The layer that produces the logits (`ops.readout`).
+
+    The input gradient has a factor of its own, so the input must be a cut edge. Its matmuls are
+    quantized only if the policy says so: see `Policy.with_quantized_readout`.
 
     Args:
         in_features: size of the input's last axis.
         out_features: number of logits.
-        use_bias: whether to add a bias.
-        constraint: None, or how the output and the input gradient come to share a factor.
-        pad_to_multiple_of: the kernel gets columns of zeros, up to a multiple of this that matrix
-            kernels like, such as 128. They never learn and are no logits; factors are those of
-            out_features.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        kernel_init: initializer of the kernel; factors assume unit variance.
-        bias_init: initializer of the bias.
-        policy: formats; the role "readout" is exempt from quantization by default.
-        rngs: streams of random keys; parameters draw from "params".
-        kernel_metadata: metadata of the kernel, such as ``{"out_sharding": (None, "model")}``.
-        bias_metadata: metadata of the bias.
+        pad_to_multiple_of: pads the kernel with columns of zeros up to a multiple that matmul
+            kernels prefer, such as 128. They are never trained, and give no logits.
+        **options: shared arguments; ``use_bias`` is False and ``constraint`` None by default.
 
     Raises:
-        ValueError: if the policy is unknown or the multiple not positive; when called, if the
-            shapes do not fit.
+        ValueError: if ``pad_to_multiple_of`` is not positive.
 
     Example:
         >>> import jax.numpy as jnp
         >>> Readout(16, 256, rngs=nnx.Rngs(0))(jnp.ones((2, 16))).shape
         (2, 256)
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2 (output weights).
     """
 
     role = "readout"
@@ -206,40 +107,31 @@ class Readout(_Affine):
         use_bias: bool = False,
         constraint: Constraint = None,
         pad_to_multiple_of: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        kernel_init: Initializer = unit_normal,
-        bias_init: Initializer = zeros,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
+        **options: Unpack[KernelOptions],
     ) -> None:
+        self.in_features, self.out_features = in_features, out_features
         super().__init__(
-            in_features,
-            out_features,
-            use_bias=use_bias,
+            (in_features, out_features),
+            (out_features,) if use_bias else None,
+            fan_in=in_features,
+            fan_out=out_features,
             constraint=constraint,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-            padding=padding_of("Readout", out_features, pad_to_multiple_of),
+            padding=(0, padding_of("Readout", out_features, pad_to_multiple_of)),
+            **options,
         )
 
     def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
-        """Maps (..., in_features) to logits (..., out_features), divided as asked."""
-        return placed(self._apply(ops.readout, x), out_sharding)
+        """Map (..., in_features) to logits (..., out_features)."""
+        return self._apply(ops.readout, x, out_sharding)
 
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
     ) -> jax.Array:
-        """The loss of labels (...) under the logits of (..., in_features), which are never whole.
+        """Return the loss of labels (...) for inputs (..., in_features), chunk by chunk.
 
-        As `ops.readout_cross_entropy`, with its options ``mult``, ``where``, ``reduction`` and
-        ``chunk_size``. A readout with a bias makes whole logits.
+        `ops.readout_cross_entropy`, which never materializes all logits, with its options
+        ``mult``, ``where``, ``reduction`` and ``chunk_size``. A readout with a bias does
+        materialize them.
 
         Example:
             >>> import jax.numpy as jnp
@@ -257,7 +149,162 @@ class Readout(_Affine):
             labels,
             constraint=self.constraint,
             vocab=self.out_features,
-            state=read_state(self.amax),
+            state=read(self.amax),
             **formats,
             **options,
         )
+
+
+class Einsum(KernelLayer):
+    """A dense layer along any axes (`ops.einsum`), as `flax.nnx.Einsum`.
+
+    Raises:
+        ValueError: if ``einsum_str`` is not a matmul of an input and a kernel of this shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = Einsum("btd,dhk->bthk", (16, 4, 5), (4, 5), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 3, 16))).shape
+        (2, 3, 4, 5)
+    """
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Sequence[int],
+        bias_shape: Sequence[int] | None = None,
+        *,
+        constraint: Constraint = "to_output_scale",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        self.einsum_str, self.kernel_shape = einsum_str.replace(" ", ""), tuple(kernel_shape)
+        spec = None if einsum_problem(einsum_str) else einsum_contraction(einsum_str, 0)
+        if spec is None or len(spec.rhs) != len(self.kernel_shape):
+            problem = einsum_problem(einsum_str) or f"the kernel is {self.kernel_shape}"
+            raise ValueError(
+                "unitscale.nn.Einsum: einsum_str must be a matmul of an input and a kernel, such "
+                f"as '...a,ab->...b'; got {einsum_str!r}: {problem}"
+            )
+        size = dict(zip(spec.rhs, self.kernel_shape, strict=True))
+        super().__init__(
+            self.kernel_shape,
+            None if bias_shape is None else tuple(bias_shape),
+            fan_in=math.prod(size[c] for c in spec.summed),
+            fan_out=math.prod(size[c] for c in spec.rhs if c not in spec.lhs),
+            constraint=constraint,
+            **options,
+        )
+
+    def __call__(self, inputs: ops.ArrayLike, *, out_sharding: OutSharding = None) -> ScaledArray:
+        """Contract inputs with the kernel."""
+
+        def op(x: ops.ArrayLike, kernel: ops.ArrayLike, *args: Any, **options: Any) -> ScaledArray:
+            return ops.einsum(self.einsum_str, x, kernel, *args, **options)
+
+        return self._apply(op, inputs, out_sharding)
+
+
+class LoRA(nnx.Module):
+    """A low-rank update (`ops.lora`), of a layer if there is one, as `flax.nnx.LoRA`.
+
+    Its matmuls are in the compute dtype, also under FP8 policies. ``constraint`` is that of the
+    layer. Factors assume that ``a`` has unit variance and ``b`` is zero at initialisation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = LoRA(16, 4, 32, base_module=Dense(16, 32, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+        >>> layer(jnp.ones((2, 16))).shape, layer.lora_a.shape
+        ((2, 32), (16, 4))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        lora_rank: int,
+        out_features: int,
+        *,
+        base_module: Callable[..., Any] | None = None,
+        constraint: Constraint = "to_output_scale",
+        dtype: Any = None,
+        param_dtype: Any = None,
+        a_initializer: Initializer = unit_normal,
+        b_initializer: Initializer = zeros,
+        lora_param_type: type[nnx.Param] = nnx.LoRAParam,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+    ) -> None:
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
+        self.base_module = nnx.data(base_module)
+        self.constraint: Constraint = constraint
+
+        def parameter(inputs: int, outputs: int, **options: Any) -> nnx.Param:
+            shape, kind = (inputs, outputs), lora_param_type
+            return weight(
+                rngs, shape, self.policy, fan_in=inputs, fan_out=outputs, kind=kind, **options
+            )
+
+        self.lora_a = parameter(in_features, lora_rank, init=a_initializer, metadata=a_metadata)
+        self.lora_b = parameter(lora_rank, out_features, init=b_initializer, metadata=b_metadata)
+
+    def __call__(self, x: ops.ArrayLike, **kwargs: Any) -> ScaledArray:
+        """Map (..., in_features) to (..., out_features); further arguments are the base's."""
+        base = None if self.base_module is None else self.base_module(x, **kwargs)
+        return self.update(x=x, base=base)  # by keyword: see `given`
+
+    def update(self, x: ops.ArrayLike, base: ops.ArrayLike | None) -> ScaledArray:
+        """Return the updated output of a layer whose output for ``x`` is ``base``."""
+        a, b = (self.policy.activation(read(p)) for p in (self.lora_a, self.lora_b))
+        return ops.lora(self.policy.activation(x), a, b, base, constraint=self.constraint)
+
+
+class LoRALinear(Dense):
+    """A `Dense` with a `LoRA` update, as `flax.nnx.LoRALinear`.
+
+    The parameters of the dense layer have the names and initial values of a plain `Dense`, whose
+    arguments it takes too. None for a dtype of the update is that of the layer.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = LoRALinear(16, 32, lora_rank=4, policy="bfloat16", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 16)))
+        ScaledArray(bfloat16[2,32], scale=None)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        lora_rank: int,
+        lora_dtype: Any = None,
+        lora_param_dtype: Any = None,
+        a_initializer: Initializer = unit_normal,
+        b_initializer: Initializer = zeros,
+        lora_param_type: type[nnx.Param] = nnx.LoRAParam,
+        rngs: nnx.Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.lora = LoRA(
+            in_features,
+            lora_rank,
+            out_features,
+            constraint=self.constraint,
+            dtype=lora_dtype,
+            param_dtype=lora_param_dtype,
+            a_initializer=a_initializer,
+            b_initializer=b_initializer,
+            lora_param_type=lora_param_type,
+            policy=self.policy,
+            rngs=rngs,
+            a_metadata=a_metadata,
+            b_metadata=b_metadata,
+        )
+
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """Map (..., in_features) to (..., out_features)."""
+        return reshard_output(self.lora.update(x=x, base=super().__call__(x)), out_sharding)

@@ -1,53 +1,50 @@
-"""Feed-forward blocks."""
+"""Feed-forward blocks: MLP and mixture of experts."""
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeAlias, Unpack
 
+import jax
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .. import ops
-from ..core import ScaledArray
+from ..core import ScaledArray, custom_vjp
 from ..quant import Unit
-from ._dropout import Dropout
-from ._given import given
 from ._linear import Dense
-from ._policy import PolicyLike
-from ._recomputed import recomputed
+from ._norm import Dropout
+from ._params import KernelLayer, KernelOptions, check_choice, given, read, weight
+from ._policy import PolicyLike, as_policy
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
 GATED = "_glu"
-_CALL = Dense.__call__
+_DENSE_CALL = Dense.__call__  # nnx.tabulate replaces it while it runs
 
 
 class MLP(nnx.Module):
-    """A feed-forward block: plain ``down(f(up(x)))``, or gated ``down(up(x) * f(gate(x)))``.
+    """A feed-forward block: ``down(f(up(x)))``, or gated: ``down(up(x) * f(gate(x)))``.
 
-    Scaling:
-        Every product and activation is unit scaled. Hidden units have unit variance; those of gelu,
-        silu and relu have a mean too, which brings the output's RMS to 1.11, 1.07 and 1.21.
-        Where they are quantized without statistics (`quant.Unit`), the backward computes them
-        again, beside their gradients, in place of keeping them.
+    Hidden units have unit variance; those of gelu, silu and relu also have a mean, which raises the
+    output's RMS to 1.11, 1.07 and 1.21. If hidden units are quantized without statistics
+    (`quant.Unit`), the backward pass recomputes them instead of storing them.
 
     Args:
         in_features: size of the input's last axis.
         hidden_features: size of the hidden layer.
         out_features: size of the output's last axis; in_features by default.
-        activation: "gelu", "silu", "relu", "tanh" (plain), "silu_glu", "gelu_glu" (gated).
+        activation: "gelu", "silu", "relu", "tanh", or gated "silu_glu", "gelu_glu".
         mult: multiplier of the activation's argument.
         use_bias: whether the dense layers add biases.
         dropout_rate: rate of dropout on the output.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys ("params", and "dropout" if there is any).
+        policy: shared with other layers, as ``rngs`` ("dropout" too, if there is any).
 
     Raises:
-        ValueError: if the activation or policy is unknown.
+        ValueError: if the activation is unknown.
 
     Example:
         >>> import jax.numpy as jnp
         >>> MLP(8, 32, activation="silu_glu", rngs=nnx.Rngs(0))(jnp.ones((2, 8))).shape
         (2, 8)
-
-    References:
-        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202 (gated).
     """
 
     def __init__(
@@ -63,11 +60,7 @@ class MLP(nnx.Module):
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
-        if activation not in get_args(Activation):
-            raise ValueError(
-                "unitscale.nn.MLP: activation must be one of "
-                f"{', '.join(get_args(Activation))}; got {activation!r}"
-            )
+        check_choice("MLP", "activation", activation, Activation)
         self.activation, self.mult = activation, mult
         out_features = in_features if out_features is None else out_features
 
@@ -81,22 +74,232 @@ class MLP(nnx.Module):
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
     def __call__(self, x: ops.ArrayLike, *, deterministic: bool | None = None) -> ScaledArray:
-        """Maps (..., in_features) to (..., out_features)."""
+        """Map (..., in_features) to (..., out_features)."""
         inner = (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
-        project = recomputed(self._project) if self._recomputes() else self._project
+        project = rematerialize(self._project) if self._rematerializes() else self._project
         return self.dropout(project(*inner), **given(deterministic=deterministic))
 
     def _project(self, *inner: ScaledArray) -> ScaledArray:
         return self.down(getattr(ops, self.activation)(*inner, mult=self.mult))
 
-    def _recomputes(self) -> bool:
-        """Whether the backward computes hidden units again.
+    def _rematerializes(self) -> bool:
+        """Return whether the backward pass recomputes hidden units.
 
-        Scales of other strategies come from the hidden units, which would be read once more. A
-        layer of another kind in the place of ``down`` may keep what it sees, and so may who watches
-        `Dense`, as `nnx.tabulate` does: nothing may leave the trace of what is computed again.
+        Strategies with statistics would have to read them once more. Modules that replace ``down``
+        or `Dense.__call__` may keep tracers, which must not leave the recomputed function.
         """
-        if type(self.down).__call__ is not _CALL:
+        if type(self.down).__call__ is not _DENSE_CALL:
             return False
         config = self.down.policy.matmul_for(self.down.role)
         return config is not None and isinstance(config.strategy, Unit)
+
+
+def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
+
+
+@partial(custom_vjp, nondiff_argnums=(0,))
+def _rematerialized(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+    return _evaluate(jaxpr, consts, args)
+
+
+def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Any]:
+    return _evaluate(jaxpr, consts, args), (consts, args)
+
+
+def _bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
+    consts, args = residuals
+    # Without a barrier XLA may find the same computation in the forward pass, and store its result.
+    args = jax.lax.optimization_barrier(args)
+    _, pull = jax.vjp(partial(_evaluate, jaxpr), consts, args)
+    return pull(cotangents)
+
+
+_rematerialized.defvjp(_fwd, _bwd)
+
+
+def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose backward pass stores only its arguments and recomputes the rest.
+
+    Differs from `jax.checkpoint` in two ways: values closed over, such as cast weights, are not
+    recomputed; and the cotangent is not behind the barrier, so that XLA can fuse recomputation and
+    derivative into one kernel.
+
+    References:
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174.
+    """
+
+    def call(*args: Any) -> Any:
+        # Traced only here, so that contexts such as `batch_over` apply to the backward pass too.
+        closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+        out = _rematerialized(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return call
+
+
+Values: TypeAlias = tuple[Any, Any, Any]
+
+
+class ExpertDense(KernelLayer):
+    """A dense layer with one kernel and bias per expert (`ops.grouped_dense`), as in `MoE`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = ExpertDense(2, 16, 32, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 16)), ops.Groups(jnp.array([1, 2]), rows=3, groups=2)).shape
+        (3, 32)
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        super().__init__(
+            (experts, in_features, out_features),
+            (experts, out_features) if use_bias else None,
+            fan_in=in_features,
+            fan_out=out_features,
+            **options,
+        )
+
+    def values(self) -> Values:
+        """Return kernels, biases and the state of the matmul's scales."""
+        kernel = read(self.kernel)
+        if self.policy.matmul_for("weight") is None:
+            kernel = self.policy.activation(kernel)
+        return kernel, read(self.bias), read(self.amax)
+
+    def __call__(
+        self, x: ops.ArrayLike, groups: ops.Groups, values: Values | None = None
+    ) -> ScaledArray:
+        """Map rows (rows, in_features), sorted by expert, to (rows, out_features).
+
+        ``values`` replace those of the layer, for a device that holds some of the experts.
+        """
+        kernel, bias, state = self.values() if values is None else values
+        x, config = self.policy.activation(x), self.policy.matmul_for("weight")
+        return ops.grouped_dense(x, kernel, groups, bias, config=config, state=state)
+
+
+class MoE(nnx.Module):
+    """A mixture of experts (`ops.mixture`): a router sends each token to a few of many MLPs.
+
+    The router's logits, gates and losses are float32 under every policy; its kernel has the role
+    "weight", so that u-muP's learning rates move its logits as much as other activations.
+
+    No token is dropped. On a mesh with the axis ``expert_axis`` (`jax.set_mesh`, or inside
+    `jax.shard_map`) each device computes its own experts; `parallel.param_shardings` shards their
+    parameters accordingly.
+
+    Args:
+        in_features: as of `MLP`, and so all arguments that are not listed here.
+        hidden_features: size of the hidden layer of each expert.
+        experts: number of experts.
+        top_k: number of experts of each token.
+        router_mult: multiplier of the router's logits (inverse temperature).
+        renormalize: whether the gates of a token sum to 1; by default if ``top_k`` is above 1.
+        load_balancing: weight of `ops.Routing.load_balancing_loss`. Its gradient is added to that
+            of the model's loss; its value is not. 0 for none.
+        z_loss: the same for `ops.Routing.z_loss`.
+        expert_axis: name of the mesh axis that shards the experts.
+
+    Raises:
+        ValueError: if the activation is unknown, there are fewer experts than top_k, or
+            ``renormalize`` would fix a single gate at 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = MoE(8, 32, experts=4, activation="silu_glu", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 5, 8))).shape
+        (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        experts: int = 8,
+        top_k: int = 2,
+        activation: Activation = "gelu",
+        mult: float = 1.0,
+        router_mult: float = 1.0,
+        renormalize: bool | None = None,
+        load_balancing: float = 0.0,
+        z_loss: float = 0.0,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        expert_axis: str = "expert",
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_choice("MoE", "activation", activation, Activation)
+        if not 1 <= top_k <= experts:
+            raise ValueError(
+                f"unitscale.nn.MoE: top_k must be from 1 to the {experts} experts; got {top_k}"
+            )
+        renormalize = top_k > 1 if renormalize is None else renormalize
+        if renormalize and top_k == 1 < experts:
+            raise ValueError(
+                "unitscale.nn.MoE: one renormalized gate is always 1 and gives the router no "
+                "gradient; got top_k=1, renormalize=True. Leave renormalize out."
+            )
+        self.activation, self.mult = activation, mult
+        self.top_k, self.router_mult, self.renormalize = top_k, router_mult, renormalize
+        self.load_balancing, self.z_loss = load_balancing, z_loss
+        self.expert_axis, self.policy = expert_axis, as_policy(policy)
+        self.out_features = in_features if out_features is None else out_features
+        self.router = weight(
+            rngs, (in_features, experts), self.policy, fan_in=in_features, fan_out=experts
+        )
+
+        def dense(inputs: int, outputs: int) -> ExpertDense:
+            return ExpertDense(
+                experts, inputs, outputs, use_bias=use_bias, policy=policy, rngs=rngs
+            )
+
+        layers = {"up": dense(in_features, hidden_features)}
+        if activation.endswith(GATED):
+            layers["gate"] = dense(in_features, hidden_features)
+        layers["down"] = dense(hidden_features, self.out_features)
+        self.experts = nnx.Dict(layers)
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def route(self, x: ops.ArrayLike) -> ops.Routing:
+        """Return the experts of the tokens of (..., in_features), and the router's losses."""
+        return ops.route(
+            self.policy.activation(x),
+            read(self.router),
+            self.top_k,
+            mult=self.router_mult,
+            renormalize=self.renormalize,
+            out_features=self.out_features,
+        )
+
+    def __call__(self, x: ops.ArrayLike, *, deterministic: bool | None = None) -> ScaledArray:
+        """Map (..., in_features) to (..., out_features)."""
+        x = self.policy.activation(x)
+        routing = self.route(x)
+        values = {name: layer.values() for name, layer in self.experts.items()}
+        y = ops.mixture(self._apply, x, routing, values, expert_axis=self.expert_axis)
+        for loss, coefficient in (
+            (routing.load_balancing_loss, self.load_balancing),
+            (routing.z_loss, self.z_loss),
+        ):
+            if coefficient:
+                y = ops.attach_loss(y, loss(), coefficient / routing.shards)
+        return self.dropout(y, **given(deterministic=deterministic))
+
+    def _apply(self, x: ScaledArray, values: dict[str, Any], groups: ops.Groups) -> ScaledArray:
+        def dense(name: str, h: ops.ArrayLike) -> ScaledArray:
+            return self.experts[name](h, groups, values[name])
+
+        inner = [dense(name, x) for name in ("up", "gate") if name in values]
+        return dense("down", getattr(ops, self.activation)(*inner, mult=self.mult))

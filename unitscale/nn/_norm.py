@@ -1,73 +1,42 @@
-"""Normalization layers."""
+"""Normalization layers and dropout."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypedDict, Unpack
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops
 from ..core import ScaledArray
-from ._param import NO_METADATA, Initializer, Metadata, ones, read, vector, zeros
-from ._policy import Policy, PolicyLike, as_policy
+from ._params import NO_METADATA, Initializer, Metadata, ones, read, vector, zeros
+from ._policy import PolicyLike, as_policy
+
+RngsLike: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array | None
+
+
+class ScaleOptions(TypedDict, total=False):
+    """Keyword arguments of every normalization layer: see `LayerNorm`."""
+
+    dtype: Any
+    param_dtype: Any
+    use_scale: bool
+    scale_init: Initializer
+    policy: PolicyLike
+    rngs: nnx.Rngs | None
+    scale_metadata: Metadata
+
+
+class NormOptions(ScaleOptions, total=False):
+    """Keyword arguments of normalization layers with a bias: see `LayerNorm`."""
+
+    use_bias: bool
+    bias_init: Initializer
+    bias_metadata: Metadata
 
 
 class _Norm(nnx.Module):
-    """What normalization layers share: gain and bias."""
-
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float,
-        use_bias: bool,
-        use_scale: bool,
-        policy: Policy,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer,
-        rngs: nnx.Rngs | None,
-        bias_metadata: Metadata = NO_METADATA,
-        scale_metadata: Metadata,
-    ) -> None:
-        self.num_features, self.epsilon, self.policy = num_features, epsilon, policy
-
-        def parameter(init: Initializer, metadata: Metadata) -> nnx.Param:
-            return vector(init, rngs, (num_features,), policy, role="norm", metadata=metadata)
-
-        self.gain = nnx.data(parameter(scale_init, scale_metadata) if use_scale else None)
-        self.bias = nnx.data(parameter(bias_init, bias_metadata) if use_bias else None)
-
-
-class LayerNorm(_Norm):
-    """Layer normalization over the last axis, as `flax.nnx.LayerNorm`.
-
-    Scaling:
-        `ops.layer_norm`; gain one and bias zero at initialisation.
-
-    Args:
-        num_features: size of the last axis.
-        epsilon: added to the variance.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply by a gain (flax's name for it).
-        bias_init: initializer of the bias.
-        scale_init: initializer of the gain.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; needed by initializers that draw.
-        bias_metadata: metadata of the bias, such as ``{"out_sharding": ("model",)}``.
-        scale_metadata: metadata of the gain.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> LayerNorm(4)(jnp.ones((2, 4), jnp.float16)).dtype.name
-        'float32'
-
-    References:
-        Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450.
-    """
+    """Base of normalization layers: their gain and bias."""
 
     def __init__(
         self,
@@ -85,116 +54,61 @@ class LayerNorm(_Norm):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ) -> None:
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            use_bias=use_bias,
-            use_scale=use_scale,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
-            bias_init=bias_init,
-            scale_init=scale_init,
-            rngs=rngs,
-            bias_metadata=bias_metadata,
-            scale_metadata=scale_metadata,
-        )
+        self.num_features, self.epsilon = num_features, epsilon
+        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
+
+        def parameter(init: Initializer, metadata: Metadata) -> nnx.Param:
+            return vector(init, rngs, (num_features,), self.policy, role="norm", metadata=metadata)
+
+        self.gain = nnx.data(parameter(scale_init, scale_metadata) if use_scale else None)
+        self.bias = nnx.data(parameter(bias_init, bias_metadata) if use_bias else None)
+
+
+class LayerNorm(_Norm):
+    """Layer normalization over the last axis (`ops.layer_norm`), as `flax.nnx.LayerNorm`.
+
+    The parameter of ``use_scale``, Flax's ``scale``, is the attribute ``gain``. ``rngs`` are needed
+    only by initializers other than zeros and ones.
+
+    Example:
+        >>> LayerNorm(4)(jnp.ones((2, 4), jnp.float16)).dtype.name
+        'float32'
+    """
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Normalizes (..., num_features)."""
+        """Normalize (..., num_features)."""
         x = self.policy.activation(x)
         return ops.layer_norm(x, read(self.gain), read(self.bias), eps=self.epsilon)
 
 
 class RMSNorm(_Norm):
-    """RMS normalization over the last axis, as `flax.nnx.RMSNorm`.
-
-    Scaling:
-        `ops.rms_norm`; gain one at initialisation.
-
-    Args:
-        num_features: size of the last axis.
-        epsilon: added to the mean square.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        use_scale: whether to multiply by a gain (flax's name for it).
-        scale_init: initializer of the gain.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; needed by initializers that draw.
-        scale_metadata: metadata of the gain, such as ``{"out_sharding": ("model",)}``.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+    """RMS normalization over the last axis (`ops.rms_norm`), as `flax.nnx.RMSNorm`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> RMSNorm(4, policy="float16")(jnp.ones((2, 4))).dtype.name
         'float16'
-
-    References:
-        Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
     """
 
     def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        use_scale: bool = True,
-        scale_init: Initializer = ones,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs | None = None,
-        scale_metadata: Metadata = NO_METADATA,
+        self, num_features: int, *, epsilon: float = 1e-6, **options: Unpack[ScaleOptions]
     ) -> None:
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            use_bias=False,
-            use_scale=use_scale,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
-            scale_init=scale_init,
-            rngs=rngs,
-            scale_metadata=scale_metadata,
-        )
+        super().__init__(num_features, epsilon=epsilon, use_bias=False, **options)
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Normalizes (..., num_features)."""
+        """Normalize (..., num_features)."""
         return ops.rms_norm(self.policy.activation(x), read(self.gain), eps=self.epsilon)
 
 
 class GroupNorm(_Norm):
-    """Normalization of groups of channels over all positions, as `flax.nnx.GroupNorm`.
-
-    Scaling:
-        `ops.group_norm`; gain one and bias zero at initialisation.
-
-    Args:
-        num_features: size of the last axis.
-        num_groups: number of groups, dividing num_features; None where ``group_size`` says it.
-        group_size: features of a group, in place of ``num_groups``, which is then None.
-        epsilon: added to the variance.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply by a gain (flax's name for it).
-        bias_init: initializer of the bias.
-        scale_init: initializer of the gain.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; needed by initializers that draw.
-        bias_metadata: metadata of the bias, such as ``{"out_sharding": ("model",)}``.
-        scale_metadata: metadata of the gain.
+    """Normalization of groups of channels (`ops.group_norm`), as `flax.nnx.GroupNorm`.
 
     Raises:
-        ValueError: if the policy is unknown, or not one of the number and the size of groups is
-            given and divides the features; when called, if the shapes do not fit.
+        ValueError: unless exactly one of ``num_groups`` and ``group_size`` is given and divides
+            the features.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> GroupNorm(8, 2)(jnp.ones((2, 5, 5, 8))).shape
         (2, 5, 5, 8)
-
-    References:
-        Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
     """
 
     def __init__(
@@ -204,16 +118,7 @@ class GroupNorm(_Norm):
         group_size: int | None = None,
         *,
         epsilon: float = 1e-6,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer = ones,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs | None = None,
-        bias_metadata: Metadata = NO_METADATA,
-        scale_metadata: Metadata = NO_METADATA,
+        **options: Unpack[NormOptions],
     ) -> None:
         divisor = group_size if num_groups is None else num_groups
         both = num_groups is not None and group_size is not None
@@ -223,21 +128,10 @@ class GroupNorm(_Norm):
                 f"that divides num_features; got {num_groups}, {group_size}, {num_features}"
             )
         self.num_groups = num_features // divisor if num_groups is None else num_groups
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            use_bias=use_bias,
-            use_scale=use_scale,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
-            bias_init=bias_init,
-            scale_init=scale_init,
-            rngs=rngs,
-            bias_metadata=bias_metadata,
-            scale_metadata=scale_metadata,
-        )
+        super().__init__(num_features, epsilon=epsilon, **options)
 
     def __call__(self, x: ops.ArrayLike) -> ScaledArray:
-        """Normalizes (batch, *spatial, num_features)."""
+        """Normalize (batch, *spatial, num_features)."""
         return ops.group_norm(
             self.policy.activation(x),
             read(self.gain),
@@ -248,42 +142,16 @@ class GroupNorm(_Norm):
 
 
 class BatchNorm(_Norm):
-    """Normalization of features over the batch, as `flax.nnx.BatchNorm`.
+    """Normalization of features over the batch (`ops.batch_norm`), as `flax.nnx.BatchNorm`.
 
-    Scaling:
-        `ops.batch_norm`; gain one and bias zero at initialisation. In training by the statistics of
-        the batch, which also move the running averages ``mean`` and ``var``, each a
-        `nnx.BatchStat`; after `model.eval()` by these.
-
-    Args:
-        num_features: size of the last axis.
-        use_running_average: whether to normalize by the running averages; `model.eval()` and
-            `model.train()` set it.
-        momentum: share of the running averages that stays at each call.
-        epsilon: added to the variance.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply by a gain (flax's name for it).
-        bias_init: initializer of the bias.
-        scale_init: initializer of the gain.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; needed by initializers that draw.
-        bias_metadata: metadata of the bias, such as ``{"out_sharding": ("model",)}``.
-        scale_metadata: metadata of the gain.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+    In training it uses the statistics of the batch and updates the running averages ``mean`` and
+    ``var``, each a `nnx.BatchStat`; after `model.eval()` it uses the averages.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layer = BatchNorm(2, momentum=0.5)
         >>> y = layer(jnp.array([[1.0, 5.0], [3.0, 9.0]]))
         >>> print(layer.mean[...], layer.var[...])
         [1.  3.5] [1.  2.5]
-
-    References:
-        Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.
     """
 
     def __init__(
@@ -293,55 +161,107 @@ class BatchNorm(_Norm):
         use_running_average: bool = False,
         momentum: float = 0.99,
         epsilon: float = 1e-5,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer = ones,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs | None = None,
-        bias_metadata: Metadata = NO_METADATA,
-        scale_metadata: Metadata = NO_METADATA,
+        **options: Unpack[NormOptions],
     ) -> None:
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            use_bias=use_bias,
-            use_scale=use_scale,
-            policy=as_policy(policy, dtype=dtype, param_dtype=param_dtype),
-            bias_init=bias_init,
-            scale_init=scale_init,
-            rngs=rngs,
-            bias_metadata=bias_metadata,
-            scale_metadata=scale_metadata,
-        )
+        super().__init__(num_features, epsilon=epsilon, **options)
         self.use_running_average, self.momentum = use_running_average, momentum
         self.mean = nnx.BatchStat(jnp.zeros(num_features, jnp.float32))
         self.var = nnx.BatchStat(jnp.ones(num_features, jnp.float32))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Takes what `nnx.view` asks of a layer; `nnx.view_info` reads arguments two spaces in.
+        """Set what `nnx.view` asks for; `nnx.view_info` reads arguments at two spaces.
 
         Args:
-          use_running_average: whether the averages stand for the statistics of the batch.
+          use_running_average: whether to use the running averages.
         """
         if use_running_average is not None:
             self.use_running_average = use_running_average
 
     def __call__(self, x: ops.ArrayLike, use_running_average: bool | None = None) -> ScaledArray:
-        """Normalizes (..., num_features); the argument left out is the layer's own."""
+        """Normalize (..., num_features)."""
         x = self.policy.activation(x)
         running = self.use_running_average if use_running_average is None else use_running_average
-        statistics = None
-        if running:
-            statistics = self.mean.get_value(), self.var.get_value()
+        statistics = (self.mean.get_value(), self.var.get_value()) if running else None
         y = ops.batch_norm(
             x, read(self.gain), read(self.bias), statistics=statistics, eps=self.epsilon
         )
         if not running:
-            seen = zip((self.mean, self.var), ops.batch_statistics(x), strict=True)
-            for average, new in seen:
+            for average, new in zip((self.mean, self.var), ops.batch_statistics(x), strict=True):
                 kept = self.momentum * average.get_value()
                 average.set_value(kept + (1 - self.momentum) * new)
         return y
+
+
+class Dropout(nnx.Module):
+    """Dropout that keeps unit variance (`ops.dropout`), as `flax.nnx.Dropout`.
+
+    When deterministic it returns the expected value of the random case. ``rngs`` are needed unless
+    each call gives them or is deterministic.
+
+    Raises:
+        ValueError: if the rate is not in [0, 1); when called, if there is no key.
+
+    Example:
+        >>> print(Dropout(0.75, deterministic=True)(jnp.ones(2)).data)
+        [0.5 0.5]
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        broadcast_dims: Sequence[int] = (),
+        deterministic: bool = False,
+        rng_collection: str = "dropout",
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> None:
+        if not 0 <= rate < 1:
+            raise ValueError(f"unitscale.nn.Dropout: rate must be in [0, 1); got {rate!r}")
+        self.rate, self.deterministic = rate, deterministic
+        self.broadcast_dims, self.rng_collection = tuple(broadcast_dims), rng_collection
+        stream = self._stream(None if rate == 0 else rngs)
+        self.rngs = nnx.data(None if stream is None else stream.fork())
+
+    def __call__(
+        self, x: ops.ArrayLike, *, deterministic: bool | None = None, rngs: RngsLike = None
+    ) -> ScaledArray:
+        """Drop elements of ``x``; arguments left out take the layer's own."""
+        key = self.key(deterministic, rngs)
+        return ops.dropout(
+            x,
+            self.rate,
+            key=key,
+            deterministic=key is None and self.rate > 0,
+            broadcast_dims=self.broadcast_dims,
+        )
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set what `nnx.view` asks for; `nnx.view_info` reads arguments at two spaces.
+
+        Args:
+          deterministic: whether nothing is dropped.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def _stream(self, rngs: nnx.Rngs | nnx.RngStream | None) -> nnx.RngStream | None:
+        return rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
+
+    def key(self, deterministic: bool | None = None, rngs: RngsLike = None) -> jax.Array | None:
+        """Return the next key, or None if nothing is to be dropped.
+
+        Raises:
+            ValueError: if a key is needed and there are no rngs.
+        """
+        quiet = self.deterministic if deterministic is None else deterministic
+        if quiet or self.rate == 0:
+            return None
+        if isinstance(rngs, jax.Array):
+            return rngs
+        stream = self.rngs if rngs is None else self._stream(rngs)
+        if stream is None:
+            raise ValueError(
+                "unitscale.nn.Dropout: give rngs= to the constructor or the call, or set "
+                "deterministic=True"
+            )
+        return stream()

@@ -1,42 +1,46 @@
-"""Which formats a layer stores, computes and differentiates in."""
+"""Policies, the number formats of layers, and rules that assign them to paths of a model."""
 
 import dataclasses
 import difflib
-from typing import Any, TypeAlias
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from ..core import ScaledArray, cast, format_of, upcast
 from ..ops import ArrayLike
-from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, Strategy, is_stateful
+from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, is_stateful
 from ..rules import ROLES
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The formats of a layer.
+    """The number formats of a layer.
 
     Parameters are stored in ``param_dtype`` and cast to ``compute_dtype`` where they are used;
-    activations and their cotangents are in ``compute_dtype``, whose range finite inputs saturate
-    to. Where ``matmul`` is set, the
-    operands of products with weights are quantized to its formats, weights directly from
-    ``param_dtype``. Roles in ``exempt`` compute their products in ``compute_dtype``.
+    activations and their cotangents have ``compute_dtype``. With ``matmul``, matmuls with weights
+    quantize their operands, weights directly from ``param_dtype``.
 
     Attributes:
         param_dtype: dtype of parameters.
         compute_dtype: dtype of activations.
-        matmul: formats of quantized products, or None.
-        exempt: roles whose products are never quantized; by default the readout.
-        readout: formats of the products of the readout, whatever ``exempt`` says; None for those
-            of ``matmul`` if the readout is not exempt. See `with_quantized_readout`.
-        loss: formats in which `Readout.cross_entropy` and `Embed.cross_entropy` take the gradients
-            of a readout that is otherwise not quantized: logits are in ``compute_dtype``. None for
-            gradients in that, too: see `with_quantized_readout`.
+        matmul: config of quantized matmuls, or None.
+        exempt: roles of weights whose matmuls are not quantized; by default the readout.
+        readout: config of the readout's matmuls, regardless of ``exempt``; None follows ``exempt``
+            and ``matmul``. See `with_quantized_readout`.
+        loss: config of the two backward matmuls of `Readout.cross_entropy` and
+            `Embed.cross_entropy` where the readout is not quantized otherwise; None computes them
+            in ``compute_dtype``. See `with_quantized_readout`.
 
     Raises:
-        ValueError: if a dtype is not floating, a compute dtype has fewer than 16 bits, or a role
-            is unknown.
+        ValueError: if a dtype is not floating, has fewer than 16 bits, or a role is unknown.
 
     Example:
         >>> as_policy("fp8").matmul.lhs
@@ -58,7 +62,7 @@ class Policy:
             if dtype is None or dtype.itemsize < 2:
                 raise ValueError(
                     f"unitscale.nn.Policy: {name} must have 16 bits or more; got "
-                    f"{getattr(self, name)!r}. FP8 belongs into matmul=MatmulConfig(...)."
+                    f"{getattr(self, name)!r}. For FP8 give matmul=MatmulConfig(...)."
                 )
             object.__setattr__(self, name, dtype)
         exempt = frozenset(self.exempt)
@@ -70,7 +74,7 @@ class Policy:
         object.__setattr__(self, "exempt", exempt)
 
     def __repr__(self) -> str:
-        """The name of a preset, or what differs from the default."""
+        """Return the name of a preset, or the fields that differ from their defaults."""
         for name, preset in POLICIES.items():
             if self == preset:
                 return f"as_policy({name!r})"
@@ -80,38 +84,54 @@ class Policy:
         return f"Policy({', '.join(f'{k}={v!r}' for k, v in names.items())})"
 
     def matmul_for(self, role: str) -> MatmulConfig | None:
-        """Returns the formats of products with a weight of this role; None for plain products."""
+        """Return the config of matmuls with a weight of this role; None if not quantized."""
         if role == "readout" and self.readout is not None:
             return self.readout
         return None if role in self.exempt else self.matmul
 
-    def in_loss(self, kernel: ArrayLike) -> tuple[ArrayLike, dict[str, Any]]:
-        """Returns a readout's kernel and the formats as `ops.readout_cross_entropy` takes them.
+    def activation(self, x: ArrayLike) -> ArrayLike:
+        """Return an activation in the compute dtype.
 
-        Example:
-            >>> policy = as_policy("fp8").with_quantized_readout(gradients_only=True)
-            >>> policy.in_loss(jnp.ones((2, 3)))[1]["logits_dtype"]
-            dtype(bfloat16)
+        Finite values beyond the range of float16 saturate, as they do in FP8 matmuls; infinity and
+        NaN stay. Give inputs that are far from unit size a scale.
         """
+        if not isinstance(x, ScaledArray):
+            x = jnp.asarray(x)
+        if x.dtype == self.compute_dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        narrower = format_of(self.compute_dtype).exponent_bits < format_of(x.dtype).exponent_bits
+        return cast(x, self.compute_dtype) if narrower else upcast(x, self.compute_dtype)
+
+    def operands(
+        self, x: ArrayLike, weight: ArrayLike, role: str
+    ) -> tuple[ArrayLike, ArrayLike, MatmulConfig | None]:
+        """Return both operands of a matmul with a weight of this role, and its config.
+
+        Quantized matmuls take the weight in its own dtype, so that it is rounded once.
+        """
+        config = self.matmul_for(role)
+        return self.activation(x), self.activation(weight) if config is None else weight, config
+
+    def in_loss(self, kernel: ArrayLike) -> tuple[ArrayLike, dict[str, Any]]:
+        """Return a readout's kernel and the formats that `ops.readout_cross_entropy` takes."""
         config = self.matmul_for("readout")
-        if config is None and self.loss is not None:
+        if config is not None:
+            return kernel, {"config": config}
+        if self.loss is not None:
             return kernel, {"config": self.loss, "logits_dtype": self.compute_dtype}
-        return self.weight(kernel, "readout"), {"config": config}
+        return self.activation(kernel), {"config": None}
 
     def with_quantized_readout(self, *, gradients_only: bool = False) -> "Policy":
-        """Returns the policy with the products of the readout, too, in the formats of ``matmul``.
+        """Return the policy with the readout's matmuls quantized as well.
 
-        The gradient of logits has one large entry among thousands of probabilities, most of them
-        far below the smallest number of E4M3: it is in E5M2, unless its blocks have scales of
-        their own. The presets leave the readout in the compute dtype.
-
-        Args:
-            gradients_only: leaves the logits in the compute dtype, and quantizes the two products
-                of their gradients in `Readout.cross_entropy` and `Embed.cross_entropy`; readouts
-                whose loss is taken elsewhere stay as they are.
+        The gradient of logits has one large entry per token, and most others are below the
+        smallest number of E4M3: it is rounded to E5M2, unless the strategy is `Block`.
+        ``gradients_only`` computes logits in the compute dtype, and quantizes only the two backward
+        matmuls of `Readout.cross_entropy` and `Embed.cross_entropy`.
 
         Raises:
-            ValueError: if the policy quantizes no products, or, of gradients only, keeps scales.
+            ValueError: if the policy quantizes no matmuls, or with ``gradients_only`` its strategy
+                has a state.
 
         Example:
             >>> as_policy("fp8").with_quantized_readout().matmul_for("readout").cotangent
@@ -119,7 +139,7 @@ class Policy:
         """
         if self.matmul is None:
             raise ValueError(
-                "unitscale.nn.Policy.with_quantized_readout: matmul must say in which formats; got "
+                "unitscale.nn.Policy.with_quantized_readout: matmul must be a MatmulConfig; got "
                 "None. Begin with a policy such as 'fp8'."
             )
         config = self.matmul
@@ -135,60 +155,49 @@ class Policy:
             )
         return dataclasses.replace(self, loss=config)
 
-    def activation(self, x: ArrayLike) -> ArrayLike:
-        """Returns an activation in the compute dtype.
-
-        Values beyond the range of float16 saturate, as those beyond that of FP8 do in a quantized
-        product. Infinity and NaN stay, and so does what leaves that range in a layer, as a product
-        of float16 does where inputs are a thousand times unit size: give such inputs a scale.
-        """
-        if not isinstance(x, ScaledArray):
-            x = jnp.asarray(x)
-        if x.dtype == self.compute_dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        narrower = format_of(self.compute_dtype).exponent_bits < format_of(x.dtype).exponent_bits
-        return cast(x, self.compute_dtype) if narrower else upcast(x, self.compute_dtype)
-
-    def weight(self, parameter: ArrayLike, role: str) -> ArrayLike:
-        """Returns a weight as its product takes it: quantized products read it as stored."""
-        return parameter if self.matmul_for(role) is not None else self.activation(parameter)
-
 
 PolicyLike: TypeAlias = Policy | str
 
+_E5M2 = "float8_e5m2"
 
-def _fp8(strategy: Strategy) -> Policy:
-    # Scales that follow amax leave small cotangents the range that E5M2 has.
-    config = MatmulConfig(cotangent="float8_e5m2", strategy=strategy)
-    return Policy(compute_dtype="bfloat16", matmul=config)
+CONVERSIONS: Mapping[str, MatmulConfig] = {
+    "fp8": MatmulConfig(),
+    # Scales that follow amax cannot fit small cotangents too: those need the range of E5M2.
+    "fp8_dynamic": MatmulConfig(cotangent=_E5M2, strategy=Dynamic()),
+    "fp8_delayed": MatmulConfig(cotangent=_E5M2, strategy=Delayed()),
+    "fp8_static": MatmulConfig(cotangent=_E5M2, strategy=Static()),
+    "mxfp8": MatmulConfig(strategy=Block()),
+}
+"""The configs of quantized matmuls by name, in policies (`as_policy`) and in `convert` alike."""
 
-
-POLICIES = {
-    "float32": Policy(),
-    "bfloat16": Policy(compute_dtype="bfloat16"),
-    "float16": Policy(compute_dtype="float16"),
-    "fp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig()),
-    "fp8_dynamic": _fp8(Dynamic()),
-    "fp8_delayed": _fp8(Delayed()),
-    "fp8_static": _fp8(Static()),
-    "mxfp8": Policy(compute_dtype="bfloat16", matmul=MatmulConfig(strategy=Block())),
+POLICIES: Mapping[str, Policy] = {
+    **{dtype: Policy(compute_dtype=dtype) for dtype in ("float32", "bfloat16", "float16")},
+    **{
+        name: Policy(compute_dtype="bfloat16", matmul=config)
+        for name, config in CONVERSIONS.items()
+    },
 }
 """The policies that a layer accepts by name: see `as_policy`."""
 
 
 def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None) -> Policy:
-    """Returns a Policy from itself or from the name of a preset.
+    """Return a Policy from itself or from the name of a preset.
 
-    Presets: "float32", "bfloat16", "float16" (parameters float32, activations and cotangents in
-    the named type), "fp8" (as bfloat16, with E4M3 matmuls without any statistics; the readout in
-    bfloat16, its gradients too). With scales from amax, E5M2 cotangents and the same readout:
-    "fp8_dynamic" (of this step), "fp8_delayed" (of earlier steps; train with `nn.value_and_grad`),
-    "fp8_static" (set once by `nn.calibrate`); "mxfp8" (a scale per 32 elements, all E4M3).
+    | preset | activations | matmuls with weights, the readout's excepted |
+    |---|---|---|
+    | "float32", "bfloat16", "float16" | as named | as activations |
+    | "fp8" | bfloat16 | E4M3, cotangents too; no scales are measured |
+    | "fp8_dynamic" | bfloat16 | E4M3, cotangents E5M2; scales from the amax of this step |
+    | "fp8_delayed" | bfloat16 | the same from the amax of earlier steps: use `nn.value_and_grad` |
+    | "fp8_static" | bfloat16 | the same with scales that `nn.calibrate` sets once |
+    | "mxfp8" | bfloat16 | E4M3, cotangents too; one scale for each block of 32 elements |
+
+    Parameters are float32, and the readout computes in the dtype of activations.
 
     Args:
         policy: a Policy or the name of a preset.
-        dtype: takes the place of its compute dtype, as in the layers of `flax.nnx`; None keeps it.
-        param_dtype: takes the place of its dtype of parameters; None keeps it.
+        dtype: replaces the compute dtype; None keeps it.
+        param_dtype: replaces the dtype of parameters; None keeps it.
 
     Raises:
         ValueError: if the preset is unknown.
@@ -200,18 +209,147 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
         >>> as_policy("fp8", dtype="float16").compute_dtype.name
         'float16'
     """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(
+                f"unitscale.nn: policy must be one of {', '.join(POLICIES)} or a Policy; got "
+                f"{policy!r}.{did_you_mean(policy, POLICIES)}"
+            )
+        policy = POLICIES[policy]
+    if not isinstance(policy, Policy):
+        raise TypeError(f"unitscale.nn: policy must be a Policy or a preset's name; got {policy!r}")
     given = {"compute_dtype": dtype, "param_dtype": param_dtype}
     given = {name: value for name, value in given.items() if value is not None}
-    if given:
-        return dataclasses.replace(as_policy(policy), **given)
-    if isinstance(policy, Policy):
-        return policy
-    if not isinstance(policy, str):
-        raise TypeError(f"unitscale.nn: policy must be a Policy or a preset's name; got {policy!r}")
-    if policy not in POLICIES:
-        near = difflib.get_close_matches(policy, POLICIES, 1)
+    return dataclasses.replace(policy, **given) if given else policy
+
+
+def did_you_mean(name: str, names: Mapping[str, Any]) -> str:
+    """Return a hint at the nearest name, which knows abbreviations such as fp16; "" for none."""
+    spelled = re.sub(r"^(b?)fp?(16|32)$", r"\1float\2", name.lower())
+    near = difflib.get_close_matches(spelled, names, 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str, str]:
+    """Change the policies of single layers of a unit-scaled model, in place.
+
+    Use it to keep matmuls that FP8 does not suit in 16 bits. It acts on layers with a matmul
+    (`Dense`, `Readout`, `Embed`, `Conv`, `Einsum`), also inside other modules.
+
+    Args:
+        model: the model, which is changed. Its parameters stay the same.
+        rules: maps patterns of dotted paths (`fnmatch`: "*.attention.query") to policies. The
+            first pattern that matches a layer counts.
+
+    Returns:
+        The path of each layer that was changed, and the pattern that matched it.
+
+    Raises:
+        ValueError: if a pattern matches no layer, or only layers that an earlier one has taken; if
+            a policy is unknown, has another ``param_dtype`` than the layer, or a strategy with a
+            state, which only a constructor can set. The model is then unchanged.
+
+    Example:
+        >>> from unitscale.nn import MLP
+        >>> model = MLP(16, 64, policy="fp8", rngs=nnx.Rngs(0))
+        >>> set_policies(model, {"down": "bfloat16"})
+        {'down': 'down'}
+    """
+    policies = {pattern: as_policy(policy) for pattern, policy in rules.items()}
+    layers: dict[str, Any] = {
+        path: node
+        for path, node in nodes_of(model)
+        if hasattr(node, "amax") and hasattr(node, "policy")
+    }
+    none = "the model has no layers of unitscale.nn. Use nn.convert for layers of plain Flax"
+    assigned = assign(policies, layers, "set_policies", none)
+    for path, (pattern, policy) in assigned.items():
+        matmul = policy.matmul_for(layers[path].role)
+        if matmul is not None and is_stateful(matmul.strategy):
+            raise ValueError(
+                f"unitscale.nn.set_policies: the policy of {pattern!r} must keep no scales; got "
+                f"{policy!r}. Give it to the constructor of {path}"
+            )
+        if policy.param_dtype != layers[path].policy.param_dtype:
+            raise ValueError(
+                f"unitscale.nn.set_policies: the policy of {pattern!r} must store parameters in "
+                f"{layers[path].policy.param_dtype}, as {path} does; got {policy.param_dtype}"
+            )
+    for path, (_, policy) in assigned.items():
+        layers[path].policy, layers[path].amax = policy, nnx.data(None)
+    return {path: pattern for path, (pattern, _) in assigned.items()}
+
+
+def nodes_of(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield every module and container of a model once, with its dotted path, sorted by name."""
+    seen = set() if seen is None else seen
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    yield path, node
+    for name, child in children_of(node):
+        yield from nodes_of(child, join(path, name), seen)
+
+
+def join(path: str, name: Any) -> str:
+    """Return the dotted path of a child."""
+    return f"{path}.{name}" if path else str(name)
+
+
+def children_of(node: Any) -> list[tuple[Any, Any]]:
+    """Return the children of a module, mapping or sequence, sorted by name."""
+    if isinstance(node, nnx.Pytree):
+        children = [(k, v) for k, v in vars(node).items() if not k.startswith("_pytree__")]
+    elif isinstance(node, Mapping):
+        children = list(node.items())
+    elif isinstance(node, list | tuple):
+        children = list(enumerate(node))
+    else:
+        children = []
+    # Splitting and merging a module changes the order of its attributes.
+    return sorted(children, key=_natural)
+
+
+def _natural(child: tuple[Any, Any]) -> tuple[int, str]:
+    """Sort numbers by value, before names."""
+    name = str(child[0])
+    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+
+
+def assign(
+    rules: Mapping[str, Value], paths: Iterable[str], owner: str, none: str = "there are none"
+) -> dict[str, tuple[str, Value]]:
+    """Return the first rule whose pattern matches each path, and the value of that rule.
+
+    ``none`` says in the error why a model has no paths at all.
+
+    Raises:
+        ValueError: if a rule matches no path, or only paths that an earlier rule has taken.
+    """
+    paths = list(paths)
+    found = {}
+    for path in paths:
+        rule = next((pattern for pattern in rules if fnmatchcase(path, pattern)), None)
+        if rule is not None:
+            found[path] = (rule, rules[rule])
+    used = {rule for rule, _ in found.values()}
+    for pattern in (rule for rule in rules if rule not in used):
+        taken = [path for path in paths if fnmatchcase(path, pattern)]
+        if taken:
+            raise ValueError(
+                f"unitscale.nn.{owner}: every layer that {pattern!r} matches is taken by an "
+                f"earlier rule, such as {taken[0]} by {found[taken[0]][0]!r}. The first rule that "
+                "matches a layer counts: move this one up?"
+            )
+        near = difflib.get_close_matches(pattern.strip("*."), paths, 3, cutoff=0.0)
         raise ValueError(
-            f"unitscale.nn: policy must be one of {', '.join(POLICIES)} or a Policy; got "
-            f"{policy!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"unitscale.nn.{owner}: no layer matches {pattern!r}; "
+            + (f"nearest are {', '.join(near)}" if near else none)
         )
-    return POLICIES[policy]
+    return found
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

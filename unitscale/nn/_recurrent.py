@@ -1,47 +1,32 @@
-"""Recurrent cells: one step of a recurrence."""
+"""Recurrent cells, and the layer that runs one over a sequence."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from .. import ops, rules
-from ..core import ScaledArray, narrow, scale_bwd
-from ._amax_state import read_state
+from ..core import ScaledArray, match_varying, narrow, scale_bwd
 from ._linear import Dense
-from ._param import NO_METADATA, Initializer, Metadata, read, unit_normal, zeros
-from ._policy import PolicyLike, as_policy
+from ._params import NO_METADATA, Initializer, KernelOptions, Metadata, read, unit_normal
 
 Carry: TypeAlias = Any
 Weights: TypeAlias = list[tuple[Any, Any]]
 
 
 class RNNCell(nnx.Module):
-    """What recurrent cells share; a cell of your own sets ``gates`` and implements `step`.
+    """Base of recurrent cells. A cell of your own sets ``gates`` and implements `step`.
 
-    A cell is two functions: `project`, which reads the input and may be applied to a whole
-    sequence at once, and `step`, which reads the state. ``gates`` is the number of gates and
-    candidates, each of which is a projection to the state's size; ``depth`` is the number of
-    kernels that read the state, of which those after the first have biases.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        kernel_init: initializer of the kernel that reads the input; factors assume unit variance.
-        recurrent_kernel_init: that of the kernels that read the state.
-        bias_init: initializer of the biases.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; parameters draw from "params".
-        kernel_metadata: metadata of the kernel that reads the input.
-        recurrent_kernel_metadata: metadata of the kernels that read the state.
-        bias_metadata: metadata of the biases.
+    A cell is two functions: `project`, which maps inputs and may be applied to a whole sequence at
+    once, and `step`, which maps the state. ``gates`` is the number of gates and candidates, each a
+    projection to the size of the state; ``depth`` is the number of kernels that are applied to the
+    state (``recurrent_kernel_init``), of which those after the first have biases.
 
     Raises:
-        ValueError: if the depth is not positive or the policy is unknown.
+        ValueError: if the depth is not positive.
         TypeError: if the cell is this base itself, which has no gates.
 
     Example:
@@ -59,16 +44,9 @@ class RNNCell(nnx.Module):
         in_features: int,
         hidden_features: int,
         *,
-        kernel_init: Initializer = unit_normal,
         recurrent_kernel_init: Initializer = unit_normal,
-        bias_init: Initializer = zeros,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
         recurrent_kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
+        **options: Unpack[KernelOptions],
     ) -> None:
         if not hasattr(self, "gates"):
             raise TypeError(
@@ -78,25 +56,14 @@ class RNNCell(nnx.Module):
         if self.depth < 1:
             raise ValueError(f"{self._where}: depth must be at least 1; got {self.depth}")
         self.in_features, self.hidden_features = in_features, hidden_features
-        self.policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
-
-        def dense(inputs: int, init: Initializer, metadata: Metadata, use_bias: bool) -> Dense:
-            return Dense(
-                inputs,
-                self.gates * hidden_features,
-                use_bias=use_bias,
-                policy=self.policy,
-                kernel_init=init,
-                bias_init=bias_init,
-                rngs=rngs,
-                kernel_metadata=metadata,
-                bias_metadata=bias_metadata,
-            )
-
-        self.dense_i = dense(in_features, kernel_init, kernel_metadata, True)
+        outputs = self.gates * hidden_features
+        self.dense_i = Dense(in_features, outputs, **options)
+        self.policy = self.dense_i.policy
+        options["kernel_init"] = recurrent_kernel_init
+        options["kernel_metadata"] = recurrent_kernel_metadata
         self.dense_h = nnx.List(
             [
-                dense(hidden_features, recurrent_kernel_init, recurrent_kernel_metadata, layer > 0)
+                Dense(hidden_features, outputs, use_bias=layer > 0, **options)
                 for layer in range(self.depth)
             ]
         )
@@ -106,14 +73,13 @@ class RNNCell(nnx.Module):
         return f"unitscale.nn.{type(self).__name__}"
 
     def project(self, inputs: ops.ArrayLike) -> ScaledArray:
-        """Maps inputs (..., in_features) to what `step` takes of them."""
+        """Map inputs (..., in_features) to the argument ``projected`` of `step`."""
         return self.dense_i(inputs)
 
     def weights(self, steps: int = 1) -> Weights:
-        """The kernel and bias of each projection of the state, to be used at ``steps`` steps.
+        """Return the kernel and bias of each projection of the state, for use in ``steps`` steps.
 
-        Scaling:
-            Backward steps^-1/2; see `rules.recurrent_kernel`.
+        Their gradients, sums over steps, have the factor of `rules.recurrent_kernel`.
         """
         factor = rules.recurrent_kernel(steps).bwd[0]
 
@@ -126,27 +92,25 @@ class RNNCell(nnx.Module):
     def step(
         self, weights: Weights, carry: Carry, projected: ScaledArray
     ) -> tuple[Carry, ScaledArray]:
-        """Maps the carry and the projection of one input to the next carry and the output."""
+        """Map the carry and the projection of one input to the next carry and the output."""
         raise NotImplementedError(f"{self._where} must implement step")
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
-        """Returns a carry of zeros for inputs of a shape (..., in_features), without time.
+        """Return a carry of zeros for one step's inputs of shape (..., in_features).
 
-        Args:
-            input_shape: shape of the input of one step.
-            rngs: accepted as in flax; nothing is drawn.
+        ``rngs`` is accepted as in flax, and not used.
         """
         zeros = jnp.zeros((*input_shape[:-1], self.hidden_features), self.policy.compute_dtype)
         return ScaledArray(zeros)
 
     def __call__(self, carry: Carry, inputs: ops.ArrayLike) -> tuple[Carry, ScaledArray]:
-        """Maps a carry and inputs (..., in_features) to the next carry and the output."""
+        """Map a carry and inputs (..., in_features) to the next carry and the output."""
         return self.step(self.weights(), self.as_carry(carry), self.project(inputs))
 
     def as_carry(self, carry: Carry) -> Carry:
-        """Returns arrays and ScaledArrays of a carry in the compute dtype, without a scale.
+        """Return a carry in the compute dtype and without scales, as `step` returns it.
 
-        A scan needs a carry whose type never changes, and `step` returns one without.
+        A scan needs a carry whose type never changes.
         """
 
         def state(x: ops.ArrayLike) -> ScaledArray:
@@ -159,133 +123,67 @@ class RNNCell(nnx.Module):
 
     def _of_state(self, index: int, weights: Weights, state: ScaledArray) -> ScaledArray:
         layer, (kernel, bias) = self.dense_h[index], weights[index]
-        return ops.dense(
-            state,
-            layer.policy.weight(kernel, layer.role),
-            bias,
-            config=layer.policy.matmul_for(layer.role),
-            state=read_state(layer.amax),
-        )
+        x, kernel, config = layer.policy.operands(state, kernel, layer.role)
+        return ops.dense(x, kernel, bias, config=config, state=read(layer.amax))
 
 
 class GRUCell(RNNCell):
-    """A gated recurrent unit, as `flax.nnx.GRUCell`.
+    """A gated recurrent unit (`ops.gru`), as `flax.nnx.GRUCell`.
 
-    Scaling:
-        `ops.gru` of two unit projections. The state is a GRU's in other units: a fixed multiple of
-        it, of RMS near 1 after the first few steps.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        kernel_init: initializer of the kernel that reads the input; factors assume unit variance.
-        recurrent_kernel_init: that of the kernels that read the state.
-        bias_init: initializer of the biases.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; parameters draw from "params".
-        kernel_metadata: metadata of the kernel that reads the input.
-        recurrent_kernel_metadata: metadata of the kernels that read the state.
-        bias_metadata: metadata of the biases.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+    The state is that of a GRU times a constant, of RMS near 1 after the first few steps.
 
     Example:
         >>> cell = GRUCell(4, 8, policy="float16", rngs=nnx.Rngs(0))
-        >>> carry = cell.initialize_carry((2, 4))
-        >>> carry, y = cell(carry, jnp.ones((2, 4)))
+        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
         >>> y
         ScaledArray(float16[2,8], scale=None)
-
-    References:
-        Cho et al., 2014, arXiv 1406.1078; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
-        2303.11257.
     """
 
     gates = 3
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Maps a state and a projected input to the next state, twice."""
+        """Map a state and a projected input to the next state, twice."""
         state = ops.gru(carry, projected, self._of_state(0, weights, carry))
         return state, state
 
 
 class OptimizedLSTMCell(RNNCell):
-    """A long short-term memory, as `flax.nnx.OptimizedLSTMCell`.
+    """A long short-term memory (`ops.lstm`), as `flax.nnx.OptimizedLSTMCell`.
 
-    Scaling:
-        `ops.lstm` of two unit projections. The carry is ``(cell, hidden)``.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of each of the two states.
-        kernel_init: initializer of the kernel that reads the input; factors assume unit variance.
-        recurrent_kernel_init: that of the kernels that read the state.
-        bias_init: initializer of the biases.
-        dtype: compute dtype in place of the policy's; None keeps that.
-        param_dtype: dtype of parameters in place of the policy's; None keeps that.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys; parameters draw from "params".
-        kernel_metadata: metadata of the kernel that reads the input.
-        recurrent_kernel_metadata: metadata of the kernels that read the state.
-        bias_metadata: metadata of the biases.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+    The carry is ``(cell, hidden)``.
 
     Example:
         >>> cell = OptimizedLSTMCell(4, 8, rngs=nnx.Rngs(0))
         >>> (c, h), y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
         >>> c.shape, y.shape
         ((2, 8), (2, 8))
-
-    References:
-        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997; Blake, Orr, Luschi, "Unit
-        Scaling", 2023, arXiv 2303.11257.
     """
 
     gates = 4
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
-        """Returns ``(cell, hidden)`` of zeros."""
+        """Return ``(cell, hidden)`` of zeros."""
         zeros = super().initialize_carry(input_shape, rngs)
         return zeros, zeros
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Maps ``(cell, hidden)`` and a projected input to the next pair, and the hidden state."""
+        """Map ``(cell, hidden)`` and a projected input to the next pair, and the hidden state."""
         cell, hidden = carry
         cell, hidden = ops.lstm(cell, projected, self._of_state(0, weights, hidden))
         return (cell, hidden), hidden
 
 
 class SimpleCell(RNNCell):
-    """A simple recurrent cell, as `flax.nnx.SimpleCell`.
+    """A simple recurrent cell (`ops.simple_rnn`), as `flax.nnx.SimpleCell`.
 
-    Scaling:
-        `ops.simple_rnn` of two unit projections: the state of flax's cell in other units, of unit
-        variance from the second step on.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        residual: whether the state itself is added to the activation's argument.
-        activation_fn: element-wise function; an odd one keeps the state's mean at 0.
-        **options: those of `RNNCell`: formats, initializers, metadata and ``rngs``.
-
-    Raises:
-        ValueError: if the policy is unknown; when called, if the shapes do not fit.
+    The state is that of flax's cell times a constant, of unit variance from the second step on. An
+    odd ``activation_fn`` keeps its mean at 0.
 
     Example:
         >>> cell = SimpleCell(4, 8, rngs=nnx.Rngs(0))
         >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
         >>> y.shape
         (2, 8)
-
-    References:
-        Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
-        2303.11257.
     """
 
     gates = 1
@@ -303,7 +201,7 @@ class SimpleCell(RNNCell):
         self.residual, self.activation_fn = residual, activation_fn
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Maps a state and a projected input to the next state, twice."""
+        """Map a state and a projected input to the next state, twice."""
         state = ops.simple_rnn(
             carry,
             projected,
@@ -315,32 +213,17 @@ class SimpleCell(RNNCell):
 
 
 class RHNCell(RNNCell):
-    """A recurrent highway cell: several gated layers within one step.
+    """A recurrent highway cell (`ops.highway`): ``depth`` gated layers within one step.
 
-    Scaling:
-        `ops.highway` at each layer; the input enters the first. Layers after the first read the
-        state alone, and grow the mean square of a gradient by about a fifth each: with a depth of 4
-        or more, gradients of long sequences are no longer unit.
-
-    Args:
-        in_features: size of the input's last axis.
-        hidden_features: size of the state.
-        depth: number of layers.
-        **options: those of `RNNCell`: formats, initializers, metadata and ``rngs``.
-
-    Raises:
-        ValueError: if the depth is not positive or the policy is unknown; when called, if the
-            shapes do not fit.
+    The input enters the first layer. Later layers read only the state, and increase the mean square
+    of a gradient by about a fifth each: with a depth of 4 or more, gradients of long sequences no
+    longer have unit size.
 
     Example:
         >>> cell = RHNCell(4, 8, depth=3, rngs=nnx.Rngs(0))
         >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
         >>> y.shape
         (2, 8)
-
-    References:
-        Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474; Blake, Orr, Luschi,
-        "Unit Scaling", 2023, arXiv 2303.11257.
     """
 
     gates = 2
@@ -352,10 +235,128 @@ class RHNCell(RNNCell):
         super().__init__(in_features, hidden_features, **options)
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Maps a state and a projected input to the next state, twice."""
+        """Map a state and a projected input to the next state, twice."""
         state = carry
         for layer in range(self.depth):
             h = self._of_state(layer, weights, state)
             x = projected if layer == 0 else None
             state = ops.highway(state, h, x, depth=self.depth)
         return state, state
+
+
+class RNN(nnx.Module):
+    """Runs a cell over a sequence, as `flax.nnx.RNN`.
+
+    Inputs are projected for all steps at once; the kernels of the state get a factor for the number
+    of steps that their gradients sum over (`rules.recurrent_kernel`). The carry has no scale.
+
+    Raises:
+        TypeError: if the cell is not one of `unitscale.nn`.
+
+    Example:
+        >>> layer = RNN(GRUCell(4, 8, rngs=nnx.Rngs(0)))
+        >>> layer(jnp.ones((2, 5, 4))).shape
+        (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        cell: RNNCell,
+        *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+    ) -> None:
+        if not isinstance(cell, RNNCell):
+            raise TypeError(
+                "unitscale.nn.RNN: cell must be a unitscale.nn.RNNCell, such as GRUCell; got "
+                f"{type(cell).__name__}"
+            )
+        self.cell, self.unroll = cell, unroll
+        self.time_major, self.return_carry = time_major, return_carry
+        self.reverse, self.keep_order = reverse, keep_order
+
+    def __call__(
+        self,
+        inputs: ops.ArrayLike,
+        *,
+        initial_carry: Carry | None = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Any = None,
+    ) -> Any:
+        """Map (..., time, in_features) to (..., time, hidden_features), or ``(carry, outputs)``.
+
+        Arguments are those of `flax.nnx.RNN`; settings that are None are those of the layer.
+        ``seq_lengths`` (...,) is the number of valid steps of each sequence: the carry stops
+        changing there, and reversing reverses only the valid steps.
+
+        Raises:
+            ValueError: if there is no time axis.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        if inputs.ndim < 2:
+            raise ValueError(
+                "unitscale.nn.RNN: inputs must be (..., time, features); got "
+                f"{tuple(inputs.shape)}. Call the cell itself for one step."
+            )
+        axis = 0 if time_major else inputs.ndim - 2
+        shape = inputs.shape[:axis] + inputs.shape[axis + 1 :]
+        steps = inputs.shape[axis]
+        carry = initial_carry
+        if carry is None:
+            carry = self.cell.initialize_carry(shape, rngs)
+        data, scale = _uniform(self.cell.project(inputs))
+        data = jnp.moveaxis(data, axis, 0)
+        if reverse:
+            data = _flip(data, seq_lengths)
+        weights = self.cell.weights(max(steps, 1))
+
+        def step(carry: Carry, item: tuple[jax.Array, jax.Array]):
+            x, time = item
+            new, y = self.cell.step(weights, carry, ScaledArray(x, scale))
+            if seq_lengths is not None:
+                valid = (time < seq_lengths)[..., None]
+                new = jax.tree.map(lambda a, b: jnp.where(valid, a, b), new, carry)
+            return new, y.data
+
+        # Inside shard_map, the carry must vary over the same mesh axes as the data.
+        _, carry = match_varying((data, _reshard_carry(self.cell.as_carry(carry), data)))
+        carry, outputs = jax.lax.scan(step, carry, (data, jnp.arange(steps)), unroll=self.unroll)
+        if reverse and keep_order:
+            outputs = _flip(outputs, seq_lengths)
+        y = ScaledArray(jnp.moveaxis(outputs, 0, axis))
+        return (carry, y) if return_carry else y
+
+
+def _reshard_carry(carry: Carry, data: jax.Array) -> Carry:
+    """Shard a state (..., features) over explicit axes as data (time, ..., features) is."""
+    spec = jax.typeof(data).sharding.spec
+    if not any(spec):
+        return carry
+    spec = PartitionSpec(*spec[1:-1], None)
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), carry)
+
+
+def _uniform(x: ScaledArray) -> tuple[jax.Array, Any]:
+    """Return data and one scalar scale; several scales are multiplied into the data."""
+    if x.scale is None or jnp.size(x.scale) == 1:
+        return x.data, None if x.scale is None else jnp.reshape(x.scale, ())
+    return narrow(x.value, x.dtype), None
+
+
+def _flip(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Reverse the valid steps of (time, ..., features)."""
+    if lengths is None:
+        return jnp.flip(x, 0)
+    time = jnp.arange(x.shape[0]).reshape(-1, *(1,) * jnp.ndim(lengths))
+    source = jnp.where(time < lengths, lengths - 1 - time, time)
+    return jnp.take_along_axis(x, source[..., None], axis=0)

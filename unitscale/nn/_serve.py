@@ -1,65 +1,61 @@
-"""Serving a converted model: weights stored in FP8, scales that no longer move."""
+"""Saving and serving: FP8 weights, and serialization by `flax.serialization` and `jax.export`.
+
+Importing this registers ScaledArrays, the moments of `optim.scaled`, `QuantState` and `nnx.State`
+with `flax.serialization`, and `KVCache` with `jax.export`.
+"""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, serialization
+from jax import export
 
-from ..core import format_of
-from ..quant import Block, Dynamic, Static, Unit, quantize_at, tensor_scale
-from ._conversion_rules import assign
-from ._hooks import (
-    Hook,
-    StaticWeight,
-    hook_of,
-    joined,
-    kernel_rank,
-    layers_of,
-    normalized,
-)
+from ..core import ScaledArray, format_of, from_json, to_json
+from ..optim import SquareRoot
+from ..quant import Block, Dynamic, QuantState, Static, Unit, quantize_at, tensor_scale
+from ._attention import KVCache
+from ._convert import NORMALIZERS, Hook, StaticWeight, hook_of, kernel_rank, layers_of
+from ._policy import assign, join, nodes_of
 
 
 @dataclasses.dataclass(frozen=True)
 class _KeepWeight:
-    """A layer's `promote_dtype` that leaves the kernel as it is stored."""
+    """A layer's `promote_dtype` that does not cast the kernel."""
 
     original: Any
     kernel_dtype: Any
 
     def __call__(self, arrays, *, dtype=None, **kwargs):
         inputs, kernel, bias = arrays
-        # The kernel that was there takes part in choosing the dtype.
+        # The dtype of the former kernel takes part in the promotion.
         like = jnp.zeros((), self.kernel_dtype)
         inputs, _, bias = self.original((inputs, like, bias), dtype=dtype, **kwargs)
         return inputs, kernel, bias
 
 
 def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """Stores the weights of converted layers in FP8, in place, to serve the model.
+    """Store the weights of converted layers in FP8, in place, to serve the model.
 
-    A weight takes a quarter of the bytes of float32, and is multiplied as it is stored. The model
-    is for inference: its weights are `StaticWeight` variables, which no optimizer sees, and
-    `restore` cannot bring back what was rounded. Save and load it as any other, by its `nnx.state`;
-    ``nnx.eval_shape`` of what makes it gives the shapes.
+    The model is for inference only: its weights are `StaticWeight` variables, which no optimizer
+    sees, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
 
-    Scaling:
-        Weights by the least power of two that brings their amax into the format, per layer. Inputs
-        by the scale of ``scales``, or by the one that the layer has: `Delayed` and `Static` keep
-        theirs, `Unit` has 1, and `Dynamic` takes it from each input, as in training.
+    Each weight has one scale per layer, the least power of two that brings its amax into the
+    format. Inputs have the scale in ``scales``, or the one that the layer keeps (`Delayed`,
+    `Static`), 1 (`Unit`), or one measured in each call (`Dynamic`).
 
     Args:
-        model: a model that `convert` has changed, and that is trained or calibrated.
-        scales: maps patterns of dotted paths to scales of the layers' inputs, as the rules of
-            `convert`; the value of an input is its FP8 data times the scale.
+        model: a model that was changed by `convert`, and trained or calibrated.
+        scales: maps patterns of dotted paths to scales of the layers' inputs; the value of an input
+            is its FP8 data times the scale.
 
     Returns:
         Paths of the layers whose weights are stored in FP8.
 
     Raises:
-        ValueError: if no layer is converted, a layer has block scales or its kernel from
+        ValueError: if no layer is converted, a layer has block scales or is inside an
             `nnx.WeightNorm`, a scale is not positive and finite, or a pattern matches no converted
             layer. The model is then unchanged.
 
@@ -69,23 +65,21 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
         >>> _ = convert(model, "fp8_dynamic")
         >>> to_static(model), model.kernel.get_value().dtype.name
         (('',), 'float8_e4m3fn')
-
-    References:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 4.2
-        (inference with one scale per tensor).
     """
     found = {path: (layer, hook) for path, layer in layers_of(model) if (hook := hook_of(layer))}
     found = {path: pair for path, pair in found.items() if pair[1].weight_scale is None}
     if not found:
         raise ValueError(
             "unitscale.nn.to_static: the model has no converted layers; call convert first. "
-            "Layers of unitscale.nn keep their weights wide, whatever their policy"
+            "Layers of unitscale.nn cannot be stored in FP8, whatever their policy"
         )
-    for path, kind in normalized(model).items():
-        if inside := [own for own in found if own.startswith(joined(path, ""))]:
+    for path, node in nodes_of(model):
+        inside = [own for own in found if own.startswith(join(path, ""))]
+        if isinstance(node, NORMALIZERS) and inside:
             raise ValueError(
-                f"unitscale.nn.to_static: the kernel of {inside[0]} is set by nnx.{kind} in each "
-                "call. Convert the model with a rule that leaves it out: None"
+                f"unitscale.nn.to_static: the kernel of {inside[0]} is set by "
+                f"nnx.{type(node).__name__} in each call. Give convert a rule that leaves the "
+                "layer out: None"
             )
     given = assign(scales or {}, found, "to_static")
     for pattern, scale in (scales or {}).items():
@@ -98,37 +92,111 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
         if isinstance(hook.config.strategy, Block):
             raise ValueError(
                 f"unitscale.nn.to_static: {path or 'the layer'} has {hook.config.strategy}, "
-                "whose scales lie inside the product; convert it to another strategy first"
+                "whose scales vary within a matmul; convert it to another strategy first"
             )
     for path, (layer, hook) in found.items():
-        _store(layer, hook, given[path][1] if path in given else None)
+        kernel, fmt = layer.kernel.get_value(), format_of(hook.config.rhs)
+        keep_weight = _KeepWeight(layer.promote_dtype, kernel.dtype)
+        kernel = kernel.astype(layer.dtype or kernel.dtype)  # as in training, before FP8
+        stack = kernel.shape[: kernel.ndim - kernel_rank(layer)]
+        own = tuple(range(len(stack), kernel.ndim))
+        weight_scale = tensor_scale(kernel, fmt, axis=own)
+        layer.kernel = StaticWeight(quantize_at(kernel, hook.config.rhs, weight_scale).data)
+        layer.promote_dtype = keep_weight
+        scale = given[path][1] if path in given else None
+        inputs = _input_scale(hook, stack, scale)
+        hook.weight_scale = nnx.data(StaticWeight(jnp.squeeze(weight_scale, own)))
+        hook.input_scale = nnx.data(None if inputs is None else StaticWeight(inputs))
+        hook.state = nnx.data(None)
     return tuple(found)
 
 
-def _input_scale(hook: Hook, stack: tuple[int, ...]) -> Any:
-    """The scale of a layer's input, one for each layer of a stack; None if data gives it."""
+def _input_scale(hook: Hook, stack: tuple[int, ...], scale: float | None) -> Any:
+    """Return one input scale for each layer of a stack; None if calls measure it."""
     strategy = hook.config.strategy
-    if isinstance(strategy, Dynamic):
+    if scale is None and isinstance(strategy, Dynamic):
         return None
-    if isinstance(strategy, Unit):
-        return jnp.ones(stack, jnp.float32)
-    if isinstance(strategy, Static) and strategy.scales is not None:
-        return jnp.full(stack, strategy.scales[0], jnp.float32)
+    if scale is None and isinstance(strategy, Unit):
+        scale = 1.0
+    if scale is None and isinstance(strategy, Static) and strategy.scales is not None:
+        scale = strategy.scales[0]
+    if scale is not None:
+        return jnp.full(stack, scale, jnp.float32)
     assert hook.state is not None, "all other strategies keep their scales"
     return hook.state.get_value().scale[..., 0]
 
 
-def _store(layer: Any, hook: Hook, scale: float | None) -> None:
-    kernel, fmt = layer.kernel.get_value(), format_of(hook.config.rhs)
-    kept = _KeepWeight(layer.promote_dtype, kernel.dtype)
-    # As the product of training rounds it, which takes the weight in the layer's own dtype.
-    kernel = kernel.astype(layer.dtype or kernel.dtype)
-    stack = kernel.shape[: kernel.ndim - kernel_rank(layer)]
-    own = tuple(range(len(stack), kernel.ndim))
-    weight_scale = tensor_scale(kernel, fmt, axis=own)
-    layer.kernel = StaticWeight(quantize_at(kernel, hook.config.rhs, weight_scale).data)
-    hook.weight_scale = nnx.data(StaticWeight(jnp.squeeze(weight_scale, own)))
-    inputs = _input_scale(hook, stack) if scale is None else jnp.full(stack, scale, jnp.float32)
-    hook.input_scale = nnx.data(None if inputs is None else StaticWeight(inputs))
-    hook.state = nnx.data(None)
-    layer.promote_dtype = kept
+_PARTS = {
+    ScaledArray: ("data", "scale"),
+    SquareRoot: ("root",),
+    QuantState: ("scale", "history", "tally", "counts"),
+}
+
+
+def _to_state(x: Any) -> dict[str, Any]:
+    return {part: serialization.to_state_dict(getattr(x, part)) for part in _PARTS[type(x)]}
+
+
+def _from_state(x: Any, state: dict[str, Any]) -> Any:
+    parts = _PARTS[type(x)]
+    _check_keys(
+        state,
+        parts,
+        f"a {type(x).__name__} is restored from a state with the keys {', '.join(parts)}",
+        "If it was saved from plain arrays, restore into plain arrays and call as_scaled or "
+        "scale_params on the result.",
+    )
+    restored: list[Any] = [
+        serialization.from_state_dict(getattr(x, part), state[part], name=part) for part in parts
+    ]
+    if isinstance(x, SquareRoot):
+        return SquareRoot(*restored)
+    if isinstance(x, QuantState):
+        return dataclasses.replace(x, **dict(zip(parts, restored, strict=True)))
+    return ScaledArray(*restored, block_shape=x.block_shape)
+
+
+def _check_keys(state: Any, keys: Collection[str], expected: str, todo: str) -> None:
+    if not isinstance(state, dict) or set(state) != set(keys):
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"unitscale.nn: {expected}; got {found}. {todo}")
+
+
+def _values(x: Any) -> Any:
+    """Return an `nnx.State` as dictionaries of the values of its variables."""
+    if isinstance(x, nnx.State):
+        x = x.raw_mapping
+    if isinstance(x, Mapping):
+        return {str(key): _values(child) for key, child in x.items()}
+    return x.get_value() if isinstance(x, nnx.Variable) else x
+
+
+def _tree_to_state(x: nnx.State) -> dict[str, Any]:
+    return serialization.to_state_dict(_values(x))
+
+
+def _tree_from_state(x: Any, state: Any) -> Any:
+    if isinstance(x, nnx.State):
+        return type(x)(_tree_from_state(x.raw_mapping, state))
+    if isinstance(x, Mapping):
+        names = {str(key) for key in x}
+        listed = ", ".join(sorted(names))
+        expected = f"a State with the keys {listed} is restored from a state with the same"
+        _check_keys(state, names, expected, "Give a target of the same model")
+        return {key: _tree_from_state(child, state[str(key)]) for key, child in x.items()}
+    if isinstance(x, nnx.Variable):
+        return x.replace(serialization.from_state_dict(x.get_value(), state))
+    return serialization.from_state_dict(x, state)
+
+
+for _kind in _PARTS:
+    serialization.register_serialization_state(_kind, _to_state, _from_state, override=True)
+serialization.register_serialization_state(
+    nnx.State, _tree_to_state, _tree_from_state, override=True
+)
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="unitscale.nn.KVCache",
+    serialize_auxdata=to_json,
+    deserialize_auxdata=from_json,
+)

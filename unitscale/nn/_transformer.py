@@ -1,36 +1,54 @@
-"""Transformer layers and stacks."""
+"""Residual connections, transformer layers and stacks, and scans over layers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
-from ..core import ScaledArray, shard_activations
+from ..core import ScaledArray, as_scaled, is_scaled, shard_activations, to_float
 from ._attention import KVCache, MultiHeadAttention
-from ._given import given
-from ._layer_scan import scan_layers, stack_layers, unstack_layers
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
-from ._param import set_depth
+from ._params import check_choice, given, set_depth
 from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
-NormPlacement = rules.NormPlacement
 Remat = Literal["none", "dots", "layer"]
+Layer = TypeVar("Layer", bound=nnx.Module)
 
 
-def _choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(
-            f"unitscale.nn: {name} must be one of {', '.join(get_args(choices))}; got {value!r}"
-        )
+class Residual(nnx.Module):
+    """A residual branch (`ops.residual`): ``(tau * branch(x) + x) / (1 + tau^2)^1/2``.
+
+    The sum keeps the dtype of the input. ``depth``, the number of residual branches in the stack,
+    is recorded on the parameters of ``branch`` for u-muP; see `unitscale.rules.residual_taus`.
+
+    Raises:
+        ValueError: if tau is not positive; when called, if the branch changes the shape.
+
+    Example:
+        >>> from unitscale import nn
+        >>> layer = Residual(nn.Dense(4, 4, rngs=nnx.Rngs(0)), tau=0.5)
+        >>> layer(jnp.ones((2, 4))).shape
+        (2, 4)
+    """
+
+    def __init__(self, branch: Callable[..., Any], *, tau: float, depth: int = 1) -> None:
+        rules.residual(tau)  # checks tau
+        self.branch, self.tau = branch, float(tau)
+        if isinstance(branch, nnx.Module):
+            set_depth(branch, depth)
+
+    def __call__(self, x: ops.ArrayLike, *args: Any, **kwargs: Any) -> ScaledArray:
+        """Apply the branch, with any further arguments, and add the skip connection."""
+        return ops.residual(lambda h: self.branch(h, *args, **kwargs), x, self.tau)
 
 
 class LayerFactors(NamedTuple):
-    """What the layers of a stack differ in, as arrays that a scan runs along."""
+    """The factors in which the layers of a stack differ, as arrays that a scan maps over."""
 
     branch: jax.Array
     skip: jax.Array
@@ -38,53 +56,34 @@ class LayerFactors(NamedTuple):
 
 
 class TransformerLayer(nnx.Module):
-    """Attention and MLP, each a residual branch.
+    """Attention and MLP, each a residual branch (`ops.residual`) with its own tau.
 
-    Scaling:
-        Each branch is `ops.residual` with its own tau; everything inside is unit scaled. The
-        attention's factor counts what tokens share after the branches below
-        (`rules.AttentionContext`), which are taken to be like this layer's own.
-
-    On a mesh of `jax.set_mesh` that is left to the compiler, the residual stream lies over its axes
-    fsdp and data (the batch) and context (tokens), whatever the weights lie over.
+    The attention's factor accounts for what tokens share after the branches below
+    (`rules.AttentionContext`), which are assumed to be like those of this layer. On a mesh with
+    automatic axes (`jax.set_mesh`) the residual stream is sharded over the axes fsdp and data (the
+    batch) and context (tokens).
 
     Args:
         features: width of the residual stream.
-        num_heads: number of attention heads.
+        num_heads: as of `MultiHeadAttention`, and so all arguments that are not listed here.
         hidden_features: hidden size of the MLP; four times features by default.
-        num_kv_heads: number of key and value heads; num_heads by default.
         taus: residual weights of the attention and of the MLP branch.
         taus_below: residual weights of the branches of all layers below, the lowest first.
-        depth: number of residual branches of the whole stack, recorded on every parameter of the
-            layer (norms too) for u-muP learning rates.
+        depth: number of residual branches of the whole stack, recorded on all parameters for u-muP.
         norm: "rms" or "layer".
         norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
-        activation: of the MLP; see `MLP`.
-        is_causal: whether a token sees no later one.
-        max_length: sequence length that the attention's factor is computed for.
-        rotary_base: base of rotary positions; None for none.
-        attention_mult: multiplier of the attention logits.
-        attention_implementation: "auto", "plain", "chunked" or "cudnn": see
-            `ops.dot_product_attention`.
-        mlp_mult: multiplier of the activation's argument.
+        activation: as of `MLP`; ``mlp_mult`` multiplies its argument.
         mlp: makes the second branch, called as `MLP` is: ``functools.partial(MoE, experts=8)`` for
             a mixture of experts.
-        use_bias: whether dense layers add biases.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys.
 
     Raises:
         ValueError: if a choice is unknown, or heads do not divide features.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layer = TransformerLayer(32, 4, is_causal=True, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 10, 32))).shape
         (2, 10, 32)
-
-    References:
-        Vaswani et al., 2017, arXiv 1706.03762; Blake et al., "u-muP", 2024, arXiv 2407.17465.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class TransformerLayer(nnx.Module):
         taus_below: tuple[float, ...] = (),
         depth: int = 2,
         norm: NormKind = "rms",
-        norm_placement: NormPlacement = "pre",
+        norm_placement: rules.NormPlacement = "pre",
         activation: Activation = "gelu",
         is_causal: bool = False,
         max_length: int | None = None,
@@ -112,9 +111,9 @@ class TransformerLayer(nnx.Module):
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
-        _choice("activation", activation, Activation)
-        _choice("norm", norm, NormKind)
-        _choice("norm_placement", norm_placement, NormPlacement)
+        check_choice("TransformerLayer", "activation", activation, Activation)
+        check_choice("TransformerLayer", "norm", norm, NormKind)
+        check_choice("TransformerLayer", "norm_placement", norm_placement, rules.NormPlacement)
         self.norm_placement, self.taus = norm_placement, tuple(map(float, taus))
         self.policy = as_policy(policy)
 
@@ -135,16 +134,16 @@ class TransformerLayer(nnx.Module):
             mult=attention_mult,
             use_bias=use_bias,
             dropout_rate=dropout_rate,
-            context=rules.AttentionContext(
-                taus_below=taus_below,
-                activation=getattr(jax.nn, activation.removesuffix(GATED)),
-                gated=activation.endswith(GATED),
-                mlp_mult=mlp_mult,
-                norm_placement=norm_placement,
-            ),
             implementation=attention_implementation,
             policy=policy,
             rngs=rngs,
+        )
+        self.attention.context = rules.AttentionContext(
+            taus_below=taus_below,
+            activation=getattr(jax.nn, activation.removesuffix(GATED)),
+            gated=activation.endswith(GATED),
+            mlp_mult=mlp_mult,
+            norm_placement=norm_placement,
         )
         self.mlp_norm = normalization()
         self.mlp = mlp(
@@ -168,9 +167,9 @@ class TransformerLayer(nnx.Module):
         deterministic: bool | None = None,
         factors: LayerFactors | None = None,
     ) -> ScaledArray:
-        """Maps (batch, time, features) to the same shape; arguments as for the attention.
+        """Map (batch, time, features) to the same shape; arguments as for the attention.
 
-        ``factors`` take the place of the layer's own where a `TransformerStack` scans over layers.
+        ``factors`` replace those of the layer where a `TransformerStack` scans over layers.
         """
         dropout = given(deterministic=deterministic)
         factor = None if factors is None else factors.attention
@@ -180,7 +179,7 @@ class TransformerLayer(nnx.Module):
         return self._branch(x, 1, lambda h: self.mlp(h, **dropout), factors)
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
-        """Maps the next tokens, given a cache of those before; returns the longer cache too."""
+        """Map the next tokens, given a cache of earlier ones; return the longer cache too."""
         caches = []
 
         def attend(h):
@@ -203,43 +202,30 @@ class TransformerLayer(nnx.Module):
 
 
 class TransformerStack(nnx.Module):
-    """A stack of transformer layers whose residual weights follow one scheme.
-
-    Scaling:
-        `rules.residual_taus` gives the tau of each of the 2 * num_layers branches.
+    """A stack of `TransformerLayer` with residual weights from `rules.residual_taus`.
 
     Args:
         num_layers: number of layers.
-        features: width of the residual stream.
+        features: as of `TransformerLayer`, and so all arguments that are not listed here.
         num_heads: number of attention heads.
-        hidden_features: hidden size of the MLPs; four times features by default.
         residual_scheme: "fixed", "running_mean" or "depth" (u-muP appendix G).
         residual_tau: tau of the scheme "fixed".
         residual_mult: multiplier of all branches in the scheme "depth".
         residual_attention_ratio: ratio of attention to MLP branches in the scheme "depth".
-        remat: what of a layer the backward pass computes again, to save memory: "none"; "dots",
-            all but the products of a weight (it costs few FLOPs); "layer", all of it, from the
-            layer's input.
-        scan: whether the layers are one module with stacked parameters, which `jax.lax.scan` runs:
-            the program holds one layer, and compiles in the time of one. The numbers are those of
-            the layers one by one, up to rounding (in 16 bits attention rounds once more).
-            `with_scan` converts. Optimizers that take the number of axes for a parameter's kind
-            (Adafactor, Muon) see one more.
-        policy: formats; a `Policy` or the name of a preset.
-        rngs: streams of random keys.
-        **layer_options: further options of `TransformerLayer`.
+        remat: what the backward pass recomputes: "none"; "dots", everything except matmuls with
+            weights (few FLOPs); "layer", everything, from the layer's input.
+        scan: whether the layers are one module with stacked parameters that `jax.lax.scan` runs:
+            compilation then takes the time of one layer. Results are equal up to rounding.
+            `with_scan` switches between the two. Adafactor and Muon, which decide by the number
+            of axes of a parameter, see one more.
 
     Raises:
         ValueError: if the scheme or another choice is unknown, or heads do not divide features.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> stack = TransformerStack(2, 32, 4, is_causal=True, rngs=nnx.Rngs(0))
         >>> stack(jnp.ones((2, 10, 32))).shape
         (2, 10, 32)
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, appendix G.
     """
 
     def __init__(
@@ -259,7 +245,7 @@ class TransformerStack(nnx.Module):
         rngs: nnx.Rngs,
         **layer_options: Any,
     ) -> None:
-        _choice("remat", remat, Remat)
+        check_choice("TransformerStack", "remat", remat, Remat)
         depth = 2 * num_layers
         taus = rules.residual_taus(
             residual_scheme,
@@ -293,12 +279,12 @@ class TransformerStack(nnx.Module):
         if not scan:
             self.layers = nnx.List(layers)
             return
-        for layer in layers:  # what they differ in is kept in `own`
+        for layer in layers:  # `own` keeps what they differ in
             layer.taus, layer.attention.context = layers[0].taus, None
         self.layers = nnx.data(stack_layers(layers))
 
     def layer_list(self) -> list[TransformerLayer]:
-        """Returns the layers, first to last; those of a scan as copies."""
+        """Return the layers, first to last; those of a scan as copies."""
         if not self.scan:
             return list(self.layers)
         layers = unstack_layers(self.layers)
@@ -307,19 +293,13 @@ class TransformerStack(nnx.Module):
         return layers
 
     def with_scan(self, scan: bool) -> "TransformerStack":
-        """Returns a stack with the same parameters that scans over its layers, or does not.
-
-        Example:
-            >>> stack = TransformerStack(2, 8, 2, rngs=nnx.Rngs(0)).with_scan(True)
-            >>> stack.layers.mlp.up.kernel.shape
-            (2, 8, 32)
-        """
+        """Return a stack with the same parameters that does or does not scan over its layers."""
         new = nnx.clone(self)
         new._hold(new.layer_list(), scan)
         return new
 
     def _factors(self, length: int) -> LayerFactors:
-        """The factors of all layers; their own axis is the first."""
+        """Return the factors of all layers, stacked on the first axis."""
         residuals = [[rules.residual(tau) for tau in taus] for taus, _ in self.own]
         attention = self.layers.attention
         return LayerFactors(
@@ -329,7 +309,7 @@ class TransformerStack(nnx.Module):
         )
 
     def _checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """`jax.checkpoint`, or the like, of a function of a layer, as ``remat`` says."""
+        """Return `jax.checkpoint` or `nnx.remat` with the settings of ``remat``."""
         if self.remat == "none":
             return lambda apply: apply
         if self.remat == "layer":
@@ -345,7 +325,7 @@ class TransformerStack(nnx.Module):
         positions=None,
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
-        """Maps (batch, time, features) to the same shape; arguments as for the attention."""
+        """Map (batch, time, features) to the same shape; arguments as for the attention."""
         options = given(mask=mask, positions=positions, deterministic=deterministic)
         if self.scan:
             return scan_layers(
@@ -365,15 +345,121 @@ class TransformerStack(nnx.Module):
         return x
 
     def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
-        """Returns one empty cache per layer, as `MultiHeadAttention.init_cache`."""
+        """Return one empty cache per layer, as `MultiHeadAttention.init_cache`."""
         return tuple(layer.attention.init_cache(batch, max_length) for layer in self.layer_list())
 
     def decode(
         self, x: ops.ArrayLike, cache: tuple[KVCache, ...]
     ) -> tuple[ops.ArrayLike, tuple[KVCache, ...]]:
-        """Maps the next tokens, given the caches of those before; returns the longer caches too."""
+        """Map the next tokens, given the caches of earlier ones; return the longer caches too."""
         longer = []
         for layer, layer_cache in zip(self.layer_list(), cache, strict=True):
             x, layer_cache = layer.decode(x, layer_cache)
             longer.append(layer_cache)
         return x, tuple(longer)
+
+
+def stack_layers(layers: Sequence[Layer]) -> Layer:
+    """Return one module with the state of all layers, stacked on a leading axis.
+
+    Use it with `jax.lax.scan` or `nnx.scan`. A ScaledArray has one scale per layer.
+
+    Raises:
+        ValueError: if there is no layer, or layers differ in more than their state.
+
+    Example:
+        >>> from unitscale import nn
+        >>> layers = [nn.Dense(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
+        >>> stack_layers(layers).kernel.shape
+        (3, 4, 4)
+    """
+    split = [nnx.split(layer) for layer in layers]
+    if not split or any(graphdef != split[0][0] for graphdef, _ in split):
+        raise ValueError(
+            f"unitscale.nn.stack_layers: expected layers of one structure; got {len(split)} that "
+            "differ in type, options or parameters"
+        )
+    states = [state for _, state in split]
+    return nnx.merge(split[0][0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+
+
+def unstack_layers(stack: Layer) -> list[Layer]:
+    """Return the layers that `stack_layers` stacked, one for each entry of the leading axis.
+
+    Raises:
+        ValueError: if the module has no state.
+
+    Example:
+        >>> from unitscale import nn
+        >>> layers = [nn.Dense(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
+        >>> unstack_layers(stack_layers(layers))[1].kernel.shape
+        (4, 4)
+    """
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+    leaves = jax.tree.leaves((params, rest))
+    if not leaves:
+        raise ValueError("unitscale.nn.unstack_layers: expected a module with stacked state")
+    params = _with_stacked_scales(params)
+    return [
+        nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf[i], (params, rest)))  # noqa: B023
+        for i in range(leaves[0].shape[0])
+    ]
+
+
+def scan_layers(
+    call: Callable[[Any, ScaledArray, Any], Any],
+    stack: Any,
+    x: Any,
+    xs: Any,
+    *,
+    checkpoint: Callable[[Any], Any],
+) -> ScaledArray:
+    """Apply each layer of a stack to the output of the one before, by `jax.lax.scan`.
+
+    ``call`` maps a layer, its input and its entry of ``xs`` to the next input; ``checkpoint`` wraps
+    the step. State that layers change is updated in the stack.
+    """
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+    old, structure = jax.tree.flatten(rest)
+    changed: list[int] = []
+
+    def body(h: Any, item: Any) -> Any:
+        own, leaves, entry = item
+        layer = nnx.merge(graphdef, own, jax.tree.unflatten(structure, leaves))
+        y = call(layer, h, entry)
+        new = jax.tree.leaves(nnx.split(layer, nnx.Param, ...)[2])
+        changed[:] = [i for i, (a, b) in enumerate(zip(leaves, new, strict=True)) if a is not b]
+        return y, [new[i] for i in changed]
+
+    items = (_with_stacked_scales(params), old, xs)
+    x = x if is_scaled(x) else ScaledArray(x)
+    like = jax.eval_shape(
+        lambda h, items: body(h, jax.tree.map(lambda a: a[0], items))[0], x, items
+    )
+
+    def step(h: ScaledArray, item: Any) -> Any:
+        y, updates = body(h, item)
+        return _with_scale_of(y, h), updates
+
+    y, updates = jax.lax.scan(checkpoint(step), _with_scale_of(x, like), items)
+    if changed:
+        for i, update in zip(changed, updates, strict=True):
+            old[i] = update
+        nnx.update(stack, jax.tree.unflatten(structure, old))
+    return y
+
+
+def _with_stacked_scales(params: Any) -> Any:
+    """Give each layer a scale of its own where an optimizer gave all of them one."""
+    return jax.tree.map(
+        lambda p: as_scaled(p, stack_axes=1) if is_scaled(p) else p, params, is_leaf=is_scaled
+    )
+
+
+def _with_scale_of(x: ScaledArray, like: ScaledArray) -> ScaledArray:
+    """Return the same value with a scale of a shape that the scan can carry."""
+    scales = [s for s in (x.full_scale, like.scale) if s is not None]
+    if not scales:
+        return x
+    shape = jnp.broadcast_shapes(*(s.shape for s in scales))
+    return ScaledArray(x.data, jnp.broadcast_to(to_float(x.full_scale), shape))

@@ -1,33 +1,38 @@
-"""A plain `flax.nnx` model with its layers unit-scaled.
+"""Unit-scaled layers in place of those of a plain `flax.nnx` model.
 
-What a module does between its layers is Python code, which nobody can see from outside: residual
-sums, activations and losses stay as they are, and the report says so.
+What a module computes between its layers is Python code that cannot be changed from outside:
+residual sums, activations and losses stay as they are, and the report says so.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.attention import dot_product_attention
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
 
-from ._hooks import children_of, joined
-from ._policy import PolicyLike, as_policy
-from ._unit_scale_layers import KINDS, OTHERS, Options, linear, obstacle, variables_of
+from .. import rules
+from ..quant import einsum_contraction, einsum_problem
+from ._attention import MultiHeadAttention
+from ._conv import Conv, ConvTranspose
+from ._convert import NORMALIZERS, kernel_rank
+from ._embed import Embed
+from ._linear import Dense, Einsum, Readout
+from ._norm import BatchNorm, Dropout, GroupNorm, LayerNorm, RMSNorm
+from ._policy import PolicyLike, as_policy, children_of, join, nodes_of, table
 
 Model = TypeVar("Model")
-UNSEEN = "not seen, and as before: activations, sums (residual ones too) and losses between layers"
+UNSEEN = "not changed: activations, sums (residual ones too) and losses between layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rescaled:
-    """What became of one layer.
-
-    Attributes:
-        path: dotted path of the layer; "" for the model itself.
-        kind: its class before.
-        became: its class now, of `unitscale.nn`; "" if it was left alone.
-        reason: why it was left alone, or what changed; "" if nothing needs saying.
+    """The result of `unit_scale` for one layer; ``became`` is "" if it was not replaced.
 
     Example:
         >>> Rescaled(path="head", kind="Linear", became="Dense", reason="").became
@@ -42,11 +47,7 @@ class Rescaled:
 
 @dataclasses.dataclass(frozen=True)
 class UnitScaleReport:
-    """What `unit_scale` did to each layer. Printed, it is a table.
-
-    Attributes:
-        layers: one entry for each layer with parameters or dropout, and each module with
-            parameters of its own, in the order of their paths.
+    """What `unit_scale` did to each layer with parameters or dropout. Printed, it is a table.
 
     Example:
         >>> UnitScaleReport(()).changed
@@ -66,13 +67,11 @@ class UnitScaleReport:
         return {layer.path: layer.reason for layer in self.layers if not layer.became}
 
     def __str__(self) -> str:
-        """A summary, one row for each layer, and what no row can say."""
+        """Return a summary, one row for each layer, and what the rows do not cover."""
         rows = [("layer", "class", "now", "why not, or what else")]
         rows += [(x.path, x.kind, x.became or "as before", x.reason) for x in self.layers]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         count = f"{len(self.changed)} of {len(self.layers)} layers unit-scaled"
-        return "\n".join([count, *lines, UNSEEN])
+        return "\n".join([count, *table(rows), UNSEEN])
 
 
 def unit_scale(
@@ -84,47 +83,41 @@ def unit_scale(
     max_length: int | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> tuple[Model, UnitScaleReport]:
-    """Returns a plain `flax.nnx` model with its layers unit-scaled, layer by layer.
+    """Return a plain `flax.nnx` model with its layers replaced by unit-scaled ones.
 
     Scaling:
-        Each layer becomes its twin of `unitscale.nn`, and returns a plain array. Its parameters are
-        drawn anew, or with ``keep_function`` are those of the model divided by the layer's forward
-        factor: ``kernel * in^1/2`` for a Linear, of unit variance where the model is as it was
-        initialised. Tables of embeddings then stay as they are, whatever their variance. What
-        stands between layers is not seen: residual sums, activations and losses stay as they are;
-        write those with `unitscale.ops`.
+        Each layer becomes its counterpart of `unitscale.nn`, and returns a plain array. Its
+        parameters are drawn anew, or with ``keep_function`` are those of the model divided by the
+        layer's forward factor: ``kernel * in^1/2`` for a Linear, of unit variance if the model is
+        freshly initialised. Embedding tables then stay the same, whatever their variance.
 
-        Backward factors suit a loss that uses each layer once, and is differentiated by parameters.
-        A loss that uses layers on inputs of several sizes is traced within `unitscale.batch_size`.
-        One that holds a gradient by an input, as forces and gradient penalties are, needs plain
-        layers: of unit-scaled ones it is a multiple of the derivative.
+        Backward factors suit a loss that applies each layer once and is differentiated by
+        parameters. Trace a loss that applies layers to inputs of several sizes within
+        `unitscale.batch_size`. A loss that contains a gradient by an input, such as forces and
+        gradient penalties, needs plain layers: unit-scaled ones give a multiple of the derivative.
 
-        The twins are called as flax's layers are, with the input in its place, but norms take no
+        The new layers are called as Flax's are, with the input as first argument, but norms take no
         ``mask=``, attention no ``sow_weights=``, ``is_causal=`` and ``decode=True``, an Einsum no
-        equation of a call, and `attend` of an Embed no ``out_sharding=``.
+        equation per call, and `attend` of an Embed no ``out_sharding=``.
 
     Args:
         model: a module, which is not changed.
-        policy: formats of the new layers; a `Policy` or the name of a preset. A dtype that a
-            layer has of its own takes its place.
-        keep_function: whether the new model computes what the old one does.
-        readout: patterns (`fnmatch`) of paths of `nnx.Linear` that make logits and become
-            `Readout`.
+        policy: policy of the new layers. The dtypes of a layer replace those of the policy.
+        keep_function: whether the new model computes the same function as the old one.
+        readout: patterns (`fnmatch`) of paths of `nnx.Linear` layers that become `Readout`.
         max_length: number of keys that the factor of attention is computed for; by default that of
             each call. With ``keep_function`` attention needs it.
-        rngs: streams of random keys that parameters are drawn from; needed unless the function is
-            kept.
+        rngs: streams of random keys for new parameters; needed unless ``keep_function``.
 
     Returns:
-        The new model, and what became of each layer, and why.
+        The new model, and what was done to each layer, and why.
 
     Raises:
-        ValueError: if there are no rngs to draw from, a pattern matches no `nnx.Linear`, or the
-            policy is unknown.
+        ValueError: if there are no rngs to draw from, or a pattern matches no `nnx.Linear`.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.relu)
-        >>> scaled, report = unit_scale(model, keep_function=True)
+        >>> new, report = unit_scale(model, keep_function=True)
         >>> report.changed
         ('layers.0',)
 
@@ -133,48 +126,48 @@ def unit_scale(
     """
     if rngs is None and not keep_function:
         raise ValueError(
-            "unitscale.nn.unit_scale: give rngs=, which new parameters are drawn from, or "
+            "unitscale.nn.unit_scale: give rngs=, from which new parameters are drawn, or "
             "keep_function=True"
         )
     policy = as_policy(policy)
     rngs = nnx.Rngs(0) if rngs is None else rngs
     entries: list[Rescaled] = []
-    known: dict[int, tuple[Any, Any]] = {}  # with the old one, whose id nobody else then gets
+    known: dict[int, tuple[Any, Any]] = {}  # holds the old node too, so that its id is not reused
     used: set[str] = set()
 
     def shared(layer: Any) -> str:
-        """Which parameter another layer has too, as a twin of each would not; or nothing."""
+        """Return which parameter another layer has too, which replacements would not share."""
         found = (places[id(variable)] for _, variable in variables_of(layer))
         return next((f"{both[0]} is {both[1]} too" for both in found if len(both) > 1), "")
 
-    def converted(node: Any, path: str) -> Any:
-        """The node's replacement, or the node, with what lies below it replaced."""
+    def replacement(node: Any, path: str) -> Any:
+        """Return the node's replacement, or the node with everything below it replaced."""
         if id(node) in known:
             return known[id(node)][1]
         known[id(node)] = node, node
-        convert = KINDS.get(type(node))
-        if convert is None and not isinstance(node, (*KINDS, *OTHERS)):
+        if not isinstance(node, (*_LAYERS, *OTHERS)):
             children = children_of(node)
             own = [str(name) for name, child in children if isinstance(child, nnx.Param)]
             if own:
                 note = f"its own {', '.join(own)}: write what it computes with unitscale.ops"
-                entries.append(
-                    Rescaled(path=path, kind=type(node).__name__, became="", reason=note)
-                )
+                kind = type(node).__name__
+                entries.append(Rescaled(path=path, kind=kind, became="", reason=note))
             replaced = {
                 name: new
                 for name, child in children
-                if (new := converted(child, joined(path, name))) is not child
+                if (new := replacement(child, join(path, name))) is not child
             }
-            known[id(node)] = node, _with(node, replaced)
+            known[id(node)] = node, _with_children(node, replaced)
             return known[id(node)][1]
-        found = f"{type(node).__name__} is not converted" if convert is None else ""
-        matched = {p for p in readout if fnmatchcase(path, p)} if convert is linear else set()
+        exact, linear = type(node) in _LAYERS, type(node) is nnx.Linear
+        matched = {p for p in readout if linear and fnmatchcase(path, p)}
         used.update(matched)
+        found = "" if exact else f"{type(node).__name__} is not converted"
         found = found or shared(node) or obstacle(node)
-        if convert is not None and not found:
-            options = Options(policy, keep_function, max_length, bool(matched), rngs)
-            found = convert(node, options)
+        if not found:
+            dtypes = {k: getattr(node, k, None) for k in ("dtype", "param_dtype")}
+            options = {"policy": as_policy(policy, **dtypes), "rngs": rngs}
+            found = _counterpart(node, options, keep_function, max_length, bool(matched))
         new, reason = found if isinstance(found, tuple) else (found, "")
         if isinstance(new, str):
             new, reason = node, new
@@ -187,7 +180,7 @@ def unit_scale(
     places: dict[int, list[str]] = {}
     for place, variable in variables_of(copy):
         places.setdefault(id(variable), []).append(place)
-    copy = converted(copy, "")
+    copy = replacement(copy, "")
     if unmatched := [p for p in readout if p not in used]:
         raise ValueError(
             f"unitscale.nn.unit_scale: readout must match paths of nnx.Linear; {unmatched[0]!r} "
@@ -196,8 +189,8 @@ def unit_scale(
     return copy, UnitScaleReport(tuple(entries))
 
 
-def _with(node: Any, replaced: dict[Any, Any]) -> Any:
-    """A module or container with some of its children replaced, in place where it can be."""
+def _with_children(node: Any, replaced: dict[Any, Any]) -> Any:
+    """Replace children of a module or container, in place unless it is a tuple."""
     if isinstance(node, tuple):
         children = [replaced.get(i, child) for i, child in enumerate(node)]
         return getattr(node, "_make", tuple)(children) if replaced else node
@@ -207,3 +200,244 @@ def _with(node: Any, replaced: dict[Any, Any]) -> Any:
         else:
             node[name] = new
     return node
+
+
+class _Arrays(nnx.Module):
+    """A layer that returns arrays, as the code of a plain model expects."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs).value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _unwrapped(layer: type[nnx.Module]) -> Any:
+    return type(f"_{layer.__name__}", (_Arrays, layer), {"__module__": __name__})
+
+
+_Readout = _unwrapped(Readout)
+
+
+class _Embed(_Arrays, Embed):
+    def attend(self, x: Any) -> Any:
+        """Return logits as an array."""
+        return super().attend(x).value
+
+
+class _MultiHeadAttention(_Arrays, MultiHeadAttention):
+    def __call__(self, *args: Any, decode: bool | None = None, **kwargs: Any) -> Any:
+        if decode:
+            raise ValueError(
+                "unitscale.nn.unit_scale: a unit-scaled nnx.MultiHeadAttention takes no "
+                "decode=True; call its method decode, with a cache of init_cache"
+            )
+        return super().__call__(*args, **kwargs)
+
+
+# The counterpart of each layer, and the attributes that are its arguments.
+_LAYERS: dict[type, tuple[Any, str]] = {
+    nnx.Linear: (_unwrapped(Dense), "in_features out_features"),
+    nnx.Conv: (
+        _unwrapped(Conv),
+        "in_features out_features kernel_size strides padding input_dilation kernel_dilation "
+        "feature_group_count",
+    ),
+    nnx.ConvTranspose: (
+        _unwrapped(ConvTranspose),
+        "in_features out_features kernel_size strides padding kernel_dilation",
+    ),
+    nnx.Einsum: (_unwrapped(Einsum), "einsum_str kernel_shape"),
+    nnx.Embed: (_Embed, "num_embeddings features"),
+    nnx.LayerNorm: (_unwrapped(LayerNorm), "num_features epsilon"),
+    nnx.RMSNorm: (_unwrapped(RMSNorm), "num_features epsilon"),
+    nnx.GroupNorm: (_unwrapped(GroupNorm), "num_groups epsilon"),
+    nnx.BatchNorm: (
+        _unwrapped(BatchNorm),
+        "num_features epsilon momentum use_running_average",
+    ),
+    nnx.Dropout: (
+        _unwrapped(Dropout),
+        "rate broadcast_dims deterministic rng_collection rngs",
+    ),
+    nnx.MultiHeadAttention: (_MultiHeadAttention, ""),
+}
+OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase, *NORMALIZERS)
+# Parameters and statistics of flax's layers, and their names here.
+_VARIABLES = {n: n for n in ("kernel", "bias", "embedding", "mean", "var")} | {"scale": "gain"}
+
+
+def _counterpart(
+    layer: Any,
+    options: dict[str, Any],
+    keep_function: bool,
+    max_length: int | None,
+    is_readout: bool,
+) -> Any:
+    """Return a replacement, a replacement and what changed, or why there is none."""
+    if isinstance(layer, nnx.MultiHeadAttention):
+        return _attention(layer, options, keep_function, max_length)
+    if reason := _difference(layer, keep_function):
+        return reason
+    kind, names = _LAYERS[type(layer)]
+    given = {name: getattr(layer, name) for name in names.split()}
+    for name in given.keys() & {"deterministic", "use_running_average"}:
+        given[name] = bool(given[name])  # Flax's may be None
+    if isinstance(layer, nnx.GroupNorm):
+        given["num_features"] = layer.num_groups * layer.group_size
+    if isinstance(layer, nnx.Einsum):
+        given["bias_shape"] = _einsum_bias(layer)
+    for name, flag in (("bias", "use_bias"), ("scale", "use_scale")):
+        if hasattr(layer, name) and not isinstance(layer, nnx.Einsum):
+            given[flag] = getattr(layer, name) is not None
+    for name in ("kernel", "bias", "scale", "embedding"):
+        if sharding := _sharding(getattr(layer, name, None)):
+            given[f"{name}_metadata"] = sharding
+    if not isinstance(layer, nnx.Dropout):
+        given |= options
+    new = (_Readout if is_readout else kind)(**given)
+    if not keep_function:
+        return new
+    forward = 1.0
+    if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
+        gaps = layer.input_dilation if isinstance(layer, nnx.Conv) else layer.strides
+        forward = rules.conv(new.kernel.shape, 1, 1, input_dilation=gaps or 1).fwd
+    elif isinstance(layer, nnx.Linear | nnx.Einsum):
+        rule = rules.readout if is_readout else rules.dense
+        forward = rule(new.kernel.fan_in, new.kernel.fan_out, 1).fwd
+    _copy(layer, new, forward)
+    if isinstance(layer, nnx.Embed):
+        return new, f"attend is divided by {layer.features} features"
+    return new
+
+
+def _difference(layer: Any, keep_function: bool) -> str:
+    """Return which argument of a layer its counterpart does not have; "" if there is none."""
+    if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
+        if layer.mask is not None:
+            return "it has a mask"
+        transposed = isinstance(layer, nnx.ConvTranspose)
+        if transposed and (layer.transpose_kernel or layer.padding == "CIRCULAR"):
+            return "it has a transposed kernel or circular padding"
+    if isinstance(layer, nnx.Einsum):
+        if problem := einsum_problem(layer.einsum_str):
+            return problem
+        bias = _einsum_bias(layer)
+        if bias is not None and math.prod(bias) != math.prod(layer.bias_shape or ()):
+            return f"its bias, {layer.bias_shape}, is not one of the kernel's outputs, {bias}"
+    if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm | nnx.GroupNorm | nnx.BatchNorm):
+        last = all(getattr(layer, name, -1) == -1 for name in ("axis", "feature_axes"))
+        usual = None if isinstance(layer, nnx.GroupNorm) else -1
+        if not last or getattr(layer, "reduction_axes", usual) != usual:
+            return "its axes are not the usual ones"
+        if layer.axis_name is not None:
+            return "it has an axis_name"
+    if isinstance(layer, nnx.Dropout) and keep_function and layer.rate:
+        return "in evaluation it would multiply by (1 - rate)^1/2"
+    return ""
+
+
+def _einsum_bias(layer: nnx.Einsum) -> tuple[int, ...] | None:
+    """Return the shape of a bias over the kernel's output axes, in their order."""
+    if layer.bias_shape is None:
+        return None
+    spec = einsum_contraction(layer.einsum_str, 0)
+    size = dict(zip(spec.rhs, layer.kernel_shape, strict=True))
+    return tuple(size[c] for c in spec.out if c in size)
+
+
+def _sharding(parameter: nnx.Param | None) -> dict[str, Any]:
+    found = {} if parameter is None else parameter.get_metadata()
+    return {n: found[n] for n in ("out_sharding", "mesh", "sharding_rules") if n in found}
+
+
+def _copy(old: Any, new: Any, forward: float = 1.0) -> None:
+    """Copy variables of a layer, so that both compute the same function."""
+    for theirs, ours in _VARIABLES.items():
+        value, own = getattr(old, theirs, None), getattr(new, ours, None)
+        if value is not None and own is not None:
+            array = value[...].reshape(own.shape)
+            array = array / forward if ours == "kernel" else array
+            own.set_value(array.astype(own.dtype))
+
+
+def _attention(
+    layer: nnx.MultiHeadAttention,
+    options: dict[str, Any],
+    keep_function: bool,
+    length: int | None,
+) -> Any:
+    if layer.normalize_qk or layer.decode or layer.attention_fn is not dot_product_attention:
+        return "it normalizes queries, decodes, or has its own attention_fn"
+    if any(v is not None for k, v in vars(layer).items() if "_dot_general" in k):
+        return "it has its own dot_general"
+    if keep_function and length is None:
+        return "give max_length=, which the factor of attention depends on"
+    # Flax divides logits by the root of the head size, `ops.dot_product_attention` by the size.
+    mult = layer.head_dim**0.5 if keep_function else 1.0
+    new = _MultiHeadAttention(
+        layer.num_heads,
+        layer.in_features,
+        layer.qkv_features,
+        layer.out_features,
+        layer.num_kv_heads,
+        layer.in_kv_features,
+        use_bias=layer.use_bias,
+        max_length=length,
+        mult=mult,
+        dropout_rate=layer.dropout_rate,
+        deterministic=bool(layer.deterministic),
+        **options,
+    )
+    if keep_function and length is not None:
+        factor = rules.dot_product_attention(
+            layer.head_dim, length, is_causal=False, mult=mult, dropout_rate=layer.dropout_rate
+        ).fwd
+        for name, before in (("query", 1.0), ("key", 1.0), ("value", 1.0), ("out", factor)):
+            own: Any = getattr(new, name)
+            forward = rules.dense(own.in_features, own.out_features, 1).fwd
+            _copy(getattr(layer, name), own, forward * before)
+    sharded = any(_sharding(layer.query.kernel).values())
+    return (new, "the sharding of its kernels is not kept") if sharded else new
+
+
+# Functions that a layer may have been given, and their defaults.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "dot_general": (lax.dot_general,),
+    "dot_general_cls": (),
+    "einsum_op": (jnp.einsum,),
+    "conv_general_dilated": (lax.conv_general_dilated,),
+    "preferred_element_type": (),
+    **dict.fromkeys(
+        ("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),
+        (promote_dtype,),
+    ),
+}
+
+
+def variables_of(model: Any) -> Iterator[tuple[str, nnx.Variable]]:
+    """Yield variables other than random keys by dotted path, shared ones under each path."""
+    for path, node in nodes_of(model):
+        for name, child in children_of(node):
+            if isinstance(child, nnx.Variable) and not isinstance(child, nnx.RngState):
+                yield join(path, name), child
+
+
+def obstacle(layer: Any) -> str:
+    """Return what a layer has and its replacement would not; "" if there is nothing."""
+    for name, usual in _FUNCTIONS.items():
+        if getattr(layer, name, None) not in (None, *usual):
+            return f"it has its own {name}"
+    for name, variable in variables_of(layer):
+        if type(variable) not in (nnx.Param, nnx.BatchStat, nnx.Cache):
+            return f"its {name} is a {type(variable).__name__}"
+    return "nnx.vmap has stacked it" if _is_stacked(layer) else ""
+
+
+def _is_stacked(layer: Any) -> bool:
+    """Return whether variables have leading axes that nnx.vmap has added."""
+    if isinstance(layer, nnx.MultiHeadAttention):
+        layer = layer.query
+    if isinstance(layer, nnx.Dropout):
+        return layer.rngs is not None and layer.rngs.key.ndim > 0
+    if hasattr(layer, "kernel"):
+        return layer.kernel.ndim > kernel_rank(layer)
+    rank = 2 if isinstance(layer, nnx.Embed) else 1
+    return any(variable.ndim > rank for _, variable in variables_of(layer))

@@ -4,11 +4,6 @@ import pytest
 from flax import nnx
 
 from tests.nn.table import make
-from unitscale.nn._given import given
-
-
-def test_what_is_none_is_not_handed_on() -> None:
-    assert given(mask=None, deterministic=False, rngs=0) == {"deterministic": False, "rngs": 0}
 
 
 @pytest.mark.parametrize("name", ["lora", "layer"])

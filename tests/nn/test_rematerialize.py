@@ -10,7 +10,7 @@ import pytest
 
 from unitscale import ops
 from unitscale.core import ScaledArray, batch_over
-from unitscale.nn._recomputed import recomputed
+from unitscale.nn._mlp import rematerialize
 
 X = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
 
@@ -31,20 +31,20 @@ def test_results_and_gradients(wrap: Any) -> None:
     tree = {"a": ScaledArray(X[0], 4.0), "count": jnp.int32(2)}
 
     def loss(weight, x, a, again):
-        f = recomputed if again else (lambda f: f)
+        f = rematerialize if again else (lambda f: f)
         return wrap(f(lambda x, t: plain(weight, x, t)))(x, tree | {"a": a})["y"].sum()
 
     grads = [jax.grad(loss, (0, 1, 2))(weight, X, tree["a"], again) for again in (True, False)]
     jax.tree.map(np.testing.assert_array_equal, *grads)
     np.testing.assert_array_equal(grads[0][0], np.sin(X).sum(0))
-    assert recomputed(plain)(weight, X, tree)["count"] == 3
+    assert rematerialize(plain)(weight, X, tree)["count"] == 3
 
 
 def test_under_vmap_and_scan() -> None:
     """Data over a leading axis, and a loop, whose backward is a loop of its own."""
 
     def f(x):
-        return recomputed(lambda x: jnp.exp(jnp.sin(x)))(x)
+        return rematerialize(lambda x: jnp.exp(jnp.sin(x)))(x)
 
     expected = jax.grad(lambda x: jnp.exp(jnp.sin(x)).sum())(X)
     each = jax.vmap(jax.grad(lambda x: f(x).sum()))(X)
@@ -57,7 +57,7 @@ def test_arguments_alone_are_saved() -> None:
     def f(x):
         return jnp.sin(jnp.exp(x))
 
-    (own,) = saved(recomputed(f), X)
+    (own,) = saved(rematerialize(f), X)
     np.testing.assert_array_equal(own, X)
     assert len(saved(f, X)) > 1
 
@@ -73,9 +73,9 @@ def test_what_is_known_while_tracing_stays_known() -> None:
 
         return jax.vmap(part, (None, 0), axis_name="parts")(jnp.ones((4, 2)), X[:, None])
 
-    np.testing.assert_array_equal(gradient(recomputed), gradient(lambda f: f))
+    np.testing.assert_array_equal(gradient(rematerialize), gradient(lambda f: f))
 
 
 def test_forward_mode_is_explained() -> None:
-    with pytest.raises(TypeError, match="recomputed defines its backward pass only"):
-        jax.jvp(recomputed(jnp.sin), (1.0,), (1.0,))
+    with pytest.raises(TypeError, match="rematerialized defines its backward pass only"):
+        jax.jvp(rematerialize(jnp.sin), (1.0,), (1.0,))

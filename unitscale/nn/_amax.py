@@ -1,0 +1,224 @@
+"""Scales that NNX models keep, modules for Flax's matmul hooks, and the overflow monitor."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..quant import (
+    MAX_EXPONENT,
+    TENSORS,
+    MatmulConfig,
+    QuantState,
+    dot_general,
+    einsum,
+    is_stateful,
+)
+
+
+class AmaxState(nnx.Variable):
+    """The variable that holds the `QuantState` of one matmul.
+
+    It is no `nnx.Param`: optimizers, clipping and weight decay ignore it.
+
+    Example:
+        >>> from unitscale.quant import Delayed
+        >>> AmaxState(QuantState.create(Delayed(history=4))).get_value().history.shape
+        (3, 4)
+    """
+
+
+def amax_state(config: MatmulConfig | None) -> AmaxState | None:
+    """Return a new `AmaxState` for a strategy that keeps scales, else None.
+
+    Example:
+        >>> amax_state(MatmulConfig()) is None
+        True
+    """
+    if config is None or not is_stateful(config.strategy):
+        return None
+    return AmaxState(QuantState.create(config.strategy))
+
+
+def read(variable: nnx.Variable | None) -> Any:
+    """Return the value of a variable; None stays None."""
+    return None if variable is None else variable.get_value()
+
+
+class DotGeneral(nnx.Module):
+    """A quantized `lax.dot_general` that holds its own scales.
+
+    Pass one to each layer as ``dot_general=``: the layer then holds the state of `Delayed` and
+    `Static`, where `value_and_grad` finds it. ``precision`` is ignored.
+
+    Example:
+        >>> from unitscale.quant import Delayed
+        >>> dot = DotGeneral(MatmulConfig(strategy=Delayed()))
+        >>> layer = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 8))).shape
+        (2, 4)
+    """
+
+    _matmul = staticmethod(dot_general)
+
+    def __init__(self, config: MatmulConfig) -> None:
+        self.config = config
+        self.state = nnx.data(amax_state(config))
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        """Multiply; arguments are those of the function that this replaces."""
+        return self._matmul(self.config, read(self.state))(*operands, **options)
+
+
+class EinsumOp(DotGeneral):
+    """A quantized `jnp.einsum` of two operands, as `DotGeneral`, for ``einsum_op=`` of flax.
+
+    Example:
+        >>> from unitscale.quant import Delayed
+        >>> op = EinsumOp(MatmulConfig(strategy=Delayed()))
+        >>> layer = nnx.Einsum("bk,kn->bn", (8, 4), einsum_op=op, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 8))).shape
+        (2, 4)
+    """
+
+    _matmul = staticmethod(einsum)
+
+
+def amax_states(model: Any) -> Iterator[tuple[str, AmaxState]]:
+    """Yield the dotted path and the variable of every `AmaxState` of a model.
+
+    Example:
+        >>> from unitscale.quant import Delayed
+        >>> layer = nnx.Dict(a=DotGeneral(MatmulConfig(strategy=Delayed())))
+        >>> [path for path, _ in amax_states(layer)]
+        ['a.state']
+    """
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, AmaxState):
+            yield ".".join(map(str, path)), node
+
+
+def advance(model: Any) -> None:
+    """End an optimizer step of a model, in place: see `QuantState.advance`.
+
+    For gradient accumulation: call `value_and_grad` with ``advance=False`` on each micro-batch,
+    and this once before or after the optimizer's update.
+
+    Example:
+        >>> advance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # nothing to advance
+    """
+    map_states(model, QuantState.advance)
+
+
+def map_states(model: Any, f: Callable[[QuantState], QuantState]) -> None:
+    """Map all states in one program; outside of jit each would need many small ones."""
+    if variables := [variable for _, variable in amax_states(model)]:
+        states = _jit_map(f, [variable.get_value() for variable in variables])
+        for variable, state in zip(variables, states, strict=True):
+            variable.set_value(state)
+
+
+@partial(jax.jit, static_argnums=0)
+def _jit_map(f: Callable[[QuantState], QuantState], states: list[QuantState]) -> list[QuantState]:
+    return list(map(f, states))
+
+
+class Overflow(NamedTuple):
+    """The saturation counts of one quantized tensor: see `OverflowMonitor.read`.
+
+    Example:
+        >>> Overflow("head", "lhs", 1.0, 2, 8, steps_saturated=1, steps_not_finite=0).share
+        0.25
+    """
+
+    layer: str
+    tensor: str
+    scale: float
+    saturated: int
+    elements: int
+    steps_saturated: int
+    steps_not_finite: int
+
+    @property
+    def share(self) -> float:
+        """Share of the last step's elements that saturated."""
+        return self.saturated / self.elements if self.elements else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverflowMonitor:
+    """Counts how many elements of a model's quantized tensors saturate, and adjusts their scales.
+
+    `value_and_grad` records the counts for strategies with a state; ``Static()`` before any
+    calibration is `Unit` with a monitor. `rebalance` tolerates a share of ``limit``. Reading waits
+    for the device.
+
+    Raises:
+        ValueError: if the limit is not in [0, 1).
+
+    Example:
+        >>> from unitscale.nn import value_and_grad
+        >>> from unitscale.quant import Static
+        >>> dot = DotGeneral(MatmulConfig(strategy=Static()))
+        >>> model = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 8)).at[0, 0].set(1000.0)
+        >>> _ = value_and_grad(lambda model: model(x).sum())(model)
+        >>> monitor = OverflowMonitor(limit=0.01)
+        >>> monitor.read(model)[0].share
+        0.0625
+        >>> monitor.rebalance(model)[0].scale  # 1000 needs 4: two more steps
+        2.0
+    """
+
+    limit: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.limit < 1:
+            raise ValueError(
+                "unitscale.nn.OverflowMonitor: limit must be a share, 0 or more and below 1; "
+                f"got {self.limit!r}"
+            )
+
+    def read(self, model: Any) -> list[Overflow]:
+        """Return one entry for each quantized tensor of a model, layer by layer.
+
+        Counts are of the last step, over all uses of the layer, and over all layers of a scan;
+        ``steps_...`` count from the beginning.
+        """
+        found = []
+        for path, variable in amax_states(model):
+            state = jax.device_get(variable.get_value())
+            for row, tensor in enumerate(TENSORS):
+                counts = np.asarray(state.counts)[..., row, :].reshape(-1, 4).sum(0)
+                saturated, elements, not_finite, steps = (round(float(n)) for n in counts)
+                scale = float(np.max(np.asarray(state.scale)[..., row]))
+                found.append(Overflow(path, tensor, scale, saturated, elements, steps, not_finite))
+        return found
+
+    def rebalance(self, model: Any, factor: float = 2.0) -> list[Overflow]:
+        """Multiply the scale of every tensor above the limit by a power of two, in place.
+
+        The model computes the same values, except that fewer saturate. `Delayed` recomputes its
+        scales at the next step. Returns the entries of `read` above the limit, with new scales.
+
+        Raises:
+            ValueError: if the factor is not a power of two.
+        """
+        if not factor > 0 or np.frexp(factor)[0] != 0.5:
+            raise ValueError(
+                "unitscale.nn.OverflowMonitor.rebalance: factor must be a power of two, so that "
+                f"nothing is rounded; got {factor!r}"
+            )
+        for _, variable in amax_states(model):
+            state = variable.get_value()
+            above = state.counts[..., 0] > self.limit * state.counts[..., 1]
+            scale = state.scale * factor
+            in_range = (scale >= 2.0**-MAX_EXPONENT) & (scale <= 2.0**MAX_EXPONENT)
+            scale = jnp.where(above & in_range, scale, state.scale)
+            variable.set_value(dataclasses.replace(state, scale=scale))
+        return [entry for entry in self.read(model) if entry.share > self.limit]
