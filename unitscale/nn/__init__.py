@@ -70,7 +70,6 @@ from ._norm import (
 )
 from ._params import unpadded as unpadded
 from ._policy import (
-    CONVERSIONS as CONVERSIONS,
     POLICIES as POLICIES,
     Policy as Policy,
     as_policy as as_policy,

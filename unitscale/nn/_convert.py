@@ -16,6 +16,7 @@ from jax import lax
 
 from ..core import ScaledArray, reshard
 from ..quant import (
+    PRESETS,
     MatmulConfig,
     contraction_of,
     einsum_contraction,
@@ -27,7 +28,7 @@ from ..quant import (
     quantize_at,
 )
 from ._amax import amax_state, read
-from ._policy import CONVERSIONS, assign, did_you_mean, nodes_of, table
+from ._policy import assign, did_you_mean, nodes_of, table
 
 End = Literal["first", "last"]
 
@@ -235,18 +236,15 @@ def _configs(rules: Any) -> dict[str, MatmulConfig | None]:
     configs = {}
     for pattern, config in rules.items():
         if isinstance(config, str):
-            if config not in CONVERSIONS:
-                hint = did_you_mean(config, CONVERSIONS)
+            if config not in PRESETS:
+                hint = did_you_mean(config, PRESETS)
                 if config == "fp8_unit":
-                    hint = (
-                        " It is called 'fp8' now and rounds cotangents to E4M3; for E5M2 give "
-                        "MatmulConfig(cotangent='float8_e5m2')."
-                    )
+                    hint = " It is called 'fp8_e5m2' now."
                 raise ValueError(
-                    f"unitscale.nn.convert: a preset must be one of {', '.join(CONVERSIONS)}; got "
+                    f"unitscale.nn.convert: a preset must be one of {', '.join(PRESETS)}; got "
                     f"{config!r}.{hint}"
                 )
-            config = CONVERSIONS[config]
+            config = PRESETS[config]
         elif config is not None and not isinstance(config, MatmulConfig):
             raise TypeError(
                 "unitscale.nn.convert: a rule must give a MatmulConfig, the name of a preset or "

@@ -14,7 +14,7 @@ from flax import nnx
 
 from ..core import ScaledArray, cast, format_of, upcast
 from ..ops import ArrayLike
-from ..quant import Block, Delayed, Dynamic, MatmulConfig, Static, is_stateful
+from ..quant import PRESETS, Block, MatmulConfig, is_stateful
 from ..rules import ROLES
 
 Value = TypeVar("Value")
@@ -158,24 +158,9 @@ class Policy:
 
 PolicyLike: TypeAlias = Policy | str
 
-_E5M2 = "float8_e5m2"
-
-CONVERSIONS: Mapping[str, MatmulConfig] = {
-    "fp8": MatmulConfig(),
-    # Scales that follow amax cannot fit small cotangents too: those need the range of E5M2.
-    "fp8_dynamic": MatmulConfig(cotangent=_E5M2, strategy=Dynamic()),
-    "fp8_delayed": MatmulConfig(cotangent=_E5M2, strategy=Delayed()),
-    "fp8_static": MatmulConfig(cotangent=_E5M2, strategy=Static()),
-    "mxfp8": MatmulConfig(strategy=Block()),
-}
-"""The configs of quantized matmuls by name, in policies (`as_policy`) and in `convert` alike."""
-
 POLICIES: Mapping[str, Policy] = {
     **{dtype: Policy(compute_dtype=dtype) for dtype in ("float32", "bfloat16", "float16")},
-    **{
-        name: Policy(compute_dtype="bfloat16", matmul=config)
-        for name, config in CONVERSIONS.items()
-    },
+    **{name: Policy(compute_dtype="bfloat16", matmul=config) for name, config in PRESETS.items()},
 }
 """The policies that a layer accepts by name: see `as_policy`."""
 
@@ -187,6 +172,7 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
     |---|---|---|
     | "float32", "bfloat16", "float16" | as named | as activations |
     | "fp8" | bfloat16 | E4M3, cotangents too; no scales are measured |
+    | "fp8_e5m2" | bfloat16 | E4M3, cotangents E5M2, for models that are not unit scaled |
     | "fp8_dynamic" | bfloat16 | E4M3, cotangents E5M2; scales from the amax of this step |
     | "fp8_delayed" | bfloat16 | the same from the amax of earlier steps: use `nn.value_and_grad` |
     | "fp8_static" | bfloat16 | the same with scales that `nn.calibrate` sets once |

@@ -261,10 +261,11 @@ class MatmulConfig:
 
 PRESETS: Mapping[str, MatmulConfig] = {
     "fp8": MatmulConfig(),
+    "fp8_e5m2": MatmulConfig(cotangent="float8_e5m2"),
     # Scales that follow amax leave small cotangents the range of E5M2.
     "fp8_dynamic": MatmulConfig(cotangent="float8_e5m2", strategy=Dynamic()),
     "fp8_delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
     "fp8_static": MatmulConfig(cotangent="float8_e5m2", strategy=Static()),
     "mxfp8": MatmulConfig(strategy=Block()),
 }
-"""Named `MatmulConfig`s of the same numbers in policies and in converted models."""
+"""`MatmulConfig`s by name, the same in policies of layers and in converted models."""
