@@ -23,7 +23,7 @@ from tests.batching import compute
 from tests.optimizers import scaled
 from unitscale.core import ScaledArray, format_of, is_scaled, rebalance, to_array
 from unitscale.optim import apply_updates
-from unitscale.optim._moments import is_stored, load
+from unitscale.optim._storage import is_stored, load
 
 STEPS = 6
 RNG = np.random.default_rng(0)
