@@ -316,7 +316,8 @@ def scaled(
         inspected = {path: inspect(leaf) for path, leaf in found}
         wide_state = jax.tree.unflatten(structure, [load(x) for x, _ in inspected.values()])
         wide = _wide_gradients(grads, params), wide_state, values(params)
-        updates, new = inner.update(*wide, **(extra_args if extra else {}))
+        with jax.numpy_dtype_promotion("standard"):  # optax takes powers of floats by integers
+            updates, new = inner.update(*wide, **(extra_args if extra else {}))
         # Moments keep their formats. The rest of a state may change its structure: optax.monitor
         # adds its measurements in the first update.
         before = {path: x for path, x in inspected.items() if is_stored(x[0])}

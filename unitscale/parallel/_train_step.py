@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core import CastRounding, batch_over, is_scaled, to_array, value_and_grad, widen
-from ._all_reduce import all_reduce
 from ._auto_scale import AutoScale
-from ._quantize import AxisName, wire_format
+from ._collectives import AxisName, all_reduce, wire_format
 
 
 class ParallelState(NamedTuple):
@@ -27,6 +26,11 @@ class ParallelState(NamedTuple):
     params: Any
     opt_state: Any
     auto: AutoScale | None = None
+
+
+export.register_namedtuple_serialization(
+    ParallelState, serialized_name="unitscale.parallel.ParallelState"
+)
 
 
 def train_step(
