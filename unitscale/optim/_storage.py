@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -55,21 +55,19 @@ class Moment:
     Scaling:
         data = x / scale, or sign(x) |x|^1/2 / scale if ``root``. The scale is a power of two that
         is chosen in every step. Arrays of up to 2^16 entries, initial states and blocks use the
-        exact maximum: it lies in the highest binades of the format, and nothing saturates. float32
-        and bfloat16, which have the range of float32, take scale 1.
+        exact maximum, and nothing saturates. float32 and bfloat16 take scale 1.
 
-        The exact maximum of a larger array would cost another pass over memory, half as long as
-        the step. Its scale comes from about 2^14 evenly spaced new entries, with 2^10 of headroom
-        in formats of 5 exponent bits (float16, e5m2). Formats of fewer leave room for twice
-        (e4m3fn: 3.5 times) the largest of these and of all previous entries: an entry that outgrows
-        that in one step saturates, and the next steps make room for it. The headroom is between
-        two binades (e4m3fn) and 11 (float16).
+        The exact maximum of a larger array would cost another pass over memory. Its scale comes
+        from about 2^14 evenly spaced entries, with 2^10 of headroom in formats of 5 exponent bits
+        (float16, e5m2). Formats of fewer leave room for twice (e4m3fn: 3.5 times) the largest of
+        these and of all previous entries: an entry that outgrows that in one step saturates, and
+        the next steps make room for it.
 
         The root halves the exponents, so that the format covers twice as many binades: in
         float8_e4m3fn 2^34 between the largest and the smallest second moment. Its relative error
-        is at most ``eps`` (2^-3 for e4m3, 2^-10 for float16), twice that of the root; an Adam step,
-        which divides by the root, has ``eps`` / 2. Nonzero values never round to zero: a second
-        moment that vanishes before the first would make the step explode.
+        is at most ``eps`` (2^-3 for e4m3, 2^-10 for float16), and that of an Adam step, which
+        divides by the root, ``eps`` / 2. Nonzero values never round to zero: a second moment that
+        vanishes before the first would make the step explode.
 
     Attributes:
         dtype: float8, float16, bfloat16 or float32.
@@ -114,7 +112,8 @@ def check_dtype(where: str, name: str, dtype: Any) -> Any:
     return dtype
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SquareRoot:
     """A non-negative array, stored as the ScaledArray of its square root.
 
@@ -126,10 +125,7 @@ class SquareRoot:
         [36.  1.]
     """
 
-    __slots__ = ("root",)
-
-    def __init__(self, root: ScaledArray) -> None:
-        self.root = root
+    root: ScaledArray
 
     @property
     def value(self) -> jax.Array:
@@ -146,15 +142,6 @@ class SquareRoot:
         """Bytes of data and scale together."""
         return self.root.nbytes
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Flatten into the root."""
-        return ((jax.tree_util.GetAttrKey("root"), self.root),), None
-
-    @classmethod
-    def tree_unflatten(cls, _: Any, children: Any) -> "SquareRoot":
-        """Rebuild without checks: JAX unflattens placeholders too."""
-        return cls(*children)
-
     def __repr__(self) -> str:
         return f"SquareRoot({self.root!r})"
 
@@ -163,7 +150,7 @@ export.register_pytree_node_serialization(
     SquareRoot,
     serialized_name="unitscale.optim.SquareRoot",
     serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: None,
+    deserialize_auxdata=lambda _: (),
 )
 
 
@@ -214,23 +201,13 @@ def load(stored: Any) -> Any:
     return x * lax.abs(x) if isinstance(stored, SquareRoot) else x
 
 
-class Seen(NamedTuple):
-    """What `store` needs to know of the previous data of a large array.
-
-    Attributes:
-        largest: exponents of the largest entries; None in formats with headroom to spare.
-        room: binades to keep free above the largest known entry; None likewise.
-    """
-
-    largest: jax.Array | None = None
-    room: jax.Array | None = None
+# What `store` needs to know of the previous data of a large array: the exponents of its largest
+# entries and the binades to keep free above them; nothing in formats with headroom to spare.
+Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 
 
 def inspect(stored: Any) -> tuple[Any, Seen | None]:
-    """Return what is stored, to be loaded, and what `store` needs to know of it.
-
-    The latter is None for arrays whose scales come from all entries.
-    """
+    """Return what is stored, to be loaded, and `Seen`; None if scales come from all entries."""
     if not is_stored(stored):
         return stored, None
     moment = moment_of(stored)
@@ -239,20 +216,17 @@ def inspect(stored: Any) -> tuple[Any, Seen | None]:
     if fmt.exponent_bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
         return stored, None
     if fmt.exponent_bits == 5:
-        return stored, Seen()
-    codes = lax.bitcast_convert_type(inner.data, jnp.uint8) & jnp.uint8(0x7F)
+        return stored, ()
     # The barrier makes all uses of the data wait for its maximum. Otherwise XLA finds the maximum
     # in the kernel of the new weights, and writes the moment that needs it in another pass.
-    code, scale = lax.optimization_barrier((_reduce_max(codes, axes), inner.scale))
+    code, scale = lax.optimization_barrier((_largest_bits(inner.data, axes), inner.scale))
     largest = widen(lax.bitcast_convert_type(code, moment.dtype))
     # Only entries that have outgrown their room reach the highest binade.
     grew = largest >= 2.0 ** _highest_exponent(moment.dtype)
-    seen = Seen(
-        (lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23) - 127,
-        jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW),
-    )
+    exponent = (lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23) - 127
     inner = ScaledArray(inner.data, scale)
-    return SquareRoot(inner) if moment.root else inner, seen
+    stored = SquareRoot(inner) if moment.root else inner
+    return stored, (exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW))
 
 
 # Traced once for all arrays of a shape: a model has many.
@@ -266,15 +240,9 @@ def store(
 ) -> ScaledArray | SquareRoot:
     """Round an array of state once, into its storage format.
 
-    An entry that is not finite, or rounds to 2^128, becomes NaN. So do all entries of an array,
-    item or block whose scale is chosen from it.
-
-    Args:
-        x: the array.
-        moment: its storage format.
-        rounding: "nearest" or "stochastic".
-        key: for stochastic rounding.
-        seen: of the previous state (`inspect`); None chooses scales from all of ``x``.
+    Scales are chosen from all of ``x``, or from a sample and what `inspect` has seen of the
+    previous state. An entry that is not finite becomes NaN, as do all entries of an array, item or
+    block whose scale is chosen from it.
     """
     fmt, x = format_of(moment.dtype), lax.convert_element_type(x, jnp.float32)
     y = lax.sqrt(lax.abs(x)) if moment.root else x
@@ -307,16 +275,14 @@ def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.
     On integers: XLA computes the same in float32 in more kernels.
     """
     axes = tuple(range(moment.stack_axes, x.ndim))
-    if seen is not None:
-        sampled = [_reduce_max(_magnitude(part), axes) for part in sample(x, axes)]
-        largest = functools.reduce(lax.max, sampled)
-    elif moment.block is not None and x.ndim:
-        blocks = -(-x.shape[-1] // moment.block)
-        padding = (0, blocks * moment.block - x.shape[-1], 0)
-        padded = lax.pad(_magnitude(x), jnp.uint32(0), [(0, 0, 0)] * (x.ndim - 1) + [padding])
-        largest = lax.reduce_max(padded.reshape(*x.shape[:-1], blocks, moment.block), (x.ndim,))
-    else:
-        largest = _reduce_max(_magnitude(x), axes)
+    parts = [x] if seen is None else sample(x, axes)
+    if moment.block is not None and x.ndim:
+        padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % moment.block, 0)]
+        x = lax.pad(x, jnp.float32(0), padding)
+        parts, axes = [x.reshape(*x.shape[:-1], -1, moment.block)], (x.ndim,)
+    largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
+    if moment.block is not None and x.ndim:
+        largest = largest[..., 0]
     # Round as the format will, so that a value that rounds up to a power of two counts as one, and
     # storing again what was stored changes nothing. The square of a root rounds up at half the
     # distance.
@@ -327,8 +293,8 @@ def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.
     # The power of two above the largest magnitude becomes the largest one of the format.
     above = 1 - _highest_exponent(moment.dtype)
     room, unseen = (0, -above) if seen is None else (_ROOM, _EXPONENT_OF_UNSEEN)
-    if seen is not None and seen.largest is not None:
-        exponent, room = lax.max(exponent, seen.largest), seen.room
+    if seen:
+        exponent, room = lax.max(exponent, seen[0]), seen[1]
     is_zero = exponent == (0 - 127) >> halved
     shift = lax.select(is_zero, lax.full_like(exponent, unseen), exponent) + (room + above)
     return lax.clamp(-126, shift, 126), exponent < (255 - 127) >> halved
@@ -338,14 +304,14 @@ def _highest_exponent(dtype: Any) -> int:
     return math.frexp(format_of(dtype).max)[1] - 1
 
 
-def _magnitude(x: jax.Array) -> jax.Array:
-    """Magnitudes as integers, which order them as floats do, with NaN above infinity."""
-    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return the bits of the largest magnitudes over axes, which are kept if there are others.
 
-
-def _reduce_max(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Largest unsigned integer over axes, which are kept if there are others."""
-    largest = lax.reduce_max(x, tuple(axes))
+    Integers order magnitudes as floats do, with NaN above infinity.
+    """
+    kind = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint32
+    magnitudes = lax.bitcast_convert_type(x, kind) & kind(jnp.iinfo(kind).max // 2)
+    largest = lax.reduce_max(magnitudes, tuple(axes))
     return lax.expand_dims(largest, tuple(axes)) if len(axes) < x.ndim else largest
 
 

@@ -6,7 +6,7 @@ the same bits.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,19 +30,9 @@ from ..core import (
 AxisName: TypeAlias = str | tuple[str, ...]
 """A mesh axis, or several that count as one: see `all_reduce`."""
 
+_SharedScale: TypeAlias = tuple[jax.Array, jax.Array]  # a scale and its inverse
+
 _SMALLEST, _LARGEST = -126, 126  # exponents whose power of two and its inverse are normal numbers
-
-
-class SharedScale(NamedTuple):
-    """A power-of-two scale that all devices agree on.
-
-    Attributes:
-        scale: float32; NaN if a value on some device is not finite.
-        inverse: 1 / scale, exact and always finite.
-    """
-
-    scale: jax.Array
-    inverse: jax.Array
 
 
 def wire_format(where: str, dtype: Any) -> Format:
@@ -121,18 +111,17 @@ def _device_keys(
 
 def agree(
     leaves: Sequence[jax.Array], formats: Sequence[Format], mus: Sequence[Any], axis_name: AxisName
-) -> list[SharedScale]:
-    """Return one power-of-two scale per tensor, from the largest magnitude on any device.
+) -> list[_SharedScale]:
+    """Return one power-of-two scale per tensor and its inverse, the same on all devices.
 
     Scaling:
-        scale = 2^ceil(log2(amax / max)) / mu, with the largest magnitude ``amax`` of all devices
-        and ``max`` of the format, so that nothing saturates for mu <= 1. Formats with the exponents
-        of float32, and tensors of zeros, take scale 1. mu is rounded down to a power of two.
-
-    One collective of one integer per tensor that needs a scale.
+        scale = 2^ceil(log2(amax / max)) / mu, with the largest magnitude ``amax`` on any device and
+        ``max`` of the format, so that nothing saturates for mu <= 1; NaN if a value is not finite.
+        Formats with the exponents of float32, and tensors of zeros, take scale 1. mu is rounded
+        down to a power of two.
     """
     one = jnp.float32(1)
-    scales = [SharedScale(one, one)] * len(leaves)
+    scales = [(one, one)] * len(leaves)
     wanted = [i for i, fmt in enumerate(formats) if fmt.exponent_bits < 8]
     if not wanted:
         return scales
@@ -147,7 +136,7 @@ def agree(
         exponent = jnp.where(top == 0, 0, jnp.clip(exponent, _SMALLEST, _LARGEST))
         finite = jnp.isfinite(top)
         exponent = jnp.where(finite, exponent, 0)
-        scales[i] = SharedScale(jnp.where(finite, pow2(exponent), jnp.nan), pow2(-exponent))
+        scales[i] = jnp.where(finite, pow2(exponent), jnp.nan), pow2(-exponent)
     return scales
 
 
@@ -178,13 +167,13 @@ def decode(bits: jax.Array, fmt: Format) -> jax.Array:
 def _scatter_mean(
     parts: jax.Array,
     fmt: Format,
-    shared: SharedScale,
+    shared: _SharedScale,
     axis_name: AxisName,
     rounding: CastRounding,
     key: jax.Array | None,
 ) -> jax.Array:
     """Return the mean of part i over all devices on device i, in units of the scale."""
-    bits = encode(widen(parts) * shared.inverse, fmt, rounding, key)
+    bits = encode(widen(parts) * shared[1], fmt, rounding, key)
     received = lax.all_to_all(bits, axis_name, 0, 0)
     return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
 
@@ -225,22 +214,22 @@ def exchange(
     formats = [large if leaf.size >= small else little for leaf in leaves]
     shared = agree(leaves, formats, mus, axis_name)
 
-    def mean(leaf: jax.Array, fmt: Format, shared: SharedScale, key: Any) -> jax.Array:
+    def mean(leaf: jax.Array, fmt: Format, shared: _SharedScale, key: Any) -> jax.Array:
         if _itemsize(fmt) == 4 or not leaf.size:
             return narrow(lax.pmean(widen(leaf), axis_name), leaf.dtype)
         first, second = (None, None) if key is None else jax.random.split(key)
         parts = jnp.pad(leaf.reshape(-1), (0, -leaf.size % devices)).reshape(devices, -1)
         own = _scatter_mean(parts, fmt, shared, axis_name, rounding, first)
         data = widen(_gather(encode(own, fmt, rounding, second), fmt, axis_name))
-        return narrow(data[: leaf.size].reshape(leaf.shape) * shared.scale, leaf.dtype)
+        return narrow(data[: leaf.size].reshape(leaf.shape) * shared[0], leaf.dtype)
+
+    def share_beyond(leaf: jax.Array, fmt: Format, shared: _SharedScale) -> jax.Array:
+        return jnp.mean(jnp.abs(widen(leaf)) * shared[1] > fmt.max, dtype=jnp.float32)
 
     saturated = []
     if count and leaves:
-        beyond = [
-            jnp.mean(jnp.abs(widen(leaf)) * scale.inverse > fmt.max, dtype=jnp.float32)
-            for leaf, fmt, scale in zip(leaves, formats, shared, strict=True)
-        ]
-        saturated = list(lax.pmean(jnp.stack(beyond), axis_name))
+        beyond = jnp.stack(list(map(share_beyond, leaves, formats, shared)))
+        saturated = list(lax.pmean(beyond, axis_name))
     return jax.tree.unflatten(structure, list(map(mean, leaves, formats, shared, keys))), saturated
 
 
@@ -371,7 +360,7 @@ def reduce_scatter(
             )
     shared = agree(leaves, [fmt] * len(leaves), [1.0] * len(leaves), axis_name)
 
-    def mean(leaf: jax.Array, scale: SharedScale, key: jax.Array | None) -> jax.Array:
+    def mean(leaf: jax.Array, scale: _SharedScale, key: jax.Array | None) -> jax.Array:
         i = axis % leaf.ndim
         if _itemsize(fmt) == 4:
             total = lax.psum_scatter(widen(leaf), axis_name, scatter_dimension=i, tiled=True)
@@ -379,7 +368,7 @@ def reduce_scatter(
         shape = (*leaf.shape[:i], devices, leaf.shape[i] // devices, *leaf.shape[i + 1 :])
         parts = jnp.moveaxis(leaf.reshape(shape), i, 0)
         own = _scatter_mean(parts, fmt, scale, axis_name, rounding, key)
-        return narrow(own * scale.scale, leaf.dtype)
+        return narrow(own * scale[0], leaf.dtype)
 
     return jax.tree.unflatten(structure, list(map(mean, leaves, shared, keys)))
 
@@ -458,8 +447,8 @@ def all_gather(
     shared = agree(values, [fmt] * len(values), [1.0] * len(values), axis_name)
     keys = _device_keys(where, rounding, key, axis_name, len(values))
 
-    def gather(value: jax.Array, scale: SharedScale, key: jax.Array | None) -> ScaledArray:
-        bits = encode(widen(value) * scale.inverse, fmt, rounding, key)
-        return ScaledArray(_gather(bits, fmt, axis_name, axis % value.ndim), scale.scale)
+    def gather(value: jax.Array, scale: _SharedScale, key: jax.Array | None) -> ScaledArray:
+        bits = encode(widen(value) * scale[1], fmt, rounding, key)
+        return ScaledArray(_gather(bits, fmt, axis_name, axis % value.ndim), scale[0])
 
     return jax.tree.unflatten(structure, list(map(gather, values, shared, keys)))
