@@ -12,7 +12,8 @@ from ._storage import Moment, is_floating, stack_axes_of, store
 
 Role: TypeAlias = Literal["first", "second", "trace"]
 """Role of an array of state: "first", a mean of gradients that the root of a second moment divides
-(Adam); "second", a mean of squares; "trace", momentum that is itself the update (SGD, Lion)."""
+(Adam); "second", a mean of squares; "trace", momentum that is itself the update (SGD, Lion). See
+`scaled`."""
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""

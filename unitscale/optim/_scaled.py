@@ -41,7 +41,7 @@ class ScaledState(NamedTuple):
 
 
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`: that of the wrapped transformation, and steps skipped.
+    """State of `skip_nonfinite`, with the steps skipped in total and since the last finite one.
 
     Example:
         >>> state = skip_nonfinite(optax.sgd(0.5)).init([1.0])
@@ -202,11 +202,10 @@ def scaled(
 ) -> ScaledTransformation:
     """Keep parameters and the moments of any optax transformation in 16 or 8 bits.
 
-    With Adam the default takes 5 bytes per parameter: a float16 weight, an FP8 first moment, and
-    the root of the second in float16. With ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` it
-    is 4, and 12 in float32. Arrays of fewer than ``min_size`` entries (gains and biases) stay in
-    float32: they are few bytes, and each scaled array costs a GPU about ten small kernels. A stack
-    of layers counts as one array.
+    With Adam the default takes 5 bytes per parameter (a float16 weight, an FP8 first moment, the
+    root of the second in float16) instead of 12 in float32; with
+    ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` 4. Small arrays (gains and biases) stay in
+    float32: they are few bytes, and each scaled array costs a GPU about ten small kernels.
 
     Scaling:
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
@@ -216,15 +215,13 @@ def scaled(
         parameter leaves the moments alone.
 
         Rounding to nearest stops a moving average that changes by less than half the distance
-        between neighbours. On gradients from N(0, 1) the root of a second moment in float16 is
-        right up to b2 = 0.99, and 4% too large at 0.999; in e4m3fn at 0.95 it is 1.5 times too
-        large. Stochastic rounding is right to 1% on average in both, with a spread of 1% in float16
-        and 15% in e4m3fn: use it with 8-bit second moments.
+        between neighbours. On gradients from N(0, 1) the root of a second moment in float16 is 4%
+        too large at b2 = 0.999, and in e4m3fn 1.5 times too large at 0.95. Use stochastic rounding
+        with 8-bit second moments: it is right to 1% on average, with a spread of 15% in e4m3fn.
 
     Args:
-        inner: an optax transformation: Adam, Lion, momentum, chains with clipping and schedules,
-            `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.partition`, ... It sees gradients
-            and parameters as float32 values.
+        inner: an optax transformation: Adam, Lion, chains with clipping and schedules,
+            `optax.MultiSteps`, `optax.partition`, ... It sees float32 values.
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
             are. All-zero parameters get the scale 2^-8: in float16 updates below 2^-33 (1e-10)
             leave them zero.
@@ -238,8 +235,8 @@ def scaled(
         key: seed or `jax.random` key of stochastic rounding; kept in the state.
         block: number of entries along the last axis that share a scale in the moments; None for
             one scale per array.
-        min_size: parameters and moments of fewer entries are plain float32 arrays, whatever
-            ``weights`` and ``moments`` say; 0 stores all.
+        min_size: parameters and moments of fewer entries are plain float32 arrays; a stack of
+            layers counts as one array. 0 stores all.
 
     Returns:
         ScaledTransformation: ``init`` and ``update`` as in optax, ``scale_params``, and ``step``,
@@ -248,10 +245,10 @@ def scaled(
     Raises:
         TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
             pair nor a function; in ``update``, for gradients that are ScaledArrays.
-        ValueError: if a format cannot be stored or cannot hold squares, if min_size is below 0, if
-            ``update`` is called without params or with plain ones, or gradients differ from params;
-            in ``init``, if rounded weights would lose the first steps of ``inner`` (D-Adaptation,
-            DoG, Mechanic, Prodigy).
+        ValueError: if a format cannot be stored or cannot hold squares, or min_size is below 0; in
+            ``init``, if rounded weights would lose the first steps of ``inner`` (D-Adaptation, DoG,
+            Mechanic, Prodigy); in ``update``, without scaled params, or if gradients differ from
+            params.
 
     Example:
         >>> tx = scaled(optax.adamw(1e-3))
@@ -355,9 +352,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         inner: an optax transformation, or what `scaled` returns.
 
     Returns:
-        ScaledTransformation whose state is ``SkipState(inner, skipped, consecutive)``: steps
-        skipped in total, and since the last finite one. ``scale_params`` is that of ``inner``, or
-        the identity.
+        ScaledTransformation whose state is a `SkipState`. Its ``scale_params`` is that of
+        ``inner``, or the identity.
 
     Raises:
         TypeError: if inner is no transformation.
@@ -433,6 +429,9 @@ def convert_state(state: Any, like: Any) -> Any:
         >>> params = ours.scale_params(params)
         >>> convert_state(state, ours.init(params)).inner[0].mu["w"]
         ScaledArray(float8_e4m3fn[64,64], scale=0.000488281)
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.2.
     """
 
     def is_own(x: Any) -> bool:
@@ -458,7 +457,7 @@ def convert_state(state: Any, like: Any) -> Any:
             return jnp.asarray(value, dtype)
         return value
 
-    keys: list[jax.Array] = []
+    keys: list[jax.Array | None] = []
     try:
         return jax.tree.map(
             convert, like, jax.tree.map(plain, state, is_leaf=is_own), is_leaf=is_own

@@ -256,7 +256,7 @@ def store(
         # 1 / scale, by an operation that XLA repeats in the kernels that use it.
         bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
         inverse = lax.bitcast_convert_type(bits, jnp.float32)
-        y = y * ScaledArray(x, inverse, block_shape=block).full_scale
+        y = y * to_float(ScaledArray(x, inverse, block_shape=block).full_scale)
         if moment.root:
             y = lax.max(y, jnp.float32(fmt.smallest_subnormal))
     if moment.root:
@@ -353,11 +353,12 @@ def round_finite(
     In fewer operations than a `cast` that saturates, which keeps infinity.
     """
     fmt = format_of(dtype)
+    assert fmt.dtype is not None, "check_dtype rejects simulated formats"
 
     def convert(x: jax.Array) -> jax.Array:
         x = lax.clamp(x.dtype.type(-fmt.max), x + 0 * x, x.dtype.type(fmt.max))
         if rounding == "nearest":
-            return lax.convert_element_type(x, fmt.dtype)
+            return x.astype(fmt.dtype)
         return cast(x, fmt, rounding, key, saturate=False)
 
     if rounding == "nearest" and is_float8(fmt.dtype):

@@ -43,19 +43,16 @@ def umup(
     Scaling:
         The updates of ``inner`` are multiplied by `rules.umup_learning_rate` of each parameter's
         role, fan-in, fan-out and depth. This would scale weight decay inside ``inner`` too; put
-        `independent_weight_decay` after it.
-
-        SGD takes the same factors, as unit-scaled gradients give it updates of unit size. A readout
-        with a constraint removes its width from all earlier gradients; with ``optimizer="sgd"``
-        and that constraint the factors restore it.
+        `independent_weight_decay` after it. SGD takes the same factors, as unit-scaled gradients
+        give it updates of unit size; with a readout constraint, which removes the readout's width
+        from all earlier gradients, they restore it.
 
         Gradients are near 1 here, so that Adam's usual ``eps`` of 1e-8 has no effect: parameters
         whose gradients decay take full-size steps until these underflow. Use about 2^-12.
 
-        The global learning rate is the size of one update of a bias or a gain, while updates of a
-        weight are divided by the root of its fan-in. At the best rate for weights gains grow to a
-        hundred within thousands of steps, and activations leave unit size with them.
-        ``multipliers={"norm": 0.03, "bias": 0.03}`` prevents this; u-muP's own models have neither.
+        At the best rate for weights gains and biases, whose updates no fan-in divides, grow to a
+        hundred within thousands of steps. ``multipliers={"norm": 0.03, "bias": 0.03}`` prevents
+        this; u-muP's own models have neither.
 
     Args:
         inner: an optax transformation.
@@ -70,9 +67,8 @@ def umup(
         optax.GradientTransformation over trees of the same structure, of variables or of arrays.
 
     Raises:
-        ValueError: if a parameter has no role or an unknown one, for an unknown optimizer or
-            constraint, or a multiplier of an unknown role or that is negative or not finite; in
-            ``update``, if the tree of updates differs from ``params``.
+        ValueError: if a parameter has no role, for an unknown role, optimizer or constraint, or an
+            invalid multiplier; in ``update``, if the tree of updates differs from ``params``.
 
     Example:
         >>> from flax import nnx
@@ -123,8 +119,7 @@ class UmupRate(NamedTuple):
         path: of the parameter.
         role: of the parameter.
         factor: of u-muP, which multiplies the global learning rate.
-        plain: Adam rate of a plain model's parameter that moves as far at a global rate of 1: the
-            factor times that of the layer's forward.
+        plain: Adam rate of a plain model's parameter that moves as far at a global rate of 1.
 
     Example:
         >>> UmupRate("up.kernel", "weight", 2**-4, 2**-8).plain
@@ -191,6 +186,9 @@ def umup_rates(params: Any) -> UmupRates:
         >>> rates = umup_rates(nnx.state(nn.Dense(256, 8, rngs=nnx.Rngs(0)), nnx.Param))
         >>> print(f"{rates.start(2e-3):.3f}")  # 256 times 2e-3
         0.512
+
+    References:
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
     """
     found = UmupRates()
     for path, x in jax.tree.leaves_with_path(params, is_leaf=_has_role):
@@ -204,8 +202,8 @@ def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTr
     """Remove the same share of every weight in every step.
 
     Scaling:
-        w <- w - decay * w, besides the update. `optax.adamw` multiplies its decay by the learning
-        rate, so that width, depth and schedule change it under u-muP. Put this after them instead:
+        w <- w - decay * w, besides the update. The decay of `optax.adamw` would change with the
+        width, depth and schedule that u-muP's rates depend on. Use this instead:
         ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(1e-4))``.
 
     Args:

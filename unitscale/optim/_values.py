@@ -108,13 +108,7 @@ def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Return `optax.clip_by_global_norm` by value.
-
-    Args:
-        max_norm: largest norm of all updates together.
-
-    Returns:
-        A transformation of trees of arrays and ScaledArrays; its updates are plain arrays.
+    """Return `optax.clip_by_global_norm` by value; its updates are plain arrays.
 
     Example:
         >>> from unitscale import ScaledArray
@@ -129,15 +123,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def ema(
     decay: float, debias: bool = True, accumulator_dtype: Any = jnp.float32
 ) -> optax.GradientTransformation:
-    """Return `optax.ema` by value, for averages of updates or of parameters.
-
-    Args:
-        decay: weight of the previous average.
-        debias: whether to divide by ``1 - decay**count``.
-        accumulator_dtype: format of the average.
-
-    Returns:
-        A transformation of trees of arrays and ScaledArrays; its updates are plain arrays.
+    """Return `optax.ema` by value, for averages of updates or of parameters, as plain arrays.
 
     Example:
         >>> from unitscale import ScaledArray

@@ -103,8 +103,10 @@ class AutoScale:
 
         It also exchanges one float32 per tensor, the share of its entries that saturated.
         """
-        where, settings = "AutoScale.all_reduce", (rounding, key, small, small_dtype)
-        means, saturated = exchange(where, grads, self.mu, axis_name, dtype, *settings, count=True)
+        where = "AutoScale.all_reduce"
+        means, saturated = exchange(
+            where, grads, self.mu, axis_name, dtype, rounding, key, small, small_dtype, count=True
+        )
         return means, self.updated(jax.tree.unflatten(jax.tree.structure(self.mu), saturated))
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..core import (
@@ -47,9 +48,9 @@ def wire_format(where: str, dtype: Any) -> Format:
     return fmt
 
 
-def _itemsize(fmt: Format) -> int:
+def _dtype(fmt: Format) -> np.dtype:
     assert fmt.dtype is not None, "wire_format rejects simulated formats"
-    return fmt.dtype.itemsize
+    return fmt.dtype
 
 
 def axis_size(where: str, axis_name: AxisName) -> int:
@@ -146,7 +147,7 @@ def encode(
 ) -> jax.Array:
     """Round data to a format of 8 or 16 bits, saturating, and return the bits."""
     data = cast(x, fmt, rounding, key, saturate=fmt.exponent_bits < 8)
-    return lax.bitcast_convert_type(data, jnp.uint8 if _itemsize(fmt) == 1 else jnp.uint16)
+    return lax.bitcast_convert_type(data, jnp.uint8 if _dtype(fmt).itemsize == 1 else jnp.uint16)
 
 
 def _encode_fwd(*_: Any) -> Any:
@@ -161,7 +162,7 @@ encode.defvjp(_encode_fwd, lambda *_: ())
 
 def decode(bits: jax.Array, fmt: Format) -> jax.Array:
     """Return the numbers that bits encode, in float32."""
-    return widen(lax.bitcast_convert_type(bits, fmt.dtype))
+    return widen(lax.bitcast_convert_type(bits, _dtype(fmt)))
 
 
 def _scatter_mean(
@@ -178,10 +179,10 @@ def _scatter_mean(
     return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
 
 
-def _gather(bits: jax.Array, fmt: Format, axis_name: AxisName, axis: int = 0) -> jax.Array:
+def _gather(bits: Any, fmt: Format, axis_name: AxisName, axis: int = 0) -> jax.Array:
     """Concatenate the parts of all devices along ``axis``; the same result on every device."""
     gathered = lax.all_gather(bits, axis_name, axis=axis, tiled=True, to="invarying")
-    return lax.bitcast_convert_type(gathered, fmt.dtype)
+    return lax.bitcast_convert_type(gathered, _dtype(fmt))
 
 
 def exchange(
@@ -215,7 +216,7 @@ def exchange(
     shared = agree(leaves, formats, mus, axis_name)
 
     def mean(leaf: jax.Array, fmt: Format, shared: _SharedScale, key: Any) -> jax.Array:
-        if _itemsize(fmt) == 4 or not leaf.size:
+        if _dtype(fmt).itemsize == 4 or not leaf.size:
             return narrow(lax.pmean(widen(leaf), axis_name), leaf.dtype)
         first, second = (None, None) if key is None else jax.random.split(key)
         parts = jnp.pad(leaf.reshape(-1), (0, -leaf.size % devices)).reshape(devices, -1)
@@ -341,6 +342,9 @@ def reduce_scatter(
         >>> mean = jax.shard_map(lambda g: reduce_scatter(g, "fsdp"), mesh=mesh, **specs)
         >>> print(mean(jnp.array([1.0, -3.0])))
         [ 1. -3.]
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.1.
     """
     where = "reduce_scatter"
     devices, fmt = axis_size(where, axis_name), wire_format(where, dtype)
@@ -362,7 +366,7 @@ def reduce_scatter(
 
     def mean(leaf: jax.Array, scale: _SharedScale, key: jax.Array | None) -> jax.Array:
         i = axis % leaf.ndim
-        if _itemsize(fmt) == 4:
+        if _dtype(fmt).itemsize == 4:
             total = lax.psum_scatter(widen(leaf), axis_name, scatter_dimension=i, tiled=True)
             return narrow(total / devices, leaf.dtype)
         shape = (*leaf.shape[:i], devices, leaf.shape[i] // devices, *leaf.shape[i + 1 :])
@@ -425,7 +429,7 @@ def all_gather(
     where = "all_gather"
     axis_size(where, axis_name)
     fmt = wire_format(where, dtype)
-    if _itemsize(fmt) > 2:
+    if _dtype(fmt).itemsize > 2:
         raise ValueError(
             f"unitscale.parallel.{where}: dtype must have at most 16 bits; got {fmt.name}. Use "
             "jax.lax.all_gather."

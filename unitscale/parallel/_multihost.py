@@ -80,7 +80,7 @@ def initialize(
     if count == 1:
         return False
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    waits = {"initialization_timeout": timeout, "heartbeat_timeout_seconds": heartbeat}
+    waits: Any = {"initialization_timeout": timeout, "heartbeat_timeout_seconds": heartbeat}
     try:
         jax.distributed.initialize(address, count, index, **waits)
     except ValueError as error:
