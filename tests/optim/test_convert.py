@@ -9,7 +9,7 @@ from tests.batching import compute
 from tests.optimizers import scaled
 from unitscale.core import format_of, to_array
 from unitscale.optim import convert_state
-from unitscale.optim._moments import is_stored, load
+from unitscale.optim._storage import is_stored, load
 
 PARAMS = {"w": np.linspace(0.5, 2, 24).reshape(4, 6), "b": np.ones(6)}
 PARAMS = {name: x.astype(np.float32) for name, x in PARAMS.items()}

@@ -12,7 +12,7 @@ from tests.optimizers import scaled as scaled_of_all
 from unitscale import ScaledArray
 from unitscale.core import is_scaled
 from unitscale.optim import Moment, convert_state, scaled
-from unitscale.optim._moments import is_stored
+from unitscale.optim._storage import is_stored
 
 RNG = np.random.default_rng(0)
 SHAPES = {"kernel": (64, 64), "thin": (63, 65), "bias": (64,), "gain": ()}

@@ -9,7 +9,7 @@ import pytest
 
 from unitscale.core import ScaledArray, format_of
 from unitscale.optim import Moment, SquareRoot
-from unitscale.optim._moments import is_stored, load, look_at, moment_of, store
+from unitscale.optim._storage import inspect, is_stored, load, moment_of, store
 
 NARROW = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float16"]
 WIDE = ["bfloat16", "float32"]
@@ -180,7 +180,7 @@ LARGE = (512, 1024)
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def again(x, before, dtype, root=False):
     """What is stored of a large array after something else was."""
-    before, seen = look_at(before)
+    before, seen = inspect(before)
     assert is_stored(before)
     assert seen is not None
     out = store(x, Moment(dtype, root), "nearest", None, seen)
@@ -271,8 +271,8 @@ def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
 
     @jax.jit
     def run(x, before):
-        out = store(x, moment, "nearest", None, look_at(before)[1])
-        return out, load(out), load(store(x, moment, "nearest", None, look_at(out)[1]))
+        out = store(x, moment, "nearest", None, inspect(before)[1])
+        return out, load(out), load(store(x, moment, "nearest", None, inspect(out)[1]))
 
     out, once, twice = run(x, before)
     assert out.scale.shape == (3, 1, 1)

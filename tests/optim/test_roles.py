@@ -13,8 +13,8 @@ from tests.optimizers import scaled
 from unitscale import nn
 from unitscale.core import ScaledArray, is_scaled
 from unitscale.optim import Moment, SquareRoot
-from unitscale.optim._moments import is_stored
 from unitscale.optim._roles import path_name
+from unitscale.optim._storage import is_stored
 
 PARAMS = {"a": np.ones((4, 6), np.float32), "b": {"c": np.ones(6, np.float32)}}
 LABELS = {"a": "matrix", "b": {"c": "vector"}}

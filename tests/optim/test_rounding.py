@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unitscale.core import cast, format_of
-from unitscale.optim._rounding import round_finite
+from unitscale.optim._storage import round_finite
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float16", "bfloat16", "float32"]
 

@@ -23,7 +23,7 @@ from tests.batching import compute
 from tests.optimizers import scaled
 from unitscale.core import ScaledArray, format_of, is_scaled, rebalance, to_array
 from unitscale.optim import apply_updates
-from unitscale.optim._moments import is_stored, load
+from unitscale.optim._storage import is_stored, load
 
 STEPS = 6
 RNG = np.random.default_rng(0)
@@ -396,3 +396,11 @@ def test_moments_of_a_stack_have_the_scales_of_its_items() -> None:
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
     read = load(adam.mu["w"])
     np.testing.assert_allclose(read, 0.1 * gradient["w"], rtol=float(format_of("e4m3fn").eps) / 2)
+
+
+def test_a_step_under_strict_promotion() -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        tx = scaled(optax.adam(RATE))
+        params = tx.scale_params(PARAMS)
+        params, state = tx.step(params, tx.init(params), GRADS[0])
+    assert is_stored(state.inner[0].mu["w"])

@@ -15,7 +15,7 @@ from optax import contrib
 from tests.batching import chunks, compute, entry
 from tests.optimizers import scaled
 from unitscale.core import to_array
-from unitscale.optim._states import _FROM_TINY_STEPS, _HELD
+from unitscale.optim._roles import _ROLES, _TINY_STEPS
 
 STEPS = 200
 RNG = np.random.default_rng(0)
@@ -176,14 +176,14 @@ def test_every_state_is_placed() -> None:
     makers = [run.make for run in RUNS.values()] + [optax.scale_by_distance_over_gradients]
     inits = [jax.eval_shape(make().init, PARAMS) for make in makers]
     states = {type(x).__name__: x for x in states_in(inits)}
-    placed = _HELD.keys() | _FROM_TINY_STEPS | set(KEPT.split())
+    placed = _ROLES.keys() | _TINY_STEPS | set(KEPT.split())
     assert placed - states.keys() == set()
     shapes = {x.shape for x in PARAMS.values()}
     for name, state in states.items():
-        assert set(_HELD.get(name, ())) <= set(state._fields)
+        assert set(_ROLES.get(name, ())) <= set(state._fields)
         own = [x for x in jax.tree.leaves(tuple(state), is_leaf=is_state) if not is_state(x)]
         if any(x.shape in shapes for x in own):
-            assert name in placed, "say in unitscale.optim._states what it holds, or keep it"
+            assert name in placed, "say in unitscale.optim._roles what it holds, or keep it"
 
 
 def train(run: Run, formats: bool) -> Callable[[Any], jax.Array]:

@@ -49,7 +49,7 @@ def test_table_and_start() -> None:
     head, *rows, last = str(rates).splitlines()
     assert head.split()[:3] == ["parameter", "role", "u-muP"]
     assert [row.split()[0] for row in rows] == [rate.path for rate in rates]
-    assert last.startswith(f"of a plain model's Adam rate take {WIDTH} times")
+    assert last.startswith(f"Start at {WIDTH} x your plain model's Adam learning rate")
 
 
 def test_the_start_is_a_mean_over_hidden_kernels() -> None:

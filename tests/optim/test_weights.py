@@ -12,7 +12,7 @@ from tests.batching import compute, entry
 from tests.optimizers import scaled
 from unitscale.core import ScaledArray, as_scaled, format_of, rebalance
 from unitscale.optim import apply_updates
-from unitscale.optim._weights import scale_weight
+from unitscale.optim._storage import scale_weight
 
 FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn"]
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.parallel.devices import on_each
 from unitscale.core import format_of
-from unitscale.parallel._quantize import agree, axis_size, decode, encode, wire_format
+from unitscale.parallel._collectives import agree, axis_size, decode, encode, wire_format
 
 DEVICES = 4
 

@@ -1,75 +1,119 @@
-"""How each array of an optimizer's state is stored, by what the state of a transformation holds."""
+"""Roles of the arrays in optax states: which of them are moments, and the formats of these."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..core import format_of, is_scaled
-from ._moments import Moment, stack_axes_of, store
-from ._states import Role, held_by
-from ._values import is_floating
+from ._storage import Moment, is_floating, stack_axes_of, store
+
+Role: TypeAlias = Literal["first", "second", "trace"]
+"""Role of an array of state: "first", a mean of gradients that the root of a second moment divides
+(Adam); "second", a mean of squares; "trace", momentum that is itself the update (SGD, Lion). See
+`scaled`."""
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""
 
-# Below this many binades between its largest and smallest value, a format cannot hold squares.
+# By type of state, since a field's name says little: `nu` is a mean of squares in Adam and momentum
+# in SM3. Arrays that are not listed keep their width, because rounding would break them: sums that
+# only grow (Adagrad, MADGRAD, COCOB, DoG, `grad_sum` of Prodigy and D-Adaptation), averages and
+# copies of parameters, gradients that are subtracted later (`g` of Adan, L-BFGS), means whose
+# square is subtracted from a mean of squares (centred RMSprop, AdaBelief), means too slow for
+# rounding (`m2` of AdEMAMix), cumulative factors (Rprop).
+_ROLES: dict[str, dict[str, Role]] = {
+    "FactoredState": {"v": "second"},
+    "ScaleByAdaDeltaState": {"e_g": "second", "e_x": "second"},
+    "ScaleByAdamState": {"mu": "first", "nu": "second"},
+    "ScaleByAdanState": {"m": "trace", "v": "trace", "n": "second"},
+    "ScaleByAdemamixState": {"m1": "first", "nu": "second"},
+    "ScaleByAmsgradState": {"mu": "first", "nu": "second", "nu_max": "second"},
+    "ScaleByBeliefState": {"nu": "second"},
+    "ScaleByLionState": {"mu": "trace"},
+    "ScaleByNovogradState": {"mu": "trace"},
+    "ScaleByRmsState": {"nu": "second"},
+    "ScaleByRmsWithCountState": {"nu": "second"},
+    "ScaleBySM3State": {"nu": "trace"},
+    "ScaleBySimplifiedAdEMAMixState": {"m": "trace", "n": "second"},
+    "TraceState": {"trace": "trace"},
+    "DAdaptAdamWState": {"exp_avg": "first", "exp_avg_sq": "second"},
+    "MomoAdamState": {"exp_avg": "trace", "exp_avg_sq": "second"},
+    "MomoState": {"exp_avg": "trace"},
+    "MuonState": {"mu": "trace"},
+    "ProdigyState": {"exp_avg": "first", "exp_avg_sq": "second"},
+    "SophiaState": {"mu": "trace", "nu": "trace"},
+}
+
+# Transformations that measure how far the weights have moved, in steps that begin near 1e-6 of
+# them.
+_TINY_STEPS = (
+    "DAdaptAdamWState",
+    "DoGState",
+    "DoWGState",
+    "MechanicState",
+    "ProdigyState",
+    "ScaleByDistanceOverGradientsState",
+)
+
+# A format must span this many binades to hold squares.
 _BINADES_OF_SQUARES = 34
 
 
+def _optax_name(x: Any) -> str:
+    """Return the type of an optax state; "" for anything else."""
+    return type(x).__name__ if type(x).__module__.partition(".")[0] == "optax" else ""
+
+
+def starts_tiny(x: Any) -> bool:
+    """Whether ``x`` is the state of a transformation whose first steps are lost in rounding."""
+    return _optax_name(x) in _TINY_STEPS
+
+
 def path_name(path: Any) -> str:
-    """The name of a leaf: ``0.mu.kernel``."""
+    """Return the name of a leaf: ``0.mu.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def map_with_role(
-    f: Callable[[Any, Any, Role | None], Any], state: Any, path: Any = (), role: Role | None = None
-) -> Any:
-    """Maps ``f(path, leaf, role)`` over a state; the role is that of the nearest known field."""
-
-    def is_known(x: Any) -> bool:
-        return role is None and held_by(x) is not None
+def _map_with_role(f: Any, state: Any, path: Any = (), role: Role | None = None) -> Any:
+    """Map ``f(path, leaf, role)`` over a state; the role is that of the nearest listed field."""
 
     def visit(own: Any, x: Any) -> Any:
-        fields = held_by(x) if role is None else None
+        fields = _ROLES.get(_optax_name(x)) if role is None else None
         if fields is None:
             return f((*path, *own), x, role)
+        key = jax.tree_util.GetAttrKey
         return x._replace(
             **{
-                name: map_with_role(
-                    f, value, (*path, *own, jax.tree_util.GetAttrKey(name)), fields.get(name)
-                )
-                for name, value in zip(x._fields, x, strict=True)
+                name: _map_with_role(f, value, (*path, *own, key(name)), fields.get(name))
+                for name, value in x._asdict().items()
             }
         )
 
-    return jax.tree_util.tree_map_with_path(visit, state, is_leaf=is_known)
+    return jax.tree.map_with_path(
+        visit, state, is_leaf=lambda x: role is None and _optax_name(x) in _ROLES
+    )
 
 
-def as_moment(moment: Any, role: Role | None, where: str, block: int | None) -> Moment:
-    """Returns a format as a Moment, second moments with their root; rejects one without range."""
+def _as_moment(moment: Any, role: Role | None, where: str, block: int | None) -> Moment:
+    """Return a format as a Moment; second moments are stored as roots by default."""
     if not isinstance(moment, Moment):
         moment = Moment(moment, root=role == "second", block=block)
     fmt = format_of(moment.dtype)
-    if role == "second" and not moment.root:
-        ratio = fmt.max / fmt.smallest_subnormal
-        if ratio < 2.0**_BINADES_OF_SQUARES:
-            raise ValueError(
-                f"unitscale.optim.scaled: moments of {where} must hold squares; got {fmt.name} "
-                f"without the root, whose largest and smallest value are a factor {ratio:.1e} "
-                f"apart. Use Moment({fmt.name!r}, root=True) or 16 bits."
-            )
+    ratio = fmt.max / fmt.smallest_subnormal
+    if role == "second" and not moment.root and ratio < 2.0**_BINADES_OF_SQUARES:
+        raise ValueError(
+            f"unitscale.optim.scaled: moments of {where} must hold squares; got {fmt.name} "
+            f"without the root, whose largest and smallest value are a factor {ratio:.1e} "
+            f"apart. Use Moment({fmt.name!r}, root=True) or 16 bits."
+        )
     return moment
 
 
 def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], Any]:
-    """The format of each array of a state, as a function of its path and role.
-
-    Raises:
-        TypeError, ValueError: if formats of moments are not as `scaled` takes them.
-    """
+    """Return the format of each array of a state, as a function of its path and role."""
     if callable(moments):
         return moments
     if not isinstance(moments, tuple) or len(moments) != 2:
@@ -78,29 +122,26 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
             f"of path and role; got {moments!r}"
         )
     first, second = (
-        None if moment is None else as_moment(moment, role, f"the {role} moment", block)
+        None if moment is None else _as_moment(moment, role, f"the {role} moment", block)
         for moment, role in zip(moments, ("first", "second"), strict=True)
     )
-    table = {"first": first, "second": second, "trace": _finer(first, second), None: None}
+    trace = None
+    if first is not None and second is not None:
+        # No root divides the errors of momentum that is the update: it takes the finer format.
+        trace = min(first, second, key=lambda moment: format_of(moment.dtype).eps)
+        trace = dataclasses.replace(trace, root=False)
+    table = {"first": first, "second": second, "trace": trace, None: None}
     return lambda path, role: table[role]
 
 
-def _finer(first: Moment | None, second: Moment | None) -> Moment | None:
-    """The format of a momentum that is the step itself: no root divides its errors away."""
-    if first is None or second is None:
-        return None
-    moment = min(first, second, key=lambda moment: format_of(moment.dtype).eps)
-    return dataclasses.replace(moment, root=False)
-
-
 def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
-    """Returns fresh state with its moments stored in their formats, rounded to nearest.
+    """Return fresh state with its moments in their formats, rounded to nearest.
 
-    One of fewer entries than ``min_size`` stays as it is, and so does a number: it has no blocks
-    and saves no bytes. A moment has one scale per item of the axes of which its parameter has.
+    Arrays of fewer entries than ``min_size``, and scalars, stay as they are. A moment has one scale
+    per item of the axes for which its parameter has.
     """
     formats = formats_of(moments, block)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
     stacks = {(path, jnp.shape(leaf)): stack_axes_of(leaf) for path, leaf in leaves}
 
     def convert(path: Any, leaf: Any, role: Role | None) -> Any:
@@ -114,9 +155,8 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None, mi
         moment = formats(path_name(path), role)
         if moment is None:
             return leaf
-        moment = as_moment(moment, role, path_name(path), block)
+        moment = _as_moment(moment, role, path_name(path), block)
         own = [stacks.get((path[start:], jnp.shape(leaf)), 0) for start in range(len(path) + 1)]
-        moment = dataclasses.replace(moment, stack_axes=max(own, default=0))
-        return store(jnp.asarray(leaf), moment, "nearest", None)
+        return store(jnp.asarray(leaf), dataclasses.replace(moment, stack_axes=max(own)))
 
-    return map_with_role(convert, state)
+    return _map_with_role(convert, state)

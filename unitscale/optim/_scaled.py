@@ -6,14 +6,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import export
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from ..core import CastRounding, format_of, is_scaled
-from ._gradients import wide_gradients
-from ._moments import WITHIN_SCALIFY, is_stored, load, look_at, moment_of, storable, store
-from ._roles import Moments, formats_of, store_state
-from ._states import starts_tiny
-from ._values import is_floating, values
-from ._weights import apply_updates, scale_weight
+from ..core import CastRounding, format_of, is_scaled, widen
+from ._roles import Moments, formats_of, starts_tiny, store_state
+from ._storage import (
+    WITHIN_SCALIFY,
+    check_dtype,
+    inspect,
+    is_floating,
+    is_stored,
+    load,
+    moment_of,
+    scale_weight,
+    store,
+)
+from ._values import apply_updates, is_leaf, values
 
 
 class ScaledState(NamedTuple):
@@ -29,7 +40,27 @@ class ScaledState(NamedTuple):
     key: jax.Array | None
 
 
-@jax.tree_util.register_static  # as a tuple it would be a tree, rebuilt without what is added here
+class SkipState(NamedTuple):
+    """State of `skip_nonfinite`, with the steps skipped in total and since the last finite one.
+
+    Example:
+        >>> state = skip_nonfinite(optax.sgd(0.5)).init([1.0])
+        >>> print(state.skipped, state.consecutive)
+        0 0
+    """
+
+    inner: Any
+    skipped: jax.Array
+    consecutive: jax.Array
+
+
+for _state in (ScaledState, SkipState):
+    export.register_namedtuple_serialization(
+        _state, serialized_name=f"unitscale.optim.{_state.__name__}"
+    )
+
+
+@jax.tree_util.register_static  # as a tuple it would be a tree, and lose the attributes added here
 class ScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation of parameters that are ScaledArrays; `scaled` makes it.
 
@@ -43,7 +74,7 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
             data and scale together; moments follow. None counts all axes but the last two; or a
             tree of numbers, a prefix of ``params``.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
-            one, with the rounding, and for it the key, of the transformation.
+            one, with the rounding, and its key, of the transformation.
 
     Example:
         >>> tx = scaled(optax.sgd(0.5), min_size=0)
@@ -59,14 +90,22 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
     def __new__(
         cls, init: Any, update: Any, scale_params: Any, step: Any
     ) -> "ScaledTransformation":
-        """Makes the pair that optax knows, and adds what it does not."""
+        """Make the pair that optax knows, and add the other two."""
         self = super().__new__(cls, init, update)
         self.scale_params, self.step = scale_params, step
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """What a copy is made of; `copy` knows the two that optax has."""
+        """Return the arguments that `copy` passes to ``__new__``."""
         return (*self, self.scale_params, self.step)
+
+
+def _check_transformation(where: str, inner: Any) -> None:
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise TypeError(
+            f"unitscale.optim.{where}: inner must be an optax transformation, with init and "
+            f"update; got {type(inner).__name__}"
+        )
 
 
 def _check_params(params: Any, weights: Any, min_size: int) -> None:
@@ -86,16 +125,69 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
         )
 
 
-def _check_steps(state: Any, weights: Any) -> None:
+def _check_first_steps(state: Any, weights: Any) -> None:
     if weights is None or format_of(weights).eps <= format_of(jnp.float32).eps:
         return
     tiny = [x for x in jax.tree.leaves(state, is_leaf=starts_tiny) if starts_tiny(x)]
     if tiny:
         raise ValueError(
             f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: it learns its step "
-            "size from how far the weights have come, in steps that begin near 1e-6 of them, which "
-            f"weights in {format_of(weights).name} lose in rounding. Keep them wide: weights=None."
+            "size from how far the weights have moved, in steps that begin near 1e-6 of them, "
+            f"which weights in {format_of(weights).name} lose in rounding. Keep them wide: "
+            "weights=None."
         )
+
+
+def _wide_gradients(gradients: Any, params: Any) -> Any:
+    """Return gradients in float32, after a check that they are gradients by value."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_leaf)
+    found, other = jax.tree.flatten_with_path(gradients, is_leaf=is_leaf)
+    for path, gradient in found:
+        if is_scaled(gradient):
+            raise TypeError(
+                "unitscale.optim: gradients must be plain arrays, by value; got a ScaledArray at "
+                f"grads{jax.tree_util.keystr(path)}. Differentiate with unitscale.grad or "
+                "unitscale.nn.grad; jax.grad gives the gradient by the data. Convert results of "
+                "scalify with to_array(grads)."
+            )
+    if structure != other:
+        raise ValueError(
+            f"unitscale.optim: gradients must have the structure of params; got {other}, expected "
+            f"{structure}"
+        )
+    wide = []
+    for (path, x), weight in zip(found, leaves, strict=True):
+        if x is not None and jnp.shape(x) != jnp.shape(weight):
+            raise ValueError(
+                "unitscale.optim: gradients must have the shapes of params; got "
+                f"{jnp.shape(x)} for {jnp.shape(weight)} at grads{jax.tree_util.keystr(path)}"
+            )
+        is_array = hasattr(x, "dtype") and is_floating(x)
+        wide.append(_row_major_p.bind(widen(jnp.asarray(x))) if is_array else x)
+    return jax.tree.unflatten(structure, wide)
+
+
+# Force a row-major layout of gradients, in programs for one device; on several the constraint would
+# gather sharded arrays. Otherwise XLA lets a GPU's matmul write a transposed gradient, and then
+# transposes all that the optimizer reads and writes: 46 bytes per parameter instead of 28.
+_row_major_p = Primitive("unitscale_row_major")
+_row_major_p.def_impl(lambda x: x)
+_row_major_p.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[_row_major_p] = lambda args, dims: (_row_major_p.bind(*args), dims[0])
+ad.primitive_jvps[_row_major_p] = lambda x, tangents: (_row_major_p.bind(*x), *tangents)
+
+
+def _lower_row_major(context: Any, x: Any) -> Any:
+    if getattr(context.module_context.axis_context, "num_devices", None) != 1:
+        return [x]
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return mlir.lower_fun(constrain, multiple_results=False)(context, x)
+
+
+mlir.register_lowering(_row_major_p, _lower_row_major)
 
 
 def scaled(
@@ -108,66 +200,55 @@ def scaled(
     block: int | None = None,
     min_size: int = 4096,
 ) -> ScaledTransformation:
-    """Keeps parameters and the moments of any optax transformation in 16 or 8 bits.
+    """Keep parameters and the moments of any optax transformation in 16 or 8 bits.
 
-    The default takes 5 bytes per parameter with Adam: a float16 weight, an FP8 first moment, and
-    the root of the second in float16. With ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` it
-    is 4. Scales add 4 bytes per array. Adam in float32 takes 12, and so do arrays of fewer than
-    ``min_size`` entries, such as the gains and biases of a model less than 4,096 wide: these are
-    few bytes but most of its arrays, and the scales of each would cost a GPU ten small kernels. A
-    stack of layers counts as one array.
+    With Adam the default takes 5 bytes per parameter (a float16 weight, an FP8 first moment, the
+    root of the second in float16) instead of 12 in float32; with
+    ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` 4. Small arrays (gains and biases) stay in
+    float32: they are few bytes, and each scaled array costs a GPU about ten small kernels.
 
     Scaling:
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
         `unitscale.grad` returns them), parameters and state are float32 values, ``inner`` computes
-        in float32, and each result is rounded once: moments as `Moment` says, weights as
-        `apply_updates` does. Scales of large moments come from a sample and from what was stored
-        before, so that a step is one pass over all arrays; see `Moment` for what that leaves of a
-        format, and for what saturates. However a value is split into data and scale its gradient is
-        the same, so a parameter that is rescaled leaves the moments alone.
+        in float32, and each result is rounded once: moments as in `Moment`, weights as in
+        `apply_updates`. A gradient by value does not depend on a parameter's scale, so rescaling a
+        parameter leaves the moments alone.
 
-        Rounded to nearest, a mean that moves by a share of 1 - b per step stands still where that
-        is less than half the distance of neighbours. On gradients from N(0, 1) the root of a second
-        moment in float16 is right up to b2 = 0.99 and 4% too large, so steps 4% too small, at
-        0.999; in e4m3fn at 0.95 it is 1.5 times too large. Rounded at random its mean is right to
-        1% in both, with a spread of 1% in float16 and 15% in e4m3fn: an 8-bit second moment wants
-        ``rounding="stochastic"``.
+        Rounding to nearest stops a moving average that changes by less than half the distance
+        between neighbours. On gradients from N(0, 1) the root of a second moment in float16 is 4%
+        too large at b2 = 0.999, and in e4m3fn 1.5 times too large at 0.95. Use stochastic rounding
+        with 8-bit second moments: it is right to 1% on average, with a spread of 15% in e4m3fn.
 
     Args:
-        inner: an optax transformation: Adam, Lion, momentum, chains with clipping and schedules,
-            `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.partition`, ... It sees gradients
-            and parameters as float32 values.
+        inner: an optax transformation: Adam, Lion, chains with clipping and schedules,
+            `optax.MultiSteps`, `optax.partition`, ... It sees float32 values.
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
-            are. Those that are all zero do not tell how large they will be and get the scale 2^-8:
-            in float16 updates below 2^-33 (1e-10) leave them zero.
+            are. All-zero parameters get the scale 2^-8: in float16 updates below 2^-33 (1e-10)
+            leave them zero.
         moments: formats of the first and second moments, each a dtype, a `Moment` or None (as
-            ``inner`` keeps it). What an array is comes from the type of the state of optax that
-            holds it: "first" where the root of a second moment divides it (Adam), "second" for a
-            mean of squares, "trace" for momentum that is the step itself (SGD, Lion, Muon), which
-            takes the finer of the two formats. All other state, and that of transformations of
-            your own, stays as it is: sums, averages of parameters, differences. Or a function of
-            path (``"0.mu.kernel"``) and role ("first", "second", "trace" or None), called for
-            every floating array of the state, that returns one of these; with it you say what
-            states of your own hold.
+            ``inner`` keeps it). The role of an array (`Role`) comes from the optax type of its
+            state; a "trace" takes the finer of the two formats. All other state, and that of
+            transformations of your own, stays as it is: sums, averages of parameters, differences.
+            Or a function of path (``"0.mu.kernel"``) and role (or None) that returns one of these
+            for every floating array of the state.
         rounding: "nearest" or "stochastic", of weights and moments alike.
         key: seed or `jax.random` key of stochastic rounding; kept in the state.
         block: number of entries along the last axis that share a scale in the moments; None for
             one scale per array.
-        min_size: parameters and moments of fewer entries are plain float32 arrays, whatever
-            ``weights`` and ``moments`` say; 0 stores all.
+        min_size: parameters and moments of fewer entries are plain float32 arrays; a stack of
+            layers counts as one array. 0 stores all.
 
     Returns:
-        ScaledTransformation: ``init`` and ``update`` as optax has them, ``scale_params``, and
-        ``step``, which updates and applies in one.
+        ScaledTransformation: ``init`` and ``update`` as in optax, ``scale_params``, and ``step``,
+        which updates and applies in one.
 
     Raises:
         TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
-            pair nor a function.
-        ValueError: if a format is none to store in or cannot hold squares, if min_size is below 0,
-            if ``update`` is called without params or with plain ones, or gradients differ from
-            params; in ``init``, if ``inner`` starts with steps that are lost in rounded weights
-            (D-Adaptation, DoG, Mechanic, Prodigy).
-            ``update`` raises a TypeError for gradients that are ScaledArrays.
+            pair nor a function; in ``update``, for gradients that are ScaledArrays.
+        ValueError: if a format cannot be stored or cannot hold squares, or min_size is below 0; in
+            ``init``, if rounded weights would lose the first steps of ``inner`` (D-Adaptation, DoG,
+            Mechanic, Prodigy); in ``update``, without scaled params, or if gradients differ from
+            params.
 
     Example:
         >>> tx = scaled(optax.adamw(1e-3))
@@ -184,11 +265,7 @@ def scaled(
         Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,
         section 2.2; Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4.
     """
-    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-        raise TypeError(
-            "unitscale.optim.scaled: inner must be an optax transformation, with init and update; "
-            f"got {type(inner).__name__}"
-        )
+    _check_transformation("scaled", inner)
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(
             f"unitscale.optim.scaled: rounding must be 'nearest' or 'stochastic'; got {rounding!r}"
@@ -198,33 +275,34 @@ def scaled(
             "unitscale.optim.scaled: min_size must be a number of entries, 0 or more; got "
             f"{min_size!r}"
         )
-    weights = None if weights is None else storable("scaled", "weights", weights)
-    formats_of(moments, block)  # complains at once
+    weights = None if weights is None else check_dtype("scaled", "weights", weights)
+    formats_of(moments, block)  # raises for invalid formats
     extra = isinstance(inner, (optax.GradientTransformationExtraArgs, optax.MultiSteps))
 
     def scale_params(params: Any, *, stack_axes: Any = None) -> Any:
+        def convert(axes: int | None, x: Any) -> Any:
+            if jnp.size(x) >= min_size:
+                return scale_weight(x, weights, axes)
+            # A copy, as a step that donates its arguments takes the memory of its parameters.
+            return jnp.array(values(x), copy=True) if is_scaled(x) or is_floating(x) else x
+
+        def subtree(axes: int | None, tree: Any) -> Any:
+            return jax.tree.map(lambda x: convert(axes, x), tree, is_leaf=is_scaled)
+
         if weights is None:
             return params
-
-        def convert(axes: int | None, subtree: Any) -> Any:
-            return jax.tree.map(
-                lambda x: _wide(x) if jnp.size(x) < min_size else scale_weight(x, weights, axes),
-                subtree,
-                is_leaf=is_scaled,
-            )
-
-        return jax.tree.map(convert, stack_axes, params, is_leaf=lambda axes: axes is None)
+        return jax.tree.map(subtree, stack_axes, params, is_leaf=lambda axes: axes is None)
 
     def init(params: Any) -> ScaledState:
         _check_params(params, weights, min_size)
         state = inner.init(values(params))
-        _check_steps(state, weights)
+        _check_first_steps(state, weights)
         state = store_state(state, params, moments, block, min_size)
-        start = None
-        if rounding == "stochastic":
-            # A copy of a key: a step that takes the state's memory leaves the caller's alone.
-            start = jax.random.key(key) if _is_seed(key) else jax.random.clone(key)
-        return ScaledState(state, start)
+        if rounding == "nearest":
+            return ScaledState(state, None)
+        if jnp.issubdtype(jnp.result_type(key), jnp.integer) and not jnp.ndim(key):
+            return ScaledState(state, jax.random.key(key))
+        return ScaledState(state, jax.random.clone(key))  # a copy, as above
 
     def advance(grads: Any, state: ScaledState, params: Any, extra_args: dict[str, Any]) -> Any:
         _check_params(params, weights, min_size)
@@ -232,15 +310,24 @@ def scaled(
         if state.key is not None:
             following, keys, for_weights = jax.random.split(state.key, 3)
         found, structure = jax.tree.flatten_with_path(state.inner, is_leaf=is_stored)
-        looked = [look_at(leaf) for _, leaf in found]
-        updates, new = inner.update(
-            wide_gradients(grads, params),
-            jax.tree.unflatten(structure, [load(leaf) for leaf, _ in looked]),
-            values(params),
-            **(extra_args if extra else {}),
-        )
-        stored = {path: x for (path, _), x in zip(found, looked, strict=True) if is_stored(x[0])}
-        new = _stored_again(stored, new, keys)
+        inspected = {path: inspect(leaf) for path, leaf in found}
+        wide_state = jax.tree.unflatten(structure, [load(x) for x, _ in inspected.values()])
+        wide = _wide_gradients(grads, params), wide_state, values(params)
+        with jax.numpy_dtype_promotion("standard"):  # optax takes powers of floats by integers
+            updates, new = inner.update(*wide, **(extra_args if extra else {}))
+        # Moments keep their formats. The rest of a state may change its structure: optax.monitor
+        # adds its measurements in the first update.
+        before = {path: x for path, x in inspected.items() if is_stored(x[0])}
+        split = [None] * len(before) if keys is None else jax.random.split(keys, len(before) or 1)
+        key_of = dict(zip(before, split, strict=False))
+
+        def store_again(path: Any, x: Any) -> Any:
+            if path not in before:
+                return x
+            stored, seen = before[path]
+            return store(x, moment_of(stored), rounding, key_of[path], seen)
+
+        new = jax.tree.map_with_path(store_again, new)
         return updates, ScaledState(new, following), for_weights
 
     def update(grads: Any, state: ScaledState, params: Any = None, **extra_args: Any) -> Any:
@@ -254,28 +341,129 @@ def scaled(
     return ScaledTransformation(init, update, scale_params, step)
 
 
-def _wide(x: Any) -> Any:
-    """A small parameter in float32: a copy, as a donated step takes its memory."""
-    return jnp.array(values(x), copy=True) if is_scaled(x) or is_floating(x) else x
+def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
+    """Leave weights and state untouched in a step whose gradients are not finite.
 
+    Like `optax.apply_if_finite`, but for ScaledArrays too. It selects instead of branching, so that
+    a compiled update still runs in place, and never gives up: compare ``state.consecutive`` with a
+    limit of your own.
 
-def _is_seed(key: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(key), jnp.integer) and not jnp.ndim(key)
+    Args:
+        inner: an optax transformation, or what `scaled` returns.
 
+    Returns:
+        ScaledTransformation whose state is a `SkipState`. Its ``scale_params`` is that of
+        ``inner``, or the identity.
 
-def _stored_again(stored: dict[Any, tuple[Any, Any]], new: Any, key: jax.Array | None) -> Any:
-    """New state with each moment rounded once, into the format of the one that had its place.
+    Raises:
+        TypeError: if inner is no transformation.
 
-    The rest of a state may have another structure than before: what `optax.monitor` measures is
-    there from the first update on.
+    Example:
+        >>> tx = skip_nonfinite(optax.sgd(0.5))
+        >>> updates, state = tx.update([jnp.inf], tx.init([1.0]), [1.0])
+        >>> print(updates[0], state.skipped)
+        0.0 1
     """
-    keys = iter([None] * len(stored) if key is None else jax.random.split(key, len(stored) or 1))
-    rounding = "nearest" if key is None else "stochastic"
+    _check_transformation("skip_nonfinite", inner)
+    supported = optax.with_extra_args_support(inner)
 
-    def one(path: Any, x: Any) -> Any:
-        if path not in stored:
-            return x
-        before, seen = stored[path]
-        return store(x, moment_of(before), rounding, next(keys), seen)
+    def init(params: Any) -> SkipState:
+        return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    return jax.tree.map_with_path(one, new)
+    def select(finite: jax.Array, new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    def all_finite(grads: Any) -> jax.Array:
+        leaves = [x for x in jax.tree.leaves(grads) if is_floating(x)]
+        return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+    def count(finite: jax.Array, new: Any, state: SkipState) -> SkipState:
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        consecutive = jnp.where(finite, 0, state.consecutive + 1)
+        return SkipState(select(finite, new, state.inner), skipped, consecutive)
+
+    def update(grads: Any, state: SkipState, params: Any = None, **extra_args: Any) -> Any:
+        finite = all_finite(grads)
+        updates, new = supported.update(grads, state.inner, params, **extra_args)
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
+        return updates, count(finite, new, state)
+
+    def step(params: Any, state: SkipState, grads: Any, **extra_args: Any) -> Any:
+        if not isinstance(inner, ScaledTransformation):
+            updates, state = update(grads, state, params, **extra_args)
+            return apply_updates(params, updates), state
+        finite = all_finite(grads)
+        moved, new = inner.step(params, state.inner, grads, **extra_args)
+        return select(finite, moved, params), count(finite, new, state)
+
+    def identity(params: Any, *, stack_axes: Any = None) -> Any:
+        del stack_axes
+        return params
+
+    return ScaledTransformation(init, update, getattr(inner, "scale_params", identity), step)
+
+
+def convert_state(state: Any, like: Any) -> Any:
+    """Convert optimizer state to other formats, so that a run continues in them.
+
+    Scaling:
+        Each moment is read as float32 and rounded once, to nearest, into the format of its
+        counterpart in ``like``, with a fresh scale. All other state is copied.
+
+    Args:
+        state: of any optax transformation, or of `scaled` around it.
+        like: fresh state of the same transformation in the target formats: that of
+            ``scaled(inner, ...).init(params)``, or of ``inner.init(params)`` for float32.
+
+    Returns:
+        A tree like ``like`` with the numbers of ``state``, and its keys for stochastic rounding if
+        it has them.
+
+    Raises:
+        ValueError: if the two are not of the same transformation and parameters.
+
+    Example:
+        >>> plain, params = optax.adam(1e-3), {"w": jnp.ones((64, 64))}
+        >>> _, state = plain.update(params, plain.init(params), params)
+        >>> ours = scaled(plain)
+        >>> params = ours.scale_params(params)
+        >>> convert_state(state, ours.init(params)).inner[0].mu["w"]
+        ScaledArray(float8_e4m3fn[64,64], scale=0.000488281)
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.2.
+    """
+
+    def is_own(x: Any) -> bool:
+        return isinstance(x, ScaledState) or is_stored(x)
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, ScaledState):
+            return load(x)
+        keys.append(x.key)
+        return jax.tree.map(plain, x.inner, is_leaf=is_own)
+
+    def convert(new: Any, value: Any) -> Any:
+        if isinstance(new, ScaledState):
+            key = keys.pop(0) if keys else None
+            key = new.key if key is None or new.key is None else key
+            return ScaledState(jax.tree.map(convert, new.inner, value, is_leaf=is_own), key)
+        if jnp.shape(new) != jnp.shape(value):
+            raise ValueError(f"got shape {jnp.shape(value)}, expected {jnp.shape(new)}")
+        if is_stored(new):
+            return store(value, moment_of(new))
+        dtype = getattr(new, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            return jnp.asarray(value, dtype)
+        return value
+
+    keys: list[jax.Array | None] = []
+    try:
+        return jax.tree.map(
+            convert, like, jax.tree.map(plain, state, is_leaf=is_own), is_leaf=is_own
+        )
+    except ValueError as error:
+        raise ValueError(
+            "unitscale.optim.convert_state: state must be of the transformation and the parameters "
+            f"that like is of: {error}"
+        ) from error

@@ -1,8 +1,8 @@
-"""u-muP: one learning rate for every width and depth."""
+"""u-muP: one learning rate for every width and depth, and weight decay independent of it."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -10,26 +10,24 @@ import optax
 from .. import rules
 from ._roles import path_name
 
+# A plain model multiplies by a kernel of unit variance times this power of its fan-in.
+_FORWARD_POWER = {"weight": -0.5, "readout": -1.0}
 
-def has_role(x: Any) -> bool:
+
+def _has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def factor_of(path: Any, parameter: Any, **settings: Any) -> float:
-    if not has_role(parameter):
+def _factor_of(path: Any, parameter: Any, **settings: Any) -> float:
+    if not _has_role(parameter):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
             "as those of unitscale.nn layers are (nnx.state(model, nnx.Param)); "
             f"{path_name(path) or 'params'} has none; make a parameter of your own with them, as "
             "in nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
         )
-    return rules.umup_learning_rate(
-        parameter.role,
-        fan_in=parameter.fan_in,
-        fan_out=parameter.fan_out,
-        depth=parameter.depth,
-        **settings,
-    )
+    shape = {"fan_in": parameter.fan_in, "fan_out": parameter.fan_out, "depth": parameter.depth}
+    return rules.umup_learning_rate(parameter.role, **shape, **settings)
 
 
 def umup(
@@ -40,44 +38,37 @@ def umup(
     readout_constraint: Literal["to_output_scale"] | None = None,
     multipliers: Mapping[str, float] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives every parameter its u-muP learning rate.
+    """Give every parameter its u-muP learning rate.
 
     Scaling:
         The updates of ``inner`` are multiplied by `rules.umup_learning_rate` of each parameter's
-        role, fan-in, fan-out and depth. So would be a weight decay inside ``inner``: keep it
-        outside, where it depends on neither learning rate nor schedule, by
-        ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(decay))``.
+        role, fan-in, fan-out and depth. This would scale weight decay inside ``inner`` too; put
+        `independent_weight_decay` after it. SGD takes the same factors, as unit-scaled gradients
+        give it updates of unit size; with a readout constraint, which removes the readout's width
+        from all earlier gradients, they restore it.
 
-        Unit-scaled gradients give SGD updates of unit size too, and the same factors. A readout
-        with a constraint takes its width from the gradients of all that comes before it; with
-        ``optimizer="sgd"`` and that constraint the factors give it back.
+        Gradients are near 1 here, so that Adam's usual ``eps`` of 1e-8 has no effect: parameters
+        whose gradients decay take full-size steps until these underflow. Use about 2^-12.
 
-        Beside unit-scaled gradients, which are far larger than those of a mean loss, Adam's usual
-        ``eps`` of 1e-8 is nothing: parameters whose gradients only shrink take whole steps until
-        these are lost. Give it one below unit size by less, such as 2^-12.
-
-        ``multipliers`` are constants beside these. The global learning rate is the size of one
-        update of a bias or a gain, but an update of a weight is spread over its fan-in: at a rate
-        that is best for weights gains grow to a hundred in some thousand steps, and activations
-        leave unit size with them. ``{"norm": 0.03, "bias": 0.03}`` keeps them; u-muP's own models
-        have neither.
+        At the best rate for weights gains and biases, whose updates no fan-in divides, grow to a
+        hundred within thousands of steps. ``multipliers={"norm": 0.03, "bias": 0.03}`` prevents
+        this; u-muP's own models have neither.
 
     Args:
         inner: an optax transformation.
-        params: the parameters that will be trained, as variables that carry metadata:
+        params: the parameters that will be trained, as variables with metadata:
             ``nnx.state(model, nnx.Param)``.
-        optimizer: "adam" where updates do not depend on the size of gradients (adam, lion,
-            rmsprop, muon, ...), "sgd" where they are in proportion to it.
-        readout_constraint: that of the model's readout; it matters to "sgd" alone.
-        multipliers: a further factor by role, 1 for those that are not named.
+        optimizer: "adam" if the size of updates does not depend on gradients (adam, lion, rmsprop,
+            muon, ...), "sgd" if it is proportional to them.
+        readout_constraint: that of the model's readout; it matters to "sgd" only.
+        multipliers: a further factor by role, 1 by default.
 
     Returns:
         optax.GradientTransformation over trees of the same structure, of variables or of arrays.
 
     Raises:
-        ValueError: if a parameter has no role or an unknown one, for an unknown optimizer or
-            constraint, or a multiplier of an unknown role or that is negative or not finite; in
-            ``update``, if the tree of updates differs from ``params``.
+        ValueError: if a parameter has no role, for an unknown role, optimizer or constraint, or an
+            invalid multiplier; in ``update``, if the tree of updates differs from ``params``.
 
     Example:
         >>> from flax import nnx
@@ -92,21 +83,21 @@ def umup(
         Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
     """
     inner = optax.with_extra_args_support(inner)
-    found, treedef = jax.tree.flatten_with_path(params, is_leaf=has_role)
+    found, treedef = jax.tree.flatten_with_path(params, is_leaf=_has_role)
     settings = {"optimizer": optimizer, "readout_constraint": readout_constraint}
     own = dict(multipliers or {})
     for role, multiplier in own.items():
-        rules.umup_learning_rate(role, fan_in=1, fan_out=1)  # complains of a role that there is not
+        rules.umup_learning_rate(role, fan_in=1, fan_out=1)  # rejects unknown roles
         if not 0 <= multiplier < math.inf:
             raise ValueError(
                 f"unitscale.optim.umup: multipliers[{role!r}] must be finite and not negative; got "
                 f"{multiplier}"
             )
-    factors = [factor_of(path, x, **settings) * own.get(x.role, 1.0) for path, x in found]
+    factors = [_factor_of(path, x, **settings) * own.get(x.role, 1.0) for path, x in found]
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         updates, state = inner.update(updates, state, params, **extra_args)
-        leaves, structure = jax.tree.flatten(updates, is_leaf=has_role)
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_has_role)
         if structure != treedef:
             raise ValueError(
                 "unitscale.optim.umup: updates must have the structure of the params given to "
@@ -119,3 +110,126 @@ def umup(
         return jax.tree.unflatten(structure, scaled), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+class UmupRate(NamedTuple):
+    """The learning rate of one parameter.
+
+    Attributes:
+        path: of the parameter.
+        role: of the parameter.
+        factor: of u-muP, which multiplies the global learning rate.
+        plain: Adam rate of a plain model's parameter that moves as far at a global rate of 1.
+
+    Example:
+        >>> UmupRate("up.kernel", "weight", 2**-4, 2**-8).plain
+        0.00390625
+    """
+
+    path: str
+    role: str
+    factor: float
+    plain: float
+
+
+class UmupRates(list[UmupRate]):
+    """The learning rates of a model's parameters; prints as a table.
+
+    Example:
+        >>> print(f"{UmupRates([UmupRate('up.kernel', 'weight', 2**-4, 2**-8)]).start(1e-3):.3f}")
+        0.256
+    """
+
+    def start(self, plain: float) -> float:
+        """Return the global rate that moves kernels as a plain model's Adam rate does.
+
+        It is the geometric mean over the kernels of hidden layers: where to start a search.
+        """
+        logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
+        return plain / math.exp(sum(logs) / len(logs)) if logs else plain
+
+    def __str__(self) -> str:
+        width = max((len(rate.path) for rate in self), default=0)
+        rows = [
+            f"{rate.path:<{width}}  {rate.role:<9}  {rate.factor:<9.4g}  {rate.plain:.4g}"
+            for rate in self
+        ]
+        head = f"{'parameter':<{width}}  {'role':<9}  {'u-muP':<9}  as a plain model's"
+        last = (
+            f"Start at {self.start(1.0):.4g} x your plain model's Adam learning rate, and search "
+            "around it by factors of two."
+        )
+        return "\n".join([head, *rows, last])
+
+
+def umup_rates(params: Any) -> UmupRates:
+    """List the u-muP learning rate of every parameter, and its equivalent in a plain model.
+
+    Scaling:
+        A unit-scaled kernel W with fan-in n acts as W n^-1/2 in a plain model, and u-muP multiplies
+        its updates by n^-1/2. So a rate r is r / n for a plain model's kernel: 0.5 at a width of
+        256 is 2e-3 there. Factors of depth are included. Embeddings, gains and biases are as in a
+        plain model whose tables have unit variance.
+
+    Args:
+        params: as for `umup`.
+
+    Returns:
+        One entry for each, in the order of the tree.
+
+    Raises:
+        ValueError: if a parameter has no role.
+
+    Example:
+        >>> from flax import nnx
+        >>> from unitscale import nn
+        >>> rates = umup_rates(nnx.state(nn.Dense(256, 8, rngs=nnx.Rngs(0)), nnx.Param))
+        >>> print(f"{rates.start(2e-3):.3f}")  # 256 times 2e-3
+        0.512
+
+    References:
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
+    """
+    found = UmupRates()
+    for path, x in jax.tree.leaves_with_path(params, is_leaf=_has_role):
+        factor = _factor_of(path, x)
+        plain = factor * x.fan_in ** _FORWARD_POWER.get(x.role, 0.0)
+        found.append(UmupRate(path_name(path), x.role, factor, plain))
+    return found
+
+
+def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTransformation:
+    """Remove the same share of every weight in every step.
+
+    Scaling:
+        w <- w - decay * w, besides the update. The decay of `optax.adamw` would change with the
+        width, depth and schedule that u-muP's rates depend on. Use this instead:
+        ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(1e-4))``.
+
+    Args:
+        decay: the share of a weight that a step removes, in [0, 1).
+        mask: which parameters decay: tree of booleans, or a function from parameters to it.
+
+    Returns:
+        optax.GradientTransformation whose ``update`` needs params.
+
+    Raises:
+        ValueError: if decay is not in [0, 1).
+
+    Example:
+        >>> tx = independent_weight_decay(0.25)
+        >>> updates, _ = tx.update([0.0], tx.init([8.0]), [8.0])
+        >>> updates
+        [-2.0]
+
+    References:
+        Blake et al., "u-muP", 2024, arXiv 2407.17465, section 3.1; Wortsman et al., "Small-scale
+        proxies for large-scale Transformer training instabilities", 2023, arXiv 2309.14322,
+        section 3.2.2.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(
+            "unitscale.optim.independent_weight_decay: decay must be the share of a weight that a "
+            f"step removes, in [0, 1); got {decay!r}"
+        )
+    return optax.add_decayed_weights(-decay, mask)

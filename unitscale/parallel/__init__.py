@@ -1,9 +1,12 @@
 """Training on many devices: gradients and weights exchanged in FP8, on JAX's own runtime."""
 
-from . import _export as _export
-from ._all_gather import all_gather as all_gather
-from ._all_reduce import all_reduce as all_reduce
 from ._auto_scale import AutoScale as AutoScale
+from ._collectives import (
+    AxisName as AxisName,
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+    reduce_scatter as reduce_scatter,
+)
 from ._mesh import (
     ROW_LAYERS as ROW_LAYERS,
     batch_axes as batch_axes,
@@ -13,6 +16,4 @@ from ._mesh import (
     shard_batch as shard_batch,
 )
 from ._multihost import initialize as initialize
-from ._quantize import AxisName as AxisName
-from ._reduce_scatter import reduce_scatter as reduce_scatter
 from ._train_step import ParallelState as ParallelState, train_step as train_step

@@ -1,16 +1,16 @@
-"""FP8-LM's automatic scaling: a factor that follows how many entries overflow."""
+"""FP8-LM's automatic scaling: a factor per tensor that follows how many entries overflow."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
-from ..core import CastRounding, is_scaled
-from ._all_reduce import exchange
-from ._quantize import AxisName
+from ..core import CastRounding, from_json, is_scaled, to_json
+from ._collectives import AxisName, exchange
 
-# Below it mu gives no headroom that a sum of finite entries needs.
+# A smaller mu gives no headroom that a sum of finite entries needs.
 _SMALLEST = 2.0**-8
 
 
@@ -20,20 +20,19 @@ class AutoScale:
     """The factor mu of `all_reduce` for each tensor, which halves on overflow and recovers slowly.
 
     Scaling:
-        mu <- mu / 2 after a step in which more than ``threshold`` of a tensor's entries, over all
-        devices, lie beyond the range of the format; else mu <- min(mu 2^(1/recovery), largest).
-        An infinite entry is one beyond the range, and mu stays at 2^-8 or above. In use mu is
-        rounded down to a power of two.
+        mu <- mu / 2 (at least 2^-8) after a step in which more than ``threshold`` of a tensor's
+        entries, over all devices, are infinite or beyond the range of the format; else
+        mu <- min(mu 2^(1/recovery), largest).
 
         FP8-LM sums in FP8 and so starts below 1. Here sums are wide and mu = 1 never overflows:
-        mu grows above it as long as few enough entries saturate, so that a tensor with rare
-        outliers gains the binades they would cost.
+        mu grows above it while few enough entries saturate, so that a tensor with rare outliers
+        gains the binades that they would cost.
 
     Attributes:
         mu: tree of float32 scalars, as the gradients.
         threshold: share of entries that may saturate.
         recovery: steps without overflow in which mu doubles.
-        largest: the most that mu may become.
+        largest: upper bound of mu.
 
     Example:
         >>> auto = AutoScale.create({"w": jnp.zeros((64, 64))})
@@ -54,13 +53,13 @@ class AutoScale:
     def create(
         cls, grads: Any, *, threshold: float = 1e-5, recovery: int = 1000, largest: float = 2.0**8
     ) -> "AutoScale":
-        """The state before the first step, mu = 1.
+        """Return the state before the first step, mu = 1.
 
         Args:
             grads: tree as the gradients; the parameters will do.
-            threshold: share of entries that may saturate, in [0, 1).
-            recovery: steps without overflow in which mu doubles.
-            largest: the most that mu may become; 1 for a mu that only ever gives headroom.
+            threshold: in [0, 1).
+            recovery: positive.
+            largest: at least 1; with 1, mu only ever gives headroom.
 
         Raises:
             ValueError: if a number is out of range.
@@ -75,7 +74,7 @@ class AutoScale:
         return cls(mu=mu, threshold=threshold, recovery=recovery, largest=largest)
 
     def updated(self, saturated: Any, steps: int = 1) -> "AutoScale":
-        """The state after steps in which these shares of entries saturated.
+        """Return the state after steps in which these shares of entries saturated.
 
         Args:
             saturated: tree of shares, as ``mu``.
@@ -100,35 +99,20 @@ class AutoScale:
         small: int = 1024,
         small_dtype: Any = jnp.float32,
     ) -> tuple[Any, "AutoScale"]:
-        """`all_reduce` with this state's mu: the means, and the state for the next step.
+        """Run `all_reduce` with this mu; return the means, and the state for the next step.
 
-        One more float32 per tensor is exchanged, the share of its entries that saturated.
-
-        Example:
-            >>> from jax.sharding import PartitionSpec as P
-            >>> from unitscale.parallel import make_mesh
-            >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-            >>> auto = AutoScale.create(jnp.zeros(4))
-            >>> step = jax.shard_map(
-            ...     lambda auto, g: auto.all_reduce(g, "data", small=0),
-            ...     mesh=mesh,
-            ...     in_specs=(P(), P("data")),
-            ...     out_specs=P(),
-            ... )
-            >>> mean, auto = step(auto, jnp.array([1.0, 0.5, 0.25, 0.0]))
-            >>> print(mean, auto.mu.round(4))
-            [1.   0.5  0.25 0.  ] 1.0007
+        It also exchanges one float32 per tensor, the share of its entries that saturated.
         """
+        where = "AutoScale.all_reduce"
         means, saturated = exchange(
-            "AutoScale.all_reduce",
-            grads,
-            self.mu,
-            axis_name,
-            dtype,
-            rounding,
-            key,
-            small,
-            small_dtype,
-            count=True,
+            where, grads, self.mu, axis_name, dtype, rounding, key, small, small_dtype, count=True
         )
         return means, self.updated(jax.tree.unflatten(jax.tree.structure(self.mu), saturated))
+
+
+export.register_pytree_node_serialization(
+    AutoScale,
+    serialized_name="unitscale.parallel.AutoScale",
+    serialize_auxdata=to_json,
+    deserialize_auxdata=from_json,
+)

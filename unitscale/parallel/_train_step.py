@@ -1,21 +1,21 @@
-"""A data-parallel training step whose gradients are exchanged in few bits."""
+"""A data-parallel training step that exchanges gradients in few bits."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core import CastRounding, batch_over, is_scaled, to_array, value_and_grad, widen
-from ._all_reduce import all_reduce
 from ._auto_scale import AutoScale
-from ._quantize import AxisName, wire_format
+from ._collectives import AxisName, all_reduce, wire_format
 
 
 class ParallelState(NamedTuple):
-    """What `train_step` changes: parameters, optimizer state, and automatic scaling or None.
+    """What `train_step` updates: parameters, optimizer state, and automatic scaling or None.
 
     Example:
         >>> import optax
@@ -29,6 +29,11 @@ class ParallelState(NamedTuple):
     auto: AutoScale | None = None
 
 
+export.register_namedtuple_serialization(
+    ParallelState, serialized_name="unitscale.parallel.ParallelState"
+)
+
+
 def train_step(
     loss: Callable[[Any, Any], jax.Array],
     optimizer: Any,
@@ -40,20 +45,19 @@ def train_step(
     small: int = 1024,
     donate: bool = True,
 ) -> Callable[..., tuple[ParallelState, jax.Array]]:
-    """Builds a compiled data-parallel step.
+    """Build a compiled data-parallel step.
 
     Scaling:
-        Each device differentiates the loss of its part of the batch, over n on n devices, so that
-        cotangents are those of one device with all of it. Gradients are averaged by `all_reduce` in
-        ``dtype`` (float32: by `jax.lax.pmean`) and multiplied by n, and every device takes the same
-        optimizer step: in float32 that of one device, as factors that hold a batch size mean the
-        whole batch (`batch_over`).
+        Each of n devices differentiates 1/n of the mean loss of its shard of the batch. Gradients
+        are averaged by `all_reduce` in ``dtype`` and multiplied by n, and every device takes the
+        same optimizer step. In float32 that is the step of one device with the whole batch, as
+        factors that hold a batch size use the global one (`batch_over`).
 
     Args:
         loss: function of parameters and a batch, the mean over the batch; no collectives in it.
         optimizer: optax transformation, or what `unitscale.optim.scaled` returns.
         mesh: of `make_mesh`; its other axes repeat the work.
-        axis_name: axis, or axes, that the batch is divided over.
+        axis_name: axis, or axes, over which the batch is sharded.
         dtype: format of the exchange, as for `all_reduce`.
         rounding: of the exchange; "stochastic" makes the step need a key.
         small: leaves of fewer entries are exchanged in float32.
@@ -61,23 +65,21 @@ def train_step(
 
     Returns:
         ``step(state, batch, key=None) -> (state, loss)`` of a `ParallelState` and a batch whose
-        leaves begin with the batch dimension. The loss is the mean over devices, float32. With an
-        AutoScale in the state, gradients are exchanged by it, and it follows.
+        leaves begin with the batch dimension. The loss is the mean over devices, float32. An
+        AutoScale in the state scales the exchange, and is updated.
 
     Raises:
-        TypeError: if the optimizer is none; the step raises it for ScaledArrays as parameters of a
-            plain optax transformation.
-        ValueError: if the mesh lacks the axis, or ``dtype`` cannot be exchanged. The step raises
-            it for a batch that cannot be divided.
+        TypeError: if the optimizer is none; in the step, for ScaledArrays as parameters of a plain
+            optax transformation.
+        ValueError: if the mesh lacks the axis, or ``dtype`` cannot be exchanged; in the step, if
+            the devices do not divide the batch.
 
     Example:
         >>> import optax
         >>> from unitscale.parallel import make_mesh
-        >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-        >>> step = train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.25), mesh)
-        >>> state, loss = step(
-        ...     ParallelState(jnp.float32(0), optax.sgd(0.25).init(0.0)), jnp.ones(4)
-        ... )
+        >>> mesh, tx = make_mesh({"data": 1}, devices=jax.devices()[:1]), optax.sgd(0.25)
+        >>> step = train_step(lambda w, x: jnp.mean((w - x) ** 2), tx, mesh)
+        >>> state, loss = step(ParallelState(jnp.float32(0), tx.init(0.0)), jnp.ones(4))
         >>> print(state.params, loss)
         0.5 1.0
 
@@ -96,9 +98,7 @@ def train_step(
             f"{', '.join(mesh.shape)}"
         )
     wire_format("train_step", dtype)
-    devices = 1
-    for name in names:
-        devices *= mesh.shape[name]
+    devices = math.prod(mesh.shape[name] for name in names)
 
     def part(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         value = widen(to_array(loss(params, batch)))

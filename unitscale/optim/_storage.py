@@ -1,0 +1,414 @@
+"""Storage of weights and moments: their formats, the choice of their scales, and rounding."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+
+from ..core import (
+    CastRounding,
+    ScaledArray,
+    cast,
+    decode_float8,
+    encode_float8,
+    format_of,
+    is_float8,
+    is_scaled,
+    normal_pow2,
+    rms,
+    scale_near,
+    to_float,
+    widen,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+WITHIN_SCALIFY = (
+    "Within scalify every ScaledArray is seen as a plain array: scalify the gradients alone, and "
+    "call tx.step outside."
+)
+
+# Scales of arrays with more entries than this are chosen from samples: at most _ROW_SAMPLE entries
+# in evenly spaced rows (or _ITEM_SAMPLE for each of many scales) and about _COLUMN_SAMPLE in
+# columns.
+_UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**10
+# Binades kept free above the largest sampled entry: in formats of 5 exponent bits; in those of
+# fewer, whose previous data is inspected too; and in the latter after an entry outgrew its room.
+_ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
+# Exponent assumed for the largest entry if everything sampled is zero.
+_EXPONENT_OF_UNSEEN = -14
+# The scale of an all-zero parameter: float16 then takes a first update between 2^-22 and 2^7 at
+# full precision, float8_e4m3fn one from 2^-17 to 1.
+_SCALE_OF_ZEROS = 2.0**-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """The storage format of an array of optimizer state.
+
+    Scaling:
+        data = x / scale, or sign(x) |x|^1/2 / scale if ``root``. The scale is a power of two that
+        is chosen in every step. Arrays of up to 2^16 entries, initial states and blocks use the
+        exact maximum, and nothing saturates. float32 and bfloat16 take scale 1.
+
+        The exact maximum of a larger array would cost another pass over memory. Its scale comes
+        from about 2^14 evenly spaced entries, with 2^10 of headroom in formats of 5 exponent bits
+        (float16, e5m2). Formats of fewer leave room for twice (e4m3fn: 3.5 times) the largest of
+        these and of all previous entries: an entry that outgrows that in one step saturates, and
+        the next steps make room for it.
+
+        The root halves the exponents, so that the format covers twice as many binades: in
+        float8_e4m3fn 2^34 between the largest and the smallest second moment. Its relative error
+        is at most ``eps`` (2^-3 for e4m3, 2^-10 for float16), and that of an Adam step, which
+        divides by the root, ``eps`` / 2. Nonzero values never round to zero: a second moment that
+        vanishes before the first would make the step explode.
+
+    Attributes:
+        dtype: float8, float16, bfloat16 or float32.
+        root: whether the square root is stored.
+        block: number of entries along the last axis that share a scale; None for one per array.
+        stack_axes: number of leading axes whose items each have a scale; ignored with ``block``.
+
+    Raises:
+        ValueError: if the dtype is not one of those, or block is not positive.
+
+    Example:
+        >>> Moment("e4m3fn", root=True).dtype.name
+        'float8_e4m3fn'
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.2 (the formats of the moments).
+    """
+
+    dtype: Any
+    root: bool = False
+    block: int | None = None
+    stack_axes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", check_dtype("Moment", "dtype", self.dtype))
+        if self.block is not None and not (isinstance(self.block, int) and self.block > 0):
+            raise ValueError(
+                "unitscale.optim.Moment: block must be a positive number of entries or None; got "
+                f"{self.block!r}"
+            )
+
+
+def check_dtype(where: str, name: str, dtype: Any) -> Any:
+    """Return the dtype of a format in which weights and moments can be stored."""
+    dtype = format_of(dtype).dtype
+    signed = dtype is not None and format_of(dtype).signed
+    if dtype is None or not signed or dtype.itemsize > 4 or dtype.name.startswith("float4"):
+        raise ValueError(
+            f"unitscale.optim.{where}: {name} must be a float8, float16, bfloat16 or float32 "
+            f"format; got {name} {dtype if dtype is not None else 'of a simulated format'}"
+        )
+    return dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SquareRoot:
+    """A non-negative array, stored as the ScaledArray of its square root.
+
+    Attributes:
+        root: the square root, with the sign of the value, should that be negative.
+
+    Example:
+        >>> print(SquareRoot(ScaledArray(jnp.array([3.0, 0.5]), 2.0)).value)
+        [36.  1.]
+    """
+
+    root: ScaledArray
+
+    @property
+    def value(self) -> jax.Array:
+        """``root.value**2``, with the sign of the root, in float32."""
+        return load(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return self.root.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scale together."""
+        return self.root.nbytes
+
+    def __repr__(self) -> str:
+        return f"SquareRoot({self.root!r})"
+
+
+export.register_pytree_node_serialization(
+    SquareRoot,
+    serialized_name="unitscale.optim.SquareRoot",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
+
+
+def is_floating(x: Any) -> bool:
+    """Whether an array or a Python number is floating."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
+    """Whether ``x`` is stored state: the `is_leaf` of trees that hold it."""
+    return is_scaled(x) or isinstance(x, SquareRoot)
+
+
+def _scaled_array(stored: ScaledArray | SquareRoot) -> ScaledArray:
+    inner = stored.root if isinstance(stored, SquareRoot) else stored
+    if not is_scaled(inner):
+        raise ValueError(
+            "unitscale.optim.scaled: state must hold ScaledArrays, as tx.init made them; got a "
+            f"{type(inner).__name__}. {WITHIN_SCALIFY}"
+        )
+    return inner
+
+
+def moment_of(stored: ScaledArray | SquareRoot) -> Moment:
+    """Return the storage format of an array of state."""
+    inner = _scaled_array(stored)
+    block = None if inner.block_shape is None else inner.block_shape[-1]
+    return Moment(inner.dtype, isinstance(stored, SquareRoot), block, stack_axes_of(inner))
+
+
+def stack_axes_of(x: Any) -> int:
+    """Return the number of leading axes whose items each have their own scale."""
+    if not is_scaled(x) or x.scale is None or x.block_shape is not None:
+        return 0
+    shape = x.scale.shape
+    count = max((axis + 1 for axis, n in enumerate(shape) if n > 1), default=0)
+    return count if shape[:count] == x.shape[:count] else 0
+
+
+def load(stored: Any) -> Any:
+    """Return stored state as a float32 array, and anything else as it is."""
+    if not is_stored(stored):
+        return stored
+    inner = _scaled_array(stored)
+    x = decode_float8(inner.data) if is_float8(inner.dtype) else widen(inner.data)
+    if inner.scale is not None:
+        x = x * to_float(inner.full_scale)
+    return x * lax.abs(x) if isinstance(stored, SquareRoot) else x
+
+
+# What `store` needs to know of the previous data of a large array: the exponents of its largest
+# entries and the binades to keep free above them; nothing in formats with headroom to spare.
+Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
+
+
+def inspect(stored: Any) -> tuple[Any, Seen | None]:
+    """Return what is stored, to be loaded, and `Seen`; None if scales come from all entries."""
+    if not is_stored(stored):
+        return stored, None
+    moment = moment_of(stored)
+    inner, fmt = _scaled_array(stored), format_of(moment.dtype)
+    axes = tuple(range(moment.stack_axes, inner.ndim))
+    if fmt.exponent_bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
+        return stored, None
+    if fmt.exponent_bits == 5:
+        return stored, ()
+    # The barrier makes all uses of the data wait for its maximum. Otherwise XLA finds the maximum
+    # in the kernel of the new weights, and writes the moment that needs it in another pass.
+    code, scale = lax.optimization_barrier((_largest_bits(inner.data, axes), inner.scale))
+    largest = widen(lax.bitcast_convert_type(code, moment.dtype))
+    # Only entries that have outgrown their room reach the highest binade.
+    grew = largest >= 2.0 ** _highest_exponent(moment.dtype)
+    exponent = (lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23) - 127
+    inner = ScaledArray(inner.data, scale)
+    stored = SquareRoot(inner) if moment.root else inner
+    return stored, (exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW))
+
+
+# Traced once for all arrays of a shape: a model has many.
+@functools.partial(jax.jit, static_argnames=("moment", "rounding"), inline=True)
+def store(
+    x: jax.Array,
+    moment: Moment,
+    rounding: CastRounding = "nearest",
+    key: jax.Array | None = None,
+    seen: Seen | None = None,
+) -> ScaledArray | SquareRoot:
+    """Round an array of state once, into its storage format.
+
+    Scales are chosen from all of ``x``, or from a sample and what `inspect` has seen of the
+    previous state. An entry that is not finite becomes NaN, as do all entries of an array, item or
+    block whose scale is chosen from it.
+    """
+    fmt, x = format_of(moment.dtype), lax.convert_element_type(x, jnp.float32)
+    y = lax.sqrt(lax.abs(x)) if moment.root else x
+    scale = block = None
+    if fmt.exponent_bits < 8:
+        if moment.block is not None and x.ndim:
+            block = (1,) * (x.ndim - 1) + (moment.block,)
+        shift, finite = _choose_shift(x, moment, seen)
+        scale = normal_pow2(shift)
+        scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
+        # 1 / scale, by an operation that XLA repeats in the kernels that use it.
+        bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
+        inverse = lax.bitcast_convert_type(bits, jnp.float32)
+        y = y * to_float(ScaledArray(x, inverse, block_shape=block).full_scale)
+        if moment.root:
+            y = lax.max(y, jnp.float32(fmt.smallest_subnormal))
+    if moment.root:
+        y = lax.sign(x) * y
+    if fmt.exponent_bits < 8:
+        data = round_finite(y, fmt, rounding, key)
+    else:
+        data = cast(y, fmt, rounding, key, saturate=False)
+    stored = ScaledArray(data, scale, block_shape=block)
+    return SquareRoot(stored) if moment.root else stored
+
+
+def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.Array, jax.Array]:
+    """Return exponents of the scales, and whether all entries they come from are finite.
+
+    On integers: XLA computes the same in float32 in more kernels.
+    """
+    axes = tuple(range(moment.stack_axes, x.ndim))
+    parts = [x] if seen is None else sample(x, axes)
+    if moment.block is not None and x.ndim:
+        padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % moment.block, 0)]
+        x = lax.pad(x, jnp.float32(0), padding)
+        parts, axes = [x.reshape(*x.shape[:-1], -1, moment.block)], (x.ndim,)
+    largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
+    if moment.block is not None and x.ndim:
+        largest = largest[..., 0]
+    # Round as the format will, so that a value that rounds up to a power of two counts as one, and
+    # storing again what was stored changes nothing. The square of a root rounds up at half the
+    # distance.
+    bits = format_of(moment.dtype).mantissa_bits - moment.root
+    biased = ((largest + jnp.uint32(1 << (22 - bits))) >> 23).astype(jnp.int32)
+    halved = int(moment.root)
+    exponent = (biased - 127) >> halved if halved else biased - 127
+    # The power of two above the largest magnitude becomes the largest one of the format.
+    above = 1 - _highest_exponent(moment.dtype)
+    room, unseen = (0, -above) if seen is None else (_ROOM, _EXPONENT_OF_UNSEEN)
+    if seen:
+        exponent, room = lax.max(exponent, seen[0]), seen[1]
+    is_zero = exponent == (0 - 127) >> halved
+    shift = lax.select(is_zero, lax.full_like(exponent, unseen), exponent) + (room + above)
+    return lax.clamp(-126, shift, 126), exponent < (255 - 127) >> halved
+
+
+def _highest_exponent(dtype: Any) -> int:
+    return math.frexp(format_of(dtype).max)[1] - 1
+
+
+def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return the bits of the largest magnitudes over axes, which are kept if there are others.
+
+    Integers order magnitudes as floats do, with NaN above infinity.
+    """
+    kind = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint32
+    magnitudes = lax.bitcast_convert_type(x, kind) & kind(jnp.iinfo(kind).max // 2)
+    largest = lax.reduce_max(magnitudes, tuple(axes))
+    return lax.expand_dims(largest, tuple(axes)) if len(axes) < x.ndim else largest
+
+
+def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
+    """Whether scales that are shared along ``axes`` are chosen from a sample."""
+    items = math.prod(n for axis, n in enumerate(shape) if axis not in axes)
+    return math.prod(shape) > max(_UNSAMPLED, _ITEM_SAMPLE * items)
+
+
+def sample(x: Any, axes: Sequence[int]) -> list[Any]:
+    """Return evenly spaced rows and columns of a large array, and all of a small one.
+
+    Rows cover all columns, and columns almost all rows. Both are needed: every 64th row of a layer
+    behind a flattened map of 64 channels belongs to one channel. Columns are few, as a GPU reads 32
+    bytes for each of their entries.
+    """
+    if not is_sampled(x.shape, axes):
+        return [x]
+    stride = max(1, min(x.shape[-1], x.size // _COLUMN_SAMPLE))
+    return [_thin(x, axes, _ROW_SAMPLE), _thin(x[..., ::stride], axes, _UNSAMPLED)]
+
+
+def _thin(x: Any, axes: Sequence[int], entries: int) -> Any:
+    """Return at most ``entries`` evenly spaced entries, taken out along the first axes first."""
+    items = math.prod(n for axis, n in enumerate(x.shape) if axis not in axes)
+    entries, size, strides = max(entries, _ITEM_SAMPLE * items), x.size, [1] * x.ndim
+    for axis in axes:
+        others = size // x.shape[axis]
+        strides[axis] = -(-x.shape[axis] // max(1, entries // others))
+        size = others * -(-x.shape[axis] // strides[axis])
+    return x[tuple(slice(None, None, stride) for stride in strides)]
+
+
+def round_finite(
+    x: jax.Array, dtype: Any, rounding: CastRounding = "nearest", key: jax.Array | None = None
+) -> jax.Array:
+    """Round float32 and saturate; infinity becomes NaN, so that it is noticed.
+
+    In fewer operations than a `cast` that saturates, which keeps infinity.
+    """
+    fmt = format_of(dtype)
+    assert fmt.dtype is not None, "check_dtype rejects simulated formats"
+
+    def convert(x: jax.Array) -> jax.Array:
+        x = lax.clamp(x.dtype.type(-fmt.max), x + 0 * x, x.dtype.type(fmt.max))
+        if rounding == "nearest":
+            return x.astype(fmt.dtype)
+        return cast(x, fmt, rounding, key, saturate=False)
+
+    if rounding == "nearest" and is_float8(fmt.dtype):
+        return encode_float8(x, fmt, convert, infinity=False)
+    return convert(x)
+
+
+def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
+    """Return a floating parameter as a ScaledArray with an RMS near 1, and another one as it is.
+
+    Each item of the leading ``stack_axes`` has its own scale: by default of all but the last two.
+    """
+    if not is_scaled(x):
+        if not is_floating(x):
+            return x
+        x = ScaledArray(x, None)
+    value = widen(x.value)
+    stack = max(value.ndim - 2, 0) if stack_axes is None else min(stack_axes, value.ndim)
+    size = rms(value, tuple(range(stack, value.ndim)) if stack else None)
+    scale = jnp.where(size > 0, scale_near(size), _SCALE_OF_ZEROS)
+    return ScaledArray(cast(value / scale, dtype), scale)
+
+
+# Traced once for all parameters of a shape: a model has many.
+@functools.partial(jax.jit, static_argnames="rounding", inline=True)
+def add_update(weight: Any, update: Any, key: jax.Array | None, *, rounding: CastRounding) -> Any:
+    """Return a weight plus its update, rounded once into the format of the weight."""
+    update = update.value if is_scaled(update) else update
+    if not is_scaled(weight) and not is_floating(weight):
+        return weight + lax.convert_element_type(update, weight.dtype)
+    total = widen(weight.value if is_scaled(weight) else weight)
+    total = total + lax.convert_element_type(update, total.dtype)
+    if not is_scaled(weight) or weight.scale is None:
+        data = round_finite(total, weight.dtype, rounding, key)
+        return ScaledArray(data) if is_scaled(weight) else data
+    scale, block = _weight_scale(weight), weight.block_shape
+    full = ScaledArray(weight.data, scale, block_shape=block).full_scale
+    data = round_finite(total / to_float(full), weight.dtype, rounding, key)
+    return ScaledArray(data, scale, block_shape=block)
+
+
+def _weight_scale(weight: ScaledArray) -> jax.Array:
+    """Return the scale of the new data: a fresh one where the RMS of the old has left [1/2, 2]."""
+    scale = to_float(weight.scale)
+    if weight.block_shape is not None or weight.size == 0:
+        return scale
+    axes = tuple(a for a, n in enumerate(scale.shape or (1,) * weight.ndim) if n == 1)
+    sizes = (rms(part, axes).reshape(scale.shape) for part in sample(weight.data, axes))
+    size = functools.reduce(lax.max, sizes)
+    moved = ((size < 0.5) & (size >= 2.0**-126)) | ((size > 2) & (size <= 2.0**126))
+    # The power of two nearest to a size that is in this range: `scale_near` in fewer operations.
+    bits = (lax.bitcast_convert_type(size, jnp.int32) + (1 << 22)) & (255 << 23)
+    return lax.select(moved, scale * lax.bitcast_convert_type(bits, jnp.float32), scale)

@@ -1,0 +1,458 @@
+"""Collectives that quantize what they send: all_reduce, reduce_scatter and all_gather.
+
+XLA may widen FP8 in transit (a CPU gathers it as float16), so data travels as unsigned integers of
+the same bits.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..core import (
+    CastRounding,
+    Format,
+    ScaledArray,
+    amax,
+    cast,
+    exponent_of,
+    format_of,
+    is_scaled,
+    narrow,
+    pow2,
+    round_to_pow2,
+    widen,
+)
+
+AxisName: TypeAlias = str | tuple[str, ...]
+"""A mesh axis, or several that count as one: see `all_reduce`."""
+
+_SharedScale: TypeAlias = tuple[jax.Array, jax.Array]  # a scale and its inverse
+
+_SMALLEST, _LARGEST = -126, 126  # exponents whose power of two and its inverse are normal numbers
+
+
+def wire_format(where: str, dtype: Any) -> Format:
+    """Return the format of an exchange: float8, float16, bfloat16 or float32."""
+    fmt = format_of(dtype)
+    packed = fmt.dtype is not None and fmt.dtype.name.startswith("float4")
+    if fmt.dtype is None or fmt.dtype.itemsize > 4 or not fmt.signed or packed:
+        raise ValueError(
+            f"unitscale.parallel.{where}: dtype must be a float8, float16, bfloat16 or float32 "
+            f"format; got {fmt.name}"
+        )
+    return fmt
+
+
+def _dtype(fmt: Format) -> np.dtype:
+    assert fmt.dtype is not None, "wire_format rejects simulated formats"
+    return fmt.dtype
+
+
+def axis_size(where: str, axis_name: AxisName) -> int:
+    """Return the number of devices along the axis; raise an error outside of shard_map."""
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"unitscale.parallel.{where}: axis_name must be an axis of the surrounding "
+            f"jax.shard_map; got {axis_name!r}. Call it inside shard_map."
+        ) from None
+
+
+def _gradient_leaves(where: str, grads: Any, axis_name: AxisName) -> tuple[list[jax.Array], Any]:
+    """Return leaves and structure of gradients, after checks that they can be averaged."""
+
+    def varying(x: Any) -> frozenset:
+        return jax.typeof(x).manual_axis_type.varying
+
+    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    is_tracked = bool(varying(lax.axis_index(axis_name)))  # not under check_vma=False
+    found, structure = jax.tree.flatten_with_path(grads)
+    for path, leaf in found:
+        name = f"grads{jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"unitscale.parallel.{where}: {name} must be floating; got dtype "
+                f"{jnp.result_type(leaf)}. Leave it out, or give it to jax.lax.psum."
+            )
+        if is_tracked and not names <= varying(leaf):
+            raise ValueError(
+                f"unitscale.parallel.{where}: {name} must differ between the devices of "
+                f"{axis_name!r}; got a value that is the same on all: jax.grad with respect to "
+                "replicated parameters has summed it. Differentiate with respect to "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying')."
+            )
+    return [jnp.asarray(leaf) for _, leaf in found], structure
+
+
+def _device_keys(
+    where: str, rounding: CastRounding, key: jax.Array | None, axis_name: AxisName, count: int
+) -> Sequence[Any]:
+    """Return a key per tensor, different on each device so that their rounding is."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(
+            f"unitscale.parallel.{where}: rounding must be 'nearest' or 'stochastic'; got "
+            f"{rounding!r}"
+        )
+    if rounding == "nearest":
+        return [None] * count
+    if key is None:
+        raise ValueError(
+            f"unitscale.parallel.{where}: rounding='stochastic' needs key=, a jax.random key that "
+            "is the same on all devices; got None"
+        )
+    own = jax.random.fold_in(key, lax.axis_index(axis_name))
+    return list(jax.random.split(own, count)) if count else []
+
+
+def agree(
+    leaves: Sequence[jax.Array], formats: Sequence[Format], mus: Sequence[Any], axis_name: AxisName
+) -> list[_SharedScale]:
+    """Return one power-of-two scale per tensor and its inverse, the same on all devices.
+
+    Scaling:
+        scale = 2^ceil(log2(amax / max)) / mu, with the largest magnitude ``amax`` on any device and
+        ``max`` of the format, so that nothing saturates for mu <= 1; NaN if a value is not finite.
+        Formats with the exponents of float32, and tensors of zeros, take scale 1. mu is rounded
+        down to a power of two.
+    """
+    one = jnp.float32(1)
+    scales = [(one, one)] * len(leaves)
+    wanted = [i for i, fmt in enumerate(formats) if fmt.exponent_bits < 8]
+    if not wanted:
+        return scales
+    largest = jnp.stack([amax(leaves[i]).astype(jnp.float32) for i in wanted])
+    # As integers, which order magnitudes as floats do, and NaN above infinity on every backend.
+    bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7FFFFFFF
+    largest = lax.bitcast_convert_type(lax.pmax(bits, axis_name), jnp.float32)
+    for i, top in zip(wanted, largest, strict=True):
+        exponent = exponent_of(round_to_pow2(top / formats[i].max, "up"))
+        exponent = jnp.maximum(exponent, _SMALLEST) - exponent_of(jnp.float32(mus[i]))
+        # XLA may take subnormal numbers for zeros, so a tensor of zeros gets no tiny scale.
+        exponent = jnp.where(top == 0, 0, jnp.clip(exponent, _SMALLEST, _LARGEST))
+        finite = jnp.isfinite(top)
+        exponent = jnp.where(finite, exponent, 0)
+        scales[i] = jnp.where(finite, pow2(exponent), jnp.nan), pow2(-exponent)
+    return scales
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def encode(
+    x: jax.Array, fmt: Format, rounding: CastRounding = "nearest", key: jax.Array | None = None
+) -> jax.Array:
+    """Round data to a format of 8 or 16 bits, saturating, and return the bits."""
+    data = cast(x, fmt, rounding, key, saturate=fmt.exponent_bits < 8)
+    return lax.bitcast_convert_type(data, jnp.uint8 if _dtype(fmt).itemsize == 1 else jnp.uint16)
+
+
+def _encode_fwd(*_: Any) -> Any:
+    raise TypeError(
+        "unitscale.parallel: an exchange has no derivative, as bits have none. Differentiate with "
+        "respect to its results, and exchange the gradients."
+    )
+
+
+encode.defvjp(_encode_fwd, lambda *_: ())
+
+
+def decode(bits: jax.Array, fmt: Format) -> jax.Array:
+    """Return the numbers that bits encode, in float32."""
+    return widen(lax.bitcast_convert_type(bits, _dtype(fmt)))
+
+
+def _scatter_mean(
+    parts: jax.Array,
+    fmt: Format,
+    shared: _SharedScale,
+    axis_name: AxisName,
+    rounding: CastRounding,
+    key: jax.Array | None,
+) -> jax.Array:
+    """Return the mean of part i over all devices on device i, in units of the scale."""
+    bits = encode(widen(parts) * shared[1], fmt, rounding, key)
+    received = lax.all_to_all(bits, axis_name, 0, 0)
+    return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
+
+
+def _gather(bits: Any, fmt: Format, axis_name: AxisName, axis: int = 0) -> jax.Array:
+    """Concatenate the parts of all devices along ``axis``; the same result on every device."""
+    gathered = lax.all_gather(bits, axis_name, axis=axis, tiled=True, to="invarying")
+    return lax.bitcast_convert_type(gathered, _dtype(fmt))
+
+
+def exchange(
+    where: str,
+    grads: Any,
+    mu: Any,
+    axis_name: AxisName,
+    dtype: Any,
+    rounding: CastRounding,
+    key: jax.Array | None,
+    small: int,
+    small_dtype: Any,
+    count: bool = False,
+) -> tuple[Any, list[jax.Array]]:
+    """Run `all_reduce`; if ``count``, also return the share of saturated entries per leaf."""
+    devices = axis_size(where, axis_name)
+    large, little = wire_format(where, dtype), wire_format(where, small_dtype)
+    leaves, structure = _gradient_leaves(where, grads, axis_name)
+    mus = [mu] * len(leaves)
+    if jax.tree.structure(mu) == structure:
+        mus = jax.tree.leaves(mu)
+    elif jax.tree.structure(mu) != jax.tree.structure(0):
+        raise ValueError(
+            f"unitscale.parallel.{where}: mu must be a number, or a tree of numbers as grads; got "
+            f"{jax.tree.structure(mu)}"
+        )
+    if any(isinstance(m, (int, float)) and not 0 < m < float("inf") for m in mus):
+        raise ValueError(f"unitscale.parallel.{where}: mu must be positive and finite; got {mu}")
+    keys = _device_keys(where, rounding, key, axis_name, len(leaves))
+    formats = [large if leaf.size >= small else little for leaf in leaves]
+    shared = agree(leaves, formats, mus, axis_name)
+
+    def mean(leaf: jax.Array, fmt: Format, shared: _SharedScale, key: Any) -> jax.Array:
+        if _dtype(fmt).itemsize == 4 or not leaf.size:
+            return narrow(lax.pmean(widen(leaf), axis_name), leaf.dtype)
+        first, second = (None, None) if key is None else jax.random.split(key)
+        parts = jnp.pad(leaf.reshape(-1), (0, -leaf.size % devices)).reshape(devices, -1)
+        own = _scatter_mean(parts, fmt, shared, axis_name, rounding, first)
+        data = widen(_gather(encode(own, fmt, rounding, second), fmt, axis_name))
+        return narrow(data[: leaf.size].reshape(leaf.shape) * shared[0], leaf.dtype)
+
+    def share_beyond(leaf: jax.Array, fmt: Format, shared: _SharedScale) -> jax.Array:
+        return jnp.mean(jnp.abs(widen(leaf)) * shared[1] > fmt.max, dtype=jnp.float32)
+
+    saturated = []
+    if count and leaves:
+        beyond = jnp.stack(list(map(share_beyond, leaves, formats, shared)))
+        saturated = list(lax.pmean(beyond, axis_name))
+    return jax.tree.unflatten(structure, list(map(mean, leaves, formats, shared, keys))), saturated
+
+
+def all_reduce(
+    grads: Any,
+    axis_name: AxisName,
+    dtype: Any = jnp.float8_e4m3fn,
+    *,
+    mu: Any = 1.0,
+    rounding: CastRounding = "nearest",
+    key: jax.Array | None = None,
+    small: int = 1024,
+    small_dtype: Any = jnp.float32,
+) -> Any:
+    """Average gradients over a mesh axis, exchanged in FP8.
+
+    Scaling:
+        1. All devices agree on one power-of-two scale per tensor: the smallest with which the
+           largest magnitude on any device fits into the format, divided by ``mu``.
+        2. Each rounds g / scale to ``dtype``, saturating, and sends part i to device i (an
+           all-to-all). Device i averages what it received in float32.
+        3. The mean is rounded to ``dtype`` at the same scale and sent to all (an all-gather).
+
+        Two roundings, and 2 (n - 1) / n bytes per element on n devices: a quarter of a float32
+        all-reduce. Rounding to nearest loses entries below the format's smallest value times the
+        scale (2^-17 of the largest in float8_e4m3fn); stochastic rounding keeps them on average.
+
+    Args:
+        grads: tree of floating arrays, of the same shapes on all devices. A ScaledArray that
+            `jax.grad` made, data beside a scale of zero, is a tree like any other. To be called
+            inside `jax.shard_map`.
+        axis_name: mesh axis, or several that count as one.
+        dtype: format of the exchange: float8, float16, bfloat16, or float32 (`jax.lax.pmean`).
+        mu: positive factor on the data, rounded down to a power of two; a number or a tree of
+            numbers as ``grads``. Above 1 the largest entries may saturate and small ones gain
+            precision (see `AutoScale`).
+        rounding: "nearest" or "stochastic", which is unbiased and different on each device.
+        key: `jax.random` key for stochastic rounding, the same on all devices.
+        small: leaves of fewer entries are exchanged in ``small_dtype``.
+        small_dtype: format of small leaves.
+
+    Returns:
+        The same tree of means, in the input dtypes, bit for bit the same on all devices. A tensor
+        is all NaN if one device has an entry that is not finite (in bfloat16 and float32, only the
+        entries that it affects).
+
+    Raises:
+        TypeError: if a leaf is not floating, or the exchange is differentiated.
+        ValueError: outside of shard_map, for a format that cannot be sent, an unknown rounding, a
+            missing key, a ``mu`` that is not positive, or a gradient that JAX has summed already.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from unitscale.parallel import make_mesh
+        >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+        >>> mean = jax.shard_map(
+        ...     lambda g: all_reduce(g, "data", small=0),
+        ...     mesh=mesh,
+        ...     in_specs=P("data"),
+        ...     out_specs=P(),
+        ... )
+        >>> print(mean(jnp.array([1.0, 1.05, -300.0])))
+        [   1.    1. -288.]
+
+    References:
+        Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,
+        section 2.1 (one shared scale per tensor; here the sum is wide rather than FP8).
+    """
+    where = "all_reduce"
+    return exchange(where, grads, mu, axis_name, dtype, rounding, key, small, small_dtype)[0]
+
+
+def reduce_scatter(
+    grads: Any,
+    axis_name: AxisName,
+    dtype: Any = jnp.float8_e4m3fn,
+    *,
+    axis: int = 0,
+    rounding: CastRounding = "nearest",
+    key: jax.Array | None = None,
+) -> Any:
+    """Average gradients over a mesh axis, each device keeping its part: the backward pass of FSDP.
+
+    Scaling:
+        Steps 1 and 2 of `all_reduce`: one rounding, and (n - 1) / n bytes per element.
+
+    Args:
+        grads: tree of floating arrays as for `all_reduce`, with ``axis`` divisible by the number of
+            devices.
+        axis_name: mesh axis, or several that count as one.
+        dtype: as for `all_reduce`; float32 is `jax.lax.psum_scatter`.
+        axis: dimension that is scattered.
+        rounding: as for `all_reduce`.
+        key: as for `all_reduce`.
+
+    Returns:
+        The same tree, ``axis`` divided by the number of devices, in the input dtypes. A tensor is
+        all NaN if one device has an entry that is not finite.
+
+    Raises:
+        TypeError: if a leaf is not floating or a ScaledArray, or the exchange is differentiated.
+        ValueError: if the axis cannot be scattered, or for arguments that `all_reduce` rejects.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from unitscale.parallel import make_mesh
+        >>> mesh = make_mesh({"fsdp": 1}, devices=jax.devices()[:1])
+        >>> specs = {"in_specs": P("fsdp"), "out_specs": P("fsdp")}
+        >>> mean = jax.shard_map(lambda g: reduce_scatter(g, "fsdp"), mesh=mesh, **specs)
+        >>> print(mean(jnp.array([1.0, -3.0])))
+        [ 1. -3.]
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.1.
+    """
+    where = "reduce_scatter"
+    devices, fmt = axis_size(where, axis_name), wire_format(where, dtype)
+    if any(map(is_scaled, jax.tree.leaves(grads, is_leaf=is_scaled))):
+        raise TypeError(
+            f"unitscale.parallel.{where}: grads must be plain arrays, as a scale cannot be "
+            "scattered; got a ScaledArray. Differentiate with respect to to_array(params)."
+        )
+    leaves, structure = _gradient_leaves(where, grads, axis_name)
+    keys = _device_keys(where, rounding, key, axis_name, len(leaves))
+    for leaf in leaves:
+        if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] % devices:
+            raise ValueError(
+                f"unitscale.parallel.{where}: axis {axis} of every leaf must be divisible by the "
+                f"{devices} devices of {axis_name!r}; got shape {leaf.shape}. Pad it, or use "
+                "all_reduce."
+            )
+    shared = agree(leaves, [fmt] * len(leaves), [1.0] * len(leaves), axis_name)
+
+    def mean(leaf: jax.Array, scale: _SharedScale, key: jax.Array | None) -> jax.Array:
+        i = axis % leaf.ndim
+        if _dtype(fmt).itemsize == 4:
+            total = lax.psum_scatter(widen(leaf), axis_name, scatter_dimension=i, tiled=True)
+            return narrow(total / devices, leaf.dtype)
+        shape = (*leaf.shape[:i], devices, leaf.shape[i] // devices, *leaf.shape[i + 1 :])
+        parts = jnp.moveaxis(leaf.reshape(shape), i, 0)
+        own = _scatter_mean(parts, fmt, scale, axis_name, rounding, key)
+        return narrow(own * scale[0], leaf.dtype)
+
+    return jax.tree.unflatten(structure, list(map(mean, leaves, shared, keys)))
+
+
+def all_gather(
+    weights: Any,
+    axis_name: AxisName,
+    dtype: Any = jnp.float8_e4m3fn,
+    *,
+    axis: int = 0,
+    rounding: CastRounding = "nearest",
+    key: jax.Array | None = None,
+) -> Any:
+    """Gather whole weights from their parts in FP8: the forward pass of FSDP.
+
+    Scaling:
+        data = part / scale, rounded once and saturating, with the smallest power-of-two scale with
+        which the largest magnitude of all parts fits. Weights that are already in ``dtype``, with
+        the same power-of-two scale on all devices, arrive unchanged.
+
+    No derivative passes: an 8-bit array has 8-bit cotangents. Differentiate with respect to
+    ``to_array`` of the result, and scatter the gradient with `reduce_scatter`.
+
+    Args:
+        weights: tree of floating arrays and ScaledArrays (of one scale), each this device's part.
+            To be called inside `jax.shard_map`.
+        axis_name: mesh axis, or several that count as one.
+        dtype: format of the exchange and of the result: float8, float16 or bfloat16.
+        axis: dimension along which the parts are concatenated.
+        rounding: as for `all_reduce`.
+        key: as for `all_reduce`.
+
+    Returns:
+        The same tree of ScaledArrays in ``dtype``, ``axis`` times the number of devices, the same
+        on all devices. The scale is NaN if some part has an entry that is not finite.
+
+    Raises:
+        TypeError: if a leaf is not floating, or the exchange is differentiated.
+        ValueError: for float32 (use `jax.lax.all_gather`), a leaf without ``axis``, or arguments
+            that `all_reduce` rejects.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from unitscale.parallel import make_mesh
+        >>> mesh = make_mesh({"fsdp": 1}, devices=jax.devices()[:1])
+        >>> specs = {"in_specs": P("fsdp"), "out_specs": P()}
+        >>> whole = jax.shard_map(lambda w: all_gather(w, "fsdp"), mesh=mesh, **specs)
+        >>> whole(jnp.array([448.0, 3.0]))
+        ScaledArray(float8_e4m3fn[2], scale=1)
+
+    References:
+        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.3 (weights of ZeRO in FP8).
+    """
+    where = "all_gather"
+    axis_size(where, axis_name)
+    fmt = wire_format(where, dtype)
+    if _dtype(fmt).itemsize > 2:
+        raise ValueError(
+            f"unitscale.parallel.{where}: dtype must have at most 16 bits; got {fmt.name}. Use "
+            "jax.lax.all_gather."
+        )
+    found, structure = jax.tree.flatten_with_path(weights, is_leaf=is_scaled)
+    values = [jnp.asarray(leaf.value if is_scaled(leaf) else leaf) for _, leaf in found]
+    for (path, _), value in zip(found, values, strict=True):
+        name = f"weights{jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"unitscale.parallel.{where}: {name} must be floating or a ScaledArray; got dtype "
+                f"{value.dtype}"
+            )
+        if not -value.ndim <= axis < value.ndim:
+            raise ValueError(
+                f"unitscale.parallel.{where}: {name} must have axis {axis}; got shape "
+                f"{value.shape}. Keep small arrays whole on every device."
+            )
+    shared = agree(values, [fmt] * len(values), [1.0] * len(values), axis_name)
+    keys = _device_keys(where, rounding, key, axis_name, len(values))
+
+    def gather(value: jax.Array, scale: _SharedScale, key: jax.Array | None) -> ScaledArray:
+        bits = encode(widen(value) * scale[1], fmt, rounding, key)
+        return ScaledArray(_gather(bits, fmt, axis_name, axis % value.ndim), scale[0])
+
+    return jax.tree.unflatten(structure, list(map(gather, values, shared, keys)))
