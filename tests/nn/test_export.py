@@ -25,7 +25,7 @@ def test_layers_of_any_batch() -> None:
     signature = jax.ShapeDtypeStruct(export.symbolic_shape("batch, 8"), jnp.float32)
     program = jax.jit(lambda x: model(x).value)
     with pytest.raises(
-        TypeError, match=r"rules\.dense: batch .* within unitscale\.batch_size\(n\)"
+        TypeError, match=r"rules\.dense: batch .* inside unitscale\.batch_size\(n\)"
     ):
         export.export(program)(signature)
     with unitscale.batch_size(1):

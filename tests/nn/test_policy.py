@@ -10,7 +10,7 @@ from tests.nn.table import make
 from tests.refusals import refuses
 from unitscale import nn
 from unitscale.core import ScaledArray
-from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, Static
+from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, Static, Unit
 
 
 def test_presets() -> None:
@@ -25,6 +25,7 @@ def test_presets() -> None:
     assert fp8.exempt == {"readout"}
     assert fp8.loss is None
     scaled = {
+        "fp8_e5m2": (Unit(), "float8_e5m2"),
         "fp8_dynamic": (Dynamic(), "float8_e5m2"),
         "fp8_delayed": (Delayed(), "float8_e5m2"),
         "fp8_static": (Static(), "float8_e5m2"),
