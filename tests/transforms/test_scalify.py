@@ -129,7 +129,7 @@ def test_errors() -> None:
     assert scalify(scaled) is scaled
     with pytest.raises(ValueError, match="scalified already"):
         scalify(scaled, decouple=True)
-    with pytest.raises(ValueError, match=r"decoupled\(fn\)"):
+    with pytest.raises(ValueError, match="decouple=True"):
         scaled.branches(as_scaled(jnp.ones(2)))
 
     def reshaped(x: jax.Array, n: int, *, order: str = "C") -> jax.Array:

@@ -16,13 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._doubt import DOUBT, MOST_DOUBT, Doubt
-from ._lazy_scale import LazyScale
-from ._settle import measured, ready
-from ._values import ONE, Value, widen
+from ._values import ONE, Scale, Value, wide_value, widen
 
 # Results of float16 arithmetic stay this near unit size, so that nobody need measure them.
-_NEAR = 2.0**MOST_DOUBT
+_NEAR = 2.0**4
 _LARGEST = float(np.finfo(np.float16).max)
 _SMALLEST = float(np.finfo(np.float16).tiny)
 
@@ -123,7 +120,7 @@ class Branches:
 def limits(primitive: str, operands: Sequence[Value]) -> Safe | None:
     """Returns where a function of these operands may be computed in float16; None for nowhere."""
     x = operands[0]
-    one_scale = x.scale is not None and not x.scale.ndim and not x.is_fill
+    one_scale = x.scale is not None and not x.scale.ndim
     if not one_scale or jnp.result_type(x.data) != np.float16 or not jnp.size(x.data):
         return None
     return _SAFE.get(primitive)
@@ -143,10 +140,10 @@ def decoupled(
         x: its operand, float16 data at one scale.
         watch: told which way it goes, and both results.
     """
-    scale = (ONE if x.scale is None else x.scale).array()
+    assert x.scale is not None, "only scaled values are decoupled"
+    scale = jnp.asarray(x.scale.factor())
     size = lax.abs(lax.stop_gradient(x.data))
-    axes = tuple(range(size.ndim))
-    most = widen(lax.reduce_max(size, axes)) * scale
+    most = widen(lax.reduce_max(size, tuple(range(size.ndim)))) * scale
     # A larger scale is none of float16, and times zeros it would be NaN.
     is_safe = (scale >= safe.scale) & (scale <= np.float32(2.0**15)) & (most <= safe.most)
     if safe.near and safe.scale == 1:  # what vanishes at zero is as small as its operand
@@ -160,12 +157,11 @@ def decoupled(
         data = apply(x.wide())
         if not safe.near:
             return data.astype(np.float16), (~is_safe).astype(np.float32)
-        value = ready(measured(Value(data, ONE, 0.0, np.dtype(np.float16))))
+        value = wide_value(data, np.float16).measured()
         assert value.scale is not None, "what is measured has a scale"
-        return value.data, value.scale.array()
+        return value.data, value.scale.factor()
 
     if watch is not None:
         watch(is_safe, in_float16()[0], apply(x.wide()))
     data, scale = lax.cond(is_safe, in_float16, in_float32)
-    doubt = Doubt(MOST_DOUBT) if safe.near else DOUBT
-    return Value(data, LazyScale.of(scale) if safe.near else ONE, 0.0, x.dtype, doubt=doubt)
+    return Value(data, Scale(0, scale) if safe.near else ONE, x.dtype)
