@@ -47,7 +47,7 @@ def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
     units = jax.jit(lambda x: [unit_of(x), unit_of(x, "amax")])
     last = np.arange(2**log2) == 2**log2 - 1
     larger = 1.0 if log2 == 1 else 4.0
-    for exponent in (-104, -70, -48, -20, -5, 0, 28, 90, 103):
+    for exponent in (-84, -70, -48, -20, -5, 0, 28, 90, 103):
         unit = 2.0**exponent
         data = np.where(last, larger * unit, unit).astype(np.float32)
         assert list(map(float, units(data))) == [unit, larger * unit]
@@ -67,7 +67,7 @@ def test_what_is_broadcast_has_the_size_of_what_it_was(shape: tuple[int, ...]) -
 @pytest.mark.parametrize(
     ("numbers", "unit", "with_room"),
     [
-        ([3e38, 0.0], 2.0**127, 2.0**127),
+        ([3e38, 0.0], 2.0**126, 2.0**126),
         ([1.0] * 7 + [2.0**10], 2.0**8, 2.0**8),
         ([0.0] * 2**16 + [2.0**20], 2.0**12, 2.0**12),
         ([0.0] * (2**18 - 1) + [2.0**20 - 1], 2.0**11, 2.0**11),

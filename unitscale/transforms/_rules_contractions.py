@@ -121,8 +121,8 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
     left, right = _operands(x, y, eqn.primitive.name)
     types = [jnp.result_type(left), jnp.result_type(right)]
     scale = (x.scale or ONE) * (y.scale or ONE)
-    preferred = eqn.params["preferred_element_type"]
-    wide = np.dtype(jnp.result_type(wide_dtype(dtype if preferred is None else preferred), *types))
+    wide = eqn.params["preferred_element_type"] or dtype
+    wide = np.dtype(jnp.result_type(*map(wide_dtype, [wide, *types])))
 
     def contract(left: Any, right: Any, result: Any) -> Any:
         arrays = [left, right, *(r.data for r in rest)]

@@ -353,9 +353,13 @@ def _rms(size: Any, amax: Any) -> Any:
     sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
     is_large = lax.ge(lax.real(sums), np.float32(2.0 ** (2 * shift - 116)))
     found = lax.select(is_large, lax.real(sums), lax.imag(sums))
-    unit = lax.select(is_large, lax.full_like(amax, 1 / down), lax.full_like(amax, 1 / up))
-    root = lax.mul(lax.sqrt(found), lax.rsqrt(jnp.asarray(size.size, np.float32)))
-    return lax.select(lax.gt(found, np.float32(0)), lax.mul(root, unit), amax)
+    unit = lax.select(
+        is_large, lax.full_like(amax, 2.0**66), lax.full_like(amax, 2.0 ** (2 * shift - 53))
+    )
+    # The mean over 4^shift: dividing by all terms could underflow.
+    share = jnp.asarray(size.size, np.float32) * np.float32(4.0**-shift)
+    rms = lax.mul(lax.sqrt(lax.div(found, share)), unit)
+    return lax.select(lax.gt(found, np.float32(0)), rms, amax)
 
 
 _EXPONENT_BITS = np.int32(0x7F800000)
