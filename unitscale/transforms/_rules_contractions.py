@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # noqa: TID251
 from jax.extend.core import JaxprEqn
 
 from ..core import wide_dtype
@@ -19,14 +22,18 @@ from ._values import (
     ONE,
     Scale,
     Value,
+    data_at,
     data_dtype,
     fit,
     is_complex,
+    is_float,
     narrow,
     same_type,
     spans,
     times,
+    unit_of,
     wide_value,
+    widen,
 )
 
 Growth: TypeAlias = Callable[[str, int], int]
@@ -177,3 +184,96 @@ def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[V
     spec = eqn.params["dimension_numbers"].rhs_spec
     terms = known_terms(n for axis, n in enumerate(values[1].shape) if axis != spec[0])
     return _contract(interpreter, eqn, values, terms)
+
+
+# -- attention of cuDNN ----------------------------------------------------------------------------
+
+
+@contextmanager
+def cudnn_traces_values() -> Iterator[None]:
+    """Within the block, float32 operands of cuDNN's attention are traced as 16-bit ones would be.
+
+    They are values whose data has 16 bits, which JAX's checks cannot know.
+    """
+    own = {n: getattr(jax_cudnn, n) for n in ("check_layout", "get_large_negative_number")}
+
+    def layout(*arrays: Any) -> None:
+        half = [
+            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if x.dtype == jnp.float32 else x
+            for x in arrays[:3]
+        ]
+        own["check_layout"](*half, *arrays[3:])
+
+    def masked(dtype: Any) -> Any:
+        number = own["get_large_negative_number"]
+        return number(jnp.bfloat16).astype(dtype) if dtype == jnp.float32 else number(dtype)
+
+    jax_cudnn.check_layout, jax_cudnn.get_large_negative_number = layout, masked
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(jax_cudnn, name, function)
+
+
+def _attention_operands(
+    eqn: JaxprEqn, values: Sequence[Value]
+) -> tuple[list[Value], list[Any], dict[str, Any], Scale]:
+    """Prepares what the kernel takes: 16-bit queries, keys, values and bias.
+
+    The kernel adds a bias to logits at their values, so the scales of q and k go to its static
+    scale as far as they are known while tracing. The rest is multiplied into q and k, half into
+    each.
+
+    Returns:
+        q, k and v as stored; data of the operands up to the page tables; changed parameters; and
+        what the data of q was multiplied by.
+    """
+    dtype = data_dtype(*values[:4])
+    if dtype.itemsize != 2:
+        dtype = eqn.invars[0].aval.dtype
+    if dtype.itemsize != 2:
+        raise NotImplementedError(
+            "unitscale.scalify: cuDNN's attention takes 16 bits; got q, k and v in "
+            f"{dtype.name}; store them in bfloat16 or float16"
+        )
+    q, k, v = (
+        wide_value(x.wide(), dtype).stored() if x.dtype != dtype else x.stored() for x in values[:3]
+    )
+    assert q.scale is not None, "what is stored has a scale"
+    assert k.scale is not None, "what is stored has a scale"
+    product, into_q, left, right = q.scale * k.scale, ONE, q.data, k.data
+    if product.array is not None:
+        into_q = Scale(0, unit_of(lax.sqrt(product.array)))
+        left = fit(times(widen(left), into_q), dtype)
+        right = fit(times(widen(right), Scale(0, product.array) * into_q.inverse()), dtype)
+    arrays = [left, right, fit(v.data, dtype), fit(values[3].wide(), dtype)]
+    arrays += [narrow(x.data, dtype) if is_float(x.data) else x.data for x in values[4:10]]
+    return [q, k, v], arrays, {"scale": eqn.params["scale"] * 2.0**product.log2}, into_q
+
+
+@register("contraction", "dot_product_attention_fwd_wrapper")
+def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same kernel on data: the scale of v is that of the result; that of q k is applied."""
+    (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
+    data, *statistics = interpreter.bind(eqn, arrays, **changes)
+    return [v.with_part(data), *(wide_value(s, np.float32) for s in statistics)]
+
+
+@register("contraction", "dot_product_attention_bwd_wrapper")
+def attention_backward(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same kernel on data, whose results have the scales of the chain rule."""
+    (q, k, v), arrays, changes, into_q = _attention_operands(eqn, values)
+    statistics, output, cotangent = values[10:]
+    assert q.scale is not None and k.scale is not None and v.scale is not None  # noqa: PT018
+    cotangent = wide_value(cotangent.wide(), v.dtype) if cotangent.dtype != v.dtype else cotangent
+    cotangent = cotangent.stored()
+    assert cotangent.scale is not None, "what is stored has a scale"
+    arrays += [statistics.wide(), data_at(output, v.scale, v.dtype), cotangent.data]
+    results = interpreter.bind(eqn, arrays, **changes)
+    logits = cotangent.scale * v.scale
+    # The derivative by a value is that by the kernel's operand times what the value became in it.
+    of_q = into_q * q.scale.inverse()
+    of_k = k.scale.inverse() * (Scale(0, (q.scale * k.scale).array) * into_q.inverse())
+    scales = [logits * of_q, logits * of_k, cotangent.scale, logits]
+    return [Value(r, s, v.dtype) for r, s in zip(results, scales, strict=False)]

@@ -15,7 +15,7 @@ from jax import lax
 from ..core import ScaledArray, broadcasts, is_scaled, wide_dtype
 from ._decouple import Branch, Branches
 from ._interpreter import Default, Interpreter, Settings
-from ._rules_contractions import StaticScaling, growth_of
+from ._rules_contractions import StaticScaling, cudnn_traces_values, growth_of
 from ._values import Scale, Value, is_complex
 
 
@@ -151,7 +151,8 @@ class Scalified:
             return flattened
 
         functools.update_wrapper(flat, self._function, updated=())
-        closed = jax.make_jaxpr(flat)(*map(_traced_aval, traced))
+        with cudnn_traces_values():
+            closed = jax.make_jaxpr(flat)(*map(_traced_aval, traced))
         settings = Settings(self._growth, self._decouple, branches)
         values = list(map(_from_input, traced))
         results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
