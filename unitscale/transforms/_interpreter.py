@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..core import last_uses, match_varying
-from ._decouple import Branches, decoupled, limits
+from ._decouple import Branches, can_decouple, decoupled
 from ._registry import rule_of
-from ._values import Value, data_dtype, is_float, plain, same_type, wide_value
+from ._values import Value, aval_of, data_dtype, is_float, plain, same_type, wide_value
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Interpreter:
         """Applies the primitive to the operands' values, in the types of the program."""
         self.settings.report.append(Default(eqn.primitive.name, self.settings.source()))
         arrays = [
-            v.data if v.scale is None else v.numeric(var.aval.dtype)
+            v.data if v.scale is None else v.numeric(aval_of(var).dtype)
             for v, var in zip(values, eqn.invars, strict=True)
         ]
         return self.wide_results(eqn, values, self.bind(eqn, arrays))
@@ -130,13 +130,11 @@ class Interpreter:
     def decoupled(self, eqn: JaxprEqn, values: Sequence[Value]) -> Value | None:
         """Computes a function in float16 where that is safe, if it is to be; else returns None."""
         name, settings = eqn.primitive.name, self.settings
-        safe = limits(name, values) if settings.decouple else None
-        if safe is None:
+        if not settings.decouple or not can_decouple(name, values):
             return None
-        watch = settings.branches and functools.partial(
-            settings.branches.watch, name, settings.source()
-        )
-        return decoupled(safe, lambda data: self.bind(eqn, [data]), values[0], watch)
+        branches = settings.branches
+        watch = branches and functools.partial(branches.watch, name, settings.source())
+        return decoupled(name, values[0], lambda data: self.bind(eqn, [data]), watch)
 
     # -- evaluation --------------------------------------------------------------------------
 

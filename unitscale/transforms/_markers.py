@@ -17,7 +17,19 @@ from ..core import format_of
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_arrays import narrowed
-from ._values import ONE, Scale, Statistic, Value, fit, narrow, plain, times, unit_of, widen
+from ._values import (
+    ONE,
+    Scale,
+    Statistic,
+    Value,
+    aval_of,
+    fit,
+    narrow,
+    plain,
+    times,
+    unit_of,
+    widen,
+)
 
 Direction = Literal["forward", "backward", "both"]
 """Which side of a marker such as `cast_data` acts: the value's, its cotangent's, or both."""
@@ -237,13 +249,12 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
         return x
     kind, argument = eqn.params["forward"]
     if kind == "stop":
-        return Value(x.numeric(eqn.invars[0].aval.dtype), const=x.const)
+        return Value(x.numeric(aval_of(eqn.invars[0]).dtype), const=x.const)
     x = Value(x.data, ONE) if x.scale is None else x.uniform()
     if kind == "cast":
-        is_wide = argument.dtype is not None and argument.dtype.itemsize >= 4
-        if not is_wide:
+        if argument.dtype is None or argument.dtype.itemsize < 4:
             return narrowed(x, argument)
-        dtype = np.promote_types(x.dtype, argument.dtype)
+        dtype = jnp.promote_types(x.dtype, argument.dtype)
         return Value(lax.convert_element_type(x.data, dtype), x.scale, dtype, x.steps)
     wide, held = x.wide(), jnp.result_type(x.data) if x.is_stored else x.dtype
     scale = _asked(rest[0]) if kind == "set" else Scale(0, unit_of(wide, argument))
@@ -266,5 +277,5 @@ def _data_and_scale(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]
     x = values[0].uniform().stored()
     if x.scale is None:
         return [x, Value(np.float32(1), const=1.0)]
-    data = narrow(widen(x.data), eqn.invars[0].aval.dtype)
+    data = narrow(widen(x.data), aval_of(eqn.invars[0]).dtype)
     return [Value(data), Value(jnp.asarray(x.scale.factor()))]

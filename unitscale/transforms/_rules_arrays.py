@@ -17,11 +17,13 @@ from ._values import (
     ONE,
     UNSIZED,
     Value,
+    aval_of,
     data_dtype,
     fit,
     is_complex,
     is_float,
     narrow,
+    scale_of,
     spans,
     wide_value,
     widen,
@@ -87,7 +89,7 @@ def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
         x, y = y, x
     mantissa, exponent = math.frexp(y.const or 0.0) if y.is_neutral is False else (0.0, 0)
     is_moved = abs(mantissa) == 0.5 and abs(exponent) <= 14 and x.is_stored
-    if not is_moved or x.shape != eqn.outvars[0].aval.shape or x.scale is None:
+    if not is_moved or x.shape != aval_of(eqn.outvars[0]).shape or x.scale is None:
         return interpreter.wide(eqn, values)
     if spans(x.dtype) and x.scale.is_one:
         return interpreter.wide(eqn, values)
@@ -102,12 +104,12 @@ def at_one_scale(values: Sequence[Value]) -> list[Any] | None:
     None where the operands have to meet wide.
     """
     scaled = [v for v in values if v.scale is not None]
-    first = scaled[0]
-    if not all(v.is_stored and first.scale.same(v.scale) for v in scaled) or first.scale.ndim:
+    scale = scale_of(scaled[0])
+    if scale.ndim or not all(v.is_stored and scale.same(v.scale) for v in scaled):
         return None
     types = {jnp.result_type(v.data) for v in scaled}
     others = all(v.is_neutral for v in values if v.scale is None)
-    if not others or len(types) > 1 or jnp.result_type(first.data).itemsize == 1:
+    if not others or len(types) > 1 or jnp.result_type(scaled[0].data).itemsize == 1:
         return None
     return [narrow(v.data, types.copy().pop()) for v in values]
 
@@ -180,7 +182,7 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     """Applied to ``data * scale``, in float32 or wider; a zero that is known adds nothing."""
     if eqn.primitive.name in ("add", "add_any"):
         for x, y in (values, values[::-1]):
-            if y.const == 0 and x.is_stored and x.shape == eqn.outvars[0].aval.shape:
+            if y.const == 0 and x.is_stored and x.shape == aval_of(eqn.outvars[0]).shape:
                 return x
     return interpreter.wide(eqn, values)
 
@@ -197,7 +199,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
 @register("wide", "reduce_precision")
 def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Rounds the value; a value is kept at its own precision, which only bars XLA from fusing."""
-    own = jnp.finfo(eqn.invars[0].aval.dtype)
+    own = jnp.finfo(aval_of(eqn.invars[0]).dtype)
     if (own.nexp, own.nmant) == (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]):
         return same_place(interpreter, eqn, values)
     return interpreter.wide(eqn, values)
@@ -210,7 +212,7 @@ def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value
 def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Casts the value; from float to float its type, and data and scale if it is stored."""
     (x,) = values
-    before, dtype = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    before, dtype = aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]
     if not is_float(dtype):
         return Value(interpreter.bind(eqn, [x.numeric(before)]))
     if before == dtype:
@@ -238,7 +240,7 @@ def narrowed(x: Value, dtype: Any) -> Value:
 def bitcast(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """The bits of the value, in the type of the program."""
     (x,) = values
-    data = interpreter.bind(eqn, [x.numeric(eqn.invars[0].aval.dtype)])
+    data = interpreter.bind(eqn, [x.numeric(aval_of(eqn.invars[0]).dtype)])
     return wide_value(data, x.dtype) if is_float(data) else Value(data)
 
 

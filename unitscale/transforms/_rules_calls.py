@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from ._interpreter import Interpreter, Settings
 from ._registry import register
-from ._values import Scale, Value, data_dtype, is_float, same_type, wide_value
+from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wide_value
 
 # -- values across a boundary that takes arrays ----------------------------------------------------
 
@@ -221,7 +221,7 @@ def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
         def run() -> list[Any]:
             results = branch.rebuild(jaxpr_as_fun(branch.closed)(*packed.arrays), packed.scales)
             return [
-                v.data if t is None else same_type([v.wide(), jnp.zeros((), var.aval.dtype)])[0]
+                v.data if t is None else same_type([v.wide(), jnp.zeros((), aval_of(var).dtype)])[0]
                 for v, t, var in zip(results, types, eqn.outvars, strict=True)
             ]
 

@@ -22,6 +22,7 @@ from ._values import (
     ONE,
     Scale,
     Value,
+    aval_of,
     data_at,
     data_dtype,
     fit,
@@ -29,6 +30,7 @@ from ._values import (
     is_float,
     narrow,
     same_type,
+    scale_of,
     spans,
     times,
     unit_of,
@@ -127,7 +129,7 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
     dtype = data_dtype(x, y)
     left, right = _operands(x, y, eqn.primitive.name)
     types = [jnp.result_type(left), jnp.result_type(right)]
-    scale = (x.scale or ONE) * (y.scale or ONE)
+    scale = scale_of(x) * scale_of(y)
     wide = eqn.params["preferred_element_type"] or dtype
     wide = np.dtype(jnp.result_type(*map(wide_dtype, [wide, *types])))
 
@@ -231,7 +233,7 @@ def _attention_operands(
     """
     dtype = data_dtype(*values[:4])
     if dtype.itemsize != 2:
-        dtype = eqn.invars[0].aval.dtype
+        dtype = aval_of(eqn.invars[0]).dtype
     if dtype.itemsize != 2:
         raise NotImplementedError(
             "unitscale.scalify: cuDNN's attention takes 16 bits; got q, k and v in "
@@ -240,9 +242,7 @@ def _attention_operands(
     q, k, v = (
         wide_value(x.wide(), dtype).stored() if x.dtype != dtype else x.stored() for x in values[:3]
     )
-    assert q.scale is not None, "what is stored has a scale"
-    assert k.scale is not None, "what is stored has a scale"
-    product, into_q, left, right = q.scale * k.scale, ONE, q.data, k.data
+    product, into_q, left, right = scale_of(q) * scale_of(k), ONE, q.data, k.data
     if product.array is not None:
         into_q = Scale(0, unit_of(lax.sqrt(product.array)))
         left = fit(times(widen(left), into_q), dtype)
@@ -265,15 +265,15 @@ def attention_backward(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
     """The same kernel on data, whose results have the scales of the chain rule."""
     (q, k, v), arrays, changes, into_q = _attention_operands(eqn, values)
     statistics, output, cotangent = values[10:]
-    assert q.scale is not None and k.scale is not None and v.scale is not None  # noqa: PT018
     cotangent = wide_value(cotangent.wide(), v.dtype) if cotangent.dtype != v.dtype else cotangent
     cotangent = cotangent.stored()
-    assert cotangent.scale is not None, "what is stored has a scale"
-    arrays += [statistics.wide(), data_at(output, v.scale, v.dtype), cotangent.data]
+    arrays += [statistics.wide(), data_at(output, scale_of(v), v.dtype), cotangent.data]
     results = interpreter.bind(eqn, arrays, **changes)
-    logits = cotangent.scale * v.scale
+    of_v = scale_of(cotangent)
+    of_logits = of_v * scale_of(v)
     # The derivative by a value is that by the kernel's operand times what the value became in it.
-    of_q = into_q * q.scale.inverse()
-    of_k = k.scale.inverse() * (Scale(0, (q.scale * k.scale).array) * into_q.inverse())
-    scales = [logits * of_q, logits * of_k, cotangent.scale, logits]
+    into_k = Scale(0, (scale_of(q) * scale_of(k)).array) * into_q.inverse()
+    of_q = of_logits * into_q * scale_of(q).inverse()
+    of_k = of_logits * into_k * scale_of(k).inverse()
+    scales = [of_q, of_k, of_v, of_logits]
     return [Value(r, s, v.dtype) for r, s in zip(results, scales, strict=False)]

@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from ._interpreter import Interpreter, Settings
 from ._registry import register
 from ._rules_calls import Packed, Spec, Traced, pack, trace, unpack
-from ._values import Scale, Value, data_at, is_float, narrow, widen
+from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 
 
 @jax.tree_util.register_static
@@ -68,7 +68,7 @@ def custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     primal = jaxpr_as_fun(traced.closed)
     function = jax.custom_jvp(lambda *arrays: primal(*arrays))
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
-    types = [v.aval.dtype for v in eqn.invars]
+    types = [aval_of(v).dtype for v in eqn.invars]
     floats = [i for i, dtype in enumerate(types) if is_float(dtype)]
     count = len(types)
 
@@ -124,7 +124,7 @@ def _forward(
     def function(*xs: Any) -> list[Any]:
         return forward.call_wrapped(*(item for x in xs for item in (x, True)))
 
-    found = _interpret(settings, function, inputs, [v.aval.dtype for v in eqn.invars])
+    found = _interpret(settings, function, inputs, [aval_of(v).dtype for v in eqn.invars])
     results = primal(*arrays)
     outputs = traced.rebuild(results, arrays[len(inputs) :])
     # Residuals that are inputs are not among what was found.
@@ -153,14 +153,14 @@ def _backward(
     inputs, outputs = len(eqn.invars), len(eqn.outvars)
     first = len(values) - inputs - outputs
     residuals, xs, ys = values[:first], values[first : first + inputs], values[first + inputs :]
-    floats = [i for i, var in enumerate(eqn.outvars) if is_float(var.aval)]
+    floats = [i for i, var in enumerate(eqn.outvars) if is_float(aval_of(var))]
     given = [_cotangent(cotangents[i], ys[i]) for i in floats]
     kept: list[int] = []
 
     def function(*items: Any) -> list[Any]:
         known = dict(zip(floats, items[first:], strict=True))
         full = [
-            known.get(i, np.zeros(v.aval.shape, jax.dtypes.float0))
+            known.get(i, np.zeros(aval_of(v).shape, jax.dtypes.float0))
             for i, v in enumerate(eqn.outvars)
         ]
         # One per input; newer releases of JAX give them in a list of their own.
@@ -172,7 +172,7 @@ def _backward(
         (v.data if v.scale is None else widen(jnp.zeros((), jnp.result_type(v.data)))).dtype
         for v in residuals
     ]
-    types += [eqn.outvars[i].aval.dtype for i in floats]
+    types += [aval_of(eqn.outvars[i]).dtype for i in floats]
     results: list[Any] = [None] * inputs
     found = _interpret(settings, function, [*residuals, *given], types)
     for i, change in zip(kept, found, strict=True):

@@ -19,10 +19,12 @@ from ._values import (
     ONE,
     Scale,
     Value,
+    aval_of,
     data_dtype,
     is_complex,
     is_float,
     narrow,
+    scale_of,
     spans,
     wide_value,
 )
@@ -63,8 +65,8 @@ class Carry(NamedTuple):
         if spans(self.dtype):
             return [narrow(value.wide(), self.dtype)]
         value = wide_value(value.wide(), self.dtype) if value.dtype != self.dtype else value
-        value = value.leaving() if not value.scale.ndim else value.uniform().stored()
-        return [value.data, lax.stop_gradient(jnp.asarray(value.scale.factor()))]
+        value = value.leaving() if not scale_of(value).ndim else value.uniform().stored()
+        return [value.data, lax.stop_gradient(jnp.asarray(scale_of(value).factor()))]
 
 
 def _crossing(values: Sequence[Value], forms: Sequence[Carry], avals: Sequence[Any]) -> list[Any]:
@@ -123,7 +125,7 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
     inner, length = params["jaxpr"], params["length"]
     consts, carried = scan_counts(params)
     constants, start = values[:consts], values[consts : consts + carried]
-    avals = [v.aval for v in eqn.invars[consts : consts + carried]]
+    avals = [aval_of(v) for v in eqn.invars[consts : consts + carried]]
     pairs = [_per_item(v, length) for v in values[consts + carried :]]
     items = [v.data for v, _ in pairs], [s for _, s in pairs if s is not None]
     found: dict[str, list[Value]] = {}
@@ -146,7 +148,7 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
             ys = [v.uniform().leaving() for v in results[carried:]]
             found.update(carry=after, ys=ys)
             settled = [f.joined(r) for f, r in zip(forms, after, strict=True)] == forms
-            made = [lax.stop_gradient(jnp.asarray(v.scale.factor())) for v in ys if _varies(v)]
+            made = [lax.stop_gradient(jnp.asarray(scale_of(v).factor())) for v in ys if _varies(v)]
             return _crossing(after, forms, avals) if settled else [], [v.data for v in ys], made
 
         examples = _crossing(start, forms, avals), *([_item(x) for x in p] for p in items)
@@ -247,7 +249,7 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     first, second = params["cond_nconsts"], params["body_nconsts"]
     tests, known = values[:first], values[first : first + second]
     start = original = values[first + second :]
-    avals = [v.aval for v in eqn.outvars]
+    avals = [aval_of(v) for v in eqn.outvars]
     if condition.out_avals[0].shape:
         condition, body = _of_examples(condition, body, first, second)
         tests = known = [*tests, *known]

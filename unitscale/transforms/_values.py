@@ -120,7 +120,8 @@ class Value:
         """Builds a value; see the class."""
         self.data = data
         self.scale = scale
-        self.dtype = None
+        # Any, since it is None only where scale is.
+        self.dtype: Any = None
         if scale is not None:
             self.dtype = np.dtype(result_dtype(data) if dtype is None else dtype)
         self.steps = steps
@@ -210,6 +211,11 @@ class Value:
         return x if x.steps == UNSIZED else wide_value(x.wide(), x.dtype).stored()
 
 
+def scale_of(value: Value) -> Scale:
+    """Returns the scale of a value; 1 for a plain array."""
+    return ONE if value.scale is None else value.scale
+
+
 def wide_value(data: Any, dtype: Any) -> Value:
     """Wraps a result that was computed wide; ``dtype`` is the type that it is to be stored in."""
     return Value(data, ONE, dtype)
@@ -229,6 +235,11 @@ def plain(data: Any) -> Value:
 def spans(dtype: Any) -> bool:
     """Whether a type has the range of float32, so that it holds values at scale 1."""
     return jnp.finfo(dtype).nexp >= 8
+
+
+def aval_of(var: Any) -> Any:
+    """Returns shape and dtype of a variable of a jaxpr."""
+    return var.aval
 
 
 def is_float(x: Any) -> bool:
