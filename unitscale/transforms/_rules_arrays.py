@@ -23,6 +23,7 @@ from ._values import (
     is_complex,
     is_float,
     narrow,
+    same_type,
     scale_of,
     spans,
     wide_value,
@@ -87,15 +88,14 @@ def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
     x, y = values
     if eqn.primitive is lax.mul_p and x.const is not None:
         x, y = y, x
-    mantissa, exponent = math.frexp(y.const or 0.0) if y.is_neutral is False else (0.0, 0)
-    is_moved = abs(mantissa) == 0.5 and abs(exponent) <= 14 and x.is_stored
-    if not is_moved or x.shape != aval_of(eqn.outvars[0]).shape or x.scale is None:
-        return interpreter.wide(eqn, values)
-    if spans(x.dtype) and x.scale.is_one:
+    mantissa, exponent = math.frexp(y.const or 0.0)
+    is_power = abs(mantissa) == 0.5 and abs(exponent) <= 14  # which float16 holds
+    is_at_one = x.is_stored and spans(x.dtype) and scale_of(x).is_one
+    if not is_power or not x.is_stored or is_at_one or x.shape != aval_of(eqn.outvars[0]).shape:
         return interpreter.wide(eqn, values)
     shift = exponent - 1 if eqn.primitive is lax.mul_p else 1 - exponent
     data = lax.neg(x.data) if mantissa < 0 else x.data
-    return Value(data, x.scale.shift(shift), x.dtype, x.steps)
+    return Value(data, scale_of(x).shift(shift), x.dtype, x.steps)
 
 
 def at_one_scale(values: Sequence[Value]) -> list[Any] | None:
@@ -107,11 +107,11 @@ def at_one_scale(values: Sequence[Value]) -> list[Any] | None:
     scale = scale_of(scaled[0])
     if scale.ndim or not all(v.is_stored and scale.same(v.scale) for v in scaled):
         return None
-    types = {jnp.result_type(v.data) for v in scaled}
-    others = all(v.is_neutral for v in values if v.scale is None)
-    if not others or len(types) > 1 or jnp.result_type(scaled[0].data).itemsize == 1:
-        return None
-    return [narrow(v.data, types.copy().pop()) for v in values]
+    if any(jnp.result_type(v.data).itemsize == 1 for v in scaled):
+        return None  # some 8-bit formats have no infinity
+    dtype, *others = {jnp.result_type(v.data) for v in scaled}
+    holds = all(v.is_neutral for v in values if v.scale is None)
+    return [narrow(v.data, dtype) for v in values] if holds and not others else None
 
 
 def _choose(
@@ -125,12 +125,10 @@ def _choose(
     cases = [values[i] for i in places]
     found = at_one_scale(cases)
     arrays = [v.data for v in values]
-    wide = [widen(v.numeric()) for v in cases] if found is None else found
-    common = jnp.result_type(*(jnp.result_type(a) for a in wide))
-    for i, array in zip(places, wide, strict=True):
-        arrays[i] = narrow(array, common)
+    for i, array in zip(places, found or same_type([v.wide() for v in cases]), strict=True):
+        arrays[i] = array
     data = interpreter.bind(eqn, arrays) if apply is None else apply(*arrays)
-    scale = next(v.scale for v in cases if v.scale is not None) if found is not None else ONE
+    scale = next(v.scale for v in cases if v.scale is not None) if found else ONE
     return Value(data, scale, data_dtype(*cases), UNSIZED)
 
 
@@ -191,9 +189,8 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Operand and updates meet wide; the indices are plain."""
     x, indices, updates = values
-    common = jnp.result_type(x.wide(), updates.wide())
-    data = _scattered(eqn, narrow(x.wide(), common), indices.data, narrow(updates.wide(), common))
-    return wide_value(data, data_dtype(x, updates))
+    operand, added = same_type([x.wide(), updates.wide()])
+    return wide_value(_scattered(eqn, operand, indices.data, added), data_dtype(x, updates))
 
 
 @register("wide", "reduce_precision")
