@@ -14,8 +14,6 @@ from ..core import cast
 from ._interpreter import Interpreter
 from ._registry import register
 from ._values import (
-    ONE,
-    UNSIZED,
     Value,
     aval_of,
     data_dtype,
@@ -128,8 +126,9 @@ def _choose(
     for i, array in zip(places, found or same_type([v.wide() for v in cases]), strict=True):
         arrays[i] = array
     data = interpreter.bind(eqn, arrays) if apply is None else apply(*arrays)
-    scale = next(v.scale for v in cases if v.scale is not None) if found else ONE
-    return Value(data, scale, data_dtype(*cases), UNSIZED)
+    if found is None:
+        return wide_value(data, data_dtype(*cases))
+    return next(v for v in cases if v.scale is not None).with_part(data)
 
 
 @register("mover", "max", "min", "select_n", "concatenate", "stack", "pad", "dynamic_update_slice")
@@ -220,7 +219,7 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
         return wide_value(widen(lax.convert_element_type(lax.real(x.wide()), dtype)), dtype)
     if dtype.itemsize == 1:
         return narrowed(x, dtype)
-    if x.is_stored and (spans(dtype) or not x.steps or jnp.result_type(x.data) == dtype):
+    if x.is_stored and (spans(dtype) or x.is_sized or jnp.result_type(x.data) == dtype):
         return Value(fit(x.data, dtype), x.scale, dtype, x.steps)
     wide = x.wide()
     return wide_value(narrow(wide, jnp.promote_types(wide.dtype, dtype)), dtype).stored()
@@ -229,7 +228,7 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 def narrowed(x: Value, dtype: Any) -> Value:
     """Casts to an 8-bit type, saturating; results computed from it have the type from before."""
     x = x.uniform()
-    x = x if x.is_stored and not x.steps else x.measured()
+    x = x if x.is_sized else x.measured()
     return x.with_data(cast(x.data, dtype))
 
 

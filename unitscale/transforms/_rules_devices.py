@@ -16,7 +16,7 @@ from ..core import varying
 from ._interpreter import Interpreter
 from ._registry import register
 from ._rules_calls import pack, unpack
-from ._values import UNSIZED, Scale, Value, fit, spans, times, wide_value, widen
+from ._values import Scale, Value, fit, spans, times, wide_value, widen
 
 
 def _names(axes: Any) -> tuple[str, ...]:
@@ -121,6 +121,6 @@ def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
     data, arrays = mapped(*packed.arrays)
     scales = iter(arrays)
     return [
-        Value(d) if t is None else Value(d, Scale(0, next(scales)), t, int(spans(t)) * UNSIZED)
+        Value(d) if t is None else Value(d, Scale(0, next(scales)), t, 0)
         for d, t in zip(data, types, strict=True)
     ]

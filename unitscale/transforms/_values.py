@@ -25,8 +25,6 @@ Statistic = Literal["rms", "amax"]
 
 # Number of contractions after which the size of data is measured again.
 MOST_STEPS = 2
-# Steps of data whose size is unknown.
-UNSIZED = MOST_STEPS + 1
 
 
 class Scale:
@@ -99,7 +97,9 @@ class Value:
         scale: its scale; None for a plain array.
         dtype: the type that the value is stored in; that of plain arrays is None, since they never
             widen the data that they meet.
-        steps: how many contractions made the data since its size was last known.
+        steps: how many contractions made the data since its size was last known; in a type with
+            the range of float32, where sizes do not matter, since its scale was that of an argument
+            or 1. By default unknown.
         const: of a plain array, the number that all of its elements are, if known while tracing.
 
     Example:
@@ -114,7 +114,7 @@ class Value:
         data: Any,
         scale: Scale | None = None,
         dtype: Any = None,
-        steps: int = UNSIZED,
+        steps: int | None = None,
         const: float | None = None,
     ):
         """Builds a value; see the class."""
@@ -124,7 +124,8 @@ class Value:
         self.dtype: Any = None
         if scale is not None:
             self.dtype = np.dtype(result_dtype(data) if dtype is None else dtype)
-        self.steps = steps
+        unsized = 0 if self.dtype is None or spans(self.dtype) else MOST_STEPS
+        self.steps = unsized if steps is None else steps
         self.const = const
         self._made: dict[str, tuple[Any, Any]] = {}
 
@@ -139,6 +140,11 @@ class Value:
         if self.scale is None or is_complex(self.data):
             return False
         return jnp.result_type(self.data).itemsize <= self.dtype.itemsize
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether data of a narrow type is known to be near RMS 1."""
+        return self.is_stored and not spans(self.dtype) and not self.steps
 
     @property
     def is_neutral(self) -> bool:
@@ -176,8 +182,8 @@ class Value:
 
     def with_part(self, data: Any) -> Value:
         """Returns a value of the same scale and type with data of unknown size."""
-        steps = MOST_STEPS if 0 < self.steps <= MOST_STEPS else UNSIZED
-        return Value(data, self.scale, self.dtype, steps)
+        is_known = self.dtype is None or spans(self.dtype)
+        return Value(data, self.scale, self.dtype, self.steps if is_known else None)
 
     def stored(self) -> Value:
         """Returns the value with one scale and data of its own type.
@@ -206,9 +212,7 @@ class Value:
         x = self if self.scale is None or self.scale.ndim else self.stored()
         if x.scale is None or is_complex(x.data) or x.scale.ndim or not x.steps:
             return x
-        if not spans(x.dtype):
-            return x.measured()
-        return x if x.steps == UNSIZED else wide_value(x.wide(), x.dtype).stored()
+        return wide_value(x.wide(), x.dtype).stored() if spans(x.dtype) else x.measured()
 
 
 def scale_of(value: Value) -> Scale:
