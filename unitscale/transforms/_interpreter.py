@@ -16,6 +16,7 @@ The program is traced on values, in float32 where an argument has 16 bits or few
    leaves the program, a loop's turn or a device. In a type with the range of float32 (bfloat16
    too) its scale is then 1. In a narrow type (float16, FP8) it is the power of two nearest the RMS
    of the data, or larger where the largest entry needs room, read from the data at run time.
+   A carry that starts plain or wide stays wide, as do results of branches.
 
 No rule looks at the magnitude of numbers to guess what they mean. A value that is stored as it came
 in leaves as it is; contractions are stored anew where they leave, or the scale of a state that is

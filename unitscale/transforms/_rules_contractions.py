@@ -137,9 +137,9 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
         arrays = [left, right, *(r.data for r in rest)]
         return interpreter.bind(eqn, arrays, preferred_element_type=result)
 
+    is_bfloat = dtype == jnp.bfloat16 and all(t.itemsize <= 2 for t in types)
     if spans(dtype) and scale.is_one:
-        is_narrow = dtype == jnp.bfloat16 and all(t.itemsize <= 2 for t in types)
-        return Value(contract(left, right, dtype if is_narrow else wide), ONE, dtype)
+        return Value(contract(left, right, dtype if is_bfloat else wide), ONE, dtype)
     steps = x.steps + y.steps + (1 if terms <= _MANY else 2)
     if x.scale is None or y.scale is None or steps > MOST_STEPS:
         return wide_value(times(contract(left, right, wide), scale), dtype)
@@ -159,6 +159,8 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
         # The matrix unit writes two bytes for four where one operand shrinks before the sum, which
         # has no room in float16. XLA's CPU backend would also add in float16.
         data = lax.platform_dependent(left, right, cpu=after, default=before)
+    elif is_bfloat:  # which needs no room
+        data = times(contract(left, right, dtype), Scale(-growth))
     else:
         data = after(left, right)
     return Value(data, scale.shift(growth), dtype, steps)

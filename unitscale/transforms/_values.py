@@ -330,7 +330,8 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
     """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
     It is at least so large that no finite element is above ``largest`` times it; 1 for data without
-    finite elements other than zero; not differentiated.
+    finite elements other than zero, and for more than 2^16 of an RMS below about 2^-90. Not
+    differentiated.
 
     Example:
         >>> print(unit_of(jnp.array([3e5, jnp.inf])))
@@ -344,17 +345,22 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
     # A comparison, as XLA makes an array of `is_finite`; neither infinity nor NaN is less.
     size = lax.select(lax.le(size, most), size, lax.full_like(size, 0))
     size = lax.convert_element_type(lax.min(size, np.asarray(3e38, size.dtype)), np.float32)
-    axes = tuple(range(size.ndim))
+    axes, rms = tuple(range(size.ndim)), _rms(size)
+    room = math.floor(math.log2(min(largest, 2.0**127)))
+    # No entry is above the root of the number of terms times the RMS. Large arrays are read once,
+    # and are zero where their squares underflow.
+    is_known = isinstance(size.size, int) and 2**16 < size.size <= 4.0 ** (room - 1)
+    if is_known and statistic == "rms":
+        return _nearest_pow2(rms)
     amax = lax.reduce_max(size, axes)
-    unit = _nearest_pow2(_rms(size, amax) if statistic == "rms" and size.ndim else amax)
-    if math.isinf(largest):
-        return unit
-    room = math.floor(math.log2(largest))
+    if statistic == "amax" or not size.ndim:
+        return _nearest_pow2(amax)
+    unit = _nearest_pow2(lax.select(lax.gt(rms, np.float32(0)), rms, amax))
     return lax.max(unit, lax.mul(_nearest_pow2(amax), np.float32(2.0 ** (1 - room))))
 
 
-def _rms(size: Any, amax: Any) -> Any:
-    """Returns the RMS of float32 magnitudes; amax where all squares underflow.
+def _rms(size: Any) -> Any:
+    """Returns the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
     Squares of large and of small numbers are added up apart, each after a shift that keeps their
     sum within float32. They are parts of one complex sum, which XLA fuses with what made the data.
@@ -370,12 +376,11 @@ def _rms(size: Any, amax: Any) -> Any:
     is_large = lax.ge(lax.real(sums), np.float32(2.0 ** (2 * shift - 116)))
     found = lax.select(is_large, lax.real(sums), lax.imag(sums))
     unit = lax.select(
-        is_large, lax.full_like(amax, 2.0**66), lax.full_like(amax, 2.0 ** (2 * shift - 53))
+        is_large, lax.full_like(found, 2.0**66), lax.full_like(found, 2.0 ** (2 * shift - 53))
     )
     # The mean over 4^shift: dividing by all terms could underflow.
     share = jnp.asarray(size.size, np.float32) * np.float32(4.0**-shift)
-    rms = lax.mul(lax.sqrt(lax.div(found, share)), unit)
-    return lax.select(lax.gt(found, np.float32(0)), rms, amax)
+    return lax.mul(lax.sqrt(lax.div(found, share)), unit)
 
 
 _EXPONENT_BITS = np.int32(0x7F800000)
