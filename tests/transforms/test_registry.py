@@ -24,7 +24,7 @@ def test_a_primitive_has_one_rule(target: Any) -> None:
 def test_look_up_by_object_and_by_name() -> None:
     rule = rule_of(lax.add_p)
     assert rule is not None
-    assert (rule.name, rule.category) == ("add", "sum")
+    assert (rule.name, rule.category) == ("add", "wide")
     assert rule_of(Primitive("a name that nobody has")) is None
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from tests.parallel.devices import explicit_mesh
-from unitscale import ScaledArray, as_scaled, to_array
+from unitscale import ScaledArray, as_scaled, grad, to_array
 from unitscale.transforms import scalify
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
@@ -140,3 +140,45 @@ def test_a_scale_of_each_device_makes_data_vary_before_the_program_does(mesh: Me
     actual = jax.jit(program)(X, scales)
     expected = [np.sin(np.asarray(X) * scale) * 2 + i for i, scale in enumerate([0.5, 2.0])]
     np.testing.assert_allclose(actual, np.concatenate(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_inside_shard_map_operands_may_vary_differently(dtype: Any, mesh: Mesh) -> None:
+    def local(w: jax.Array, x: jax.Array) -> Any:
+        loss = lambda w: lax.pmean(jnp.tanh(jax.nn.relu(x @ w) + 1).sum(), "d")  # noqa: E731
+        return jax.value_and_grad(loss)(w)
+
+    def inside(w: ScaledArray, x: ScaledArray) -> Any:
+        return to_array(scalify(local)(w, x))
+
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+    scaled = as_scaled((w, X), dtype=dtype)
+    specs = jax.tree.map(lambda leaf: P("d") if leaf.ndim else P(), scaled[1])
+    expected = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(
+        *(to_array(s, jnp.float32) for s in scaled)
+    )
+    found = jax.shard_map(inside, mesh=mesh, in_specs=(P(), specs), out_specs=P())(*scaled)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=8 * jnp.finfo(dtype).eps * np.abs(e).max())
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    return x
+
+
+clipped.defvjp(lambda x: (x, x), lambda x, g: (jnp.clip(g, -0.5, 0.5) * jnp.sign(x),))
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.softplus, clipped])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any, dtype: Any) -> None:
+    mesh = explicit_mesh(d=2)
+    loss = lambda w, x: function(x @ w).sum()  # noqa: E731
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+    half = as_scaled((w, X), dtype=dtype)
+    expected = jax.grad(loss)(*(to_array(h, jnp.float32) for h in half))
+    with jax.set_mesh(mesh):
+        x = ScaledArray(jax.device_put(half[1].data, P("d")), half[1].scale)
+        found = jax.jit(grad(lambda w: to_array(scalify(loss)(w, x))))(half[0])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3 * np.abs(expected).max())

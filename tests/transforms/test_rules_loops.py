@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,3 +52,16 @@ def test_no_turns() -> None:
     x, rows = as_scaled((jnp.float32(3), jnp.zeros(0)), dtype=jnp.float16)
     (carry, out), doubled = scalify(run)(x, rows)
     assert (carry.value, out.shape, doubled.shape) == (3, (0,), (0,))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e-9])
+def test_complex_numbers_cross(size: float) -> None:
+    def states(x):
+        turn = 0.9 * jnp.exp(0.3j)
+        step = lambda h, u: (turn * h + u, (h.real, jnp.abs(h)))  # noqa: E731
+        return lax.scan(step, jnp.zeros(3, jnp.complex64), x)[1]
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)) * size, jnp.float32)
+    found = to_array(jax.jit(scalify(states))(as_scaled(x, dtype="float16")), jnp.float32)
+    for a, b in zip(found, states(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-3, atol=5e-3 * size)

@@ -13,7 +13,7 @@ from jax.scipy.optimize import minimize
 from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import scalify
-from unitscale.transforms._stop import stops_on_floats
+from unitscale.transforms._rules_loops import stops_on_floats
 
 # So that a loop that never ends fails a test instead of holding it.
 MOST = 300

@@ -1,63 +1,41 @@
 """Storage type and arithmetic type apart: at run time the scale says which arithmetic is safe.
 
-An experiment. Functions of a value are computed in float32, whatever their data is stored in. Where
-the exponent of the scale and the largest of float16 data show that float16 arithmetic gives the
-same, rounded, it is done in that instead: the great decoupling of the Scalify design.
+An experiment. Functions are computed in float32, whatever their data is stored in. Where the scale
+and the largest of float16 data show that float16 gives the same, rounded, it is done in that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._doubt import DOUBT, MOST_DOUBT, Doubt
-from ._lazy_scale import LazyScale
-from ._settle import measured, ready
-from ._values import ONE, Value, widen
+from ._values import Scale, Value, scale_of, wide_value, widen
 
-# Results of float16 arithmetic stay this near unit size, so that nobody need measure them.
-_NEAR = 2.0**MOST_DOUBT
 _LARGEST = float(np.finfo(np.float16).max)
-_SMALLEST = float(np.finfo(np.float16).tiny)
-
-
-class Safe(NamedTuple):
-    """Where a function may be computed in float16.
-
-    Attributes:
-        most: the largest magnitude of the value.
-        scale: the smallest scale. From 1 on data times scale is exact; below, what is small loses
-            bits, which matters unless the function is flat at zero.
-        near: whether results are near unit size then; else they stay at scale 1 on both ways.
-    """
-
-    most: float
-    scale: float = 1.0
-    near: bool = True
-
-
-_LOG = float(np.log(_NEAR))
-# Not cbrt, exp2, expm1, asinh, log1p, logistic, pow, rsqrt, tan: XLA makes them of others, each
-# rounded to float16, and they end more than one unit in the last place from what they should be.
-_SAFE = {
-    "exp": Safe(_LOG, scale=_SMALLEST),
-    "cosh": Safe(_LOG, scale=_SMALLEST),
-    "cos": Safe(_LARGEST, scale=_SMALLEST, near=False),
-    "erfc": Safe(2.0, scale=_SMALLEST, near=False),
-    "log": Safe(_LARGEST, near=False),
-    "log2": Safe(_LARGEST, near=False),
-    "sinh": Safe(_LOG),
-    "tanh": Safe(_LARGEST),
-    "erf": Safe(_LARGEST),
-    "sin": Safe(_LARGEST),
-    "atan": Safe(_LARGEST),
-    "sqrt": Safe(_NEAR**2),
+_TINY = float(np.finfo(np.float16).tiny)
+_LOG = float(np.log(16.0))
+# The largest magnitude of the value, its smallest scale, and the smallest magnitude. From scale 1
+# on data times scale is exact; below, what is small loses bits, which matters unless the function
+# is flat at zero. Functions that XLA makes of others (exp2, log1p, pow, tan) are not safe.
+_SAFE: dict[str, tuple[float, float, float]] = {
+    "exp": (_LOG, _TINY, 0.0),
+    "cosh": (_LOG, _TINY, 0.0),
+    "cos": (_LARGEST, _TINY, 0.0),
+    "erfc": (2.0, _TINY, 0.0),
+    "log": (_LARGEST, 1.0, 0.0),
+    "log2": (_LARGEST, 1.0, 0.0),
+    "sinh": (_LOG, 1.0, 1 / 16),
+    "tanh": (_LARGEST, 1.0, 1 / 16),
+    "erf": (_LARGEST, 1.0, 1 / 16),
+    "sin": (_LARGEST, 1.0, 1 / 16),
+    "atan": (_LARGEST, 1.0, 1 / 16),
+    "sqrt": (256.0, 1.0, 1 / 16),
 }
 
 
@@ -70,12 +48,11 @@ class Branch:
         source: ``file:line (function)`` of the user's code, where known.
         narrow: how many times in float16.
         wide: how many times in float32.
-        ulps: the largest difference of a result from that of float32, in units in the last place
-            of float16.
+        ulps: the largest difference from float32, in units in the last place of float16.
 
     Example:
-        >>> print(Branch("exp", "model.py:7 (block)", 3, 1, 0.5))
-        exp at model.py:7 (block): 3 times in float16 (0.50 ulp), 1 in float32
+        >>> Branch("exp", "model.py:7 (block)", 3, 1, 0.5).narrow
+        3
     """
 
     primitive: str
@@ -84,23 +61,18 @@ class Branch:
     wide: int
     ulps: float
 
-    def __str__(self) -> str:
-        return (
-            f"{self.primitive} at {self.source}: {self.narrow} times in float16 "
-            f"({self.ulps:.2f} ulp), {self.wide} in float32"
-        )
-
 
 class Branches:
     """Counts, while a program runs, which way its decoupled functions go."""
 
     def __init__(self) -> None:
         """Starts at nothing."""
-        self._found: dict[tuple[int, str, str], list[tuple[bool, float]]] = {}
+        self._found: list[tuple[str, str, list[tuple[bool, float]]]] = []
 
     def watch(self, primitive: str, source: str, safe: Any, narrow: Any, wide: Any) -> None:
         """Adds to the program that it tells, at this place, which way it goes."""
-        seen = self._found.setdefault((len(self._found), primitive, source), [])
+        seen: list[tuple[bool, float]] = []
+        self._found.append((primitive, source, seen))
         step = jnp.ldexp(np.float32(1), jnp.maximum(jnp.frexp(wide)[1] - 11, -24))
         narrow = narrow.astype(np.float32)
         same = (narrow == wide) | (jnp.isnan(narrow) & jnp.isnan(wide))
@@ -111,61 +83,38 @@ class Branches:
         """Returns what was counted, in the order of the program."""
         jax.effects_barrier()
         branches = []
-        # Bodies of loops are traced more than once, and run in one of these traces.
-        ran = ((place, seen) for place, seen in self._found.items() if seen)
-        for (_, primitive, source), seen in ran:
+        for primitive, source, seen in self._found:
             narrow = [ulps for safe, ulps in seen if safe]
-            wide = len(seen) - len(narrow)
-            branches.append(Branch(primitive, source, len(narrow), wide, max(narrow, default=0.0)))
+            if seen:  # bodies of loops are traced more than once, and run in one of these traces
+                counts = len(narrow), len(seen) - len(narrow)
+                branches.append(Branch(primitive, source, *counts, max(narrow, default=0.0)))
         return branches
 
 
-def limits(primitive: str, operands: Sequence[Value]) -> Safe | None:
-    """Returns where a function of these operands may be computed in float16; None for nowhere."""
+def can_decouple(primitive: str, operands: Sequence[Value]) -> bool:
+    """Whether a function may be computed in float16: one of float16 data at one scale."""
     x = operands[0]
-    one_scale = x.scale is not None and not x.scale.ndim and not x.is_fill
-    if not one_scale or jnp.result_type(x.data) != np.float16 or not jnp.size(x.data):
-        return None
-    return _SAFE.get(primitive)
+    is_half = x.scale is not None and jnp.result_type(x.data) == np.float16
+    return primitive in _SAFE and is_half and not scale_of(x).ndim and jnp.size(x.data) > 0
 
 
-def decoupled(
-    safe: Safe,
-    apply: Callable[[Any], Any],
-    x: Value,
-    watch: Callable[[Any, Any, Any], None] | None = None,
-) -> Value:
-    """Computes a function in float16 or in float32, as scale and data say at run time.
-
-    Args:
-        safe: where float16 will do.
-        apply: the function, of an array in either type.
-        x: its operand, float16 data at one scale.
-        watch: told which way it goes, and both results.
-    """
-    scale = (ONE if x.scale is None else x.scale).array()
-    size = lax.abs(lax.stop_gradient(x.data))
-    axes = tuple(range(size.ndim))
-    most = widen(lax.reduce_max(size, axes)) * scale
+def decoupled(primitive: str, x: Value, apply: Callable[[Any], Any], watch: Any = None) -> Value:
+    """Computes a function of float16 data in float16 where that is safe, else in float32."""
+    largest, smallest_scale, smallest = _SAFE[primitive]
+    scale = jnp.asarray(scale_of(x).factor())
+    most = widen(jnp.max(jnp.abs(lax.stop_gradient(x.data)))) * scale
     # A larger scale is none of float16, and times zeros it would be NaN.
-    is_safe = (scale >= safe.scale) & (scale <= np.float32(2.0**15)) & (most <= safe.most)
-    if safe.near and safe.scale == 1:  # what vanishes at zero is as small as its operand
-        is_safe &= most >= 1 / _NEAR
+    safe = (scale >= smallest_scale) & (scale <= 2.0**15) & (most <= largest) & (most >= smallest)
 
     def in_float16() -> tuple[Any, Any]:
-        # The scale is 1; written so, it is spread over devices as the other branch's is.
-        return apply(x.data * scale.astype(np.float16)), is_safe.astype(np.float32)
+        # The scale is 1; written so, it is laid out on devices as the other branch's is.
+        return apply(x.data * scale.astype(np.float16)), safe.astype(np.float32)
 
     def in_float32() -> tuple[Any, Any]:
-        data = apply(x.wide())
-        if not safe.near:
-            return data.astype(np.float16), (~is_safe).astype(np.float32)
-        value = ready(measured(Value(data, ONE, 0.0, np.dtype(np.float16))))
-        assert value.scale is not None, "what is measured has a scale"
-        return value.data, value.scale.array()
+        value = wide_value(apply(x.wide()), np.float16).measured()
+        return value.data, scale_of(value).factor()
 
     if watch is not None:
-        watch(is_safe, in_float16()[0], apply(x.wide()))
-    data, scale = lax.cond(is_safe, in_float16, in_float32)
-    doubt = Doubt(MOST_DOUBT) if safe.near else DOUBT
-    return Value(data, LazyScale.of(scale) if safe.near else ONE, 0.0, x.dtype, doubt=doubt)
+        watch(safe, in_float16()[0], apply(x.wide()))
+    data, unit = lax.cond(safe, in_float16, in_float32)
+    return Value(data, Scale(0, unit), x.dtype)

@@ -1,10 +1,33 @@
-"""Evaluates a jaxpr on plain and scaled values, one rule per primitive."""
+"""Evaluates a jaxpr on plain and scaled values, with one rule per primitive.
+
+The program is traced on values, in float32 where an argument has 16 bits or fewer. Then:
+
+1. A scaled value is *stored* (data in its own type, with a scale) or *wide* (float32 or wider, at
+   scale 1, within a chain of element-wise operations and reductions, which XLA keeps in registers).
+   A plain array (no scale) stays plain until it meets a scaled one.
+2. *Movers* (reshape, slice, gather, negate, multiply by a power of two, max of operands of one
+   scale, ...) act on data and keep the state they find.
+3. *Contractions* (matmul, convolution, attention) of stored operands are stored: data times data,
+   scale times scale, the data divided by the static growth, a power of two. A contraction that
+   would be the third since a size was last known, or one of a plain array, is computed wide; some
+   of the elements of an array, or a choice among those of several, are of unknown size.
+4. *Everything else is wide*: it is applied to ``data * scale``, in float32 or wider.
+5. A wide value is stored where it must be: as operand of a contraction, as loop carry, where it
+   leaves the program, a loop's turn or a device. In a type with the range of float32 (bfloat16
+   too) its scale is then 1. In a narrow type (float16, FP8) it is the power of two nearest the RMS
+   of the data, or larger where the largest entry needs room, read from the data at run time.
+   A carry that starts plain or wide stays wide, as do results of branches.
+
+No rule looks at the magnitude of numbers to guess what they mean. A value that is stored as it came
+in leaves as it is; contractions are stored anew where they leave, or the scale of a state that is
+updated step after step could run away from its data.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,26 +35,30 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..core import last_uses
-from ._decouple import Branches, decoupled, limits
-from ._doubt import UNKNOWN
-from ._lazy_scale import Atom, LazyScale, largest
-from ._plain import result_of_plain
+from ..core import last_uses, match_varying
+from ._decouple import Branches, can_decouple, decoupled
 from ._registry import rule_of
-from ._report import Default, Exponent, Report
-from ._settle import measured
-from ._strategies import Growth
-from ._values import (
-    Value,
-    aval_of,
-    constant_of,
-    data_dtype,
-    is_float,
-    known_atoms,
-    numeric,
-    plain,
-    uniform,
-)
+from ._values import Value, aval_of, data_dtype, is_float, plain, same_type, wide_value
+
+
+@dataclass(frozen=True)
+class Default:
+    """One place where a program takes the default rule: dequantize, apply, rescale.
+
+    Attributes:
+        primitive: name of the primitive.
+        source: ``file:line (function)`` of the user's code, where known.
+
+    Example:
+        >>> print(Default("cholesky", "model.py:7 (whiten)"))
+        cholesky at model.py:7 (whiten)
+    """
+
+    primitive: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.primitive} at {self.source}"
 
 
 @dataclass
@@ -39,38 +66,24 @@ class Settings:
     """What every level of one interpretation shares.
 
     Attributes:
-        growth: static strategy: the growth of data that a primitive is expected to cause.
-        report: what was met so far that a user may want to know.
-        traces: scaled programs of inner jaxprs, by jaxpr and by what is known of its operands; the
-            jaxpr is kept alive with them.
+        growth: see `growth_of`.
+        decouple: whether functions of float16 data are computed in float16 where that is safe.
+        branches: counts how often that is so, where asked for.
+        report: the default rules met so far.
+        traces: scaled programs of inner jaxprs, by jaxpr and by the specs of operands; the jaxpr is
+            kept alive with them.
         calls: the equations being applied, the outermost first.
-        seen: scales that were reported.
-        decouple: whether functions of a value are computed in float16 where that is safe.
-        branches: what counts how often that is so, if anybody asks.
     """
 
-    growth: Growth
+    growth: Any
     decouple: bool = False
     branches: Branches | None = None
-    report: Report = field(default_factory=Report)
+    report: list[Default] = field(default_factory=list)
     traces: dict[Any, Any] = field(default_factory=dict)
     calls: list[JaxprEqn] = field(default_factory=list)
-    seen: set[Atom] = field(default_factory=set)
-
-    def see(self, maker: str, source: str | None, atoms: set[Atom]) -> None:
-        """Reports new scales that are known at run time only; by default at the present line."""
-        atoms = atoms - self.seen
-        self.seen |= atoms
-        if atoms:
-            source = self.source() if source is None else source
-            reasons = sorted(atom.reason for atom in atoms)
-            self.report.exponents.extend(Exponent(maker, source, r) for r in reasons)
 
     def source(self) -> str:
-        """Returns where the user's code made the equation being applied.
-
-        Within a function of JAX that is where the function was called.
-        """
+        """Returns where the user's code made the equation being applied, or called its maker."""
         found = (source_of(eqn) for eqn in reversed(self.calls))
         return next((source for source in found if source), "unknown")
 
@@ -79,143 +92,91 @@ class Interpreter:
     """Evaluates the equations of one jaxpr; inner jaxprs get interpreters of their own."""
 
     def __init__(self, settings: Settings):
-        """Starts an empty environment."""
+        """Keeps the settings."""
         self.settings = settings
-        self._makers: dict[Any, JaxprEqn] = {}
-        self._largest: dict[frozenset[LazyScale], LazyScale] = {}
 
     # -- what rules are written with ---------------------------------------------------------
-
-    def growth(self, primitive: str, terms: int) -> float:
-        """Returns log2 of the growth of data that the static strategy expects."""
-        return self.settings.growth(primitive, terms)
-
-    def largest(self, x: LazyScale, y: LazyScale) -> LazyScale:
-        """Returns the larger scale; the same pair gives the same scale."""
-        pair = frozenset((x, y))
-        if pair not in self._largest:
-            self._largest[pair] = largest(x, y)
-        return self._largest[pair]
-
-    def maker(self, operand: Any) -> JaxprEqn | None:
-        """Returns the equation of this jaxpr that an operand of another is a result of."""
-        return None if isinstance(operand, Literal) else self._makers.get(operand)
 
     def bind(self, eqn: JaxprEqn, arrays: Sequence[Any], **changes: Any) -> Any:
         """Applies the primitive of an equation to arrays."""
         params = eqn.primitive.get_bind_params({**eqn.params, **changes})
         return eqn.primitive.bind(*arrays, **params)
 
+    def wide(self, eqn: JaxprEqn, values: Sequence[Value]) -> Any:
+        """Applies the primitive to the operands' values, in float32 or wider."""
+        arrays = same_type([v.wide() if is_float(v.data) else v.data for v in values])
+        results = self.bind(eqn, match_varying(arrays) if len(arrays) > 1 else arrays)
+        return self.wide_results(eqn, values, results)
+
+    def wide_results(self, eqn: JaxprEqn, values: Sequence[Value], results: Any) -> Any:
+        """Wraps results that were computed wide; those without floating numbers are plain."""
+        dtype = data_dtype(*values)
+
+        def wrap(data: Any) -> Value:
+            # A `jax.new_ref` holds plain values.
+            is_array = hasattr(data, "dtype") and not hasattr(jax.typeof(data), "inner_aval")
+            return wide_value(data, dtype) if is_array and is_float(data) else Value(data)
+
+        return list(map(wrap, results)) if eqn.primitive.multiple_results else wrap(results)
+
+    def default(self, eqn: JaxprEqn, values: Sequence[Value]) -> Any:
+        """Applies the primitive to the operands' values, in the types of the program."""
+        self.settings.report.append(Default(eqn.primitive.name, self.settings.source()))
+        arrays = [
+            v.data if v.scale is None else v.numeric(aval_of(var).dtype)
+            for v, var in zip(values, eqn.invars, strict=True)
+        ]
+        return self.wide_results(eqn, values, self.bind(eqn, arrays))
+
     def decoupled(self, eqn: JaxprEqn, values: Sequence[Value]) -> Value | None:
         """Computes a function in float16 where that is safe, if it is to be; else returns None."""
         name, settings = eqn.primitive.name, self.settings
-        safe = limits(name, values) if settings.decouple else None
-        if safe is None:
+        if not settings.decouple or not can_decouple(name, values):
             return None
-        watch = settings.branches and functools.partial(
-            settings.branches.watch, name, settings.source()
-        )
-        return decoupled(safe, lambda data: self.bind(eqn, [data]), values[0], watch)
-
-    def default(
-        self, eqn: JaxprEqn, values: Sequence[Value], clean: Callable[[Any], Any] | None = None
-    ) -> Any:
-        """Takes the values out of their scales, applies the primitive, and rescales the results.
-
-        Args:
-            eqn: the equation.
-            values: its operands.
-            clean: applied to each result first, where a primitive leaves elements undefined.
-        """
-        self.settings.report.append(Default(eqn.primitive.name, self.settings.source()))
-        dtype = data_dtype(*(v for v in values if v.dtype is not None))
-        arrays = [
-            numeric(uniform(v), aval_of(var).dtype if v.scale is not None else None)
-            for v, var in zip(values, eqn.invars, strict=True)
-        ]
-        results = self.bind(eqn, arrays)
-        if clean is not None:
-            results = clean(results)
-        if not eqn.primitive.multiple_results:
-            return rescaled(results, dtype)
-        return [rescaled(r, dtype) for r in results]
+        branches = settings.branches
+        watch = branches and functools.partial(branches.watch, name, settings.source())
+        return decoupled(name, values[0], lambda data: self.bind(eqn, [data]), watch)
 
     # -- evaluation --------------------------------------------------------------------------
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
-        """Evaluates a jaxpr.
-
-        Args:
-            jaxpr: the program.
-            consts: values of its constants.
-            values: one per input.
-
-        Returns:
-            One value per output.
-        """
+        """Evaluates a jaxpr on the arrays of its constants and one value per input."""
         env: dict[Any, Value] = {}
 
         def read(atom: Any) -> Value:
-            if isinstance(atom, Literal):
-                return Value(atom.val, const=constant_of(atom.val))
-            return env[atom]
+            return plain(atom.val) if isinstance(atom, Literal) else env[atom]
 
         env.update(zip(jaxpr.constvars, map(plain, consts), strict=True))
         env.update(zip(jaxpr.invars, values, strict=True))
         last_use = last_uses(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
-            operands = [read(atom) for atom in eqn.invars]
             self.settings.calls.append(eqn)
             with eqn.ctx.manager:
-                results = self._apply(eqn, operands)
+                results = self._apply(eqn, [read(atom) for atom in eqn.invars])
             self.settings.calls.pop()
             env.update(zip(eqn.outvars, results, strict=True))
-            self._makers.update(dict.fromkeys(eqn.outvars, eqn))
             for var in last_use.get(index, ()):
                 del env[var]
         return [read(atom) for atom in jaxpr.outvars]
 
     def _apply(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         rule = rule_of(eqn.primitive)
-        if all(v.scale is None for v in operands) and not (
-            rule is not None and rule.category in ("call", "marker")
-        ):
+        is_plain = all(v.scale is None for v in operands)
+        if is_plain and not (rule is not None and rule.category in ("call", "marker")):
             results = self.bind(eqn, [v.data for v in operands])
             if eqn.primitive.multiple_results:
-                return [Value(r) for r in results]
-            return [result_of_plain(eqn, operands, results)]
-        apply = Interpreter.default if rule is None else rule.function
-        results = apply(self, eqn, operands)
-        results = list(results) if eqn.primitive.multiple_results else [results]
-        # What a call made inside was seen there.
-        if rule is None or rule.category != "call":
-            made = known_atoms(results) - known_atoms(operands)
-            self.settings.see(eqn.primitive.name, None, made)
-        return results
+                return list(map(Value, results))
+            return [Value(results, const=_constant(eqn, operands, results))]
+        results = (Interpreter.default if rule is None else rule.function)(self, eqn, operands)
+        return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def rescaled(data: Any, dtype: Any) -> Value:
-    """Wraps the result of a default rule: real data is brought near RMS 1, by a power of two."""
-    from_jax = hasattr(data, "dtype")
-    if not from_jax or not is_float(data) or _is_reference(data):
-        return Value(data)
-    if jnp.issubdtype(data.dtype, jnp.complexfloating) or not data.size:
-        return Value(data, LazyScale(), dtype=dtype, doubt=UNKNOWN)
-    return dynamic(data, dtype)
-
-
-def _is_reference(data: Any) -> bool:
-    """Whether data is a `jax.new_ref`, which holds plain values."""
-    return hasattr(jax.typeof(data), "inner_aval")
-
-
-def dynamic(data: Any, dtype: Any) -> Value:
-    """Scales wide data by the power of two nearest its RMS, read from the data at run time.
-
-    It is rounded where a chain ends: parts of different size, as the two factors of `lu`, that the
-    next primitive takes apart, are not lost beside each other.
-    """
-    return measured(Value(data, LazyScale(), 0.0, dtype))
+def _constant(eqn: JaxprEqn, operands: Sequence[Value], result: Any) -> float | None:
+    """The number that all elements of a result of one such operand are."""
+    same = ("broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type", "pvary")
+    if eqn.primitive.name not in same or not jnp.issubdtype(result.dtype, jnp.floating):
+        return None
+    return operands[0].const if result.dtype.itemsize > 1 else None
 
 
 def source_of(eqn: JaxprEqn) -> str | None:

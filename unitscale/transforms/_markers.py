@@ -13,14 +13,23 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core import cast, format_of
-from ._dynamic import Statistic, unit_of
+from ..core import format_of
 from ._interpreter import Interpreter
-from ._lazy_scale import LazyScale
 from ._registry import register
-from ._rules_casts import narrowed
-from ._settle import sized
-from ._values import ONE, Value, aval_of, narrow, numeric, saturate, times, uniform, widen
+from ._rules_arrays import narrowed
+from ._values import (
+    ONE,
+    Scale,
+    Statistic,
+    Value,
+    aval_of,
+    fit,
+    narrow,
+    plain,
+    times,
+    unit_of,
+    widen,
+)
 
 Direction = Literal["forward", "backward", "both"]
 """Which side of a marker such as `cast_data` acts: the value's, its cotangent's, or both."""
@@ -232,63 +241,41 @@ def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
     return _each("cast_data", x, lambda y: _bind(y, (), forward, backward))
 
 
-def _scaled(value: Value) -> Value:
-    """Gives a plain value scale 1."""
-    if value.scale is not None:
-        return value
-    return Value(value.data, ONE, 0.0, jnp.result_type(value.data), value.const)
-
-
-def _widened(value: Value, dtype: Any) -> Value:
-    if np.dtype(value.dtype).itemsize >= np.dtype(dtype).itemsize:
-        return value
-    data = lax.convert_element_type(value.data, dtype)
-    return value.with_data(data, dtype=np.dtype(dtype))
-
-
 @register("marker", marker_p)
 def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """What `set_scaling`, `stop_scaling`, `dynamic_rescale` and `cast_data` say."""
     x, *rest = values
-    action = eqn.params["forward"]
-    if action is None:
+    if eqn.params["forward"] is None:
         return x
-    kind, argument = action
+    kind, argument = eqn.params["forward"]
     if kind == "stop":
-        return Value(numeric(x, aval_of(eqn.invars[0]).dtype), const=x.const)
-    x = _scaled(x)
-    dtype, x = jnp.result_type(x.data), uniform(x)
-    assert x.scale is not None, "a marked value is scaled"
+        return Value(x.numeric(aval_of(eqn.invars[0]).dtype), const=x.const)
+    x = Value(x.data, ONE) if x.scale is None else x.uniform()
     if kind == "cast":
-        is_wide = argument.dtype is not None and argument.dtype.itemsize >= 4
-        return _widened(x, argument.dtype) if is_wide else narrowed(x, argument)
-    wide = widen(x.data)
-    if kind == "set":
-        (scale,) = rest
-        target = LazyScale.of(lax.stop_gradient(numeric(scale)), "asked for")
-        if scale.const is not None or not isinstance(scale.data, Tracer):
-            target = _static(float(scale.data)) or target
-        return Value(_held(times(wide, x.scale / target), dtype), target, 0.0, x.dtype)
-    unit = LazyScale.of(unit_of(wide, argument), "the size of its data")
-    return Value(_held(times(wide, ONE / unit), dtype), x.scale * unit, 0.0, x.dtype)
+        if argument.dtype is None or argument.dtype.itemsize < 4:
+            return narrowed(x, argument)
+        dtype = jnp.promote_types(x.dtype, argument.dtype)
+        return Value(lax.convert_element_type(x.data, dtype), x.scale, dtype, x.steps)
+    wide, held = x.wide(), jnp.result_type(x.data) if x.is_stored else x.dtype
+    scale = _asked(rest[0]) if kind == "set" else Scale(0, unit_of(wide, argument))
+    return Value(fit(times(wide, scale.inverse()), held), scale, x.dtype, 0)
 
 
-def _held(data: Any, dtype: Any) -> Any:
-    """Rounds data to a type; finite numbers saturate in one whose range is short."""
-    is_short = np.dtype(dtype).itemsize == 1
-    return cast(data, dtype) if is_short else narrow(saturate(data, dtype), dtype)
-
-
-def _static(number: float) -> LazyScale | None:
-    exponent = np.log2(number)
-    return LazyScale(int(exponent)) if exponent == int(exponent) else None
+def _asked(value: Value) -> Scale:
+    """The scale that a program asks for: static if it is a power of two that is known."""
+    number = value.const if value.scale is None else None
+    if number is None:
+        number = plain(value.data).const
+    if number is not None and np.log2(number) == int(np.log2(number)):
+        return Scale(int(np.log2(number)))
+    return Scale(0, lax.stop_gradient(value.numeric()))
 
 
 @register("marker", data_scale_p)
 def _data_and_scale(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Data and scale, as plain arrays."""
-    x = sized(uniform(values[0]))
+    x = values[0].uniform().stored()
     if x.scale is None:
         return [x, Value(np.float32(1), const=1.0)]
     data = narrow(widen(x.data), aval_of(eqn.invars[0]).dtype)
-    return [Value(data), Value(jnp.asarray(x.scale.array()))]
+    return [Value(data), Value(jnp.asarray(x.scale.factor()))]

@@ -1,4 +1,4 @@
-"""Which rule each primitive has: registration, look-up, and the table of all of them.
+"""Which rule each primitive has: registration, look-up, and the table of all rules.
 
 Rules are registered by primitive object. A primitive that JAX exports under no public name is
 registered by its name.
@@ -20,18 +20,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one primitive acts on scaled values.
-
-    Attributes:
-        name: name of the primitive.
-        category: group of primitives that share the reasoning, such as "carrier" or "sum".
-        function: called with the interpreter, the equation and the operands; returns one value, or
-            a list of them for a primitive with several results.
-
-    Example:
-        >>> Rule("neg", "carrier", lambda interpreter, eqn, values: values[0]).category
-        'carrier'
-    """
+    """How one primitive acts on scaled values; see `register`."""
 
     name: str
     category: str
@@ -53,20 +42,22 @@ def register(category: str, *targets: Primitive | str) -> Callable[[Function], F
     """Registers a rule for primitives, or for the names of primitives that JAX does not export.
 
     Args:
-        category: see `Rule`.
+        category: group of primitives that share the reasoning, such as "mover" or "product".
         *targets: primitives, or names (``"add"``).
 
     Returns:
-        A decorator that returns the function as it is.
+        A decorator that returns the function as it is. The function is called with the interpreter,
+        the equation and the operands; it returns one value, or a list of them for a primitive with
+        several results.
 
     Raises:
         ValueError: if a primitive has a rule already.
 
     Example:
-        >>> register("sum", "add")
+        >>> register("wide", "add")
         Traceback (most recent call last):
         ...
-        ValueError: unitscale.transforms.register: 'add' has a rule already, in category 'sum'...
+        ValueError: unitscale.transforms.register: 'add' has a rule already, in category 'wide'...
     """
     resolved = [_resolve(t) if isinstance(t, str) else t for t in targets]
     for target in resolved:
@@ -91,12 +82,41 @@ def rule_of(primitive: Primitive) -> Rule | None:
     return _RULES.get(primitive) or _RULES.get(primitive.name)
 
 
-def rules() -> list[Rule]:
-    """Returns every registered rule."""
-    return list(_RULES.values())
+def coverage() -> str:
+    """Returns the table of primitives and their rules, as Markdown.
+
+    One line per rule of the library, with the primitives that it serves, sorted by category.
+
+    Example:
+        >>> print(coverage().splitlines()[0])
+        | category | rule | primitives |
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    own = [r for r in _RULES.values() if r.function.__module__.startswith("unitscale.")]
+    for rule in sorted(own, key=lambda r: (r.category, _summary(r.function), r.name)):
+        groups.setdefault((rule.category, _summary(rule.function)), []).append(f"`{rule.name}`")
+    lines = ["| category | rule | primitives |", "| --- | --- | --- |"]
+    lines += [f"| {c} | {s} | {', '.join(names)} |" for (c, s), names in groups.items()]
+    return "\n".join(lines)
 
 
-# Its primitives whose rules other modules define.
+def _summary(function: object) -> str:
+    return (function.__doc__ or "").strip().partition("\n")[0]
+
+
+def unlisted() -> list[str]:
+    """Returns the names of differentiable primitives of the running JAX that have no entry.
+
+    They still work, through the default rule; a release of the library has none.
+
+    Example:
+        >>> unlisted()
+        []
+    """
+    return [p.name for p in differentiable() if rule_of(p) is None]
+
+
+# Primitives of Pallas whose rules other modules define.
 _PALLAS = ("mpmd_map", "pallas_call")
 
 
@@ -104,8 +124,7 @@ def differentiable() -> list[Primitive]:
     """Returns the primitives that the running JAX can differentiate, sorted by name.
 
     Those with a forward-mode or a transposition rule of JAX's own, and the calls that
-    differentiation goes through. Primitives that other libraries define are not among them, nor
-    those of Pallas, of which kernels consist, and which are there once it is imported.
+    differentiation goes through; not those of other libraries or of Pallas kernels.
     """
     calls = (exported.custom_jvp_call_p, exported.custom_vjp_call_p)
     rules = [*ad.primitive_jvps.items(), *ad.primitive_transposes.items()]
@@ -128,15 +147,3 @@ def _parts(rule: Any) -> Iterator[Any]:
 def _is_of_jax(function: Any) -> bool:
     parts = (getattr(function, "__module__", None) or "jax").split(".")
     return parts[0] in ("jax", "jaxlib") and "pallas" not in parts
-
-
-def unlisted() -> list[str]:
-    """Returns the names of differentiable primitives of the running JAX that have no entry.
-
-    They still work, through the default rule; a release of the library has none.
-
-    Example:
-        >>> unlisted()
-        []
-    """
-    return [p.name for p in differentiable() if rule_of(p) is None]

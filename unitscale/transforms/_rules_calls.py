@@ -1,23 +1,130 @@
-"""Calls of an inner program: jit, remat, and calls that leave no trace of their own."""
+"""Inner programs: how values cross into them; jit, remat, cond, and calls that are inlined."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from ._interpreter import Interpreter
-from ._packing import Packed, Traced, pack, trace
+from ._interpreter import Interpreter, Settings
 from ._registry import register
-from ._values import Value
+from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wide_value
 
-# What jit says of a result whose sharding the compiler chooses; JAX has no public name for it.
-with jax.disable_jit(False):  # as the environment may have it disabled
-    _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
+# -- values across a boundary that takes arrays ----------------------------------------------------
 
 
-def without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[Any]]:
+class Spec(NamedTuple):
+    """What is known of a value while tracing, beside its data.
+
+    Attributes:
+        log2: static exponent of the scale; None for a plain array.
+        index: position of the scale's array among those that cross; None for none.
+        dtype: see `Value`.
+        steps: see `Value`.
+        const: see `Value`; as a string, because NaN is not equal to itself and -0.0 is to 0.0.
+    """
+
+    log2: int | None
+    index: int | None
+    dtype: Any
+    steps: int
+    const: str | None
+
+    def unpack(self, data: Any, scales: Sequence[Any]) -> Value:
+        """Rebuilds the value."""
+        const = None if self.const is None else float(self.const)
+        if self.log2 is None:
+            return Value(data, const=const)
+        scale = Scale(self.log2, None if self.index is None else scales[self.index])
+        return Value(data, scale, self.dtype, self.steps)
+
+
+def _spec_of(value: Value, scales: list[Any]) -> Spec:
+    """Describes a value; an array of its scale that is not in the list yet is appended to it."""
+    if value.scale is None:
+        const = None if value.const is None else repr(float(value.const))
+        return Spec(None, None, None, value.steps, const)
+    index, array = None, value.scale.array
+    if array is not None:
+        index = next((i for i, known in enumerate(scales) if known is array), len(scales))
+        scales.extend([array] if index == len(scales) else [])
+    return Spec(value.scale.log2, index, value.dtype, value.steps, None)
+
+
+class Packed(NamedTuple):
+    """Values as data, the distinct arrays of their scales, and specs."""
+
+    data: list[Any]
+    scales: list[Any]
+    specs: tuple[Spec, ...]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All arrays: data, then scales."""
+        return [*self.data, *self.scales]
+
+
+def pack(values: Sequence[Value]) -> Packed:
+    """Splits values into arrays and specs."""
+    scales: list[Any] = []
+    specs = tuple(_spec_of(v, scales) for v in values)
+    return Packed([v.data for v in values], scales, specs)
+
+
+def unpack(specs: Sequence[Spec], arrays: Sequence[Any]) -> list[Value]:
+    """Rebuilds values from the arrays of `Packed.arrays`."""
+    count = len(specs)
+    return [s.unpack(a, arrays[count:]) for s, a in zip(specs, arrays[:count], strict=True)]
+
+
+class Traced(NamedTuple):
+    """An inner jaxpr on arrays, and how its results become values again.
+
+    The results of ``closed`` are the data of every value, then the scales made inside. Specs count
+    the scales of the operands first, then those.
+    """
+
+    closed: ClosedJaxpr
+    specs: tuple[Spec, ...]
+
+    def rebuild(self, results: Sequence[Any], scales: Sequence[Any]) -> list[Value]:
+        """Turns results into values; ``scales`` are those of the operands."""
+        count = len(self.specs)
+        known = [*scales, *results[count:]]
+        return [s.unpack(r, known) for s, r in zip(self.specs, results[:count], strict=True)]
+
+
+def _key_of(array: Any) -> Any:
+    aval = jax.typeof(array)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), str(aval)
+
+
+def trace(settings: Settings, jaxpr: ClosedJaxpr, packed: Packed) -> Traced:
+    """Scales an inner jaxpr, once for all operands of the same types and specs."""
+    arrays = packed.arrays
+    key = (id(jaxpr), packed.specs, tuple(map(_key_of, arrays)))
+    if key not in settings.traces:
+        specs: list[tuple[Spec, ...]] = []
+
+        def scaled(*inner: Any) -> list[Any]:
+            values = unpack(packed.specs, inner)
+            results = Interpreter(settings).run(jaxpr.jaxpr, jaxpr.consts, values)
+            scales = list(inner[len(packed.data) :])
+            known = len(scales)
+            specs.append(tuple(_spec_of(v, scales) for v in results))
+            return [*(v.data for v in results), *scales[known:]]
+
+        closed = jax.make_jaxpr(scaled)(*arrays)
+        settings.traces[key] = (Traced(closed, specs[-1]), jaxpr)
+    return settings.traces[key][0]
+
+
+def _without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[Any]]:
     """Turns the constants of a traced jaxpr into leading operands; returns them too."""
     closed = traced.closed
     if not closed.consts:
@@ -30,71 +137,98 @@ def without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[An
     return jax.make_jaxpr(function)(*closed.consts, *packed.arrays), list(closed.consts)
 
 
+# -- rules -------------------------------------------------------------------------------------
+
+# What jit says of a result whose sharding the compiler chooses; JAX has no public name for it.
+with jax.disable_jit(False):  # as the environment may have it disabled
+    _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
+
+
 @register("call", "jit")
 def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The same jit on the scaled program: its name, shardings, layouts and donations are kept."""
     packed = pack(values)
     traced = trace(interpreter.settings, eqn.params["jaxpr"], packed)
-    closed, consts = without_consts(traced, packed)
-    params = eqn.params
-    atoms, made = len(packed.atoms), len(closed.out_avals) - len(traced.specs)
+    closed, consts = _without_consts(traced, packed)
+    scales, made = len(packed.scales), len(closed.out_avals) - len(traced.specs)
 
     def extended(name: str, fill: Any, before: int, after: int) -> tuple[Any, ...]:
-        return (*[fill] * before, *params[name], *[fill] * after)
+        return (*[fill] * before, *eqn.params[name], *[fill] * after)
 
     results = interpreter.bind(
         eqn,
         [*consts, *packed.arrays],
         jaxpr=closed,
-        in_shardings=extended("in_shardings", _UNSPECIFIED, len(consts), atoms),
-        in_layouts=extended("in_layouts", None, len(consts), atoms),
-        donated_invars=extended("donated_invars", False, len(consts), atoms),
+        in_shardings=extended("in_shardings", _UNSPECIFIED, len(consts), scales),
+        in_layouts=extended("in_layouts", None, len(consts), scales),
+        donated_invars=extended("donated_invars", False, len(consts), scales),
         out_shardings=extended("out_shardings", _UNSPECIFIED, 0, made),
         out_layouts=extended("out_layouts", None, 0, made),
     )
-    return traced.rebuild(results, packed.atoms, packed.values)
+    return traced.rebuild(results, packed.scales)
 
 
 @register("call", "remat2", "remat_opt", "checkpoint")
 def remat(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The same checkpoint on the scaled program: its policy is kept."""
-    packed = pack(values)
-    inner = ClosedJaxpr(eqn.params["jaxpr"], ())
-    traced = trace(interpreter.settings, _kept(interpreter, inner), packed)
-    closed, consts = without_consts(traced, packed)
+    settings, packed = interpreter.settings, pack(values)
+    # The same object for the same open jaxpr, which is what traces are found by.
+    opened = eqn.params["jaxpr"]
+    inner = settings.traces.setdefault(("open", id(opened)), ClosedJaxpr(opened, ()))
+    traced = trace(settings, inner, packed)
+    closed, consts = _without_consts(traced, packed)
     results = interpreter.bind(eqn, [*consts, *packed.arrays], jaxpr=closed.jaxpr)
-    return traced.rebuild(results, packed.atoms, packed.values)
+    return traced.rebuild(results, packed.scales)
 
 
-def _kept(interpreter: Interpreter, closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same object for the same open jaxpr, which is what traces are found by."""
-    return interpreter.settings.traces.setdefault(("open", id(closed.jaxpr)), closed)
-
-
-def _inner_program(params: dict[str, Any]) -> ClosedJaxpr:
-    for name in ("call_jaxpr", "jaxpr", "call"):
-        program = params.get(name)
-        if isinstance(program, ClosedJaxpr):
-            return program
-        if isinstance(program, Jaxpr):
-            return ClosedJaxpr(program, ())
-    raise AssertionError(f"a call has an inner program; got {sorted(params)}")
-
-
-_INLINE = ("closed_call", "core_closed_call", "call", "composite", "custom_vmap_call")
-
-
-@register("call", *_INLINE, "xla_metadata_call")
+@register(
+    "call",
+    *("closed_call", "core_closed_call", "call", "composite"),
+    *("custom_vmap_call", "xla_metadata_call"),
+)
 def inline(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Evaluated in place."""
-    program = _inner_program(eqn.params)
+    found = (eqn.params.get(name) for name in ("call_jaxpr", "jaxpr", "call"))
+    program = next(p for p in found if isinstance(p, (Jaxpr, ClosedJaxpr)))
+    if isinstance(program, Jaxpr):
+        program = ClosedJaxpr(program, ())
     return Interpreter(interpreter.settings).run(program.jaxpr, program.consts, values)
 
 
 @register("call", "custom_lin", "call_hi_primitive", "eval_jaxpr", "stage")
 def internal(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Dequantize, apply, rescale: made by JAX itself, not by programs."""
+    """The default: made by JAX itself, not by programs."""
     if all(v.scale is None for v in values):
         results = interpreter.bind(eqn, [v.data for v in values])
         return list(map(Value, results)) if eqn.primitive.multiple_results else Value(results)
     return interpreter.default(eqn, values)
+
+
+@register("control flow", "cond")
+def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same switch of scaled branches; a result that is scaled in any of them leaves wide."""
+    index, *operands = values
+    packed = pack(operands)
+    branches = [trace(interpreter.settings, b, packed) for b in eqn.params["branches"]]
+    places = list(zip(*(b.specs for b in branches), strict=True))
+    scaled = [[s.dtype for s in specs if s.log2 is not None] for specs in places]
+    types = [
+        data_dtype(*(Value(np.zeros((), t), Scale(), t) for t in ts)) if ts else None
+        for ts in scaled
+    ]
+
+    def leaving(branch: Traced) -> Callable[[], list[Any]]:
+        def run() -> list[Any]:
+            results = branch.rebuild(jaxpr_as_fun(branch.closed)(*packed.arrays), packed.scales)
+            return [
+                v.data if t is None else same_type([v.wide(), jnp.zeros((), aval_of(var).dtype)])[0]
+                for v, t, var in zip(results, types, eqn.outvars, strict=True)
+            ]
+
+        return run
+
+    results = lax.switch(index.numeric(np.int32), [leaving(b) for b in branches])
+    return [
+        Value(r) if t is None or not is_float(r) else wide_value(r, t)
+        for r, t in zip(results, types, strict=True)
+    ]

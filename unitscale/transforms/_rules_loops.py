@@ -2,93 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from ..core import scan_counts
-from ._carry import Form, crossing, enter, first_form, joined
+from ..core import scan_counts, wide_dtype
 from ._interpreter import Interpreter
-from ._lazy_scale import LazyScale
 from ._registry import register
-from ._rules_carriers import part_of
-from ._settle import leaving
-from ._stop import stops_on_floats, to_be_rounded, wide_results
-from ._values import Value, known_atoms, uniform
+from ._values import (
+    ONE,
+    Scale,
+    Value,
+    aval_of,
+    data_dtype,
+    is_complex,
+    is_float,
+    narrow,
+    scale_of,
+    spans,
+    wide_value,
+)
 
 
-def _sliced(array: Any) -> jax.ShapeDtypeStruct:
-    if not array.shape[0]:  # a loop without turns
-        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-    return jax.eval_shape(lambda x: lax.index_in_dim(x, 0, keepdims=False), array)
+class Carry(NamedTuple):
+    """How one carried leaf crosses from one turn to the next.
+
+    Attributes:
+        dtype: the type it is stored in; None for a plain leaf.
+        wide: whether it crosses wide: where the program starts with a plain array or a wide value,
+            such as a sum with zeros, which rounding in every turn would stop.
+    """
+
+    dtype: Any = None
+    wide: bool = False
+
+    @classmethod
+    def of(cls, value: Value) -> Carry:
+        """Returns how the start of a leaf crosses."""
+        return cls() if value.scale is None else cls(value.dtype, not value.is_stored)
+
+    def joined(self, result: Value) -> Carry:
+        """Returns how a leaf crosses that went in like this, and came out as a value."""
+        if result.scale is None:
+            return self
+        if self.dtype is None:
+            return Carry(result.dtype, wide=True)
+        return self._replace(dtype=np.dtype(jnp.result_type(self.dtype, result.dtype)))
+
+    def leave(self, value: Value, aval: Any) -> list[Any]:
+        """Returns data and, if the type is narrow, scale of a value."""
+        if self.dtype is None:
+            return [value.data]
+        if self.wide or is_complex(value.data):
+            dtype = aval.dtype if is_complex(value.data) else wide_dtype(aval.dtype)
+            return [lax.convert_element_type(value.wide(), dtype)]
+        if spans(self.dtype):
+            return [narrow(value.wide(), self.dtype)]
+        value = wide_value(value.wide(), self.dtype) if value.dtype != self.dtype else value
+        value = value.leaving() if not scale_of(value).ndim else value.uniform().stored()
+        return [value.data, lax.stop_gradient(jnp.asarray(scale_of(value).factor()))]
+
+
+def _crossing(values: Sequence[Value], forms: Sequence[Carry], avals: Sequence[Any]) -> list[Any]:
+    """Returns the arrays of all carried leaves: their data, then the scales."""
+    pairs = [f.leave(v, a) for v, f, a in zip(values, forms, avals, strict=True)]
+    return [p[0] for p in pairs] + [p[1] for p in pairs if len(p) > 1]
+
+
+def _enter(arrays: Sequence[Any], forms: Sequence[Carry]) -> list[Value]:
+    """Rebuilds carried values from the arrays of `_crossing`."""
+    scales = iter(arrays[len(forms) :])
+    values = []
+    for data, form in zip(arrays, forms, strict=False):
+        if form.dtype is None:
+            values.append(Value(data))
+        elif form.wide or is_complex(data) or spans(form.dtype):
+            values.append(Value(data, ONE, form.dtype))
+        else:
+            values.append(Value(data, Scale(0, next(scales)), form.dtype, 0))
+    return values
+
+
+def _fixed_point(forms: list[Carry], turn: Any) -> tuple[ClosedJaxpr, list[Carry]]:
+    """Traces turns until what comes out crosses as what went in."""
+    while True:
+        closed, results = turn(forms)
+        found = [f.joined(r) for f, r in zip(forms, results, strict=True)]
+        if found == forms:
+            return closed, forms
+        forms = found
+
+
+# -- scan --------------------------------------------------------------------------------------
 
 
 def _per_item(value: Value, length: int) -> tuple[Value, Any]:
     """Splits a scanned value into what a turn sees and the scales that are scanned with it."""
     if value.scale is None or not value.scale.ndim:
         return value, None
-    scale = value.scale.array()
+    scale = value.scale.factor()
     if scale.shape[0] != length or scale.size != length:
-        return uniform(value), None
+        return value.uniform(), None
     return value, jnp.reshape(scale, (length,))
 
 
-def _item(data: Any, value: Value, scale: LazyScale | None) -> Value:
-    """Returns one item of a scanned value; without a scale of its own its size is in doubt."""
-    if scale is None:
-        return part_of(value, data, const=None)
-    return Value(data, scale, value.drift, value.dtype, doubt=value.doubt)
-
-
-def _fixed_point(
-    forms: list[Form], turn: Callable[[list[Form]], tuple[Any, list[Value]]]
-) -> tuple[Any, list[Form]]:
-    """Traces turns until what comes out has the forms of what went in."""
-    while True:
-        traced, results = turn(forms)
-        found = [joined(f, r) for f, r in zip(forms, results, strict=True)]
-        if found == forms:
-            return traced, forms
-        forms = found
+def _item(array: Any) -> jax.ShapeDtypeStruct:
+    if not array.shape[0]:  # a loop without turns
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+    return jax.eval_shape(lambda x: lax.index_in_dim(x, 0, keepdims=False), array)
 
 
 @register("control flow", "scan")
 def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same scan; carried scales reach a fixed point, scanned ones have one entry per item."""
+    """The same scan; items are stored, in a narrow type with a scale for each turn."""
     params = eqn.params
     inner, length = params["jaxpr"], params["length"]
     consts, carried = scan_counts(params)
     constants, start = values[:consts], values[consts : consts + carried]
+    avals = [aval_of(v) for v in eqn.invars[consts : consts + carried]]
     pairs = [_per_item(v, length) for v in values[consts + carried :]]
     items = [v.data for v, _ in pairs], [s for _, s in pairs if s is not None]
-    outside = known_atoms(values)
-    found: dict[str, Any] = {}
+    found: dict[str, list[Value]] = {}
 
-    def turn(forms: list[Form]) -> tuple[Any, list[Value]]:
-        def body(carry: list[Any], xs: list[Any], scales: list[Any]) -> tuple[Any, Any, Any]:
+    def seen(data: Any, value: Value, scales: Any, own: Any) -> Value:
+        if scales is None:
+            return value.with_part(data)
+        return Value(data, Scale(0, own), value.dtype, value.steps)
+
+    def turn(forms: list[Carry]) -> tuple[ClosedJaxpr, list[Value]]:
+        def body(carry: list[Any], xs: list[Any], scales: list[Any]) -> Any:
             rest = iter(scales)
-            seen = [
-                _item(x, v, None if s is None else LazyScale.of(next(rest), "one for each turn"))
+            given = [
+                seen(x, v, s, None if s is None else next(rest))
                 for x, (v, s) in zip(xs, pairs, strict=True)
             ]
-            inputs = [*constants, *enter(carry, forms), *seen]
+            inputs = [*constants, *_enter(carry, forms), *given]
             results = Interpreter(interpreter.settings).run(inner.jaxpr, inner.consts, inputs)
-            after, ys = results[:carried], [leaving(uniform(v)) for v in results[carried:]]
-            stacked = [not known_atoms([v]) <= outside for v in ys]
-            found.update(carry=after, ys=ys, stacked=stacked)
-            settled = [joined(f, r) for f, r in zip(forms, after, strict=True)] == forms
-            made = [_array(v) for v, s in zip(ys, stacked, strict=True) if s]
-            return crossing(after, forms) if settled else [], [v.data for v in ys], made
+            after = results[:carried]
+            ys = [v.uniform().leaving() for v in results[carried:]]
+            found.update(carry=after, ys=ys)
+            settled = [f.joined(r) for f, r in zip(forms, after, strict=True)] == forms
+            made = [lax.stop_gradient(jnp.asarray(scale_of(v).factor())) for v in ys if _varies(v)]
+            return _crossing(after, forms, avals) if settled else [], [v.data for v in ys], made
 
-        examples = crossing(start, forms), *([_sliced(x) for x in part] for part in items)
+        examples = _crossing(start, forms, avals), *([_item(x) for x in p] for p in items)
         return jax.make_jaxpr(body)(*examples), found["carry"]
 
-    closed, forms = _fixed_point([first_form(v) for v in start], turn)
-    initial = crossing(start, forms)
+    closed, forms = _fixed_point([Carry.of(v) for v in start], turn)
+    initial = _crossing(start, forms, avals)
     run = jaxpr_as_fun(closed)
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -101,23 +168,47 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
     ys = found["ys"]
     scales = iter(results[len(ys) :])
     outputs = [
-        _stacked(data, y, next(scales) if s else None)
-        for data, y, s in zip(results[: len(ys)], ys, found["stacked"], strict=True)
+        _stacked(data, y, next(scales)) if _varies(y) else y.with_data(data)
+        for data, y in zip(results[: len(ys)], ys, strict=True)
     ]
-    return [*enter(final, forms), *outputs]
+    return [*_enter(final, forms), *outputs]
 
 
-def _array(value: Value) -> Any:
-    assert value.scale is not None, "only scaled results have a scale of their own"
-    return lax.stop_gradient(jnp.asarray(value.scale.array()))
+def _varies(value: Value) -> bool:
+    return value.scale is not None and value.scale.array is not None
 
 
 def _stacked(data: Any, item: Value, scales: Any) -> Value:
-    if scales is None:
-        return item.with_data(data)
-    stacked = jnp.reshape(scales, scales.shape + (1,) * (data.ndim - 1))
-    scale = LazyScale.of(stacked, "one for each turn")
-    return Value(data, scale, item.drift, item.dtype)
+    scale = Scale(0, jnp.reshape(scales, scales.shape + (1,) * (data.ndim - 1)))
+    return Value(data, scale, item.dtype, item.steps)
+
+
+# -- while -------------------------------------------------------------------------------------
+
+
+def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> bool:
+    """Whether the number of turns of a loop depends on floating numbers, carried or constant.
+
+    Args:
+        condition: the test of a `lax.while_loop`.
+        body: a turn of it.
+        first: how many operands of the test are constants.
+        second: how many of the body's are.
+    """
+
+    def reads_floats(program: ClosedJaxpr, read: Sequence[bool]) -> bool:
+        used = zip(program.in_avals, read, strict=True)
+        return any(is_float(aval) for aval, is_read in used if is_read)
+
+    _, read = dce_jaxpr(condition.jaxpr, [True])
+    decides, floats = read[first:], reads_floats(condition, read)
+    while True:
+        _, read = dce_jaxpr(body.jaxpr, decides)
+        floats = floats or reads_floats(body, read)
+        more = [a or b for a, b in zip(decides, read[second:], strict=True)]
+        if more == decides:
+            return floats
+        decides = more
 
 
 def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> Any:
@@ -143,45 +234,55 @@ def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: 
     return [jax.make_jaxpr(f)(*avals) for f in (lambda *arrays: [jnp.any(going(arrays))], turn)]
 
 
+def _in_float32(value: Value) -> Value:
+    """Returns the same value, of which everything that is computed from it is float32."""
+    if value.dtype is None or value.dtype.itemsize >= 4:
+        return value
+    return wide_value(value.wide(), wide_dtype(value.dtype))
+
+
 @register("control flow", "while")
 def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same loop; carried scales reach a fixed point. Wide if it stops on what it computes."""
+    """The same loop; in float32 if it stops on what it computes, which 16 bits may never reach."""
     settings, params = interpreter.settings, eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["body_nconsts"]
     tests, known = values[:first], values[first : first + second]
-    start = values[first + second :]
+    start = original = values[first + second :]
+    avals = [aval_of(v) for v in eqn.outvars]
     if condition.out_avals[0].shape:
         condition, body = _of_examples(condition, body, first, second)
         tests = known = [*tests, *known]
         first = second = len(known)
+    types = [v for v in values if v.scale is not None]
     wide = stops_on_floats(condition, body, first, second)
-    before = [*tests, *known, *start]
     if wide:
-        tests, known, start = (list(map(wide_results, vs)) for vs in (tests, known, start))
+        tests, known, start = (list(map(_in_float32, vs)) for vs in (tests, known, start))
     found: dict[str, Any] = {}
 
-    def turn(forms: list[Form]) -> tuple[Any, list[Value]]:
+    def turn(forms: list[Carry]) -> tuple[ClosedJaxpr, list[Value]]:
         def once(*arrays: Any) -> list[Any]:
-            inputs = [*known, *enter(list(arrays), forms)]
+            inputs = [*known, *_enter(arrays, forms)]
             results = Interpreter(settings).run(body.jaxpr, body.consts, inputs)
             found["carry"] = results
-            own = [joined(f, r) for f, r in zip(forms, results, strict=True)] == forms
-            return crossing(results, forms) if own else []
+            settled = [f.joined(r) for f, r in zip(forms, results, strict=True)] == forms
+            return _crossing(results, forms, avals) if settled else []
 
-        return jax.make_jaxpr(once)(*crossing(start, forms)), found["carry"]
+        return jax.make_jaxpr(once)(*_crossing(start, forms, avals)), found["carry"]
 
-    closed, forms = _fixed_point([first_form(v) for v in start], turn)
+    closed, forms = _fixed_point([Carry.of(v) for v in start], turn)
     run = jaxpr_as_fun(closed)
 
     def test(arrays: Any) -> Any:
-        inputs = [*tests, *enter(list(arrays), forms)]
+        inputs = [*tests, *_enter(arrays, forms)]
         (result,) = Interpreter(settings).run(condition.jaxpr, condition.consts, inputs)
         return result.data
 
-    final = lax.while_loop(test, lambda arrays: run(*arrays), crossing(start, forms))
-    results = enter(list(final), forms)
-    if not wide:
+    final = lax.while_loop(test, lambda arrays: run(*arrays), _crossing(start, forms, avals))
+    results = _enter(final, forms)
+    if not wide or not types:
         return results
-    carried = before[len(tests) + len(known) :]
-    return [to_be_rounded(v, s, before) for v, s in zip(results, carried, strict=True)]
+    return [  # stored in the type of the start, and of all operands where that is plain
+        v if v.scale is None else Value(v.data, v.scale, s.dtype or data_dtype(*types), v.steps)
+        for v, s in zip(results, original, strict=True)
+    ]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from ..core import is_scaled
-from ._boundary import from_input, to_output, traced_aval
+from ..core import ScaledArray, broadcasts, is_scaled, wide_dtype
 from ._decouple import Branch, Branches
-from ._interpreter import Interpreter, Settings
-from ._report import Report
-from ._settle import leaving
-from ._strategies import ScaleRounding, StaticScaling, growth_of
-from ._values import known_atoms
+from ._interpreter import Default, Interpreter, Settings
+from ._rules_contractions import StaticScaling, cudnn_traces_values, growth_of
+from ._values import Scale, Value, is_complex
 
 
 class Scalified:
@@ -35,17 +35,16 @@ class Scalified:
         function: Callable[..., Any],
         static_argnums: Sequence[int],
         static_argnames: Sequence[str],
-        strategy: StaticScaling,
-        rounding: ScaleRounding,
+        static_scaling: StaticScaling,
         decouple: bool = False,
     ):
         """Wraps a function; see `scalify`."""
         self._function = function
         self._static_argnums = frozenset(static_argnums)
         self._static_argnames = frozenset(static_argnames)
-        self._scaling = strategy, rounding, decouple
+        self._options = static_scaling, decouple
         self._decouple = decouple
-        self._growth = growth_of(strategy, rounding)
+        self._growth = growth_of(static_scaling)
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,29 +56,27 @@ class Scalified:
             return self
         bound = functools.partial(self._function, instance)
         argnums = [n - (n > 0) for n in self._static_argnums]
-        return Scalified(bound, argnums, tuple(self._static_argnames), *self._scaling)
+        return Scalified(bound, argnums, tuple(self._static_argnames), *self._options)
 
-    def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Lists every default rule that a call takes, and every scale known at run time only.
+    def report(self, *args: Any, **kwargs: Any) -> list[Default]:
+        """Lists every default rule that a call takes.
 
         Args:
             *args: as for a call; nothing is computed.
             **kwargs: as for a call.
 
         Returns:
-            One entry per primitive that left scale propagation, in program order, with the line of
-            the user's code; empty if all was propagated. An inner function that is called
-            repeatedly on the same types counts once. Its ``exponents`` are the run-time scales.
+            One entry per primitive without a rule of its own, in program order, with the line of
+            the user's code. An inner function that is called repeatedly on the same types counts
+            once.
 
         Example:
             >>> import jax.numpy as jnp
             >>> from unitscale import as_scaled
             >>> scalify(jnp.linalg.cholesky).report(as_scaled(jnp.eye(2)))[0].primitive
             'cholesky'
-            >>> print(scalify(lambda x, y: x * y).report(as_scaled(jnp.ones(2)), jnp.ones(2)))
-            exponent: argument at [0]: given
         """
-        found: list[Report] = []
+        found: list[list[Default]] = []
 
         def function(leaves: list[Any]) -> None:
             replaced = iter(leaves)
@@ -115,7 +112,7 @@ class Scalified:
         if not self._decouple:
             raise ValueError(
                 "unitscale.scalify: branches are those of a decoupled function; call "
-                "transforms.decoupled(fn), or scalify(fn, decouple=True)"
+                "scalify(fn, decouple=True)"
             )
         counted = Branches()
         jax.block_until_ready(self._run(args, kwargs, counted)[0])
@@ -143,33 +140,84 @@ class Scalified:
             given = iter(arrays)
             # What is no array is part of the program, as for `jax.grad`.
             replaced = [next(given) if _is_array(x) else x for x in leaves]
-            inner, inner_named = jax.tree.unflatten(tree, replaced)
+            own = inner, inner_named = jax.tree.unflatten(tree, replaced)
+            before = jax.tree.leaves(own, is_leaf=is_scaled)
             rest = iter(inner)
             full = [args[i] if i in static else next(rest) for i in range(len(args))]
             result = self._function(*full, **inner_named, **fixed)
+            _check_unchanged(own, before, replaced)
             flattened, out_tree = jax.tree.flatten(result)
             structure.append(out_tree)
             return flattened
 
         functools.update_wrapper(flat, self._function, updated=())
-        closed = jax.make_jaxpr(flat)(*map(traced_aval, traced))
+        with cudnn_traces_values():
+            closed = jax.make_jaxpr(flat)(*map(_traced_aval, traced))
         settings = Settings(self._growth, self._decouple, branches)
-        values = list(map(from_input, traced))
-        for value, path in zip(values, _paths((moving, named), skip=1), strict=True):
-            settings.see("argument", path, known_atoms([value]))
+        values = list(map(_from_input, traced))
         results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
-        left = [leaving(v) for v in results]
-        returned = jax.tree.unflatten(structure[-1], map(to_output, left))
-        inside, paths = known_atoms(results), _paths(returned)
-        for value, path in zip(left, paths, strict=True):
-            settings.see("result", path, known_atoms([value]) - inside)
-        return returned, settings
+        return jax.tree.unflatten(structure[-1], map(_to_output, results)), settings
 
 
-def _paths(tree: Any, skip: int = 0) -> list[str]:
-    """Where in a call or in what it returns each array stands, as ``[0].weights``."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_scaled)
-    return [jax.tree_util.keystr(path[skip:]) for path, x in leaves if _is_array(x)]
+# -- arguments and results -------------------------------------------------------------------------
+
+
+def _from_input(leaf: Any) -> Value:
+    """Turns an argument into a value."""
+    data, scale = leaf.pair if isinstance(leaf, ScaledArray) else (leaf, None)
+    shape = () if scale is None else jnp.shape(scale)
+    # Trees are rebuilt without checks, so what a transformation did to a scale is seen here first.
+    if not broadcasts(shape, jnp.shape(data)):
+        raise ValueError(
+            f"unitscale.scalify: the scale of a ScaledArray must broadcast against its data; got "
+            f"data {jnp.shape(data)}, scale {shape}; give it size-1 dimensions"
+        )
+    if scale is None:
+        return Value(data)
+    scale = lax.stop_gradient(lax.convert_element_type(scale, np.float32))
+    if jnp.ndim(scale):
+        ones = (1,) * (jnp.ndim(data) - jnp.ndim(scale))
+        scale = jnp.reshape(scale, () if jnp.size(scale) == 1 else (*ones, *jnp.shape(scale)))
+    return Value(data, Scale(0, scale), steps=0)
+
+
+def _traced_aval(leaf: Any) -> Any:
+    """Returns what a program is traced on: values, so float32 where a scale multiplies 16 bits.
+
+    They lie, and vary over a mesh, as the data does.
+    """
+    if not isinstance(leaf, ScaledArray) or leaf.scale is None:
+        return leaf.data if isinstance(leaf, ScaledArray) else leaf
+    return jax.typeof(leaf.data).update(dtype=wide_dtype(leaf.dtype), weak_type=False)
+
+
+def _to_output(value: Value) -> Any:
+    """Turns a value into a result: a ScaledArray, or an array if it met no scale or is complex."""
+    value = value.leaving()
+    if value.scale is None:
+        return jnp.asarray(value.data)
+    if is_complex(value.data):
+        return value.wide()
+    return ScaledArray(value.data, jnp.asarray(value.scale.factor()))
+
+
+def _check_unchanged(own: Any, before: Sequence[Any], given: Sequence[Any]) -> None:
+    """Raises where a function has replaced a leaf of an object it was given, which nobody sees."""
+    paths, _ = jax.tree.flatten_with_path(own, is_leaf=is_scaled)
+    builtin = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
+    same = [x for x, y in zip(before, given, strict=True) if x is y]
+    kept = {id(x) for x in same}
+    for path, leaf in paths:
+        # Dictionaries and lists are copies, as under `jax.jit`.
+        is_object = not all(isinstance(key, builtin) for key in path)
+        if is_object and len(same) == len(before) and id(leaf) not in kept:
+            raise ValueError(
+                f"unitscale.scalify: the function changes its argument in place, at "
+                f"{jax.tree_util.keystr(path[1:])}, and the change would be lost. Write it as a "
+                "pure function that returns the new state: for flax.nnx, `graphdef, state = "
+                "nnx.split(model)` outside, `nnx.merge(graphdef, state)` inside, and return "
+                "`nnx.state(model)`"
+            )
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -218,48 +266,30 @@ def scalify(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     static_scaling: StaticScaling = "unit",
-    scale_rounding: ScaleRounding = "carried",
     decouple: bool = False,
 ) -> Any:
     """Returns the same mathematical function with every float array a ScaledArray, end to end.
 
     Scaling:
         Every primitive that the function traces to, those of its gradients and of its optimizer
-        included, acts on data and on scale: carriers keep the scale, products multiply data and
-        scales, reductions and dots over n terms grow by sqrt(n), functions of the value see
-        ``data * scale`` in float32. Scales are formulas of the arguments' scales, of which an array
-        is made only where data is multiplied by it. Operands of a sum whose scales have the same
-        formula meet at it. Others meet at their values, at scale 1 in float32, or at the larger
-        scale where both are arguments. What has no such rule is computed on values and rescaled
-        (`Scalified.report`). The law is, up to rounding,
-        ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``. The program is traced on values:
-        float32 where data has 16 bits or fewer, so that a constant such as 1e-8 is exact; data
-        keeps its own type, and chains of element-wise results and sums are rounded to it at their
-        end. Static knowledge chooses the scales inside. A narrow result (float16, 8 bits) of which
-        the size is not certain is brought to RMS 1 by the power of two that its data asks for,
-        where it is rounded, at the end of a chain, and so is one that leaves or that a loop
-        carries: certain are a product or two, sums of these and the weights of a softmax, not what
-        a function, a difference, a choice or a part of an array may be. The scales of parameters
-        and of optimizer state then stay where their values are, however often a step is repeated.
-        Types with the range of float32, and bfloat16 is one, need that nowhere: such results are
-        at scale 1, and nothing is measured. Differentiating the scaled function gives derivatives
-        with respect to data, scales being constant.
+        included, acts on data and scale. Matrix products and convolutions multiply data and scales,
+        and divide the data by the static growth, sqrt(n) for n terms. Movers such as reshape, slice
+        and negation keep the scale. Everything else is computed on ``data * scale`` in float32, and
+        stored where a matrix product, a loop or the end of the program needs it: at scale 1 in
+        types with the range of float32 (bfloat16 too), and in float16 or FP8 at the power of two
+        nearest the RMS of the data, read at run time. Up to rounding in the type of the data,
+        ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``.
 
-        A cast to float32 in the program changes nothing, since it is traced in float32: so are all
-        element-wise results and sums, such as a softmax, a loss or the variance of a large mean,
-        until a chain of them ends. Not so products of matrices, whose operands and results have the
-        type of the arguments, nor what leaves the program or is carried by a loop. To have these in
+        The program is traced in float32 where data has 16 bits or fewer, so that a constant such as
+        1e-8 is exact, and a cast to float32 changes nothing. Element-wise results and sums such as
+        a softmax, a loss or a variance are float32 until they are stored. To run matrix products in
         float32 too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass in float32.
+        Differentiating the scaled function gives derivatives with respect to data, scales being
+        constant.
 
-        In float16 a number of the program from 2^22 on that is chosen, padded or set beside data
-        (`where`, `maximum`, `clip`, `pad`) is taken for a mask: it becomes the largest number at
-        the scale of the data, beside which a number of 2^22 times the data's size would leave
-        nothing of it. What is far smaller than the rest of its array becomes 0, as the square of a
-        gradient of less than 2^-12 of the others, by which Adam divides: give such an optimizer
-        parameters in arrays of one size, or bfloat16; or scalify the gradients alone, and step by
-        `optim.scaled`, which stores roots. Scales are numbers of float32 and stop at its largest
-        and smallest ones: of a result beyond its range, such as the square of 1e30, or one of
-        float64, the numbers are wrong where plain float32 has infinities or zeros.
+        In float16, entries far smaller than the RMS of their array become 0, such as squares of
+        gradients below 2^-12 of the others, by which Adam divides: give such an optimizer arrays
+        of one size, or bfloat16; or scalify the gradients alone, and step by `optim.scaled`.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
@@ -268,9 +298,9 @@ def scalify(
             and functions, is a part of the program.
         static_argnums: positions of arguments that are not traced.
         static_argnames: names of arguments that are not traced.
-        static_scaling: "unit", "identity" or a function; see `growth_of`.
-        scale_rounding: how expected growth becomes a power of two: "carried" along chains, or
-            rounded in every primitive to "nearest", "down" or "up".
+        static_scaling: growth of the data in matrix products and convolutions: "unit" (the root of
+            the number of terms), "identity" (none), or a function of the primitive's name and the
+            number of terms, rounded to a power of two.
         decouple: an experiment: functions of float16 data (exp, log, tanh, erf, sin, sqrt) are
             computed in float16 where scale and data show at run time that this gives what float32
             gives, rounded, and in float32 elsewhere (`Scalified.branches` counts).
@@ -282,15 +312,16 @@ def scalify(
         ``in_axes=jax.tree.map(lambda leaf: 0 if leaf.ndim else None, args)``.
 
     Raises:
-        ValueError: if the strategy or the rounding is not registered.
+        ValueError: if ``static_scaling`` is not registered, or, in a call, if ``fn`` changes an
+            object that it was given, such as an NNX model, in place.
         TypeError: if ``fn`` is not callable.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from unitscale import as_scaled
         >>> f = scalify(lambda w, x: x @ w)
-        >>> f(as_scaled(jnp.full((64, 2), 1e-6)), as_scaled(jnp.full((3, 64), 1e6))).scale
-        Array(8., dtype=float32)
+        >>> f(as_scaled(jnp.ones((64, 2)), dtype=jnp.float16), as_scaled(jnp.ones((3, 64)))).shape
+        (3, 2)
 
     References:
         Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
@@ -301,25 +332,11 @@ def scalify(
     argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if isinstance(fn, Scalified):
-        given = (argnums, argnames, static_scaling, scale_rounding, decouple)
-        if given == ((), (), "unit", "carried", False):
+        if (argnums, argnames, static_scaling, decouple) == ((), (), "unit", False):
             return fn
         raise ValueError(
             "unitscale.scalify: the function is scalified already, and options came with it again; "
             "give them to the first call of scalify"
         )
     _check_static(fn, argnums, argnames)
-    return Scalified(fn, argnums, argnames, static_scaling, scale_rounding, decouple)
-
-
-def decoupled(fn: Callable[..., Any]) -> Any:
-    """Returns ``scalify(fn, decouple=True)``: float16 arithmetic wherever scales show it is safe.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from unitscale import as_scaled
-        >>> x = as_scaled(jnp.asarray([0.5, 1.0]), dtype=jnp.float16)
-        >>> print(decoupled(jnp.tanh).branches(x)[0].narrow)
-        1
-    """
-    return scalify(fn, decouple=True)
+    return Scalified(fn, argnums, argnames, static_scaling, decouple)

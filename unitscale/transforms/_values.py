@@ -1,182 +1,245 @@
-"""What an interpreted program computes with: plain and scaled arrays, and what is known of them.
+"""Values of an interpreted program, and how they are stored.
 
-A `Value` knows while tracing whether it is one constant everywhere, which formula its scale has,
-and how far its data may have drifted from unit size. So nothing is rescaled for nothing.
+A value is *plain* (an array that no scale belongs to) or *scaled*: ``data * scale``. A scaled value
+is *stored* while its data has the value's own type, and *wide* while it is float32 (or wider) at
+scale 1, within a chain of element-wise operations and reductions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
-from ..core import format_of, result_dtype, wide_dtype
-from ._doubt import DOUBT, UNKNOWN, Doubt
-from ._dynamic import unit_of
-from ._lazy_scale import Atom, LazyScale, made_once
+from ..core import cast, format_of, result_dtype, wide_dtype
 
-ONE = LazyScale()
+Statistic = Literal["rms", "amax"]
+"""What `dynamic_rescale` brings near 1: the RMS of the data, or its largest magnitude."""
 
-# Times this many powers of two a scale within 2^100 is one of float32 still.
-MOST_LOG2 = 26
-
-
-def spans(dtype: Any) -> bool:
-    """Whether a type has the range of float32, so that it holds values at scale 1.
-
-    Nothing is measured for such types, and operands of different scales meet at their values.
-    """
-    return jnp.finfo(dtype).nexp >= 8
+# Number of contractions after which the size of data is measured again.
+MOST_STEPS = 2
 
 
-class Multiple(NamedTuple):
-    """Wide data times a number of its type; another number is multiplied with that, not with data.
+class Scale:
+    """The scale ``2**log2 * array``: a static power of two, and an array known at run time.
 
-    Attributes:
-        data: an array.
-        number: a scalar.
+    Args:
+        log2: static exponent.
+        array: float32 array of powers of two, a scalar or of the rank of its data; None for 1.
+
+    Example:
+        >>> print((Scale(1) * Scale(0, jnp.float32(4))).factor())
+        8.0
     """
 
-    data: Any
-    number: Any
+    __slots__ = ("array", "log2")
+
+    def __init__(self, log2: int = 0, array: Any = None):
+        """Builds the scale; see the class."""
+        self.log2 = log2
+        self.array = array
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of data."""
-        return jnp.shape(self.data)
+    def is_one(self) -> bool:
+        """Whether the scale is known to be 1 while tracing."""
+        return self.array is None and not self.log2
 
     @property
-    def dtype(self) -> Any:
-        """Type of data."""
-        return self.data.dtype
+    def ndim(self) -> int:
+        """Number of dimensions: 0 for one scale per tensor."""
+        return 0 if self.array is None else jnp.ndim(self.array)
 
-    def times(self, scale: LazyScale) -> Multiple:
-        """Returns the multiple that is larger by a scalar scale."""
-        factor = lax.convert_element_type(scale.array(), self.dtype)
-        return Multiple(self.data, lax.mul(factor, self.number))
+    def same(self, other: Scale | None) -> bool:
+        """Whether another scale is known to be equal while tracing."""
+        return other is not None and self.log2 == other.log2 and self.array is other.array
 
-    def array(self) -> Any:
-        """Returns the product."""
-        return lax.mul(self.data, self.number)
+    def __mul__(self, other: Scale) -> Scale:
+        arrays = [a for a in (self.array, other.array) if a is not None]
+        array = _bounded(lax.mul(*arrays)) if len(arrays) == 2 else (arrays or [None])[0]
+        return Scale(self.log2 + other.log2, array)
+
+    def shift(self, log2: int) -> Scale:
+        """Returns the scale times ``2**log2``."""
+        return Scale(self.log2 + log2, self.array)
+
+    def inverse(self) -> Scale:
+        """Returns one over the scale."""
+        array = None if self.array is None else lax.div(np.float32(1), self.array)
+        return Scale(-self.log2, array)
+
+    def factor(self) -> Any:
+        """Returns the scale as a float32 array within the normal numbers of float32."""
+        static = np.float32(2.0 ** min(max(self.log2, -126), 127))
+        if self.array is None:
+            return static
+        return _bounded(lax.mul(self.array, static)) if self.log2 else self.array
+
+
+def _bounded(x: Any) -> Any:
+    return lax.clamp(np.float32(2.0**-126), x, np.float32(2.0**127))
+
+
+ONE = Scale()
 
 
 class Value:
-    """An array of the interpreted program: ``data * scale``, or ``data`` itself if scale is None.
+    """An array of the interpreted program.
 
     Args:
         data: the array.
-        scale: formula of the scale; None for a plain array.
-        drift: expected log2 of the RMS of data; 0 if nothing is known.
-        dtype: type that results computed from this value take; None for a plain array, which never
-            widens the data that it meets.
-        doubt: what the estimate may be wrong by.
-        const: the number that every element is, if known while tracing (the value, not the data).
-        nonzero: a plain value with all elements but for signs and zeros, of a plain array that has
-            zeros beside them.
+        scale: its scale; None for a plain array.
+        dtype: the type that the value is stored in; that of plain arrays is None, since they never
+            widen the data that they meet.
+        steps: how many contractions made the data since its size was last known; in a type with
+            the range of float32, where sizes do not matter, since its scale was that of an argument
+            or 1. By default unknown.
+        const: of a plain array, the number that all of its elements are, if known while tracing.
 
     Example:
-        >>> print(Value(jnp.ones(2), LazyScale(3)).wide())
+        >>> print(Value(jnp.ones(2), Scale(3)).wide())
         [8. 8.]
     """
 
-    __slots__ = ("_data", "_made", "const", "doubt", "drift", "dtype", "nonzero", "scale")
+    __slots__ = ("_made", "const", "data", "dtype", "scale", "steps")
 
     def __init__(
         self,
         data: Any,
-        scale: LazyScale | None = None,
-        drift: float = 0.0,
+        scale: Scale | None = None,
         dtype: Any = None,
+        steps: int | None = None,
         const: float | None = None,
-        doubt: Doubt = DOUBT,
-        nonzero: Value | None = None,
     ):
-        """Builds a value; see the class. Data may be a `Multiple`, made when it is asked for."""
-        self._made: dict[str, tuple[Any, Any]] = {}
-        self._data = data
-        self.doubt = doubt
+        """Builds a value; see the class."""
+        self.data = data
         self.scale = scale
-        self.drift = drift
-        self.dtype = dtype if scale is None or dtype is not None else result_dtype(data)
+        # Any, since it is None only where scale is.
+        self.dtype: Any = None
+        if scale is not None:
+            self.dtype = np.dtype(result_dtype(data) if dtype is None else dtype)
+        unsized = 0 if self.dtype is None or spans(self.dtype) else MOST_STEPS
+        self.steps = unsized if steps is None else steps
         self.const = const
-        self.nonzero = nonzero
-
-    @property
-    def data(self) -> Any:
-        """The array."""
-        data = self._data
-        return self.once("data", data.array) if isinstance(data, Multiple) else data
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the value has no scale."""
-        return self.scale is None
+        self._made: dict[str, tuple[Any, Any]] = {}
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of data."""
-        return jnp.shape(self._data)
+        """Shape of the array."""
+        return jnp.shape(self.data)
 
     @property
-    def is_fill(self) -> bool:
-        """Whether every element is one known number."""
-        return self.const is not None
+    def is_stored(self) -> bool:
+        """Whether the value is scaled and its data as narrow as the type it is stored in."""
+        if self.scale is None or is_complex(self.data):
+            return False
+        return jnp.result_type(self.data).itemsize <= self.dtype.itemsize
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether data of a narrow type is known to be near RMS 1."""
+        return self.is_stored and not spans(self.dtype) and not self.steps
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether the value is zero, infinity or NaN everywhere, which any scale holds."""
+        return self.const is not None and (self.const == 0 or not math.isfinite(self.const))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what is made of the value under a name; once, however many operations ask."""
-        return made_once(self._made, name, make)
-
-    def split(self) -> tuple[Any, LazyScale]:
-        """Splits a plain scalar into wide data of unit size and a power of two, read at run time.
-
-        Once, however many operands the scalar meets.
-        """
-
-        def make() -> tuple[Any, LazyScale]:
-            wide = widen(self.data)
-            unit = LazyScale.of(unit_of(wide), "the size of a number")
-            return times(wide, ONE / unit), unit
-
-        return self.once("split", make)
+        """Returns what is made of the value under a name, made once in each trace."""
+        level = get_opaque_trace_state(convention="flax")
+        if name not in self._made or self._made[name][0] != level:
+            self._made[name] = level, make()
+        return self._made[name][1]
 
     def wide(self) -> Any:
-        """Returns ``data * scale``, wide; once, however many operations see it."""
-        scale, data = self.scale, self._data
-        if scale is None or scale == ONE:
+        """Returns ``data * scale`` in float32 or wider."""
+        scale = self.scale
+        if scale is None or scale.is_one:
             return widen(self.data)
-        if isinstance(data, Multiple) and not scale.ndim and not scale.is_static:
-            return self.once("wide", lambda: data.times(scale).array())
         return self.once("wide", lambda: times(widen(self.data), scale))
 
-    def at_one(self) -> Value:
-        """Returns the value at scale 1, wide; nothing is known of the size of its data."""
-        return Value(self.wide(), ONE, 0.0, self.dtype, self.const, UNKNOWN)
+    def numeric(self, dtype: Any = None) -> Any:
+        """Returns the array that the value stands for, in ``dtype`` if its numbers are floating."""
+        data = self.data if self.scale is None else self.wide()
+        return data if dtype is None or not is_float(data) else narrow(data, dtype)
 
-    def with_data(self, data: Any, **changes: Any) -> Value:
-        """Returns the same scale, drift and type with other data."""
-        keep = {
-            "drift": self.drift,
-            "dtype": self.dtype,
-            "const": self.const,
-            "doubt": self.doubt,
-        }
-        return Value(data, self.scale, **{**keep, **changes})
+    def uniform(self) -> Value:
+        """Returns the value with one scale for all elements."""
+        if self.scale is None or not self.scale.ndim:
+            return self
+        return wide_value(self.wide(), self.dtype)
+
+    def with_data(self, data: Any) -> Value:
+        """Returns a value of the same scale, type and size with other data."""
+        return Value(data, self.scale, self.dtype, self.steps)
+
+    def with_part(self, data: Any) -> Value:
+        """Returns a value of the same scale and type with data of unknown size."""
+        is_known = self.dtype is None or spans(self.dtype)
+        return Value(data, self.scale, self.dtype, self.steps if is_known else None)
+
+    def stored(self) -> Value:
+        """Returns the value with one scale and data of its own type.
+
+        The scale of wide data is 1 in a type with the range of float32, and measured in another.
+        """
+        if self.scale is None or is_complex(self.data) or (self.is_stored and not self.scale.ndim):
+            return self
+        if spans(self.dtype) or not jnp.size(self.data):
+            at_one = lambda: Value(narrow(self.wide(), self.dtype), ONE, self.dtype)  # noqa: E731
+            return self.once("stored", at_one)
+        return self.once("stored", self.measured)
+
+    def measured(self, statistic: Statistic = "rms") -> Value:
+        """Returns the value stored at the power of two nearest its size, read from the data."""
+        x = self.uniform()
+        assert x.scale is not None, "a measured value is scaled"
+        unit = Scale(0, unit_of(x.data, statistic, format_of(self.dtype).max))
+        data = fit(times(widen(x.data), unit.inverse()), self.dtype)
+        return Value(data, x.scale * unit, self.dtype, 0)
+
+    def leaving(self) -> Value:
+        """Returns the value as it leaves a program or a turn of a loop, to be an input again.
+
+        The scale of what a contraction made would run away if it were an input again and again.
+        """
+        x = self if self.scale is None or self.scale.ndim else self.stored()
+        if x.scale is None or is_complex(x.data) or x.scale.ndim or not x.steps:
+            return x
+        return wide_value(x.wide(), x.dtype).stored() if spans(x.dtype) else x.measured()
 
 
-def scale_of(value: Value) -> LazyScale:
-    """Returns the scale of a value; 1 for a plain one.
-
-    Example:
-        >>> scale_of(Value(jnp.ones(2))) == ONE
-        True
-    """
+def scale_of(value: Value) -> Scale:
+    """Returns the scale of a value; 1 for a plain array."""
     return ONE if value.scale is None else value.scale
+
+
+def wide_value(data: Any, dtype: Any) -> Value:
+    """Wraps a result that was computed wide; ``dtype`` is the type that it is to be stored in."""
+    return Value(data, ONE, dtype)
+
+
+def plain(data: Any) -> Value:
+    """Wraps an array without scale; a concrete scalar is known to be its number."""
+    is_scalar = not isinstance(data, Tracer) and not np.ndim(data) and hasattr(data, "dtype")
+    if not is_scalar or not jnp.issubdtype(data.dtype, jnp.floating):
+        return Value(data)
+    return Value(data, const=float(np.asarray(data).astype(np.float64)))
+
+
+# -- types -------------------------------------------------------------------------------------
+
+
+def spans(dtype: Any) -> bool:
+    """Whether a type has the range of float32, so that it holds values at scale 1."""
+    return jnp.finfo(dtype).nexp >= 8
 
 
 def aval_of(var: Any) -> Any:
@@ -184,28 +247,19 @@ def aval_of(var: Any) -> Any:
     return var.aval
 
 
-def constant_of(data: Any) -> float | None:
-    """Returns the number that a concrete scalar is, else None."""
-    if isinstance(data, Tracer) or np.ndim(data) or not hasattr(data, "dtype"):
-        return None
-    if not jnp.issubdtype(data.dtype, jnp.floating):
-        return None
-    return float(np.asarray(data).astype(np.float64))
-
-
-def plain(data: Any) -> Value:
-    """Wraps an array that has no scale."""
-    return Value(data, const=constant_of(data))
-
-
 def is_float(x: Any) -> bool:
-    """Whether an array, or the type of one, holds real or complex floating numbers."""
+    """Whether an array, or a type, is of real or complex floating numbers."""
     return jnp.issubdtype(getattr(x, "dtype", x), jnp.inexact)
 
 
 def is_complex(data: Any) -> bool:
     """Whether an array holds complex numbers."""
     return jnp.issubdtype(jnp.result_type(data), jnp.complexfloating)
+
+
+def data_dtype(*values: Value) -> Any:
+    """Returns the type of a result: that of the scaled operands; plain ones never widen it."""
+    return np.dtype(jnp.result_type(*[v.dtype for v in values if v.dtype is not None]))
 
 
 def widen(data: Any) -> Any:
@@ -216,80 +270,6 @@ def widen(data: Any) -> Any:
     return lax.convert_element_type(data, wide_dtype(dtype))
 
 
-def spread(data: Any, like: Any) -> Any:
-    """Broadcasts data to the shape of an array, and places it on the devices as that is."""
-    if jnp.shape(data) == jnp.shape(like):
-        return data
-    return jnp.broadcast_to(data, jnp.shape(like), out_sharding=jax.typeof(like).sharding)
-
-
-class Terms(NamedTuple):
-    """How many numbers a sum adds up: a shape that is exported may have dimensions without one.
-
-    Attributes:
-        count: the product of those that are known.
-        doubt: what the size of the sum is in doubt by for the others.
-    """
-
-    count: int
-    doubt: Doubt = Doubt(0.0)
-
-    @classmethod
-    def of(cls, dims: Iterable[Any]) -> Terms:
-        """Counts the items of a shape."""
-        dims = list(dims)
-        known = [n for n in dims if isinstance(n, int)]
-        return cls(max(math.prod(known), 1), UNKNOWN if len(known) < len(dims) else Doubt(0.0))
-
-
-def shaped(data: Any, *values: Value) -> Any:
-    """Broadcasts data to the shape that element-wise operands have together."""
-    shape = jnp.broadcast_shapes(*(v.shape for v in values))
-    return data if jnp.shape(data) == shape else _together(data, *(v.data for v in values))
-
-
-def _together(data: Any, *arrays: Any) -> Any:
-    shape = jnp.broadcast_shapes(*map(jnp.shape, arrays))
-    whole = [a for a in arrays if jnp.shape(a) == shape]
-    return spread(data, whole[0]) if whole else jnp.broadcast_to(data, shape)
-
-
-def times(data: Any, scale: LazyScale) -> Any:
-    """Returns ``data * scale`` in the type of data, which must be wide.
-
-    A large static part is a factor of its own, since its product with the rest may leave float32
-    where data comes back: before the rest if it enlarges, and after it if not.
-    """
-    if scale.is_static and scale.log2 == 0:
-        return data
-    if not scale.is_static and abs(scale.log2) > MOST_LOG2:
-        parts = [LazyScale(scale.log2), scale.shift(-scale.log2)]
-        first, last = parts if scale.log2 > 0 else reversed(parts)
-        # Else XLA multiplies the factors first.
-        return times(lax.optimization_barrier(times(data, first)), last)
-    factor = scale.array()
-    if scale.is_static and abs(scale.log2) > 120:
-        half = scale.log2 // 2
-        return times(times(data, LazyScale(half)), LazyScale(scale.log2 - half))
-    factor = lax.convert_element_type(factor, jnp.result_type(data))
-    if not jnp.ndim(factor):
-        return lax.mul(data, factor)
-    # A number at a scale per item becomes one per item; a row at a scale per row, a matrix.
-    return lax.mul(_together(data, data, factor), _together(factor, data, factor))
-
-
-def saturate(data: Any, dtype: Any) -> Any:
-    """Clamps wide finite data to the largest number of a narrow type; infinities are kept."""
-    if np.dtype(dtype) != np.float16 or jnp.result_type(data).itemsize <= 2 or is_complex(data):
-        return data
-    wide = jnp.result_type(data)
-    largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
-    # What is subtracted is zero, or an infinity: of a mask of what is finite XLA makes an array. In
-    # this order the zero is positive, and a negative zero keeps its sign.
-    beyond = lax.sub(lax.clamp(-finite, data, finite), data)
-    return lax.sub(lax.clamp(-largest, data, largest), beyond)
-
-
 def narrow(data: Any, dtype: Any) -> Any:
     """Rounds data to a type; complex data keeps its own."""
     if jnp.result_type(data) == dtype or is_complex(data):
@@ -297,36 +277,119 @@ def narrow(data: Any, dtype: Any) -> Any:
     return lax.convert_element_type(data, dtype)
 
 
-def numeric(value: Value, dtype: Any = None) -> Any:
-    """Returns the plain array that a value stands for, in ``dtype``."""
-    if value.scale is None:
-        data = value.data
-        return data if dtype is None or not is_float(data) else narrow(data, dtype)
-    data = value.wide()
-    return data if dtype is None else narrow(data, dtype)
+def fit(data: Any, dtype: Any) -> Any:
+    """Rounds wide data to a type; finite numbers beyond a narrow one's range become its largest."""
+    if np.dtype(dtype).itemsize == 1:
+        return cast(data, dtype)
+    if spans(dtype) or is_complex(data) or jnp.result_type(data).itemsize <= 2:
+        return narrow(data, dtype)
+    wide = jnp.result_type(data)
+    largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
+    # The difference is 0, or infinite where data is. XLA would make an array of a mask; and in this
+    # order the zero is positive, so that a negative zero keeps its sign.
+    beyond = lax.sub(lax.clamp(-finite, data, finite), data)
+    return narrow(lax.sub(lax.clamp(-largest, data, largest), beyond), dtype)
 
 
-def uniform(value: Value) -> Value:
-    """Returns the value with one scale for all of its elements."""
-    if value.scale is None or not value.scale.ndim:
-        return value
-    if not jnp.size(value.data):
-        return Value(value.data, ONE, 0.0, value.dtype, value.const)
-    return value.at_one()  # in a narrow type what has a small scale would be lost
+def same_type(arrays: Sequence[Any]) -> list[Any]:
+    """Widens the floating arrays among operands, and gives them one type."""
+    wide = [widen(a) if is_float(a) else a for a in arrays]
+    types = {jnp.result_type(a) for a in wide if is_float(a)}
+    if len(types) < 2 or len({jnp.issubdtype(t, jnp.complexfloating) for t in types}) > 1:
+        return wide
+    common = jnp.result_type(*types)
+    return [narrow(a, common) if is_float(a) else a for a in wide]
 
 
-def data_dtype(*values: Value) -> Any:
-    """Returns the type of a result: that of the scaled operands; plain ones never widen it.
+# -- arithmetic on scales ------------------------------------------------------------------------
+
+
+def spread(data: Any, like: Any) -> Any:
+    """Broadcasts data to the shape of an array, laid out on the devices as that is."""
+    if jnp.shape(data) == jnp.shape(like):
+        return data
+    return jnp.broadcast_to(data, jnp.shape(like), out_sharding=jax.typeof(like).sharding)
+
+
+def times(data: Any, scale: Scale) -> Any:
+    """Returns ``data * scale`` in the type of data, which is wide."""
+    if scale.is_one:
+        return data
+    factor = lax.convert_element_type(scale.factor(), jnp.result_type(data))
+    return lax.mul(data, factor if not jnp.ndim(factor) else spread(factor, data))
+
+
+def data_at(value: Value, scale: Scale, dtype: Any) -> Any:
+    """Returns the data, in a type, that represents a value at a scale."""
+    if scale.same(value.scale):
+        return narrow(value.data, dtype)
+    return narrow(times(value.wide(), scale.inverse()), dtype)
+
+
+def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) -> Any:
+    """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
+
+    It is at least so large that no finite element is above ``largest`` times it; 1 for data without
+    finite elements other than zero, and for more than 2^16 of an RMS below about 2^-90. Not
+    differentiated.
 
     Example:
-        >>> x = Value(jnp.ones(2, jnp.float16), ONE)
-        >>> data_dtype(x, Value(jnp.ones(2)))
-        dtype('float16')
+        >>> print(unit_of(jnp.array([3e5, jnp.inf])))
+        262144.0
     """
-    types = [v.dtype for v in values if v.dtype is not None]
-    return np.dtype(jnp.result_type(*types)) if len(types) > 1 else np.dtype(types[0])
+    data = lax.stop_gradient(jnp.asarray(data))
+    if not data.size:
+        return jnp.ones((), jnp.float32)
+    size = lax.abs(data if jnp.iscomplexobj(data) else widen(data))
+    most = np.asarray(jnp.finfo(size.dtype).max, size.dtype)
+    # A comparison, as XLA makes an array of `is_finite`; neither infinity nor NaN is less.
+    size = lax.select(lax.le(size, most), size, lax.full_like(size, 0))
+    size = lax.convert_element_type(lax.min(size, np.asarray(3e38, size.dtype)), np.float32)
+    axes, rms = tuple(range(size.ndim)), _rms(size)
+    room = math.floor(math.log2(min(largest, 2.0**127)))
+    # No entry is above the root of the number of terms times the RMS. Large arrays are read once,
+    # and are zero where their squares underflow.
+    is_known = isinstance(size.size, int) and 2**16 < size.size <= 4.0 ** (room - 1)
+    if is_known and statistic == "rms":
+        return _nearest_pow2(rms)
+    amax = lax.reduce_max(size, axes)
+    if statistic == "amax" or not size.ndim:
+        return _nearest_pow2(amax)
+    unit = _nearest_pow2(lax.select(lax.gt(rms, np.float32(0)), rms, amax))
+    return lax.max(unit, lax.mul(_nearest_pow2(amax), np.float32(2.0 ** (1 - room))))
 
 
-def known_atoms(values: Iterable[Value]) -> set[Atom]:
-    """Returns the atoms that the scales of values are made of."""
-    return {atom for v in values if v.scale is not None for atom in v.scale.powers}
+def _rms(size: Any) -> Any:
+    """Returns the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
+
+    Squares of large and of small numbers are added up apart, each after a shift that keeps their
+    sum within float32. They are parts of one complex sum, which XLA fuses with what made the data.
+    """
+    terms = size.size if isinstance(size.size, int) else 2**20  # an export leaves sizes open
+    shift = math.ceil(math.log2(terms) / 2)
+    # The first sum is exact for an RMS above 2^(8 + shift), the second below 2^(10 + shift).
+    down, up = np.float32(2.0 ** (-66 - shift)), np.float32(2.0 ** (53 - 3 * shift))
+    large = lax.mul(size, down)
+    small = lax.min(lax.mul(size, up), np.float32(2.0 ** (63 - shift)))
+    squares = lax.complex(lax.mul(large, large), lax.mul(small, small))
+    sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
+    is_large = lax.ge(lax.real(sums), np.float32(2.0 ** (2 * shift - 116)))
+    found = lax.select(is_large, lax.real(sums), lax.imag(sums))
+    unit = lax.select(
+        is_large, lax.full_like(found, 2.0**66), lax.full_like(found, 2.0 ** (2 * shift - 53))
+    )
+    # The mean over 4^shift: dividing by all terms could underflow.
+    share = jnp.asarray(size.size, np.float32) * np.float32(4.0**-shift)
+    return lax.mul(lax.sqrt(lax.div(found, share)), unit)
+
+
+_EXPONENT_BITS = np.int32(0x7F800000)
+
+
+def _nearest_pow2(size: Any) -> Any:
+    """Rounds to a power of two, 1.5 upwards; 1 for zero and subnormal numbers."""
+    # Times 4/3 the numbers from 1.5 on reach the next exponent, which the mask keeps.
+    size = lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))
+    bits = lax.bitcast_convert_type(size, np.int32)
+    power = lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
+    return lax.select(lax.gt(power, np.float32(0)), power, lax.full_like(power, 1))

@@ -1,0 +1,299 @@
+"""Movers, which keep the scale of their operand; functions, computed wide; casts; the default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from ..core import cast
+from ._interpreter import Interpreter
+from ._registry import register
+from ._values import (
+    Value,
+    aval_of,
+    data_dtype,
+    fit,
+    is_complex,
+    is_float,
+    narrow,
+    same_type,
+    scale_of,
+    spans,
+    wide_value,
+    widen,
+)
+
+# -- movers ------------------------------------------------------------------------------------
+
+_SAME_PLACE = ("neg", "abs", "copy", "stop_gradient", "name", "sharding_constraint")
+_SAME_PLACE += ("layout_constraint", "unitscale_row_major", "xla_metadata_value")
+_WHOLE = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "rev", "tile", "reshard")
+_WHOLE += ("relayout", "with_memory_space_constraint")
+_PARTS = ("slice", "dynamic_slice", "cummax", "cummin", "reduce_window_max", "reduce_window_min")
+_PARTS += ("reduce_max", "reduce_min", "split", "unstack", "top_k", "approx_top_k")
+_EACH = ("sort", "optimization_barrier", "device_put", "tie", "dce_sink")
+
+
+@register("mover", *_SAME_PLACE)
+def same_place(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data; every element keeps its scale."""
+    return values[0].with_data(interpreter.bind(eqn, [values[0].data]))
+
+
+@register("mover", *_WHOLE)
+def whole(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data, at one scale."""
+    x = values[0].uniform()
+    return x.with_data(interpreter.bind(eqn, [x.data]))
+
+
+@register("mover", *_PARTS)
+def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
+    """Applied to data, at one scale; the size of some of its elements is unknown."""
+    x, *rest = values
+    x = x.uniform()
+    results = interpreter.bind(eqn, [x.data, *(r.data for r in rest)])
+    if not eqn.primitive.multiple_results:
+        return x.with_part(results)
+    return [x.with_part(r) if is_float(r) else Value(r) for r in results]
+
+
+@register("mover", *_EACH)
+def each(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Applied to the data of all operands together; each result has the scale of its operand."""
+    values = [v.uniform() for v in values]
+    results = interpreter.bind(eqn, [v.data for v in values])
+    return [v.with_data(r) for v, r in zip(values, results, strict=True)]
+
+
+@register("mover", "gather")
+def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data, at one scale; wide where a number other than 0 and NaN fills gaps."""
+    number = eqn.params.get("fill_value")
+    if number is None or number == 0 or not math.isfinite(number):
+        return part(interpreter, eqn, values)
+    return interpreter.wide(eqn, values)
+
+
+@register("mover", "mul", "div")
+def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Wide; a power of two that multiplies or divides a stored value moves into its scale."""
+    x, y = values
+    if eqn.primitive is lax.mul_p and x.const is not None:
+        x, y = y, x
+    mantissa, exponent = math.frexp(y.const or 0.0)
+    is_power = abs(mantissa) == 0.5 and abs(exponent) <= 14  # which float16 holds
+    is_at_one = x.is_stored and spans(x.dtype) and scale_of(x).is_one
+    if not is_power or not x.is_stored or is_at_one or x.shape != aval_of(eqn.outvars[0]).shape:
+        return interpreter.wide(eqn, values)
+    shift = exponent - 1 if eqn.primitive is lax.mul_p else 1 - exponent
+    data = lax.neg(x.data) if mantissa < 0 else x.data
+    return Value(data, scale_of(x).shift(shift), x.dtype, x.steps)
+
+
+def at_one_scale(values: Sequence[Value]) -> list[Any] | None:
+    """Returns the data of stored operands of one scale, beside numbers that any scale holds.
+
+    None where the operands have to meet wide.
+    """
+    scaled = [v for v in values if v.scale is not None]
+    scale = scale_of(scaled[0])
+    if scale.ndim or not all(v.is_stored and scale.same(v.scale) for v in scaled):
+        return None
+    if any(jnp.result_type(v.data).itemsize == 1 for v in scaled):
+        return None  # some 8-bit formats have no infinity
+    dtype, *others = {jnp.result_type(v.data) for v in scaled}
+    holds = all(v.is_neutral for v in values if v.scale is None)
+    return [narrow(v.data, dtype) for v in values] if holds and not others else None
+
+
+def _choose(
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    values: Sequence[Value],
+    apply: Callable[..., Any] | None = None,
+) -> Value:
+    """Applies a choice among the elements of several arrays to all operands."""
+    places = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
+    cases = [values[i] for i in places]
+    found = at_one_scale(cases)
+    arrays = [v.data for v in values]
+    for i, array in zip(places, found or same_type([v.wide() for v in cases]), strict=True):
+        arrays[i] = array
+    data = interpreter.bind(eqn, arrays) if apply is None else apply(*arrays)
+    if found is None:
+        return wide_value(data, data_dtype(*cases))
+    return next(v for v in cases if v.scale is not None).with_part(data)
+
+
+@register("mover", "max", "min", "select_n", "concatenate", "stack", "pad", "dynamic_update_slice")
+def choice(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Applied to data of one scale, beside zeros and infinities; else wide."""
+    return _choose(interpreter, eqn, values)
+
+
+def _scattered(eqn: JaxprEqn, *arrays: Any) -> Any:
+    """Applies a scatter to arrays of any one type: the function that it combines by has another."""
+    params = {k: v for k, v in eqn.params.items() if not k.startswith("update_")}
+    return getattr(lax, eqn.primitive.name.replace("-", "_"))(*arrays, **params)
+
+
+@register("mover", "scatter", "scatter_max", "scatter_min")
+def scatter(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """As a choice; the default where a function is applied to elements."""
+    if eqn.primitive is lax.scatter_p and eqn.params["update_jaxpr"] is not None:
+        return interpreter.default(eqn, values)
+    return _choose(interpreter, eqn, values, lambda *arrays: _scattered(eqn, *arrays))
+
+
+# -- functions, sums and comparisons: wide ---------------------------------------------------------
+
+_FUNCTIONS = """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil cos cosh cumlogsumexp
+    cumprod digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac lgamma log
+    log1p log2 log_softmax logistic nextafter one_minus_square polygamma polynomial pow
+    random_gamma_grad reduce_prod regularized_incomplete_beta rem round rsqrt sign sin sinh sqrt tan
+    tanh zeta integer_pow square clamp conj real imag complex fft
+"""
+_SUMS = ["add", "sub", "add_any", "reduce_sum", "cumsum", "reduce_window_sum"]
+_SUMS += ["select_and_scatter_add", "select_and_gather_add"]
+_COMPARISONS = """
+    eq ne lt le gt ge eq_to lt_to le_to argmax argmin is_finite
+"""
+
+
+@register("wide", *_FUNCTIONS.split(), *_COMPARISONS.split())
+def function(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
+    """Applied to ``data * scale``, in float32 or wider."""
+    apart = interpreter.decoupled(eqn, values)
+    return interpreter.wide(eqn, values) if apart is None else apart
+
+
+@register("wide", *_SUMS)
+def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
+    """Applied to ``data * scale``, in float32 or wider; a zero that is known adds nothing."""
+    if eqn.primitive.name in ("add", "add_any"):
+        for x, y in (values, values[::-1]):
+            if y.const == 0 and x.is_stored and x.shape == aval_of(eqn.outvars[0]).shape:
+                return x
+    return interpreter.wide(eqn, values)
+
+
+@register("wide", "scatter_add", "scatter_sub")
+def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Operand and updates meet wide; the indices are plain."""
+    x, indices, updates = values
+    operand, added = same_type([x.wide(), updates.wide()])
+    return wide_value(_scattered(eqn, operand, indices.data, added), data_dtype(x, updates))
+
+
+@register("wide", "reduce_precision")
+def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Rounds the value; a value is kept at its own precision, which only bars XLA from fusing."""
+    own = jnp.finfo(aval_of(eqn.invars[0]).dtype)
+    if (own.nexp, own.nmant) == (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]):
+        return same_place(interpreter, eqn, values)
+    return interpreter.wide(eqn, values)
+
+
+# -- casts ---------------------------------------------------------------------------------------
+
+
+@register("cast", "convert_element_type")
+def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Casts the value; from float to float its type, and data and scale if it is stored."""
+    (x,) = values
+    before, dtype = aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]
+    if not is_float(dtype):
+        return Value(interpreter.bind(eqn, [x.numeric(before)]))
+    if before == dtype:
+        return x
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return wide_value(lax.convert_element_type(x.wide(), dtype), x.dtype)
+    if is_complex(x.data):
+        return wide_value(widen(lax.convert_element_type(lax.real(x.wide()), dtype)), dtype)
+    if dtype.itemsize == 1:
+        return narrowed(x, dtype)
+    if x.is_stored and (spans(dtype) or x.is_sized or jnp.result_type(x.data) == dtype):
+        return Value(fit(x.data, dtype), x.scale, dtype, x.steps)
+    wide = x.wide()
+    return wide_value(narrow(wide, jnp.promote_types(wide.dtype, dtype)), dtype).stored()
+
+
+def narrowed(x: Value, dtype: Any) -> Value:
+    """Casts to an 8-bit type, saturating; results computed from it have the type from before."""
+    x = x.uniform()
+    x = x if x.is_sized else x.measured()
+    return x.with_data(cast(x.data, dtype))
+
+
+@register("cast", "bitcast_convert_type")
+def bitcast(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """The bits of the value, in the type of the program."""
+    (x,) = values
+    data = interpreter.bind(eqn, [x.numeric(aval_of(eqn.invars[0]).dtype)])
+    return wide_value(data, x.dtype) if is_float(data) else Value(data)
+
+
+# -- the default ---------------------------------------------------------------------------------
+
+_LINEAR_ALGEBRA = [
+    "cholesky",
+    "cholesky_update",
+    "eig",
+    "eigh",
+    "geqp3",
+    "geqrf",
+    "hessenberg",
+    "householder_product",
+    "linear_solve",
+    "lu",
+    "ormqr",
+    "qr",
+    "schur",
+    "svd",
+    "symmetric_product",
+    "triangular_solve",
+    "tridiagonal",
+    "tridiagonal_solve",
+]
+_GENERIC = """
+    clamp_gradient linear_call mulhi random_gamma reduce reduce_window rng_uniform scatter_mul
+    select_and_scatter
+"""
+_OUTSIDE = """
+    check debug_callback debug_print ffi_call global_array_to_host_local_array
+    host_local_array_to_global_array inspect_sharding io_callback pure_callback
+"""
+_REFERENCES = """
+    accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get log_extend log_read
+    new_box new_log new_ref run_state swap
+"""
+_INTEGERS = """
+    after_all and axis_index clz create_token from_edtype iota not or population_count random_bits
+    random_fold_in random_seed random_split random_unwrap random_wrap reduce_and reduce_or
+    reduce_xor rng_bit_generator shift_left shift_right_arithmetic shift_right_logical threefry2x32
+    to_edtype xor
+"""
+
+
+def _default(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> object:
+    """Applied to values in the types of the program; results are wide."""
+    return interpreter.default(eqn, values)
+
+
+def _never(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> object:
+    """On integers, keys and tokens, which have no scale; applied as it is."""
+    return interpreter.default(eqn, values)
+
+
+register("without scale", *_INTEGERS.split())(_never)
+register("default: linear algebra", *_LINEAR_ALGEBRA)(_default)
+register("default: generic reductions and solves", *_GENERIC.split())(_default)
+register("default: code outside JAX", *_OUTSIDE.split())(_default)
+register("default: mutable references hold plain values", *_REFERENCES.split())(_default)

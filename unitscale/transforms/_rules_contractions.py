@@ -1,0 +1,281 @@
+"""Contractions: data is multiplied, and so are the scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # noqa: TID251
+from jax.extend.core import JaxprEqn
+
+from ..core import wide_dtype
+from ._interpreter import Interpreter
+from ._registry import register
+from ._values import (
+    MOST_STEPS,
+    ONE,
+    Scale,
+    Value,
+    aval_of,
+    data_at,
+    data_dtype,
+    fit,
+    is_complex,
+    is_float,
+    narrow,
+    same_type,
+    scale_of,
+    spans,
+    times,
+    unit_of,
+    wide_value,
+    widen,
+)
+
+Growth: TypeAlias = Callable[[str, int], int]
+StaticScaling: TypeAlias = str | Callable[[str, int], float]
+
+STRATEGIES: dict[str, Callable[[str, int], float]] = {
+    "unit": lambda primitive, terms: math.sqrt(terms),
+    "identity": lambda primitive, terms: 1.0,
+}
+
+
+def growth_of(strategy: StaticScaling) -> Growth:
+    """Returns a static strategy as a function that gives the whole log2 of the growth.
+
+    Scaling:
+        The data of a sum of n terms grows by sqrt(n) if they are independent ("unit"); "identity"
+        expects no growth, so that scales only multiply.
+
+    Args:
+        strategy: "unit", "identity", or a function of the primitive's name and the number of terms
+            that it sums, returning the expected growth of RMS.
+
+    Returns:
+        The function of the same arguments, rounded to the nearest power of two.
+
+    Raises:
+        ValueError: if a name is not registered, or the function returns no positive number.
+        TypeError: if the strategy is neither a name nor a function.
+
+    Example:
+        >>> growth_of("unit")("dot_general", 64)
+        3
+
+    References:
+        Balanca et al., "Scalify", 2024, arXiv 2407.17353, table 1.
+    """
+    function = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
+    if not callable(function):
+        error = ValueError if isinstance(strategy, str) else TypeError
+        got = repr(strategy) if isinstance(strategy, str) else type(strategy).__name__
+        raise error(
+            f"unitscale.scalify: static_scaling must be one of {', '.join(STRATEGIES)} or a "
+            f"function of (primitive, terms); got {got}"
+        )
+
+    def growth(primitive: str, terms: int) -> int:
+        if terms <= 1:
+            return 0
+        result = function(primitive, terms)
+        if not (isinstance(result, (int, float)) and 0 < result < math.inf):
+            raise ValueError(
+                "unitscale.scalify: static_scaling must return a positive finite number; got "
+                f"{result!r} for {primitive} over {terms} terms"
+            )
+        return round(math.log2(result))
+
+    return growth
+
+
+def known_terms(dims: Iterable[Any]) -> int:
+    """Returns how many numbers a sum adds up; sizes that an export leaves open count as 1."""
+    return max(math.prod(n for n in dims if isinstance(n, int)), 1)
+
+
+# Terms of one sign grow by their number, not by its root: this many fill a third of the room that
+# float16 has above 1.
+_MANY = 2**12
+
+
+def _operands(x: Value, y: Value, primitive: str) -> list[Any]:
+    """Returns the data of two operands in types that the primitive takes together.
+
+    Both 8-bit, or both of the wider type; only dot_general takes two different 8-bit types.
+    """
+    types = [jnp.result_type(v.data) for v in (x, y)]
+    eight_bits = all(t.itemsize == 1 for t in types) and primitive == "dot_general"
+    if types[0] == types[1] or eight_bits:
+        return [x.data, y.data]
+    common = jnp.result_type(
+        *(v.dtype if t.itemsize == 1 else t for v, t in zip((x, y), types, strict=True))
+    )
+    return [narrow(x.data, common), narrow(y.data, common)]
+
+
+def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: int) -> Value:
+    x, y, *rest = values
+    if any(is_complex(v.data) for v in (x, y)):
+        data = interpreter.bind(eqn, [*same_type([x.wide(), y.wide()]), *(r.data for r in rest)])
+        return wide_value(data, data_dtype(x, y))
+    x, y = x.stored(), y.stored()
+    dtype = data_dtype(x, y)
+    left, right = _operands(x, y, eqn.primitive.name)
+    types = [jnp.result_type(left), jnp.result_type(right)]
+    scale = scale_of(x) * scale_of(y)
+    wide = eqn.params["preferred_element_type"] or dtype
+    wide = np.dtype(jnp.result_type(*map(wide_dtype, [wide, *types])))
+
+    def contract(left: Any, right: Any, result: Any) -> Any:
+        arrays = [left, right, *(r.data for r in rest)]
+        return interpreter.bind(eqn, arrays, preferred_element_type=result)
+
+    is_bfloat = dtype == jnp.bfloat16 and all(t.itemsize <= 2 for t in types)
+    if spans(dtype) and scale.is_one:
+        return Value(contract(left, right, dtype if is_bfloat else wide), ONE, dtype)
+    steps = x.steps + y.steps + (1 if terms <= _MANY else 2)
+    if x.scale is None or y.scale is None or steps > MOST_STEPS:
+        return wide_value(times(contract(left, right, wide), scale), dtype)
+    growth = interpreter.settings.growth(eqn.primitive.name, terms)
+
+    def after(left: Any, right: Any) -> Any:
+        return fit(times(contract(left, right, wide), Scale(-growth)), dtype)
+
+    def before(left: Any, right: Any) -> Any:
+        if known_terms(left.shape) < known_terms(right.shape):
+            left = times(left, Scale(-growth))
+        else:
+            right = times(right, Scale(-growth))
+        return contract(left, right, dtype)
+
+    if types[0] == types[1] == dtype == np.float16 and 0 <= growth <= 10:
+        # The matrix unit writes two bytes for four where one operand shrinks before the sum, which
+        # has no room in float16. XLA's CPU backend would also add in float16.
+        data = lax.platform_dependent(left, right, cpu=after, default=before)
+    elif is_bfloat:  # which needs no room
+        data = times(contract(left, right, dtype), Scale(-growth))
+    else:
+        data = after(left, right)
+    return Value(data, scale.shift(growth), dtype, steps)
+
+
+@register("contraction", "dot_general")
+def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Data times data, scale times scale, divided by the root of the contracted size."""
+    contracted = eqn.params["dimension_numbers"][0][0]
+    terms = known_terms(values[0].shape[axis] for axis in contracted)
+    return _contract(interpreter, eqn, values, terms)
+
+
+@register("contraction", "ragged_dot_general")
+def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """As dot_general, for rows in groups."""
+    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
+    terms = known_terms(values[0].shape[axis] for axis in contracted)
+    return _contract(interpreter, eqn, values, terms)
+
+
+@register("contraction", "conv_general_dilated")
+def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """As dot_general; the terms of an output are the kernel's elements per output feature."""
+    spec = eqn.params["dimension_numbers"].rhs_spec
+    terms = known_terms(n for axis, n in enumerate(values[1].shape) if axis != spec[0])
+    return _contract(interpreter, eqn, values, terms)
+
+
+# -- attention of cuDNN ----------------------------------------------------------------------------
+
+
+@contextmanager
+def cudnn_traces_values() -> Iterator[None]:
+    """Within the block, float32 operands of cuDNN's attention are traced as 16-bit ones would be.
+
+    They are values whose data has 16 bits, which JAX's checks cannot know.
+    """
+    own = {n: getattr(jax_cudnn, n) for n in ("check_layout", "get_large_negative_number")}
+
+    def layout(*arrays: Any) -> None:
+        half = [
+            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if x.dtype == jnp.float32 else x
+            for x in arrays[:3]
+        ]
+        own["check_layout"](*half, *arrays[3:])
+
+    def masked(dtype: Any) -> Any:
+        number = own["get_large_negative_number"]
+        return number(jnp.bfloat16).astype(dtype) if dtype == jnp.float32 else number(dtype)
+
+    jax_cudnn.check_layout, jax_cudnn.get_large_negative_number = layout, masked
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(jax_cudnn, name, function)
+
+
+def _attention_operands(
+    eqn: JaxprEqn, values: Sequence[Value]
+) -> tuple[list[Value], list[Any], dict[str, Any], Scale]:
+    """Prepares what the kernel takes: 16-bit queries, keys, values and bias.
+
+    The kernel adds a bias to logits at their values, so the scales of q and k go to its static
+    scale as far as they are known while tracing. The rest is multiplied into q and k, half into
+    each.
+
+    Returns:
+        q, k and v as stored; data of the operands up to the page tables; changed parameters; and
+        what the data of q was multiplied by.
+    """
+    dtype = data_dtype(*values[:4])
+    if dtype.itemsize != 2:
+        dtype = aval_of(eqn.invars[0]).dtype
+    if dtype.itemsize != 2:
+        raise NotImplementedError(
+            "unitscale.scalify: cuDNN's attention takes 16 bits; got q, k and v in "
+            f"{dtype.name}; store them in bfloat16 or float16"
+        )
+    q, k, v = (
+        wide_value(x.wide(), dtype).stored() if x.dtype != dtype else x.stored() for x in values[:3]
+    )
+    product, into_q, left, right = scale_of(q) * scale_of(k), ONE, q.data, k.data
+    if product.array is not None:
+        into_q = Scale(0, unit_of(lax.sqrt(product.array)))
+        left = fit(times(widen(left), into_q), dtype)
+        right = fit(times(widen(right), Scale(0, product.array) * into_q.inverse()), dtype)
+    arrays = [left, right, fit(v.data, dtype), fit(values[3].wide(), dtype)]
+    arrays += [narrow(x.data, dtype) if is_float(x.data) else x.data for x in values[4:10]]
+    return [q, k, v], arrays, {"scale": eqn.params["scale"] * 2.0**product.log2}, into_q
+
+
+@register("contraction", "dot_product_attention_fwd_wrapper")
+def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same kernel on data: the scale of v is that of the result; that of q k is applied."""
+    (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
+    data, *statistics = interpreter.bind(eqn, arrays, **changes)
+    return [v.with_part(data), *(wide_value(s, np.float32) for s in statistics)]
+
+
+@register("contraction", "dot_product_attention_bwd_wrapper")
+def attention_backward(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    """The same kernel on data, whose results have the scales of the chain rule."""
+    (q, k, v), arrays, changes, into_q = _attention_operands(eqn, values)
+    statistics, output, cotangent = values[10:]
+    cotangent = wide_value(cotangent.wide(), v.dtype) if cotangent.dtype != v.dtype else cotangent
+    cotangent = cotangent.stored()
+    arrays += [statistics.wide(), data_at(output, scale_of(v), v.dtype), cotangent.data]
+    results = interpreter.bind(eqn, arrays, **changes)
+    of_v = scale_of(cotangent)
+    of_logits = of_v * scale_of(v)
+    # The derivative by a value is that by the kernel's operand times what the value became in it.
+    into_k = Scale(0, (scale_of(q) * scale_of(k)).array) * into_q.inverse()
+    of_q = of_logits * into_q * scale_of(q).inverse()
+    of_k = of_logits * into_k * scale_of(k).inverse()
+    scales = [of_q, of_k, of_v, of_logits]
+    return [Value(r, s, v.dtype) for r, s in zip(results, scales, strict=False)]
