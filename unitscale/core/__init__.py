@@ -51,6 +51,7 @@ from ._cast import (
     widen as widen,
 )
 from ._compat import (
+    cudnn_accepts_float32 as cudnn_accepts_float32,
     cudnn_of as cudnn_of,
     custom_vjp as custom_vjp,
     last_uses as last_uses,

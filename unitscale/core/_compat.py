@@ -9,6 +9,7 @@ from functools import update_wrapper
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import core as jax_core, dtypes as jax_dtypes
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from jax.extend.core import Jaxpr, Literal
@@ -76,14 +77,44 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
         "check_compute_capability": lambda least: capability >= of(least),
         "is_cuda_compute_capability_equal": lambda other: capability == of(other),
     }
-    own = {name: getattr(jax_cudnn, name) for name in answers if hasattr(jax_cudnn, name)}
-    for name in own:
-        setattr(jax_cudnn, name, answers[name])
-    try:
+    with _replaced(answers):
         yield
+
+
+@contextmanager
+def cudnn_accepts_float32() -> Iterator[None]:
+    """Within the context, float32 operands of cuDNN's attention are traced as 16-bit ones.
+
+    scalify traces programs in float32 whose data will have 16 bits, which JAX's checks cannot know.
+    """
+
+    def check_layout(*arrays: Any) -> None:
+        half = [
+            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if x.dtype == jnp.float32 else x
+            for x in arrays[:3]
+        ]
+        own["check_layout"](*half, *arrays[3:])
+
+    def large_negative(dtype: Any) -> Any:
+        number = own["get_large_negative_number"]
+        return number(jnp.bfloat16).astype(dtype) if dtype == jnp.float32 else number(dtype)
+
+    answers = {"check_layout": check_layout, "get_large_negative_number": large_negative}
+    with _replaced(answers) as own:
+        yield
+
+
+@contextmanager
+def _replaced(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Replaces functions of JAX's cuDNN module, as far as it has them, and yields the originals."""
+    own = {name: getattr(jax_cudnn, name) for name in functions if hasattr(jax_cudnn, name)}
+    for name in own:
+        setattr(jax_cudnn, name, functions[name])
+    try:
+        yield own
     finally:
-        for name, check in own.items():
-            setattr(jax_cudnn, name, check)
+        for name, function in own.items():
+            setattr(jax_cudnn, name, function)
 
 
 _ADVICE = (

@@ -352,7 +352,7 @@ class ScaledArray:
         elif scale.size == 1:
             text = f"{float(np.asarray(scale, np.float32).reshape(())):g}"
         else:
-            text = f"{scale.dtype}{list(jnp.shape(self.scale))}"
+            text = f"{scale.dtype}{list(getattr(self.scale, 'shape', ()))}"
         return f"ScaledArray({kind}[{shape}], scale={text}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # noqa: TID251
 from jax.extend.core import JaxprEqn
 
 from ..core import wide_dtype
@@ -191,33 +188,6 @@ def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[V
 
 
 # -- attention of cuDNN ----------------------------------------------------------------------------
-
-
-@contextmanager
-def cudnn_traces_values() -> Iterator[None]:
-    """Within the block, float32 operands of cuDNN's attention are traced as 16-bit ones would be.
-
-    They are values whose data has 16 bits, which JAX's checks cannot know.
-    """
-    own = {n: getattr(jax_cudnn, n) for n in ("check_layout", "get_large_negative_number")}
-
-    def layout(*arrays: Any) -> None:
-        half = [
-            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if x.dtype == jnp.float32 else x
-            for x in arrays[:3]
-        ]
-        own["check_layout"](*half, *arrays[3:])
-
-    def masked(dtype: Any) -> Any:
-        number = own["get_large_negative_number"]
-        return number(jnp.bfloat16).astype(dtype) if dtype == jnp.float32 else number(dtype)
-
-    jax_cudnn.check_layout, jax_cudnn.get_large_negative_number = layout, masked
-    try:
-        yield
-    finally:
-        for name, function in own.items():
-            setattr(jax_cudnn, name, function)
 
 
 def _attention_operands(

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import ScaledArray, broadcasts, is_scaled, wide_dtype
+from ..core import ScaledArray, broadcasts, cudnn_accepts_float32, is_scaled, wide_dtype
 from ._decouple import Branch, Branches
 from ._interpreter import Default, Interpreter, Settings
-from ._rules_contractions import StaticScaling, cudnn_traces_values, growth_of
+from ._rules_contractions import StaticScaling, growth_of
 from ._values import Scale, Value, is_complex
 
 
@@ -151,7 +151,7 @@ class Scalified:
             return flattened
 
         functools.update_wrapper(flat, self._function, updated=())
-        with cudnn_traces_values():
+        with cudnn_accepts_float32():
             closed = jax.make_jaxpr(flat)(*map(_traced_aval, traced))
         settings = Settings(self._growth, self._decouple, branches)
         values = list(map(_from_input, traced))

@@ -130,7 +130,7 @@ def test_factors_are_what_a_hand_count_gives() -> None:
         without = flops_of(model, batch)
     tokens = BATCH * TIME
     products = tokens * VOCAB + tokens * WIDTH + WIDTH * VOCAB  # output, input and kernel gradient
-    assert with_factors - without == products + tokens * VOCAB + tokens * WIDTH  # loss, rows of the table
+    assert with_factors - without == products + tokens * VOCAB + tokens * WIDTH  # loss, rows
 
 
 def test_unfactored_leaves_the_rules_as_they_were() -> None:
