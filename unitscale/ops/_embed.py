@@ -14,14 +14,14 @@ from ._operands import ArrayLike, output_dtype, shape_error, times, unpack
 
 
 class _Specs(NamedTuple):
-    """Shardings of the table and of the rows on explicit mesh axes, where JAX cannot infer them."""
+    """Shardings on explicit mesh axes, where JAX cannot infer them."""
 
     table: PartitionSpec | None = None
     rows: PartitionSpec | None = None
 
 
 def _specs(table: jax.Array, ids: jax.Array) -> _Specs:
-    """Rows are sharded as their ids, and features as in the table on the axes that are left."""
+    """Shards rows as their ids, and features as in the table on the remaining axes."""
     own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
     if not any((*own, *places)):
         return _Specs()
@@ -36,7 +36,6 @@ def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
 
 @partial(custom_vjp, nondiff_argnums=(2, 3))
 def _take(table, ids, factor, specs):
-    """Returns the rows, and the table for its second use if it is tied."""
     return _rows(table, ids, specs).astype(result_dtype(table)), table
 
 
@@ -78,17 +77,11 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
 def tied_embed(
     ids: jax.Array, table: ArrayLike, *, vocab: int | None = None
 ) -> tuple[ScaledArray, ArrayLike]:
-    """Looks up rows of a table that is used once more, as the kernel of a readout.
+    """Looks up rows of a table that is also the kernel of a readout.
 
-    Scaling: As `embed`. The gradient of the rows is added in place to the gradient of the returned
-    table, so that no second array as large as the table is made.
+    Scaling: As `embed`. The gradient of the rows is added in place to that of the returned table.
 
-    Returns the rows, and the table for its second use; arguments are those of `embed`.
-
-    Example:
-        >>> rows, table = tied_embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]]))
-        >>> print(rows.data.ravel(), table.ravel())
-        [2. 2.] [1. 2.]
+    Returns the rows, and the table to pass to the readout; arguments are those of `embed`.
 
     References:
         Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv

@@ -301,10 +301,6 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
 
     Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
     omit the mean's 1/N, as in `softmax_cross_entropy`.
-
-    Example:
-        >>> print(mse_loss(jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])))
-        2.0
     """
     (p, p_scale), (t, t_scale) = (
         unpack("mse_loss", "pred", pred),

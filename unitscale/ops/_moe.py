@@ -39,10 +39,6 @@ class Groups:
             belong to no group.
         rows: number of rows on all devices together.
         groups: number of groups on all devices together.
-
-    Example:
-        >>> Groups(jnp.array([3, 1]), rows=4, groups=2).of_rows(5)
-        Array([0, 0, 0, 1, 2], dtype=int32)
     """
 
     sizes: jax.Array
@@ -145,10 +141,6 @@ class Routing:
         mult: multiplier of the logits.
         renormalize: whether the gates of a token sum to 1.
         shards: number of shards of the batch, if these tokens are one of them.
-
-    Example:
-        >>> route(jnp.ones((4, 8)), jnp.ones((8, 3)), 2).gates.shape
-        (4, 2)
     """
 
     logits: jax.Array
@@ -175,10 +167,6 @@ class Routing:
         probability; the gradient is by P alone. The value is the ordinary one; gradients omit the
         mean's 1/N, as in `softmax_cross_entropy`.
 
-        Example:
-            >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 2)), 2).load_balancing_loss())
-            1.0
-
         References:
             Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 4 to 6,
             without the coefficient.
@@ -193,10 +181,6 @@ class Routing:
         """Returns the mean square of the log of the softmax's normalizer, to keep logits small.
 
         Scaling: As `load_balancing_loss`.
-
-        Example:
-            >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 1)), 1).z_loss())
-            0.0
 
         References:
             Zoph et al., "ST-MoE", 2022, arXiv 2202.08906, equation 5, without the coefficient.

@@ -248,11 +248,6 @@ class UnitScaled:
         factors: the constrained factors, a backward one per floating argument.
         floats: positions of the floating arguments.
         is_loss: whether the result is a scalar.
-
-    Example:
-        >>> op = unit_scaled(jnp.negative, [jnp.zeros(1024)])
-        >>> op.is_loss
-        False
     """
 
     fn: Callable[..., Any]

@@ -92,10 +92,6 @@ def gated_sum(
 
     Arguments are those of `gated_update`, with one gate for the state and one for the candidate.
 
-    Example:
-        >>> print(gated_sum(jnp.ones(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
-        [0.5 0.5]
-
     References:
         Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
@@ -117,10 +113,6 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
     Scaling: r = add(x_r, h_r), z = add(x_z, h_z), n = tanh(add(x_n, sigmoid_glu(h_n, r))), all
     unit; the new state is `gated_update` of n by z.
 
-    Example:
-        >>> gru(jnp.zeros((1, 2)), jnp.ones((1, 6)), jnp.ones((1, 6))).shape
-        (1, 2)
-
     References:
         Cho et al., 2014, arXiv 1406.1078.
     """
@@ -137,11 +129,6 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
 
     Scaling: i, f, g, o are sums of the two projections, all unit. The new cell state is `gated_sum`
     of tanh(g) by f and i, and the hidden state sigmoid_glu(tanh(cell), o).
-
-    Example:
-        >>> cell, hidden = lstm(jnp.zeros((1, 2)), jnp.ones((1, 8)), jnp.ones((1, 8)))
-        >>> cell.shape, hidden.shape
-        ((1, 2), (1, 2))
 
     References:
         Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
@@ -165,10 +152,6 @@ def highway(
         h: projection of the state (..., 2 features): z, n.
         x: projection of the input, of the same shape, in the first layer of the cell.
         depth: number of layers of the cell.
-
-    Example:
-        >>> highway(jnp.zeros((1, 2)), jnp.ones((1, 4)), depth=2).shape
-        (1, 2)
 
     References:
         Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474.
@@ -200,10 +183,6 @@ def simple_rnn(
         h: projection of the state, of the same shape.
         activation: as for `elementwise`.
         residual: whether the state itself is added to the argument.
-
-    Example:
-        >>> print(simple_rnn(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
-        [0. 0.]
 
     References:
         Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv

@@ -158,10 +158,6 @@ def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> Scaled
     """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
 
     Scaling: `residual_split`, ``fn``, `residual_add`.
-
-    Example:
-        >>> print(residual(lambda x: x, jnp.ones(1), 1.0).data.round(3))
-        [1.414]
     """
     branch, skip = residual_split(x, tau)
     return residual_add(fn(branch), skip, tau)
