@@ -134,5 +134,5 @@ def test_the_constant_is_that_of_its_batch() -> None:
 
 @pytest.mark.parametrize("items", [0, -1, 1.5, True, "many"])
 def test_what_is_no_number_of_items(items: Any) -> None:
-    with pytest.raises(ValueError, match=f"from 1 on; got {items!r}"), batch_size(items):
+    with pytest.raises(ValueError, match="items must be"), batch_size(items):
         pass

@@ -142,7 +142,9 @@ def _logits(plan: _Plan, i, j, q, k, mask, scales) -> jax.Array:
     if not allowed:
         return logits
     apart = (plan.batch, plan.kv_heads, plan.groups, plan.queries, plan.keys)
-    return jnp.where(reduce(jnp.logical_and, allowed), logits.reshape(apart), -jnp.inf).reshape(logits.shape)
+    return jnp.where(reduce(jnp.logical_and, allowed), logits.reshape(apart), -jnp.inf).reshape(
+        logits.shape
+    )
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))

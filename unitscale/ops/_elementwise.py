@@ -51,7 +51,9 @@ def _elementwise(
     data, scale = unpack(op, "x", x)
     factors = rules.elementwise(f, mult=mult, constraint=constraint)
     static, constants = (f, float(mult)), (scale_argument(scale),)
-    return ScaledArray(wide_op(_of_value, data, factors=factors, static=static, constants=constants))
+    return ScaledArray(
+        wide_op(_of_value, data, factors=factors, static=static, constants=constants)
+    )
 
 
 def elementwise(
@@ -136,9 +138,7 @@ def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
         )
     factors, dtype = rules.glu(f, mult=mult, constraint=constraint), result_dtype(a, b)
     static, constants = (f, float(mult)), (scale_argument(b_scale),)
-    y = wide_op(
-        _gated, a, b, factors=factors, static=static, constants=constants, out_dtype=dtype
-    )
+    y = wide_op(_gated, a, b, factors=factors, static=static, constants=constants, out_dtype=dtype)
     return ScaledArray(y, a_scale)
 
 

@@ -40,10 +40,9 @@ Operand: TypeAlias = tuple[jax.Array, Scale]
 def unpack(
     op: str, name: str, x: Any, uniform: tuple[int, ...] | EllipsisType | None = None
 ) -> Operand:
-    """Returns the data and scale of an operand; the scale of a plain array is None.
+    """Returns data and scale of an operand, the scale made constant along the axes ``uniform``.
 
-    The returned scale is constant along the axes ``uniform`` (``...`` for all), which the op
-    contracts or normalizes: it is the maximum along them, and the rest is multiplied into the data.
+    The rest of a scale that varies along them is multiplied into the data. ``...`` is all axes.
     """
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
@@ -73,10 +72,7 @@ def unpack(
 
 
 def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
-    """Returns data and scale of a product of operands, given the product of their data.
-
-    The part of the scale beyond the normal numbers of float32 is multiplied into the data.
-    """
+    """Multiplies scales; the part beyond float32's normal numbers is multiplied into the data."""
     scale, rest = bounded_product(left, right)
     return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
@@ -99,10 +95,7 @@ def times(x: Any, factor: Any) -> jax.Array:
 
 
 def num_sharing(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
-    """Returns over how many shards of the batch the gradient of ``x`` is summed.
-
-    All of them for an operand that is broadcast over the batch, its leading dimension.
-    """
+    """Returns over how many shards of the batch the gradient of ``x`` is summed."""
     shards = num_batch_shards(x, other)
     return shards if is_broadcast else shards // num_batch_shards(x)
 
@@ -159,9 +152,8 @@ def wide_op(
 ) -> jax.Array:
     """Computes ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
 
-    The backward pass saves the narrow operands only and computes the function again. ``static``
-    arguments are hashable; ``constants`` are arrays, keys or None, without a gradient. The dtype of
-    the result is by default that of the first of ``args``, bfloat16 for 8-bit data.
+    The backward pass recomputes the function from the narrow operands. ``constants`` have no
+    gradient. The result has by default the dtype of the first of ``args``.
     """
     out_dtype = jnp.dtype(result_dtype(args[0]) if out_dtype is None else out_dtype)
     factors = Factors(1.0, (1.0,) * len(args)) if factors is None else factors
@@ -175,7 +167,7 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype, avals):
         for x, ratio, variable, weight in zip(operands, ratios, traced, weights, strict=True)
     )
     y = narrow(left + right, out_dtype)
-    # A residual stream is read again by every later layer: keep it in 16 bits.
+    # Every later layer reads a residual stream: keep it in 16 bits.
     return materialize(y) if y.dtype.itemsize == 2 else y
 
 
@@ -210,9 +202,8 @@ def combine(
 ) -> ScaledArray:
     """Returns the weighted sum of two operands, with a backward factor for each.
 
-    data = sum of weights[i] * x[i].data * (x[i].scale / scale), computed in float32 and rounded
-    once; dx[i] = bwd[i] * (x[i].scale / scale) * dy, summed over broadcast dimensions. Scale and
-    dtype of the result are by default those of ``left``. Weights may be arrays.
+    data = sum of weights[i] * x[i].data * (x[i].scale / scale) in float32, rounded once;
+    dx[i] = bwd[i] * (x[i].scale / scale) * dy. Weights may be arrays.
     """
     target = left[1] if isinstance(scale, str) else scale
     ratios = tuple(
@@ -287,10 +278,8 @@ def unit_scaled(
     """Makes a unit-scaled op of any function, with factors found by simulation.
 
     Scaling: `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
-    example (the whole batch, if devices divide it). Arguments in ``cut`` keep their own backward
-    factors, the others share one with the result. A scalar result is a loss: its forward factor is
-    1, and the arguments outside of ``cut`` share the geometric mean of their factors. Scales are
-    applied.
+    example. Arguments in ``cut`` keep their own backward factors, the others share one with the
+    result. A scalar result is a loss, with forward factor 1. Scales are applied.
 
     Args:
         fn: hashable function of arrays, computed in float32, returning one floating array.

@@ -19,12 +19,9 @@ from ._residual import add, weighted_add
 
 
 def _gates(weight, *operands):
-    """Computes ``s(forget) * state + s(input) * weight * candidate``, s being the logistic.
-
-    The input gate is the negative of the only gate if there is one: 1 - s would cancel.
-    """
     count = len(operands) // 2
     state, candidate, *gates = map(times, operands[:count], operands[count:])
+    # A single gate takes by its negative, because 1 - sigmoid would cancel.
     forget, take = (gates[0], -gates[0]) if len(gates) == 1 else gates
     return lax.logistic(forget) * state + lax.logistic(take) * (weight * candidate)
 
@@ -62,9 +59,9 @@ def gated_update(
         state: operand; the result has its dtype.
         candidate: unit tanh of the same shape.
         gate: logits of keeping the state, of the same shape.
-        share: share of the candidate's argument that the state contributes, in variance.
+        share: share of the variance of the candidate's argument that comes from the state.
         reset: whether a gate multiplies the state in the candidate's argument.
-        period: number of updates after which the same kernel is used again.
+        period: number of updates until a kernel is used again.
 
     Example:
         >>> print(gated_update(jnp.ones(2), jnp.zeros(2), jnp.zeros(2)).data)
@@ -95,14 +92,8 @@ def gated_sum(
     References:
         Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
-    return _gated(
-        "gated_sum",
-        rules.gated_sum(share),
-        state=state,
-        candidate=candidate,
-        forget=forget,
-        input_gate=input_gate,
-    )
+    operands = {"state": state, "candidate": candidate, "forget": forget, "input_gate": input_gate}
+    return _gated("gated_sum", rules.gated_sum(share), **operands)
 
 
 def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
@@ -174,8 +165,8 @@ def simple_rnn(
 ) -> ScaledArray:
     """Applies the activation of a simple recurrent network, and returns the new state.
 
-    Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual.
-    The new state is unit for an odd activation such as tanh. Every gradient is the true one.
+    Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual;
+    unit for an odd activation such as tanh. Every gradient is the true one.
 
     Args:
         state: (..., features); the result has its dtype.
@@ -185,8 +176,7 @@ def simple_rnn(
         residual: whether the state itself is added to the argument.
 
     References:
-        Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
-        2303.11257, factors of activations.
+        Elman, "Finding Structure in Time", 1990.
     """
     (x,) = _split("simple_rnn", state, "x", x, 1)
     (h,) = _split("simple_rnn", state, "h", h, 1)
