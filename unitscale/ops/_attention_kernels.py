@@ -107,7 +107,7 @@ def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _mask_chunks(mask: jax.Array, plan: _Plan) -> jax.Array:
-    """Returns the mask as (batch, kv_heads, groups, time, source), padded to whole chunks."""
+    """Reshapes a mask to (batch, kv_heads, groups, time, source), padded to whole chunks."""
     batch, heads, *lengths = mask.shape
     split = (1, 1) if heads == 1 else (plan.kv_heads, plan.groups)
     mask = mask.reshape(batch, *split, *lengths)

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .. import rules
@@ -176,16 +175,8 @@ def _operands(name: str, x: ArrayLike, kernel: ArrayLike, groups: int) -> tuple[
     return (data, x_scale), (w, w_scale)
 
 
-def _scaled(
-    name: str,
-    f: partial[jax.Array],
-    operands: tuple[_Operand, _Operand],
-    bias: ArrayLike | None,
-    rule: Callable[..., Factors],
-    out_dtype: Any,
-    config: MatmulConfig | None,
-    state: QuantState | None,
-) -> ScaledArray:
+def _scaled(op, f, operands, bias, rule, out_dtype, config, state) -> ScaledArray:
+    """Convolves by ``f``, with the factors of a rule for the operands' shapes."""
     (data, x_scale), (w, w_scale) = operands
     out = jax.eval_shape(f, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
     factors = rule(w.shape, global_batch_size(math.prod(out.shape[:-1]), data), 1)
@@ -199,7 +190,7 @@ def _scaled(
     else:
         own = Factors(factors.fwd, bwd)
         y = wide_op(f.func, data, w, factors=own, static=f.args, out_dtype=out_dtype)
-    return add_bias(name, multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2])
+    return add_bias(op, multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2])
 
 
 def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
@@ -239,39 +230,21 @@ class _Windows(NamedTuple):
     padding: _Pairs
 
     def reduce(self, x: jax.Array, init: float, f: Callable[..., jax.Array]) -> jax.Array:
-        leading = x.ndim - len(self.shape) - 1
-        ones, none = (1,) * leading, ((0, 0),) * leading
-        pads = (*none, *self.pads(x.shape), (0, 0))
+        ones = (1,) * (x.ndim - len(self.shape) - 1)
+        pads = self.padding
+        if not isinstance(pads, str):
+            pads = (*((0, 0) for _ in ones), *pads, (0, 0))
         return lax.reduce_window(
             x, init, f, (*ones, *self.shape, 1), (*ones, *self.strides, 1), pads
         )
 
-    def pads(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        if not isinstance(self.padding, str):
-            return self.padding
-        spatial = shape[-1 - len(self.shape) : -1]
-        return tuple(lax.padtype_to_pads(spatial, self.shape, self.strides, self.padding))
-
-    def counts(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns how many entries of each window are not padding, at least 1."""
-        each = []
-        for size, window, stride, (low, high) in zip(
-            shape[-1 - len(self.shape) : -1],
-            self.shape,
-            self.strides,
-            self.pads(shape),
-            strict=True,
-        ):
-            start = np.arange(0, low + size + high - window + 1, stride) - low
-            each.append(np.clip(np.minimum(start + window, size) - np.maximum(start, 0), 0, None))
-        whole = reduce(np.multiply.outer, each)
-        leading = (1,) * (len(shape) - len(self.shape) - 1)
-        return np.maximum(whole, 1).astype(np.float32).reshape(*leading, *whole.shape, 1)
-
 
 def _mean(windows, count_padding, x):
-    count = math.prod(windows.shape) if count_padding else windows.counts(x.shape)
-    return windows.reduce(x, 0.0, lax.add) / count
+    total = windows.reduce(x, 0.0, lax.add)
+    if count_padding:
+        return total / math.prod(windows.shape)
+    ones = jnp.ones((*x.shape[-1 - len(windows.shape) : -1], 1), x.dtype)
+    return total / jnp.maximum(windows.reduce(ones, 0.0, lax.add), 1)
 
 
 def _maximum(windows, x):
@@ -346,14 +319,7 @@ def _windows(op, x, window_shape, strides, padding) -> _Windows:
     return _Windows(window, strides, _sides(op, padding, window, (1,) * len(window)))
 
 
-def _pool(
-    op: str,
-    f: Callable[..., jax.Array],
-    x: ArrayLike,
-    windows: _Windows,
-    factors: Factors,
-    *options: bool,
-) -> ScaledArray:
+def _pool(op, f, x, windows, factors, *options) -> ScaledArray:
     data, scale = unpack(op, "x", x, tuple(range(-1 - len(windows.shape), -1)))
     y = wide_op(f, data, factors=factors, static=(windows, *options), out_dtype=output_dtype(x))
     return ScaledArray(y, scale)

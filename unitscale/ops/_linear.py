@@ -303,9 +303,6 @@ def lora(
     Example:
         >>> print(lora(jnp.ones((1, 16)), jnp.ones((16, 4)), jnp.ones((4, 2))).data)
         [[8. 8.]]
-
-    References:
-        Hu et al., "LoRA", 2021, arXiv 2106.09685.
     """
     data, x_scale = unpack("lora", "x", x, (-1,))
     down, a_scale = unpack("lora", "a", a, (0, 1))

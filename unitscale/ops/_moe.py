@@ -368,9 +368,6 @@ def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
         ...     return jnp.sum(attach_loss(2 * w, w**2, 0.5).value)
         >>> print(loss(3.0), jax.grad(loss)(3.0))
         6.0 5.0
-
-    References:
-        Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equation 4 (alpha).
     """
     data, scale = unpack("attach_loss", "x", x, ())
     return ScaledArray(_attach(data, jnp.asarray(loss, jnp.float32), float(weight)), scale)

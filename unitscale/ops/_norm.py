@@ -18,7 +18,6 @@ from ..core import (
     to_float,
     widen,
 )
-from ..rules import Factors
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, times, unpack, wide_op
 
 
@@ -126,15 +125,7 @@ def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax
     return jnp.where(is_zero, scale / root, inverse)
 
 
-def _norm(
-    op: str,
-    x: ArrayLike,
-    gain: ArrayLike | None,
-    bias: ArrayLike | None,
-    how: _How,
-    uniform: tuple[int, ...] = (-1,),
-    given: tuple[jax.Array, ...] = (),
-) -> ScaledArray:
+def _norm(op, x, gain, bias, how, uniform=(-1,), given=()) -> ScaledArray:
     """Normalizes with the statistics of ``x``, or with given ones."""
     data, scale = unpack(op, "x", x, uniform)
     if not how.eps >= 0:
@@ -152,23 +143,23 @@ def _norm(
     constants = (scale_argument(scale), *scales)
     if not given:
         return ScaledArray(_normalized(how, factors, dtype, data, tuple(affine), constants))
-    present = [(p, f) for p, f in zip((data, *affine), factors.bwd, strict=True) if p is not None]
+    gain, bias = affine
+    gain = jnp.ones(features) if gain is None else gain
+    bias = jnp.zeros(features) if bias is None else bias
     y = wide_op(
         _standardized,
-        *(p for p, _ in present),
-        factors=Factors(factors.fwd, tuple(f for _, f in present)),
-        static=(how.eps, *(p is not None for p in affine)),
+        *(data, gain, bias),
+        factors=factors,
+        static=(how.eps,),
         constants=(*constants, *given),
         out_dtype=dtype,
     )
     return ScaledArray(y)
 
 
-def _standardized(eps, has_gain, has_bias, x, *rest):
-    *affine, x_scale, gain_scale, bias_scale, mean, var = rest
+def _standardized(eps, x, gain, bias, x_scale, gain_scale, bias_scale, mean, var):
     y = (times(x, x_scale) - mean) * lax.rsqrt(var + eps)
-    y = y * _broadcast(affine.pop(0), gain_scale, y.ndim) if has_gain else y
-    return y + _broadcast(affine.pop(0), bias_scale, y.ndim) if has_bias else y
+    return y * times(gain, gain_scale) + times(bias, bias_scale)
 
 
 def _check_features(op: str, x: ArrayLike, name: str, array: jax.Array) -> None:

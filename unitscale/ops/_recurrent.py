@@ -62,13 +62,6 @@ def gated_update(
         share: share of the variance of the candidate's argument that comes from the state.
         reset: whether a gate multiplies the state in the candidate's argument.
         period: number of updates until a kernel is used again.
-
-    Example:
-        >>> print(gated_update(jnp.ones(2), jnp.zeros(2), jnp.zeros(2)).data)
-        [0.5 0.5]
-
-    References:
-        Cho et al., 2014, arXiv 1406.1078.
     """
     weight = rules.gated_update(share, reset=reset, period=period)
     return _gated("gated_update", weight, state=state, candidate=candidate, gate=gate)
@@ -88,9 +81,6 @@ def gated_sum(
     `rules.gated_sum`. Scales are applied, and every gradient is the true one.
 
     Arguments are those of `gated_update`, with one gate for the state and one for the candidate.
-
-    References:
-        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
     operands = {"state": state, "candidate": candidate, "forget": forget, "input_gate": input_gate}
     return _gated("gated_sum", rules.gated_sum(share), **operands)
@@ -103,9 +93,6 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
 
     Scaling: r = add(x_r, h_r), z = add(x_z, h_z), n = tanh(add(x_n, sigmoid_glu(h_n, r))), all
     unit; the new state is `gated_update` of n by z.
-
-    References:
-        Cho et al., 2014, arXiv 1406.1078.
     """
     x_r, x_z, x_n = _split("gru", state, "x", x, 3)
     h_r, h_z, h_n = _split("gru", state, "h", h, 3)
@@ -120,9 +107,6 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
 
     Scaling: i, f, g, o are sums of the two projections, all unit. The new cell state is `gated_sum`
     of tanh(g) by f and i, and the hidden state sigmoid_glu(tanh(cell), o).
-
-    References:
-        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
     parts = zip(_split("lstm", cell, "x", x, 4), _split("lstm", cell, "h", h, 4), strict=True)
     input_gate, forget, candidate, output = (add(a, b) for a, b in parts)
@@ -143,9 +127,6 @@ def highway(
         h: projection of the state (..., 2 features): z, n.
         x: projection of the input, of the same shape, in the first layer of the cell.
         depth: number of layers of the cell.
-
-    References:
-        Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474.
     """
     gate, candidate = _split("highway", state, "h", h, 2)
     share = 1.0
