@@ -74,12 +74,6 @@ def dot_product_attention(
     Returns:
         ScaledArray (batch, time, heads, d) in the dtype of ``v``. A query whose keys are all masked
         gets the mean of all values, and never NaN.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (1, 128, 4, 16))
-        >>> y = dot_product_attention(x, x[:, ::-1], x[::-1, :, ::-1])
-        >>> y.shape
-        (1, 128, 4, 16)
     """
     (qd, qs), (kd, ks), (vd, vs) = (
         unpack("dot_product_attention", name, x, (-1, -2, -3))

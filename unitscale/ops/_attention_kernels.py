@@ -202,7 +202,7 @@ def _attend_bwd(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
     start, _ = match_varying((tuple(jnp.zeros_like(x, dtype=wide) for x in (q, k, v)), q))
     grads, _ = lax.scan(add, start, plan.pairs())
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv, None, tuple(map(jnp.zeros_like, scales))
+    return dq, dk, dv, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

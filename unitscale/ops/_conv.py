@@ -143,10 +143,6 @@ def conv_transpose(
     Arguments are those of `conv`, with ``padding`` "SAME" (``strides`` outputs per input), "VALID",
     an integer, or (low, high) pairs.
 
-    Example:
-        >>> conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((2, 4, 3)), strides=2).shape
-        (1, 10, 3)
-
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """

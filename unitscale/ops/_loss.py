@@ -213,7 +213,7 @@ def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     # Without the 1/N of a mean: every token's gradient is unit scaled, whatever the batch.
     z = wide_logits(logits, mult, scale)
     grad = token_gradients(z, labels, norm, where, scale, mult * factor, cotangent)
-    return narrow(grad, logits.dtype), None, None, jax.tree.map(jnp.zeros_like, scale)
+    return narrow(grad, logits.dtype), None, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
@@ -282,7 +282,7 @@ def _mean_square_bwd(factors, count, residuals, cotangent):
         narrow(times(g, scale) * factor, x.dtype)
         for g, x, scale, factor in zip((grad, -grad), operands, scales, factors, strict=True)
     )
-    return grads, jax.tree.map(jnp.zeros_like, scales)
+    return grads, None
 
 
 _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
@@ -294,18 +294,11 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
     Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
     omit the mean's 1/N, as in `softmax_cross_entropy`.
     """
-    (p, p_scale), (t, t_scale) = (
-        unpack("mse_loss", "pred", pred),
-        unpack("mse_loss", "target", target),
-    )
+    p, p_scale = unpack("mse_loss", "pred", pred)
+    t, t_scale = unpack("mse_loss", "target", target)
     if p.shape != t.shape:
-        raise shape_error(
-            "mse_loss",
-            "pred and target must have the same shape",
-            "Broadcast the target yourself if that is meant.",
-            pred=p.shape,
-            target=t.shape,
-        )
+        expected, advice = "pred and target must have the same shape", "Broadcast the target first?"
+        raise shape_error("mse_loss", expected, advice, pred=p.shape, target=t.shape)
     scales = (scale_argument(p_scale), scale_argument(t_scale))
     count = max(math.prod(p.shape), 1)
     items = batch_size_override()

@@ -288,7 +288,7 @@ def mixture(
 
     Args:
         fn: function of rows (tokens * top_k, features) sorted by expert, parameters, and the
-            `Groups` of the rows, such as a stack of `grouped_dense`; returns as many rows.
+            `Groups` of the rows, made of `grouped_dense` and functions of each row.
         x: (..., features), floating: the tokens of `route`, in the same order.
         routing: of `route`.
         params: tree of parameters with a leading dimension of the experts; inside `jax.shard_map`

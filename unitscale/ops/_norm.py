@@ -72,7 +72,7 @@ def _normalized_bwd(how, factors, out_dtype, residuals, cotangent):
             (x, gain, bias), factors.bwd, (dx, dgain, dbias), strict=True
         )
     )
-    return dx, (dgain, dbias), jax.tree.map(jnp.zeros_like, constants)
+    return dx, (dgain, dbias), None
 
 
 _normalized.defvjp(_normalized_fwd, _normalized_bwd)
@@ -274,13 +274,7 @@ def batch_norm(
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each feature's values, float32 (features,), without gradients.
-
-    Example:
-        >>> mean, variance = batch_statistics(jnp.array([[1.0, 5.0], [3.0, 9.0]]))
-        >>> print(mean, variance)
-        [2. 7.] [1. 4.]
-    """
+    """Returns mean and variance of each feature's values, float32 (features,), without gradients."""
     rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
     data, scale = unpack("batch_statistics", "x", x, rows)
     wide = lax.stop_gradient(widen(data))

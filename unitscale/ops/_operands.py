@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import rules
 from ..core import (
@@ -130,13 +129,7 @@ def _wide_op_bwd(f, static, factors, out_dtype, residuals, cotangent):
         narrow(times(grad, factor), x.dtype)
         for x, factor, grad in zip(args, factors.bwd, vjp(widen(cotangent)), strict=True)
     )
-    return rounded, jax.tree.map(_zero_cotangent, constants)
-
-
-def _zero_cotangent(x: jax.Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return rounded, None
 
 
 _wide_op.defvjp(_wide_op_fwd, _wide_op_bwd)
@@ -172,20 +165,18 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype, avals):
 
 
 def _combine_fwd(operands, ratios, traced, *static):
-    return _combine(operands, ratios, traced, *static), (ratios, traced)
+    return _combine(operands, ratios, traced, *static), ratios
 
 
-def _combine_bwd(weights, bwd, out_dtype, avals, residuals, cotangent):
-    ratios, traced = residuals
+def _combine_bwd(weights, bwd, out_dtype, avals, ratios, cotangent):
     wide, grads = widen(cotangent), []
     for (shape, dtype), ratio, factor in zip(avals, ratios, bwd, strict=True):
         grad, lead = times(wide, ratio), wide.ndim - len(shape)
-        # Sum over the dimensions that the operand was broadcast over.
-        padded = (None,) * lead + shape
+        padded = (None,) * lead + shape  # sum over broadcast dimensions
         axes = tuple(i for i, n in enumerate(padded) if n != grad.shape[i])
         grad = jnp.sum(grad, axis=axes).reshape(shape) if axes else grad
         grads.append(narrow(times(grad, factor), dtype))
-    return tuple(grads), *jax.tree.map(jnp.zeros_like, (ratios, traced))
+    return tuple(grads), None, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

@@ -167,9 +167,8 @@ def _bwd(how: _Statics, residuals: Any, cotangent: jax.Array):
     else:
         (dx, dkernel, dstate), shared = residuals
         dx, dkernel = (widen(gradient) * cotangent for gradient in (dx, dkernel))
-    scales = jax.tree.map(jnp.zeros_like, (shared.x_scale, shared.scale))
     dkernel = narrow(dkernel, shared.kernel.dtype)
-    return _Rows(narrow(dx, how.x_dtype), None, None), _Shared(dkernel, dstate, *scales)
+    return _Rows(narrow(dx, how.x_dtype), None, None), _Shared(dkernel, dstate, None, None)
 
 
 _cross_entropy.defvjp(_fwd, _bwd)

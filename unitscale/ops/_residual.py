@@ -130,13 +130,9 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
     left = unpack("residual_add", "branch", branch)
     right = unpack("residual_add", "skip", skip)
     if left[0].shape != right[0].shape:
-        raise shape_error(
-            "residual_add",
-            "branch and skip must have the same shape",
-            "The branch must keep the shape of its input.",
-            branch=left[0].shape,
-            skip=right[0].shape,
-        )
+        shapes = {"branch": left[0].shape, "skip": right[0].shape}
+        advice = "The branch must keep the shape of its input."
+        raise shape_error("residual_add", "branch and skip must agree", advice, **shapes)
     factors = _factors(tau)
     weights = factors.branch, factors.skip
     return _aligned(left, right, weights, (1.0, 1.0), result_dtype(right[0]))
@@ -160,8 +156,8 @@ def _scale_bwd(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x
 
 
-def _scale_bwd_bwd(factor: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return narrow(widen(cotangent) * factor, cotangent.dtype), jnp.zeros_like(factor)
+def _scale_bwd_bwd(factor: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return narrow(widen(cotangent) * factor, cotangent.dtype), None
 
 
 _scale_bwd.defvjp(lambda x, factor: (x, factor), _scale_bwd_bwd)
