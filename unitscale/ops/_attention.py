@@ -26,7 +26,7 @@ from ..core import (
 from ..rules import Constraint
 from ._attention_kernels import attend_by_cudnn, attend_in_chunks, splash
 from ._attention_path import HEAD_AXES, Implementation, take_path, whole_heads
-from ._operands import ArrayLike, output_dtype, shape_error, unpack
+from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, unpack
 
 
 def dot_product_attention(
@@ -166,22 +166,16 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
             f"unitscale.ops.dot_product_attention: mask must be boolean; got dtype {mask.dtype}. "
             "True attends."
         )
-    fits = mask.ndim <= 4 and all(
-        m in (1, n) for m, n in zip(mask.shape[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
-        raise shape_error(
-            "dot_product_attention",
-            f"mask must broadcast to (batch, heads, time, source) {shape}",
-            "Insert dimensions of size 1.",
-            mask=mask.shape,
-        )
+    if not broadcasts_to(mask.shape, shape):
+        expected = f"mask must broadcast to (batch, heads, time, source) {shape}"
+        advice = "Insert dimensions of size 1."
+        raise shape_error("dot_product_attention", expected, advice, mask=mask.shape)
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def shard_heads(x: jax.Array) -> jax.Array:
     """Reshards (batch, time, heads, d) from tokens to heads by an all-to-all, as in Ulysses."""
-    # Both sides are constrained, so that XLA does not reshard the matmuls before and after.
+    # Constrain both sides, so that XLA does not reshard the matmuls before and after.
     x = constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
     return constrain_sharding(x, BATCH_AXES, (), HEAD_AXES)
 

@@ -38,8 +38,6 @@ class AttentionPath(NamedTuple):
 
 
 class _Tracing(NamedTuple):
-    """Settings of the context in which a program is traced."""
-
     forced: Implementation = "auto"
     target: str | None = None
     taken: tuple[list[AttentionPath], ...] = ()
@@ -61,14 +59,13 @@ def attention_path(
 ) -> AttentionPath:
     """Returns the implementation that a call of `dot_product_attention` takes, and why.
 
-    "auto" selects the first of these that supports the call:
+    "auto" selects the first of these that supports the call. The fused kernels, "cudnn" and
+    "splash", support only the causal mask, no dropout, and whole heads on each device.
 
-    - "cudnn", on NVIDIA GPUs: 16-bit operands, head sizes up to 128 that are multiples of 8, even
-      lengths, no mask but the causal one, no dropout.
-    - "splash", on TPUs: bfloat16, lengths that are multiples of 128, neither mask nor dropout; not
-      inside `jax.shard_map`, and several devices only under a mesh of `jax.set_mesh`.
-    - "chunked", for long sequences without dropout: from 128 x 128 on CPUs, where it is faster, and
-      from 1,024 x 1,024 elsewhere, to save memory.
+    - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128.
+    - "splash", on TPUs: bfloat16, lengths that are multiples of 128; not inside `jax.shard_map`,
+      and several devices only under a mesh of `jax.set_mesh`.
+    - "chunked", without dropout: from 128 x 128 weights on CPUs, from 1,024 x 1,024 elsewhere.
     - "plain".
 
     Args:

@@ -112,12 +112,7 @@ def sigmoid(
 def relu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the rectified linear unit, as `elementwise`, but the scale is carried.
-
-    Example:
-        >>> print(relu(jnp.array([-1.0, 1.0])).data.round(3))
-        [0.    1.713]
-    """
+    """Applies the rectified linear unit, as `elementwise`, but the scale is carried."""
     data, scale = unpack("relu", "x", x)
     return ScaledArray(_elementwise("relu", jax.nn.relu, data, mult, constraint).data, scale)
 

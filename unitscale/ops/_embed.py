@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .. import rules
 from ..core import ScaledArray, custom_vjp, global_batch_size, narrow, result_dtype, widen
-from ._operands import ArrayLike, output_dtype, shape_error, times, unpack
+from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, times, unpack
 
 
 class _Specs(NamedTuple):
@@ -156,11 +156,6 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
         positions: (..., time) integers, broadcasting with the leading dimensions.
         base: wavelengths run from 2 pi to 2 pi * base.
 
-    Example:
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> print(rotary(x, jnp.arange(3)).data[0, 0, 0])
-        [1. 1. 1. 1.]
-
     References:
         Su et al., "RoFormer", 2021, arXiv 2104.09864, equation 34.
     """
@@ -173,16 +168,8 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
             "Split the features into heads first.",
             x=data.shape,
         )
-    times = data.shape[:-2]
-    if positions.ndim > len(times) or any(
-        n not in (1, t) for n, t in zip(positions.shape[::-1], times[::-1], strict=False)
-    ):
-        raise shape_error(
-            "rotary",
-            "positions must broadcast to (..., time)",
-            "Give one position per time step.",
-            x=data.shape,
-            positions=positions.shape,
-        )
+    if not broadcasts_to(positions.shape, data.shape[:-2]):
+        shapes, advice = {"x": data.shape, "positions": positions.shape}, "One per time step."
+        raise shape_error("rotary", "positions must broadcast to (..., time)", advice, **shapes)
     dtype = jnp.dtype(output_dtype(x))
     return ScaledArray(_rotate(data, positions, float(base), 1.0, dtype), scale)

@@ -305,8 +305,7 @@ def mixture(
         [2. 2.]
 
     References:
-        Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538, equation 1;
-        Gale et al., "MegaBlocks", 2022, arXiv 2211.15841.
+        Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538, equation 1.
     """
     data, scale = unpack("mixture", "x", x, ...)
     tokens, count = routing.logits.shape

@@ -228,10 +228,6 @@ def group_norm(
     Arguments are those of `layer_norm`, with x (batch, ..., features), and ``num_groups``
     groups of neighbouring features, which divide their number.
 
-    Example:
-        >>> print(group_norm(jnp.array([[1.0, 3.0, 5.0, 9.0]]), num_groups=2).data.round(3))
-        [[-1.  1. -1.  1.]]
-
     References:
         Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
     """
@@ -274,7 +270,7 @@ def batch_norm(
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each feature's values, float32 (features,), without gradients."""
+    """Returns mean and variance of each feature over all other axes, float32 (features,)."""
     rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
     data, scale = unpack("batch_statistics", "x", x, rows)
     wide = lax.stop_gradient(widen(data))

@@ -1,4 +1,4 @@
-"""What all ops share: unpacking operands, computing in float32, weighted sums; `unit_scaled`."""
+"""Helpers of all ops (unpack operands, compute in float32, add with weights), and `unit_scaled`."""
 
 import dataclasses
 import math
@@ -78,9 +78,8 @@ def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
 
 def output_dtype(*operands: Any) -> Any:
     """Returns the promoted dtype of operands, 8-bit data counting as bfloat16."""
-    return result_dtype(
-        *(x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
-    )
+    arrays = (x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
+    return result_dtype(*arrays)
 
 
 def scale_argument(scale: Scale) -> jax.Array | None:
@@ -105,6 +104,12 @@ def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError:
         raise shape_error(op, expected, "Insert dimensions of size 1.", **shapes) from None
+
+
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an array of a shape broadcasts to a shape."""
+    pairs = zip(shape[::-1], target[::-1], strict=False)
+    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 
 
 def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:
@@ -284,8 +289,8 @@ def unit_scaled(
 
     Raises:
         TypeError: if JAX cannot trace ``fn``, or the result is not one floating array.
-        ValueError: if no argument is floating, ``cut`` names one that is not, the function has
-            side effects, or the result or a gradient is constant or not finite.
+        ValueError: if no argument is floating, ``cut`` names one that is not, ``fn`` has side
+            effects, or the result or a gradient is constant or not finite.
 
     Example:
         >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])

@@ -30,12 +30,11 @@ def _gated(op: str, weight: float, **operands: ArrayLike) -> ScaledArray:
     pairs = {name: unpack(op, name, x) for name, x in operands.items()}
     shapes = {name: data.shape for name, (data, _) in pairs.items()}
     if len(set(shapes.values())) > 1:
-        raise shape_error(
-            op,
+        expected, advice = (
             f"{', '.join(operands)} must have the same shape",
-            "Project all of them to the size of the state.",
-            **shapes,
+            "Project them?",
         )
+        raise shape_error(op, expected, advice, **shapes)
     constants = tuple(scale_argument(scale) for _, scale in pairs.values())
     arrays = (data for data, _ in pairs.values())
     return ScaledArray(wide_op(_gates, *arrays, static=(weight,), constants=constants))
