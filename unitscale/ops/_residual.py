@@ -131,8 +131,9 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
     right = unpack("residual_add", "skip", skip)
     if left[0].shape != right[0].shape:
         shapes = {"branch": left[0].shape, "skip": right[0].shape}
+        expected = "branch and skip must have the same shape"
         advice = "The branch must keep the shape of its input."
-        raise shape_error("residual_add", "branch and skip must agree", advice, **shapes)
+        raise shape_error("residual_add", expected, advice, **shapes)
     factors = _factors(tau)
     weights = factors.branch, factors.skip
     return _aligned(left, right, weights, (1.0, 1.0), result_dtype(right[0]))
