@@ -179,7 +179,7 @@ def test_the_op_traces_the_kernel_forward_and_backward(dtype: str) -> None:
     with cudnn_of((9, 0), 91200):
         program = primitives(lambda *args: grads(*args, "cudnn"), *args)
         shapes = jax.eval_shape(lambda *args: grads(*args, "cudnn"), *args)
-        with paths.for_nvidia():
+        with paths.tracing(target="gpu"):
             chosen = primitives(lambda *args: grads(*args, "auto"), *args)
     assert [s.shape for s in shapes] == [a.shape for a in args]
     for text in (program, chosen):

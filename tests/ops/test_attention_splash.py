@@ -14,7 +14,7 @@ from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
 from unitscale.ops import attention_path
 from unitscale.ops._attention_kernels import splash
-from unitscale.ops._attention_path import for_tpu
+from unitscale.ops._attention_path import tracing
 
 TIME, SIZE = 128, 16
 LONG = (2, 256, 8, 64)
@@ -95,7 +95,7 @@ def test_under_vmap() -> None:
 )
 def test_what_a_tpu_takes(q: Any, options: dict[str, Any], reason: str | None) -> None:
     options = {"dtype": "bfloat16", **options}
-    with for_tpu():
+    with tracing(target="tpu"):
         path = attention_path(q, LONG, **options)
     assert (path.implementation == "splash") == (reason is None)
     assert (reason or "a fused kernel of JAX for the TPU") in path.reason
@@ -128,6 +128,6 @@ def test_the_op_is_lowered_for_tpus(axes: dict[str, int]) -> None:
 
         return jax.grad(loss, (0, 1, 2))(*args)
 
-    with for_tpu(), jax.set_mesh(mesh_of(**axes)) if axes else nullcontext():
+    with tracing(target="tpu"), jax.set_mesh(mesh_of(**axes)) if axes else nullcontext():
         exported = jax.export.export(jax.jit(grads), platforms=["tpu"])(*operands())
     assert exported.mlir_module().count("@tpu_custom_call") == 3  # forward, by q, by k and v

@@ -12,7 +12,7 @@ from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of
 from unitscale import ops
 from unitscale.ops._attention import shard_heads, shard_tokens
-from unitscale.ops._attention_path import for_nvidia, whole_heads
+from unitscale.ops._attention_path import tracing, whole_heads
 
 TIME, HEADS, SIZE = 16, 4, 8
 
@@ -68,7 +68,7 @@ def test_heads_are_moved_where_devices_divide_them() -> None:
 
 def test_the_kernel_is_not_taken_for_parts_of_a_head() -> None:
     shape = (2, 64, 6, 64)
-    with for_nvidia(), jax.set_mesh(mesh_of(context=4)):
+    with tracing(target="gpu"), jax.set_mesh(mesh_of(context=4)):
         path = ops.attention_path(shape, shape, jnp.bfloat16, is_causal=True)
         assert path.implementation != "cudnn"
         assert "context and tensor do not divide 6 heads" in path.reason

@@ -26,7 +26,7 @@ from ..core import (
 from ..rules import Constraint
 from ._attention_kernels import attend_by_cudnn, attend_in_chunks, splash
 from ._attention_path import HEAD_AXES, Implementation, take_path, whole_heads
-from ._operands import ArrayLike, output_dtype, shape_error, unpack
+from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, unpack
 
 
 def dot_product_attention(
@@ -53,39 +53,27 @@ def dot_product_attention(
 
     Args:
         q: (batch, time, heads, d), floating.
-        k: (batch, source, kv_heads, d); kv_heads divides heads (grouped-query attention).
+        k: (batch, source, kv_heads, d); kv_heads divides heads (GQA, arXiv 2305.13245).
         v: (batch, source, kv_heads, d).
         mask: boolean, broadcasting to (batch, heads, time, source); True attends.
-        is_causal: whether query t sees only keys up to t.
+        is_causal: whether query t attends to keys up to t only.
         mult: static multiplier of the logits (inverse temperature).
         dropout_rate: rate of dropout on the attention weights.
         dropout_key: `jax.random` key for it.
         deterministic: whether dropout applies its expected value.
         scale_length: static sequence length of the forward factor; by default the number of keys.
-            Fix it if one function must serve many lengths, as with a KV cache.
+            Set it if one function serves many lengths, as with a KV cache.
         scale_causal: whether the forward factor is that of a causal mask; by default ``is_causal``.
-            Set it if ``mask`` is causal.
-        mean_square: static mean square of the average of the values over the attention weights,
-            for values that share a component between positions, as above the first layer of a
-            stack (`rules.AttentionContext`); by default that of independent values.
+        mean_square: static mean square of the averaged values, if these are correlated between
+            positions (`rules.AttentionContext`); by default that of independent values.
         constraint: see `unitscale.ops`.
-        implementation: "cudnn", a fused kernel of NVIDIA GPUs; "splash", one for TPUs; "chunked",
-            which computes weights in pieces, and again in the backward pass; "plain", which holds
-            all of them; or "auto", the first of these that is available and fits the call, see
-            `attention_path`. None is "auto", "xla" is "plain".
+        implementation: "plain" computes all attention weights at once, "chunked" recomputes them in
+            chunks, "cudnn" and "splash" are fused kernels for NVIDIA GPUs and TPUs, and "auto"
+            selects one (`attention_path`). None is "auto", "xla" is "plain".
 
     Returns:
         ScaledArray (batch, time, heads, d) in the dtype of ``v``. A query whose keys are all masked
         gets the mean of all values, and never NaN.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (1, 128, 4, 16))
-        >>> y = dot_product_attention(x, x[:, ::-1], x[::-1, :, ::-1])
-        >>> y.shape
-        (1, 128, 4, 16)
-
-    References:
-        Ainslie et al., "GQA", 2023, arXiv 2305.13245.
     """
     (qd, qs), (kd, ks), (vd, vs) = (
         unpack("dot_product_attention", name, x, (-1, -2, -3))
@@ -108,9 +96,8 @@ def dot_product_attention(
         constraint=constraint,
     )
     dtype, shared = output_dtype(v), result_dtype(qd, kd, vd)
-    # The cotangent is multiplied by v's factor before the softmax shrinks it; q and k differ from
-    # it only without a constraint. bfloat16 has the range to multiply gradients at the end, where
-    # the factors fuse; a scaled cotangent of a fused kernel would be written to memory.
+    # The cotangent is multiplied by v's factor before the softmax shrinks it, except in bfloat16,
+    # whose range allows multiplying gradients at the end, where the factors fuse.
     common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
     qd, kd, vd = (
         upcast(scale_bwd(x, factor / common), shared)
@@ -179,25 +166,16 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
             f"unitscale.ops.dot_product_attention: mask must be boolean; got dtype {mask.dtype}. "
             "True attends."
         )
-    fits = mask.ndim <= 4 and all(
-        m in (1, n) for m, n in zip(mask.shape[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
-        raise shape_error(
-            "dot_product_attention",
-            f"mask must broadcast to (batch, heads, time, source) {shape}",
-            "Insert dimensions of size 1.",
-            mask=mask.shape,
-        )
+    if not broadcasts_to(mask.shape, shape):
+        expected = f"mask must broadcast to (batch, heads, time, source) {shape}"
+        advice = "Insert dimensions of size 1."
+        raise shape_error("dot_product_attention", expected, advice, mask=mask.shape)
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def shard_heads(x: jax.Array) -> jax.Array:
-    """Reshards (batch, time, heads, d) from tokens to heads, so that each device has whole heads.
-
-    An all-to-all, forward and backward, as in Jacobs et al., "DeepSpeed Ulysses", 2023.
-    """
-    # Both sides are constrained, so that XLA does not reshard the matmuls before and after.
+    """Reshards (batch, time, heads, d) from tokens to heads by an all-to-all, as in Ulysses."""
+    # Constrain both sides, so that XLA does not reshard the matmuls before and after.
     x = constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
     return constrain_sharding(x, BATCH_AXES, (), HEAD_AXES)
 
@@ -238,11 +216,7 @@ def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, d
 
 @custom_vjp
 def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Averages v over float32 weights, rounded to its dtype; their gradient stays in float32.
-
-    In float16 that gradient, a sum over a head's features, would overflow before the softmax's own
-    gradient shrinks it by the number of keys.
-    """
+    """Averages v; the gradient of the weights stays in float32, as float16 could overflow."""
     return jnp.einsum(
         "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype
     )

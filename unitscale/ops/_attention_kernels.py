@@ -1,13 +1,8 @@
-"""Implementations of attention that never hold a time x source array of all heads in memory.
-
-In chunks of queries and keys: the softmax over all keys is computed chunk by chunk, in units of the
-largest logit so far, and the backward pass computes the weights again from that maximum and the
-sum. And by fused kernels: cuDNN's for NVIDIA GPUs, and JAX's splash kernel for TPUs.
-"""
+"""Attention that never materializes all weights: in chunks, by cuDNN, and by splash on TPUs."""
 
 import itertools
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -69,10 +64,7 @@ def attend_in_chunks(
     factor: float,
     logit_scales: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Averages v under the softmax of ``factor * q k^T``, times the scales of the logits.
-
-    Operands have one dtype; the mask has four dimensions; scales are scalars or (batch, 1, 1, 1).
-    """
+    """Computes attention in chunks with an online softmax, and recomputes weights backward."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     if not q.size or not k.size:
@@ -105,7 +97,7 @@ def attend_in_chunks(
 
 
 def _size(length: int, most: int) -> int:
-    """Returns the size of equal chunks, none above `most`, that need the least padding."""
+    """Returns the size of equal chunks of at most `most` that need the least padding."""
     return math.ceil(length / math.ceil(length / most))
 
 
@@ -115,7 +107,7 @@ def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _mask_chunks(mask: jax.Array, plan: _Plan) -> jax.Array:
-    """Returns the mask as (batch, kv_heads, groups, time, source), padded to whole chunks."""
+    """Reshapes a mask to (batch, kv_heads, groups, time, source), padded to whole chunks."""
     batch, heads, *lengths = mask.shape
     split = (1, 1) if heads == 1 else (plan.kv_heads, plan.groups)
     mask = mask.reshape(batch, *split, *lengths)
@@ -149,11 +141,10 @@ def _logits(plan: _Plan, i, j, q, k, mask, scales) -> jax.Array:
         allowed.append(mask)
     if not allowed:
         return logits
-    together = allowed[0]
-    for more in allowed[1:]:
-        together = together & more
     apart = (plan.batch, plan.kv_heads, plan.groups, plan.queries, plan.keys)
-    return jnp.where(together, logits.reshape(apart), -jnp.inf).reshape(logits.shape)
+    return jnp.where(reduce(jnp.logical_and, allowed), logits.reshape(apart), -jnp.inf).reshape(
+        logits.shape
+    )
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))
@@ -211,14 +202,14 @@ def _attend_bwd(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
     start, _ = match_varying((tuple(jnp.zeros_like(x, dtype=wide) for x in (q, k, v)), q))
     grads, _ = lax.scan(add, start, plan.pairs())
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv, None, tuple(map(jnp.zeros_like, scales))
+    return dq, dk, dv, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _finite(top: jax.Array) -> jax.Array:
-    """Makes the largest logit of a query that sees nothing finite, so that its weights are 0."""
+    """Makes the largest logit of a fully masked query finite, so that its weights are 0."""
     return jnp.maximum(top, jnp.finfo(top.dtype).min)
 
 
@@ -233,7 +224,7 @@ def _put(x: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
 def attend_by_cudnn(
     q: jax.Array, k: jax.Array, v: jax.Array, is_causal: bool, factor: float
 ) -> jax.Array:
-    """Averages v under the softmax of ``factor * q k^T`` by cuDNN, which accumulates in float32."""
+    """Calls cuDNN's fused kernel."""
     q, k, v = match_varying((q, k, v))
     # JAX's batching rule for the kernel needs all operands and the cotangent mapped: make each
     # depend on all, by a select that XLA removes.
@@ -254,11 +245,10 @@ def splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Averages v under the softmax of ``factor * q k^T`` by JAX's splash kernel for TPUs.
+    """Calls JAX's splash kernel for TPUs, or interprets it on any device.
 
-    Operands are bfloat16, and `LANES` divides time and source. Under the mesh of `jax.set_mesh`
-    each device has whole heads of some items of the batch, because the kernel does not communicate.
-    With ``interpret`` XLA interprets the kernel, on any device.
+    Each device of a mesh has whole heads of some sequences, because the kernel does not
+    communicate.
     """
     q = (q.astype(jnp.float32) * factor).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))

@@ -30,11 +30,7 @@ class AttentionPath(NamedTuple):
 
     Attributes:
         implementation: "plain", "chunked", "cudnn" or "splash".
-        reason: one line for people.
-
-    Example:
-        >>> AttentionPath("plain", "asked for").implementation
-        'plain'
+        reason: one line of text.
     """
 
     implementation: Implementation
@@ -42,15 +38,12 @@ class AttentionPath(NamedTuple):
 
 
 class _Tracing(NamedTuple):
-    """Settings of the context in which a program is traced."""
-
     forced: Implementation = "auto"
     target: str | None = None
     taken: tuple[list[AttentionPath], ...] = ()
 
 
-_NOTHING = _Tracing()
-_TRACING: ContextVar[_Tracing] = ContextVar("attention", default=_NOTHING)
+_TRACING: ContextVar[_Tracing] = ContextVar("attention", default=_Tracing())  # noqa: B039
 
 
 def attention_path(
@@ -66,25 +59,22 @@ def attention_path(
 ) -> AttentionPath:
     """Returns the implementation that a call of `dot_product_attention` takes, and why.
 
-    "auto" is "cudnn", the fused kernel, if the default backend is an NVIDIA GPU and the kernel
-    supports the call: 16-bit operands, head sizes that 8 divides up to 128, even lengths, no mask
-    but the causal one, no dropout, and, under a mesh whose axis context shards the tokens, heads
-    that the devices of context and tensor divide.
+    "auto" selects the first of these that supports the call. The fused kernels, "cudnn" and
+    "splash", support only the causal mask, no dropout, and whole heads on each device.
 
-    It is "splash", JAX's kernel for TPUs, if the default backend is one and the kernel supports the
-    call: bfloat16, lengths that 128 divides, and for several devices the mesh of `jax.set_mesh`,
-    which shards the batch and the heads; not inside of `jax.shard_map`.
-
-    Else it is "chunked" for long sequences without dropout: on CPUs from 128 queries times 128
-    keys, where it is faster, and elsewhere from 1,024 x 1,024, to save memory. Else it is "plain".
+    - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128.
+    - "splash", on TPUs: bfloat16, lengths that are multiples of 128; not inside `jax.shard_map`,
+      and several devices only under a mesh of `jax.set_mesh`.
+    - "chunked", without dropout: from 128 x 128 weights on CPUs, from 1,024 x 1,024 elsewhere.
+    - "plain".
 
     Args:
         q_shape: (batch, time, heads, d), or q itself.
         k_shape: (batch, source, kv_heads, d), or k itself.
-        dtype: the promoted dtype of q, k and v; 8-bit data counts as bfloat16.
+        dtype: promoted dtype of q, k and v.
         mask: whether there is one.
         is_causal: as for the op.
-        dropout_rate: of the weights, 0 where dropout is off.
+        dropout_rate: rate of dropout on the attention weights.
         scaled: whether q or k is a ScaledArray that has a scale.
         implementation: as for the op.
 
@@ -95,9 +85,9 @@ def attention_path(
     """
     dtype = jnp.dtype(getattr(dtype, "dtype", dtype))
     q_shape, k_shape = (tuple(getattr(x, "shape", x)) for x in (q_shape, k_shape))
-    tracing = _TRACING.get()
+    settings = _TRACING.get()
     wanted: Any = {None: "auto", "xla": "plain"}.get(implementation, implementation)
-    wanted = wanted if tracing.forced == "auto" else tracing.forced
+    wanted = wanted if settings.forced == "auto" else settings.forced
     if wanted not in get_args(Implementation):
         raise ValueError(
             f"{_NAME}: implementation must be one of {', '.join(get_args(Implementation))}; got "
@@ -106,7 +96,6 @@ def attention_path(
     no_chunks = "dropout needs all weights at once" if dropout_rate else None
 
     def refusal_of(name: str) -> str | None:
-        """Returns why an implementation cannot take the call, or None."""
         if name in ("plain", "chunked"):
             return no_chunks if name == "chunked" else None
         refusal = _not_for_kernels(q_shape, k_shape, mask, dropout_rate)
@@ -126,7 +115,7 @@ def attention_path(
         if refusal is None:
             return AttentionPath("splash", "a fused kernel of JAX for the TPU")
     else:
-        kernel, refusal = "cuDNN", (None if tracing.target else _no_gpu()) or refusal_of("cudnn")
+        kernel, refusal = "cuDNN", (None if settings.target else _no_gpu()) or refusal_of("cudnn")
         if refusal is None:
             return AttentionPath("cudnn", "a fused kernel of the NVIDIA GPU")
     time, source = q_shape[1], k_shape[1]
@@ -139,9 +128,7 @@ def attention_path(
 
 @contextmanager
 def attention_paths(implementation: Implementation = "auto") -> Iterator[list[AttentionPath]]:
-    """Yields a list that gets the `AttentionPath` of each call that is traced within the block.
-
-    JAX does not trace again what it has traced before for the same shapes.
+    """Records the `AttentionPath` of each call that JAX traces within the block, in a list.
 
     Args:
         implementation: overrides that of every call within the block, unless it is "auto".
@@ -155,26 +142,13 @@ def attention_paths(implementation: Implementation = "auto") -> Iterator[list[At
         'plain'
     """
     taken: list[AttentionPath] = []
-    with _tracing(forced=implementation, taken=(*_TRACING.get().taken, taken)):
+    with tracing(forced=implementation, taken=(*_TRACING.get().taken, taken)):
         yield taken
 
 
 @contextmanager
-def for_nvidia() -> Iterator[None]:
-    """Traces programs within the block as for an NVIDIA GPU, whatever this machine has."""
-    with _tracing(target="gpu"):
-        yield
-
-
-@contextmanager
-def for_tpu() -> Iterator[None]:
-    """Traces programs within the block as for one TPU, or those of the enclosing mesh."""
-    with _tracing(target="tpu"):
-        yield
-
-
-@contextmanager
-def _tracing(**changes: Any) -> Iterator[None]:
+def tracing(**changes: Any) -> Iterator[None]:
+    """Changes settings within the block, such as target="gpu" to trace as for an NVIDIA GPU."""
     token = _TRACING.set(_TRACING.get()._replace(**changes))
     try:
         yield
@@ -203,7 +177,7 @@ def whole_heads(*heads: int) -> bool | None:
 
 
 def _no_gpu() -> str | None:
-    """Returns why the default backend does not support cuDNN's kernel, or None."""
+    """Explains why the default backend lacks cuDNN's kernel, or returns None."""
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:
         return f"the default backend is {backend.platform}, no NVIDIA GPU"
@@ -212,7 +186,6 @@ def _no_gpu() -> str | None:
 
 
 def _unknown_devices() -> str | None:
-    """Returns why a program may be for several TPUs without a known sharding, or None."""
     if not jax.sharding.get_abstract_mesh().empty or _TRACING.get().target == "tpu":
         return None
     count = jax.device_count()
@@ -222,12 +195,10 @@ def _unknown_devices() -> str | None:
 def _not_for_kernels(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], mask: bool, dropout_rate: float
 ) -> str | None:
-    """Returns why no fused kernel supports a call, or None."""
     if dropout_rate:
         return "it has no dropout on the weights here"
     if mask:
-        # cuDNN adds a finite number where the mask is False. The result of a row with nothing to
-        # attend to then depends on the dtype, and its gradient has been NaN in some versions.
+        # A row with all keys masked has had NaN gradients in some versions of cuDNN.
         return "it has no exact masks but the causal one"
     if 0 in (*q_shape, *k_shape):
         return "there is nothing to attend to or from"

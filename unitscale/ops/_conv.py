@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .. import rules
@@ -19,7 +18,7 @@ from ._operands import ArrayLike, multiply_scales, output_dtype, shape_error, un
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 _Pairs = str | tuple[tuple[int, int], ...]
-# Modes of `jnp.pad` for padding that is not zero.
+_Operand = tuple[jax.Array, Any]
 _PAD_MODES: dict[str, Any] = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 
 
@@ -66,24 +65,21 @@ def conv(
     """Convolves over the spatial dimensions.
 
     Scaling: `rules.conv`; the scales are multiplied, and the bias is added at the result's.
-    bfloat16 operands stay bfloat16 and are rounded before their factor, as those of `dense`; others
-    are widened to float32, and results are rounded once, after their factor.
 
     Args:
         x: (batch, *spatial, in), floating.
         kernel: (*spatial, in / groups, out), floating.
         bias: (out,), or None.
         strides: one stride, or one per spatial dimension.
-        padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), an integer for both sides of
-            every dimension, or one integer or (low, high) pair for each; or "CIRCULAR" or
-            "REFLECT", which pad with the input itself in place of zeros. Not "SAME" for dilated
-            inputs.
+        padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), "CIRCULAR", "REFLECT", an
+            integer for both sides of every dimension, or one integer or (low, high) pair for each.
+            Dilated inputs do not support "SAME".
         dilation: one kernel dilation, or one per spatial dimension.
         input_dilation: one dilation of the input, or one per spatial dimension.
         feature_group_count: number of groups, dividing in and out.
         constraint: see `matmul`.
-        config: formats that operands are rounded to; the convolution itself runs in bfloat16 or
-            float32, because XLA has no FP8 kernel. Cotangents are not quantized.
+        config: formats that operands are rounded to before a convolution in bfloat16 or float32
+            (XLA has no FP8 kernel). Cotangents are not quantized.
         state: see `matmul`.
 
     Returns:
@@ -144,30 +140,20 @@ def conv_transpose(
     Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
     `conv`.
 
-    Arguments are those of `conv`. ``strides`` is the number of outputs per input, and ``padding``
-    "SAME", for ``strides`` times as many outputs as inputs, "VALID", for all that an input reaches,
-    or an integer or (low, high) pairs, of the dilated input.
-
-    Example:
-        >>> y = conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((2, 4, 3)), strides=2)
-        >>> print(y.shape, float(y.data[0, 0, 0]))
-        (1, 10, 3) 2.0
+    Arguments are those of `conv`, with ``padding`` "SAME" (``strides`` outputs per input), "VALID",
+    an integer, or (low, high) pairs.
 
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """
     operands = _operands("conv_transpose", x, kernel, 1)
     (data, _), (w, _) = operands
-    rank = data.ndim - 2
-    strides = _per_axis("conv_transpose", "strides", strides, rank)
-    dilation = _per_axis("conv_transpose", "dilation", dilation, rank)
+    strides = _per_axis("conv_transpose", "strides", strides, data.ndim - 2)
+    dilation = _per_axis("conv_transpose", "dilation", dilation, data.ndim - 2)
     around = _sides("conv_transpose", padding, w.shape, dilation)
     f = partial(_conv_transpose, strides, around, dilation)
     rule = partial(rules.conv, input_dilation=strides, constraint=constraint)
     return _scaled("conv_transpose", f, operands, bias, rule, output_dtype(x), config, state)
-
-
-_Operand = tuple[jax.Array, Any]
 
 
 def _operands(name: str, x: ArrayLike, kernel: ArrayLike, groups: int) -> tuple[_Operand, _Operand]:
@@ -185,17 +171,8 @@ def _operands(name: str, x: ArrayLike, kernel: ArrayLike, groups: int) -> tuple[
     return (data, x_scale), (w, w_scale)
 
 
-def _scaled(
-    name: str,
-    f: partial[jax.Array],
-    operands: tuple[_Operand, _Operand],
-    bias: ArrayLike | None,
-    rule: Callable[..., Factors],
-    out_dtype: Any,
-    config: MatmulConfig | None,
-    state: QuantState | None,
-) -> ScaledArray:
-    """Convolves data, with the factors of a rule for its shapes."""
+def _scaled(op, f, operands, bias, rule, out_dtype, config, state) -> ScaledArray:
+    """Convolves by ``f``, with the factors of a rule for the operands' shapes."""
     (data, x_scale), (w, w_scale) = operands
     out = jax.eval_shape(f, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
     factors = rule(w.shape, global_batch_size(math.prod(out.shape[:-1]), data), 1)
@@ -209,12 +186,10 @@ def _scaled(
     else:
         own = Factors(factors.fwd, bwd)
         y = wide_op(f.func, data, w, factors=own, static=f.args, out_dtype=out_dtype)
-    result = multiply_scales(y, x_scale, w_scale)
-    return add_bias(name, result, bias, factors.bwd[2])
+    return add_bias(op, multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2])
 
 
 def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """Returns one positive integer for each spatial dimension."""
     sizes = (value,) * rank if isinstance(value, int) else tuple(value)
     if len(sizes) != rank or any(size < 1 for size in sizes):
         raise ValueError(
@@ -246,46 +221,26 @@ def _sides(op: str, padding: Padding, window: Sequence[int], dilation: Sequence[
 
 
 class _Windows(NamedTuple):
-    """Pooling windows over the spatial dimensions, those before the last."""
-
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: _Pairs
 
     def reduce(self, x: jax.Array, init: float, f: Callable[..., jax.Array]) -> jax.Array:
-        leading = x.ndim - len(self.shape) - 1
-        ones, none = (1,) * leading, ((0, 0),) * leading
-        pads = (*none, *self.pads(x.shape), (0, 0))
+        ones = (1,) * (x.ndim - len(self.shape) - 1)
+        pads = self.padding
+        if not isinstance(pads, str):
+            pads = (*((0, 0) for _ in ones), *pads, (0, 0))
         return lax.reduce_window(
             x, init, f, (*ones, *self.shape, 1), (*ones, *self.strides, 1), pads
         )
 
-    def pads(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        if not isinstance(self.padding, str):
-            return self.padding
-        spatial = shape[-1 - len(self.shape) : -1]
-        return tuple(lax.padtype_to_pads(spatial, self.shape, self.strides, self.padding))
-
-    def counts(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns how many entries of each window are not padding, at least 1."""
-        each = []
-        for size, window, stride, (low, high) in zip(
-            shape[-1 - len(self.shape) : -1],
-            self.shape,
-            self.strides,
-            self.pads(shape),
-            strict=True,
-        ):
-            start = np.arange(0, low + size + high - window + 1, stride) - low
-            each.append(np.clip(np.minimum(start + window, size) - np.maximum(start, 0), 0, None))
-        whole = reduce(np.multiply.outer, each)
-        leading = (1,) * (len(shape) - len(self.shape) - 1)
-        return np.maximum(whole, 1).astype(np.float32).reshape(*leading, *whole.shape, 1)
-
 
 def _mean(windows, count_padding, x):
-    count = math.prod(windows.shape) if count_padding else windows.counts(x.shape)
-    return windows.reduce(x, 0.0, lax.add) / count
+    total = windows.reduce(x, 0.0, lax.add)
+    if count_padding:
+        return total / math.prod(windows.shape)
+    ones = jnp.ones((*x.shape[-1 - len(windows.shape) : -1], 1), x.dtype)
+    return total / jnp.maximum(windows.reduce(ones, 0.0, lax.add), 1)
 
 
 def _maximum(windows, x):
@@ -303,13 +258,12 @@ def avg_pool(
 ) -> ScaledArray:
     """Takes the mean over windows, as `flax.linen.avg_pool`, scaled to unit variance.
 
-    Scaling: `rules.avg_pool`; the scale is carried. Entries are taken as independent: the mean of
-    similar entries, such as neighbours in an image, is larger.
+    Scaling: `rules.avg_pool`, for independent entries; the scale is carried.
 
     Args:
-        x: (..., *spatial, features), floating; any number of leading dimensions, also none.
+        x: (..., *spatial, features), floating.
         window_shape: size of the window in each spatial dimension.
-        strides: step from window to window in each; by default 1.
+        strides: strides in each spatial dimension; by default 1.
         padding: as for `conv`, but not "CIRCULAR" and "REFLECT".
         count_include_pad: whether the zeros of the padding count as entries of the mean.
         constraint: see `unitscale.ops`.
@@ -338,12 +292,7 @@ def max_pool(
 
     Scaling: `rules.max_pool`; the scale is carried, and the mean is not removed.
 
-    Arguments are those of `avg_pool`; the padding is -inf. Of equal entries the first gets the
-    gradient.
-
-    Example:
-        >>> print(max_pool(jnp.array([[1.0], [3.0], [2.0]]), (2,)).data.ravel().round(3))
-        [3.634 3.634]
+    Arguments are those of `avg_pool`; the padding is -inf.
     """
     windows = _windows("max_pool", x, window_shape, strides, padding)
     factors = rules.max_pool(windows.shape, windows.strides, constraint=constraint)
@@ -366,14 +315,7 @@ def _windows(op, x, window_shape, strides, padding) -> _Windows:
     return _Windows(window, strides, _sides(op, padding, window, (1,) * len(window)))
 
 
-def _pool(
-    op: str,
-    f: Callable[..., jax.Array],
-    x: ArrayLike,
-    windows: _Windows,
-    factors: Factors,
-    *options: bool,
-) -> ScaledArray:
+def _pool(op, f, x, windows, factors, *options) -> ScaledArray:
     data, scale = unpack(op, "x", x, tuple(range(-1 - len(windows.shape), -1)))
     y = wide_op(f, data, factors=factors, static=(windows, *options), out_dtype=output_dtype(x))
     return ScaledArray(y, scale)

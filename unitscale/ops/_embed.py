@@ -10,18 +10,18 @@ from jax.sharding import PartitionSpec
 
 from .. import rules
 from ..core import ScaledArray, custom_vjp, global_batch_size, narrow, result_dtype, widen
-from ._operands import ArrayLike, output_dtype, shape_error, times, unpack
+from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, times, unpack
 
 
 class _Specs(NamedTuple):
-    """Shardings of the table and of the rows on explicit mesh axes, where JAX cannot infer them."""
+    """Shardings on explicit mesh axes, where JAX cannot infer them."""
 
     table: PartitionSpec | None = None
     rows: PartitionSpec | None = None
 
 
 def _specs(table: jax.Array, ids: jax.Array) -> _Specs:
-    """Rows are sharded as their ids, and features as in the table on the axes that are left."""
+    """Shards rows as their ids, and features as in the table on the remaining axes."""
     own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
     if not any((*own, *places)):
         return _Specs()
@@ -36,7 +36,6 @@ def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
 
 @partial(custom_vjp, nondiff_argnums=(2, 3))
 def _take(table, ids, factor, specs):
-    """Returns the rows, and the table for its second use if it is tied."""
     return _rows(table, ids, specs).astype(result_dtype(table)), table
 
 
@@ -78,17 +77,11 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
 def tied_embed(
     ids: jax.Array, table: ArrayLike, *, vocab: int | None = None
 ) -> tuple[ScaledArray, ArrayLike]:
-    """Looks up rows of a table that is used once more, as the kernel of a readout.
+    """Looks up rows of a table that is also the kernel of a readout.
 
-    Scaling: As `embed`. The gradient of the rows is added in place to the gradient of the returned
-    table, so that no second array as large as the table is made.
+    Scaling: As `embed`. The gradient of the rows is added in place to that of the returned table.
 
-    Returns the rows, and the table for its second use; arguments are those of `embed`.
-
-    Example:
-        >>> rows, table = tied_embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]]))
-        >>> print(rows.data.ravel(), table.ravel())
-        [2. 2.] [1. 2.]
+    Returns the rows, and the table to pass to the readout; arguments are those of `embed`.
 
     References:
         Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv
@@ -163,11 +156,6 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
         positions: (..., time) integers, broadcasting with the leading dimensions.
         base: wavelengths run from 2 pi to 2 pi * base.
 
-    Example:
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> print(rotary(x, jnp.arange(3)).data[0, 0, 0])
-        [1. 1. 1. 1.]
-
     References:
         Su et al., "RoFormer", 2021, arXiv 2104.09864, equation 34.
     """
@@ -180,16 +168,8 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
             "Split the features into heads first.",
             x=data.shape,
         )
-    times = data.shape[:-2]
-    if positions.ndim > len(times) or any(
-        n not in (1, t) for n, t in zip(positions.shape[::-1], times[::-1], strict=False)
-    ):
-        raise shape_error(
-            "rotary",
-            "positions must broadcast to (..., time)",
-            "Give one position per time step.",
-            x=data.shape,
-            positions=positions.shape,
-        )
+    if not broadcasts_to(positions.shape, data.shape[:-2]):
+        shapes, advice = {"x": data.shape, "positions": positions.shape}, "One per time step."
+        raise shape_error("rotary", "positions must broadcast to (..., time)", advice, **shapes)
     dtype = jnp.dtype(output_dtype(x))
     return ScaledArray(_rotate(data, positions, float(base), 1.0, dtype), scale)

@@ -41,15 +41,14 @@ def matmul(
 ) -> ScaledArray:
     """Multiplies two activations: ``left @ right``.
 
-    Scaling: `rules.matmul`; the scales are multiplied. A dimension that an operand is broadcast
-    over counts in the sum of its own gradient.
+    Scaling: `rules.matmul`; the scales are multiplied.
 
     Args:
         left: (..., m, k), floating.
         right: (..., k, n), floating; leading dimensions broadcast.
-        constraint: how output and gradients come to share a factor.
-        config: formats of a quantized matmul; None multiplies the operands as they are.
-        state: scales of a strategy that keeps them, such as `quant.Delayed`, which fails without.
+        constraint: see `unitscale.ops`.
+        config: formats of a quantized matmul, or None.
+        state: scales of a strategy with state, such as `quant.Delayed`, which requires it.
 
     Returns:
         ScaledArray (..., m, n).
@@ -81,8 +80,7 @@ def matmul(
         constraint=constraint,
     )
     out = ascii_lowercase[: len(batch)]
-    # A dimension that an operand is broadcast over has no label there, so that its gradient sums
-    # over it inside the matmul, in the wide accumulator.
+    # Broadcast dimensions have no label, so that gradients sum over them inside the matmul.
     x_labels, x_core = _own_labels(x, out)
     y_labels, y_core = _own_labels(y, out)
     both = "".join(c for c in out if c in x_labels or c in y_labels)
@@ -99,7 +97,7 @@ def matmul(
 
 
 def _own_labels(x: jax.Array, batch: str) -> tuple[str, jax.Array]:
-    """Labels of the leading dimensions that are not of size 1, and the array without the others."""
+    """Drops leading dimensions of size 1; returns the labels of the rest, and the array."""
     own = batch[len(batch) - (x.ndim - 2) :] if x.ndim > 2 else ""
     ones = tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)
     return "".join(c for i, c in enumerate(own) if i not in ones), jnp.squeeze(x, ones)
@@ -116,10 +114,9 @@ def dense(
 ) -> ScaledArray:
     """Applies a dense layer: ``x @ kernel + bias``.
 
-    Scaling: `rules.dense`, the batch being the product of the leading dimensions on all devices
-    (`unitscale.batch_over`). The scales are multiplied, and the bias is added at the result's. If
-    ``config`` quantizes, a scalar scale of the kernel multiplies the data and both gradients
-    instead, except in float16, which lacks the range.
+    Scaling: `rules.dense`, for the batch on all devices (`unitscale.batch_over`). The scales are
+    multiplied, and the bias is added at the result's. Under ``config`` a scalar scale of the kernel
+    multiplies the data and both gradients instead, except in float16, which lacks the range.
 
     Args:
         x: (..., in), floating.
@@ -155,10 +152,6 @@ def readout(
     readout's input is a cut edge: the only path from the loss to the model.
 
     Arguments and result are those of `dense`.
-
-    Example:
-        >>> print(readout(jnp.ones((2, 16)), jnp.ones((16, 3))).data[0])
-        [1. 1. 1.]
     """
     return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
@@ -173,7 +166,7 @@ def affine(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Implements `dense`, `readout` and the logits of `route`, each with its own rule."""
+    """Implements `dense`, `readout` and the logits of `route`."""
     x, x_scale = unpack(op, "x", inputs, (-1,))
     w, w_scale = unpack(op, "kernel", kernel, (0,))
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
@@ -189,8 +182,7 @@ def affine(
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
     multiplier, is_scalar = None, w_scale is not None and not jnp.ndim(w_scale)
     if config is not None and is_scalar and dtype != jnp.float16:
-        # A quantized matmul is multiplied by the scales of its operands anyway: there the kernel's
-        # own scale costs nothing.
+        # A quantized matmul is multiplied by scales anyway, so the kernel's own costs nothing.
         w_scale, multiplier = None, to_float(w_scale)
     data = contract(
         x,
@@ -265,9 +257,7 @@ def einsum(
     data, x_scale = unpack("einsum", "x", x, ...)
     w, w_scale = unpack("einsum", "kernel", kernel, ...)
     spec = einsum_contraction(subscripts, data.ndim)
-    size = dict(zip(spec.lhs, data.shape, strict=False)) | dict(
-        zip(spec.rhs, w.shape, strict=False)
-    )
+    size = dict(zip(spec.lhs + spec.rhs, data.shape + w.shape, strict=False))
     fits = len(spec.lhs) == data.ndim and len(spec.rhs) == w.ndim
     if not fits or any(size[c] != n for c, n in zip(spec.lhs, data.shape, strict=True)):
         raise shape_error(
@@ -277,26 +267,13 @@ def einsum(
             x=data.shape,
             kernel=w.shape,
         )
-    inputs, outputs, batch = (
-        math.prod(size[c] for c in labels)
-        for labels in (
-            spec.summed,
-            [c for c in spec.rhs if c not in spec.lhs],
-            [c for c in spec.lhs if c not in spec.rhs],
-        )
-    )
-    factors = rules.dense(
-        max(inputs, 1), max(outputs, 1), global_batch_size(batch, data), constraint=constraint
-    )
-    y = contract(
-        data,
-        w,
-        spec,
-        factors=(factors.fwd, *factors.bwd[:2]),
-        config=config,
-        out_dtype=output_dtype(x, kernel) if config is None else output_dtype(x),
-        state=state,
-    )
+    inputs = math.prod(size[c] for c in spec.summed)
+    outputs = math.prod(size[c] for c in spec.rhs if c not in spec.lhs)
+    batch = global_batch_size(math.prod(size[c] for c in spec.lhs if c not in spec.rhs), data)
+    factors = rules.dense(max(inputs, 1), max(outputs, 1), batch, constraint=constraint)
+    dtype = output_dtype(x, kernel) if config is None else output_dtype(x)
+    own = (factors.fwd, *factors.bwd[:2])
+    y = contract(data, w, spec, factors=own, config=config, out_dtype=dtype, state=state)
     axes = tuple(axis for axis, c in enumerate(spec.out) if c in spec.rhs)
     return add_bias("einsum", multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2], axes)
 
@@ -311,8 +288,7 @@ def lora(
 ) -> ScaledArray:
     """Applies a low-rank update of a dense layer: ``base + x @ a @ b``.
 
-    Scaling: `rules.lora`; the scales are multiplied. ``base`` is added with factor 1 both ways,
-    because an update begins at zero.
+    Scaling: `rules.lora`; the scales are multiplied. ``base`` is added with factor 1.
 
     Args:
         x: (..., in), floating.
@@ -327,9 +303,6 @@ def lora(
     Example:
         >>> print(lora(jnp.ones((1, 16)), jnp.ones((16, 4)), jnp.ones((4, 2))).data)
         [[8. 8.]]
-
-    References:
-        Hu et al., "LoRA", 2021, arXiv 2106.09685.
     """
     data, x_scale = unpack("lora", "x", x, (-1,))
     down, a_scale = unpack("lora", "a", a, (0, 1))
@@ -355,11 +328,6 @@ def lora(
         return ScaledArray(*update)
     total = unpack("lora", "base", base)
     if total[0].shape != data.shape:
-        raise shape_error(
-            "lora",
-            "base must be (..., out)",
-            "Check the feature sizes.",
-            base=total[0].shape,
-            **shapes,
-        )
+        shapes["base"] = total[0].shape
+        raise shape_error("lora", "base must be (..., out)", "Check the feature sizes.", **shapes)
     return combine(total, update)

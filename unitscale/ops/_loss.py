@@ -59,12 +59,9 @@ def in_two_passes(z: jax.Array) -> Normalizer:
 
 
 def in_one_pass(z: jax.Array) -> Normalizer:
-    """Computes maximum and sum together, so that the logits are read once.
+    """Computes maximum and sum together, reading the logits once (arXiv 1805.02867, algorithm 3).
 
-    Of two parts with maxima a >= b and sums s and t, the sum is s + t exp(b - a): Milakov,
-    Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv 1805.02867, algorithm 3.
-    `_SPLITS` logits are combined at a time, so that each takes one exponential, and only their sum
-    a second one.
+    Combining `_SPLITS` logits at a time leaves about one exponential per logit.
     """
     least = jnp.finfo(z.dtype).min  # finite, so that no difference is NaN
     more = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % _SPLITS)]
@@ -123,10 +120,8 @@ def token_gradients(
 ) -> jax.Array:
     """Returns the gradients of each token's loss by its logits, in float32.
 
-    The gradients of a token sum to 0, so they do not move all logits together. Rounded to nearest
-    in 8 bits they would: rounding errs in one direction for most labels. The common shift then
-    accumulates over thousands of steps until 16 bits cannot tell logits apart. Dithered rounding
-    prevents it, given the mantissa bits of the 8-bit format.
+    A token's gradients sum to 0. Rounding to nearest in 8 bits would bias that sum and shift all
+    logits over thousands of steps, so they are dithered, given the mantissa bits of the format.
     """
     hits = labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
@@ -156,7 +151,7 @@ def first_reduction(reduction: Reduction) -> Reduction:
 
 
 def divide_by_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
-    """Makes the mean of the sum of `first_reduction`; its gradient has the factor N / count."""
+    """Divides the sum of `first_reduction`; the gradient has the factor N / count."""
     if first_reduction(reduction) == reduction:
         return loss
     return scale_bwd(loss, float(batch_size_override() or 1)) / jnp.maximum(count, 1)
@@ -182,11 +177,20 @@ def check_labels(
     return labels, where
 
 
-def label_columns(labels: jax.Array, vocab: int, columns: int) -> jax.Array:
-    """Returns labels as indices of columns; one past the last for a label that is no class.
+def check_token_shapes(
+    op: str, labels: jax.Array, where: jax.Array | None, **operand: tuple[int, ...]
+) -> None:
+    """Raises unless labels and ``where`` have the leading dimensions of the operand."""
+    ((name, shape),) = operand.items()
+    shapes = operand | {"labels": labels.shape}
+    shapes |= {} if where is None else {"where": where.shape}
+    if not shape or any(other != shape[:-1] for other in list(shapes.values())[1:]):
+        expected = f"{name} must be (..., features) and labels, where (...)"
+        raise shape_error(op, expected, "Labels are class indices, not one-hot rows.", **shapes)
 
-    Negative labels count from the end of the ``vocab`` classes, the first of the columns.
-    """
+
+def label_columns(labels: jax.Array, vocab: int, columns: int) -> jax.Array:
+    """Returns labels as column indices, those of no class as one past the last."""
     # Small integer types cannot hold every class.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     labels = jnp.where(labels < 0, labels + vocab, labels)
@@ -209,7 +213,7 @@ def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     # Without the 1/N of a mean: every token's gradient is unit scaled, whatever the batch.
     z = wide_logits(logits, mult, scale)
     grad = token_gradients(z, labels, norm, where, scale, mult * factor, cotangent)
-    return narrow(grad, logits.dtype), None, None, jax.tree.map(jnp.zeros_like, scale)
+    return narrow(grad, logits.dtype), None, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
@@ -226,8 +230,8 @@ def softmax_cross_entropy(
     """Returns the cross entropy of integer labels under softmax(mult * logits).
 
     Scaling: `rules.softmax_cross_entropy`; the scale of the logits is applied. The value is the
-    ordinary loss. Gradients omit the mean's 1/N, N being the tokens of all devices
-    (`unitscale.batch_over`), or the items of `unitscale.batch_size`.
+    ordinary loss. Gradients omit the mean's 1/N, for N tokens on all devices
+    (`unitscale.batch_over`), or N items of `unitscale.batch_size`.
 
     Args:
         logits: (..., V), floating.
@@ -247,19 +251,7 @@ def softmax_cross_entropy(
     op = "softmax_cross_entropy"
     data, scale = unpack(op, "logits", logits)
     labels, where = check_labels(op, labels, where, reduction)
-    if (
-        data.ndim < 1
-        or data.shape[:-1] != labels.shape
-        or (where is not None and where.shape != labels.shape)
-    ):
-        raise shape_error(
-            op,
-            "logits must be (..., V) and labels, where (...)",
-            "Labels are class indices, not one-hot rows.",
-            logits=data.shape,
-            labels=labels.shape,
-            **({} if where is None else {"where": where.shape}),
-        )
+    check_token_shapes(op, labels, where, logits=data.shape)
     vocab, first = data.shape[-1], first_reduction(reduction)
     labels = label_columns(labels, vocab, vocab)
     (factor,) = rules.softmax_cross_entropy(vocab, mult=mult).bwd
@@ -290,7 +282,7 @@ def _mean_square_bwd(factors, count, residuals, cotangent):
         narrow(times(g, scale) * factor, x.dtype)
         for g, x, scale, factor in zip((grad, -grad), operands, scales, factors, strict=True)
     )
-    return grads, jax.tree.map(jnp.zeros_like, scales)
+    return grads, None
 
 
 _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
@@ -301,23 +293,12 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
 
     Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
     omit the mean's 1/N, as in `softmax_cross_entropy`.
-
-    Example:
-        >>> print(mse_loss(jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])))
-        2.0
     """
-    (p, p_scale), (t, t_scale) = (
-        unpack("mse_loss", "pred", pred),
-        unpack("mse_loss", "target", target),
-    )
+    p, p_scale = unpack("mse_loss", "pred", pred)
+    t, t_scale = unpack("mse_loss", "target", target)
     if p.shape != t.shape:
-        raise shape_error(
-            "mse_loss",
-            "pred and target must have the same shape",
-            "Broadcast the target yourself if that is meant.",
-            pred=p.shape,
-            target=t.shape,
-        )
+        expected, advice = "pred and target must have the same shape", "Broadcast the target first?"
+        raise shape_error("mse_loss", expected, advice, pred=p.shape, target=t.shape)
     scales = (scale_argument(p_scale), scale_argument(t_scale))
     count = max(math.prod(p.shape), 1)
     items = batch_size_override()

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,12 @@ from ._operands import ArrayLike, combine, multiply_scales, output_dtype, shape_
 @partial(jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["rows", "groups"])
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Which rows of a matrix belong together, such as the tokens of an expert.
+    """Sizes of groups of consecutive rows, such as the tokens of each expert.
 
     Attributes:
-        sizes: (groups,) integers: the rows of each group, one after another. Rows beyond their sum
-            belong to no group.
+        sizes: (groups,) integers: numbers of rows; rows beyond their sum belong to no group.
         rows: number of rows on all devices together.
         groups: number of groups on all devices together.
-
-    Example:
-        >>> Groups(jnp.array([3, 1]), rows=4, groups=2).of_rows(5)
-        Array([0, 0, 0, 1, 2], dtype=int32)
     """
 
     sizes: jax.Array
@@ -66,8 +61,7 @@ def grouped_dense(
 ) -> ScaledArray:
     """Applies a dense layer with a kernel for each group of rows.
 
-    Scaling: `rules.grouped_dense`; scales as in `dense`. The gradient of a group without rows is
-    zero.
+    Scaling: `rules.grouped_dense`; scales as in `dense`.
 
     Args:
         x: (rows, in), floating, sorted by group.
@@ -94,37 +88,27 @@ def grouped_dense(
     """
     data, x_scale = unpack("grouped_dense", "x", x, ...)
     w, w_scale = unpack("grouped_dense", "kernel", kernel, ...)
-    own = groups.sizes.shape[0]
-    if w.ndim != 3 or data.ndim != 2 or w.shape[:2] != (own, data.shape[1]):
+    count = groups.sizes.shape[0]
+    if w.ndim != 3 or data.ndim != 2 or w.shape[:2] != (count, data.shape[1]):
         raise shape_error(
             "grouped_dense",
-            f"x must be (rows, in) and kernel ({own}, in, out), one for each group",
+            f"x must be (rows, in) and kernel ({count}, in, out), one for each group",
             "Reshape x, and stack the kernels.",
             x=data.shape,
             kernel=w.shape,
         )
     rows, (_, inputs, outputs) = max(groups.rows, 1), w.shape
     factors = rules.grouped_dense(inputs, outputs, rows, groups.groups, constraint=constraint)
-    y = grouped(
-        data,
-        w,
-        groups.sizes,
-        factors=(factors.fwd, *factors.bwd[:2]),
-        config=config,
-        out_dtype=output_dtype(x, kernel) if config is None else output_dtype(x),
-        state=state,
-    )
+    dtype, both = output_dtype(x, kernel) if config is None else output_dtype(x), factors.bwd[:2]
+    own = (factors.fwd, *both)
+    y = grouped(data, w, groups.sizes, factors=own, config=config, out_dtype=dtype, state=state)
     result = multiply_scales(y, x_scale, w_scale)
     if bias is None:
         return ScaledArray(*result)
     b, b_scale = unpack("grouped_dense", "bias", bias, ...)
-    if b.shape != (own, outputs):
-        raise shape_error(
-            "grouped_dense",
-            f"bias must be ({own}, {outputs})",
-            "Give one bias per group and output feature.",
-            bias=b.shape,
-        )
+    if b.shape != (count, outputs):
+        expected = f"bias must be ({count}, {outputs}), one row for each group"
+        raise shape_error("grouped_dense", expected, "Stack the biases.", bias=b.shape)
     of_rows = jnp.take(widen(b), groups.of_rows(y.shape[0]), axis=0, mode="fill", fill_value=0)
     return combine(result, (of_rows, b_scale), bwd=(1.0, factors.bwd[2]))
 
@@ -136,7 +120,7 @@ def grouped_dense(
 )
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts see a token, and with which weight.
+    """The experts of each token and their weights, made by `route`.
 
     Attributes:
         logits: (tokens, experts), float32, before the multiplier.
@@ -145,10 +129,6 @@ class Routing:
         mult: multiplier of the logits.
         renormalize: whether the gates of a token sum to 1.
         shards: number of shards of the batch, if these tokens are one of them.
-
-    Example:
-        >>> route(jnp.ones((4, 8)), jnp.ones((8, 3)), 2).gates.shape
-        (4, 2)
     """
 
     logits: jax.Array
@@ -169,15 +149,10 @@ class Routing:
         return jax.nn.softmax(self.logits * self.mult)
 
     def load_balancing_loss(self) -> jax.Array:
-        """Returns the loss whose minimum, 1, is an equal load and probability of all experts.
+        """Returns the load-balancing loss, which is 1 for equally loaded experts.
 
-        Scaling: ``experts * sum(f * P)``, f being the share of choices of each expert, P its mean
-        probability; the gradient is by P alone. The value is the ordinary one; gradients omit the
-        mean's 1/N, as in `softmax_cross_entropy`.
-
-        Example:
-            >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 2)), 2).load_balancing_loss())
-            1.0
+        Scaling: ``experts * sum(f * P)`` for the share of tokens f and mean probability P of each
+        expert; the gradient is by P alone, without 1/N as in `softmax_cross_entropy`.
 
         References:
             Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 4 to 6,
@@ -190,13 +165,9 @@ class Routing:
         return count * jnp.sum(shares * jnp.mean(probabilities, 0))
 
     def z_loss(self) -> jax.Array:
-        """Returns the mean square of the log of the softmax's normalizer, to keep logits small.
+        """Returns the mean square of logsumexp(logits), which keeps logits small.
 
         Scaling: As `load_balancing_loss`.
-
-        Example:
-            >>> print(route(jnp.zeros((4, 8)), jnp.ones((8, 1)), 1).z_loss())
-            0.0
 
         References:
             Zoph et al., "ST-MoE", 2022, arXiv 2202.08906, equation 5, without the coefficient.
@@ -204,7 +175,7 @@ class Routing:
         return jnp.mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
 
     def _summed_logits(self) -> jax.Array:
-        """Returns the logits, with the gradient of a sum for a mean over tokens."""
+        """Returns the logits; a mean over tokens gets the gradient of a sum."""
         return scale_bwd(self.logits, float(self.logits.shape[0] * self.shards))
 
 
@@ -227,8 +198,8 @@ def route(
         kernel: (in, experts), floating.
         top_k: number of experts of each token.
         mult: static multiplier of the logits (inverse temperature).
-        renormalize: whether the gates of a token sum to 1. Else they are probabilities among all
-            experts, which the router needs for a gradient if top_k is 1.
+        renormalize: whether the gates of a token sum to 1; if top_k is 1, the router then gets no
+            gradient.
         out_features: size of the experts' outputs; that of x by default.
 
     Example:
@@ -237,9 +208,8 @@ def route(
         [[0]] [[1.]]
 
     References:
-        Jiang et al., "Mixtral of Experts", 2024, arXiv 2401.04088, equations 1 and 2 (renormalized
-        gates); Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 1 and
-        2, section 2.4 (float32).
+        Jiang et al., "Mixtral of Experts", 2024, arXiv 2401.04088, equations 1 and 2; Fedus, Zoph,
+        Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 1 and 2, section 2.4.
     """
     mult = float(mult)
     rule = partial(
@@ -308,23 +278,21 @@ def mixture(
     *,
     expert_axis: str = "expert",
 ) -> ScaledArray:
-    """Applies to each token the experts that were chosen for it, and adds their weighted results.
+    """Applies the chosen experts to each token, and adds their weighted results.
 
     Scaling: `rules.mixture`; the scale of x goes to ``fn``, and that of its result is carried.
-    Gradients inside of ``fn`` are unit; those of ``x`` and of the gates are the true ones.
+    Gradients inside ``fn`` are unit; those of ``x`` and of the gates are the true ones.
 
-    No token is dropped: rows are sorted by expert, and `grouped_dense` multiplies each group by its
-    kernel. If the mesh of the context has the axis ``expert_axis``, each of its devices applies its
-    own experts to all tokens that it sees, and the results are summed over the axis. Explicit axes
-    that shard tokens keep doing so, and parameters are gathered along them.
+    No token is dropped. Under a mesh with the axis ``expert_axis`` each of its devices applies its
+    own experts to all of its tokens, and the results are summed over the axis.
 
     Args:
-        fn: function of rows (tokens * top_k, features), parameters, and the `Groups` of the rows,
-            that returns as many rows, made of `grouped_dense` and functions of each row.
+        fn: function of rows (tokens * top_k, features) sorted by expert, parameters, and the
+            `Groups` of the rows, made of `grouped_dense` and functions of each row.
         x: (..., features), floating: the tokens of `route`, in the same order.
         routing: of `route`.
-        params: tree of what ``fn`` needs; arrays of a parameter have a leading dimension of the
-            experts. Inside `jax.shard_map` over the axis, those of this device's experts.
+        params: tree of parameters with a leading dimension of the experts; inside `jax.shard_map`
+            over the axis, of this device's experts.
         expert_axis: name of the mesh axis that shards the experts, if there is one.
 
     Returns:
@@ -333,15 +301,11 @@ def mixture(
     Example:
         >>> routing = route(jnp.ones((3, 4)), jnp.eye(4), 1)
         >>> kernel = jnp.ones((4, 4, 2))
-        >>> y = mixture(
-        ...     lambda h, w, groups: grouped_dense(h, w, groups), jnp.ones((3, 4)), routing, kernel
-        ... )
-        >>> print(y.data[0])
+        >>> print(mixture(grouped_dense, jnp.ones((3, 4)), routing, kernel).data[0])
         [2. 2.]
 
     References:
-        Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538, equation 1;
-        Gale et al., "MegaBlocks", 2022, arXiv 2211.15841.
+        Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538, equation 1.
     """
     data, scale = unpack("mixture", "x", x, ...)
     tokens, count = routing.logits.shape
@@ -389,9 +353,9 @@ _attach.defvjp(
 
 
 def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
-    """Returns ``x``, whose backward pass adds the gradient of ``weight * loss``.
+    """Returns ``x``, and adds the gradient of ``weight * loss`` in the backward pass.
 
-    So a layer can have a loss of its own without returning it. The model's loss is unchanged.
+    A layer can so have a loss of its own without returning it.
 
     Args:
         x: operand between the parameters of ``loss`` and the model's loss.
@@ -403,19 +367,13 @@ def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
         ...     return jnp.sum(attach_loss(2 * w, w**2, 0.5).value)
         >>> print(loss(3.0), jax.grad(loss)(3.0))
         6.0 5.0
-
-    References:
-        Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equation 4 (alpha).
     """
     data, scale = unpack("attach_loss", "x", x, ())
     return ScaledArray(_attach(data, jnp.asarray(loss, jnp.float32), float(weight)), scale)
 
 
 def token_rows(x: jax.Array) -> jax.Array:
-    """Reshapes (..., features) to (tokens, features).
-
-    Explicit axes keep sharding the first dimension only: a matrix's type can express no more.
-    """
+    """Reshapes (..., features) to (tokens, features), keeping the first dimension's sharding."""
     own = jax.typeof(x).sharding
     kept = own.spec[:1] if x.ndim > 1 else ()
     if any(own.spec[len(kept) :]):
@@ -430,8 +388,7 @@ def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
     return y if not any(spec) else jax.sharding.reshard(y, NamedSharding(own.mesh, spec))
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertDevices:
+class ExpertDevices(NamedTuple):
     """How a mesh shards the experts and tokens of a mixture."""
 
     axis: str  # mesh axis that shards the experts
@@ -488,16 +445,13 @@ class ExpertDevices:
         return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
 
     def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
-        """Returns the chosen experts as indices of this device's own, and the number of these.
-
-        An expert of another device becomes one past the last.
-        """
+        """Returns indices among this device's own experts, and their number, for all others."""
         count = self.experts // self.size
         own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
         return jnp.where((own >= 0) & (own < count), own, count), count
 
     def vary(self, x: jax.Array) -> jax.Array:
-        """Marks tokens as different on each device, whose gradients are summed in float32."""
+        """Marks tokens as varying over devices, to sum their gradients in float32."""
         if self.size == 1:
             return x
         return lax.pcast(widen(x), self.axis, to="varying").astype(x.dtype)

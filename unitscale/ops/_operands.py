@@ -1,4 +1,4 @@
-"""What all ops share: unpacking operands, computing in float32, weighted sums; `unit_scaled`."""
+"""Helpers of all ops (unpack operands, compute in float32, add with weights), and `unit_scaled`."""
 
 import dataclasses
 import math
@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import rules
 from ..core import (
@@ -40,10 +39,9 @@ Operand: TypeAlias = tuple[jax.Array, Scale]
 def unpack(
     op: str, name: str, x: Any, uniform: tuple[int, ...] | EllipsisType | None = None
 ) -> Operand:
-    """Returns the data and scale of an operand; the scale of a plain array is None.
+    """Returns data and scale of an operand, the scale made constant along the axes ``uniform``.
 
-    The returned scale is constant along the axes ``uniform`` (``...`` for all), which the op
-    contracts or normalizes: it is the maximum along them, and the rest is multiplied into the data.
+    The rest of a scale that varies along them is multiplied into the data. ``...`` is all axes.
     """
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
@@ -73,19 +71,15 @@ def unpack(
 
 
 def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
-    """Returns data and scale of a product of operands, given the product of their data.
-
-    The part of the scale beyond the normal numbers of float32 is multiplied into the data.
-    """
+    """Multiplies scales; the part beyond float32's normal numbers is multiplied into the data."""
     scale, rest = bounded_product(left, right)
     return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
 
 def output_dtype(*operands: Any) -> Any:
     """Returns the promoted dtype of operands, 8-bit data counting as bfloat16."""
-    return result_dtype(
-        *(x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
-    )
+    arrays = (x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
+    return result_dtype(*arrays)
 
 
 def scale_argument(scale: Scale) -> jax.Array | None:
@@ -99,10 +93,7 @@ def times(x: Any, factor: Any) -> jax.Array:
 
 
 def num_sharing(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
-    """Returns over how many shards of the batch the gradient of ``x`` is summed.
-
-    All of them for an operand that is broadcast over the batch, its leading dimension.
-    """
+    """Returns over how many shards of the batch the gradient of ``x`` is summed."""
     shards = num_batch_shards(x, other)
     return shards if is_broadcast else shards // num_batch_shards(x)
 
@@ -113,6 +104,12 @@ def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError:
         raise shape_error(op, expected, "Insert dimensions of size 1.", **shapes) from None
+
+
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an array of a shape broadcasts to a shape."""
+    pairs = zip(shape[::-1], target[::-1], strict=False)
+    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 
 
 def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:
@@ -137,13 +134,7 @@ def _wide_op_bwd(f, static, factors, out_dtype, residuals, cotangent):
         narrow(times(grad, factor), x.dtype)
         for x, factor, grad in zip(args, factors.bwd, vjp(widen(cotangent)), strict=True)
     )
-    return rounded, jax.tree.map(_zero_cotangent, constants)
-
-
-def _zero_cotangent(x: jax.Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return rounded, None
 
 
 _wide_op.defvjp(_wide_op_fwd, _wide_op_bwd)
@@ -159,9 +150,8 @@ def wide_op(
 ) -> jax.Array:
     """Computes ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
 
-    The backward pass saves the narrow operands only and computes the function again. ``static``
-    arguments are hashable; ``constants`` are arrays, keys or None, without a gradient. The dtype of
-    the result is by default that of the first of ``args``, bfloat16 for 8-bit data.
+    The backward pass recomputes the function from the narrow operands. ``constants`` have no
+    gradient. The result has by default the dtype of the first of ``args``.
     """
     out_dtype = jnp.dtype(result_dtype(args[0]) if out_dtype is None else out_dtype)
     factors = Factors(1.0, (1.0,) * len(args)) if factors is None else factors
@@ -175,25 +165,23 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype, avals):
         for x, ratio, variable, weight in zip(operands, ratios, traced, weights, strict=True)
     )
     y = narrow(left + right, out_dtype)
-    # A residual stream is read again by every later layer: keep it in 16 bits.
+    # Every later layer reads a residual stream: keep it in 16 bits.
     return materialize(y) if y.dtype.itemsize == 2 else y
 
 
 def _combine_fwd(operands, ratios, traced, *static):
-    return _combine(operands, ratios, traced, *static), (ratios, traced)
+    return _combine(operands, ratios, traced, *static), ratios
 
 
-def _combine_bwd(weights, bwd, out_dtype, avals, residuals, cotangent):
-    ratios, traced = residuals
+def _combine_bwd(weights, bwd, out_dtype, avals, ratios, cotangent):
     wide, grads = widen(cotangent), []
     for (shape, dtype), ratio, factor in zip(avals, ratios, bwd, strict=True):
         grad, lead = times(wide, ratio), wide.ndim - len(shape)
-        # Sum over the dimensions that the operand was broadcast over.
-        padded = (None,) * lead + shape
+        padded = (None,) * lead + shape  # sum over broadcast dimensions
         axes = tuple(i for i, n in enumerate(padded) if n != grad.shape[i])
         grad = jnp.sum(grad, axis=axes).reshape(shape) if axes else grad
         grads.append(narrow(times(grad, factor), dtype))
-    return tuple(grads), *jax.tree.map(jnp.zeros_like, (ratios, traced))
+    return tuple(grads), None, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)
@@ -210,9 +198,8 @@ def combine(
 ) -> ScaledArray:
     """Returns the weighted sum of two operands, with a backward factor for each.
 
-    data = sum of weights[i] * x[i].data * (x[i].scale / scale), computed in float32 and rounded
-    once; dx[i] = bwd[i] * (x[i].scale / scale) * dy, summed over broadcast dimensions. Scale and
-    dtype of the result are by default those of ``left``. Weights may be arrays.
+    data = sum of weights[i] * x[i].data * (x[i].scale / scale) in float32, rounded once;
+    dx[i] = bwd[i] * (x[i].scale / scale) * dy. Weights may be arrays.
     """
     target = left[1] if isinstance(scale, str) else scale
     ratios = tuple(
@@ -248,11 +235,6 @@ class UnitScaled:
         factors: the constrained factors, a backward one per floating argument.
         floats: positions of the floating arguments.
         is_loss: whether the result is a scalar.
-
-    Example:
-        >>> op = unit_scaled(jnp.negative, [jnp.zeros(1024)])
-        >>> op.is_loss
-        False
     """
 
     fn: Callable[..., Any]
@@ -292,10 +274,8 @@ def unit_scaled(
     """Makes a unit-scaled op of any function, with factors found by simulation.
 
     Scaling: `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
-    example (the whole batch, if devices divide it). Arguments in ``cut`` keep their own backward
-    factors, the others share one with the result. A scalar result is a loss: its forward factor is
-    1, and the arguments outside of ``cut`` share the geometric mean of their factors. Scales are
-    applied.
+    example. Arguments in ``cut`` keep their own backward factors, the others share one with the
+    result. A scalar result is a loss, with forward factor 1. Scales are applied.
 
     Args:
         fn: hashable function of arrays, computed in float32, returning one floating array.
@@ -309,8 +289,8 @@ def unit_scaled(
 
     Raises:
         TypeError: if JAX cannot trace ``fn``, or the result is not one floating array.
-        ValueError: if no argument is floating, ``cut`` names one that is not, the function has
-            side effects, or the result or a gradient is constant or not finite.
+        ValueError: if no argument is floating, ``cut`` names one that is not, ``fn`` has side
+            effects, or the result or a gradient is constant or not finite.
 
     Example:
         >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])

@@ -1,6 +1,5 @@
 """Readout and cross entropy in one op, over chunks of tokens, without keeping the logits."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +29,7 @@ from ..rules import Constraint
 from ._loss import (
     Reduction,
     check_labels,
+    check_token_shapes,
     divide_by_count,
     first_reduction,
     label_columns,
@@ -43,14 +43,12 @@ from ._loss import (
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack
 
 _OP = "readout_cross_entropy"
-# Logits of a chunk: 2,048 tokens of 50,257 classes, 512 MiB in float32. Every chunk adds to the
-# whole gradient of the kernel, so that with half as many tokens an H200 waits for memory.
+# 512 MiB in float32. Smaller chunks are bound by memory: each adds to the kernel's gradient.
 MOST_LOGITS = 2**27
 
 
-@dataclasses.dataclass(frozen=True)
-class _Statics:
-    """What is known while tracing."""
+class _Statics(NamedTuple):
+    """Static arguments."""
 
     x_dtype: Any
     spec: Contraction
@@ -151,12 +149,8 @@ def _cross_entropy(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
 
 
 def _fwd(rows: _Rows, shared: _Shared, how: _Statics):
-    """Computes the gradients of a sum or mean in the forward pass, while a chunk's logits exist.
-
-    The cotangent of the loss is one number, which multiplies them at the end. So there are three
-    matmuls; computing the logits again in the backward pass would be a fourth, as it is for
-    reduction "none", whose cotangents come too late.
-    """
+    """Computes the gradients of a sum or mean in the forward pass, while a chunk's logits exist."""
+    # The cotangents of reduction "none" come too late: it computes the logits again.
     if how.reduction == "none":
         return _cross_entropy(rows, shared, how), (rows, shared)
     losses, *gradients = _evaluate(rows, shared, how, with_gradients=True)
@@ -173,9 +167,8 @@ def _bwd(how: _Statics, residuals: Any, cotangent: jax.Array):
     else:
         (dx, dkernel, dstate), shared = residuals
         dx, dkernel = (widen(gradient) * cotangent for gradient in (dx, dkernel))
-    scales = jax.tree.map(jnp.zeros_like, (shared.x_scale, shared.scale))
     dkernel = narrow(dkernel, shared.kernel.dtype)
-    return _Rows(narrow(dx, how.x_dtype), None, None), _Shared(dkernel, dstate, *scales)
+    return _Rows(narrow(dx, how.x_dtype), None, None), _Shared(dkernel, dstate, None, None)
 
 
 _cross_entropy.defvjp(_fwd, _bwd)
@@ -199,10 +192,8 @@ def readout_cross_entropy(
 ) -> jax.Array:
     """Returns the cross entropy of labels under the logits of a readout, chunk by chunk.
 
-    Scaling: ``softmax_cross_entropy(readout(x, kernel), labels)``: its value, factors and
-    gradients, up to the order of sums. Logits exist for one chunk of tokens at a time, forward and
-    backward. Amax statistics are those of a chunk; the kernel is quantized once. Gradients of
-    logits that are rounded to 8 bits are dithered, so that those of a token still sum to 0.
+    Scaling: As `softmax_cross_entropy` of `readout`, up to the order of sums. Amax statistics are
+    those of a chunk. Gradients of logits in 8 bits are dithered, so that a token's still sum to 0.
 
     Args:
         x: (..., in), floating.
@@ -215,13 +206,11 @@ def readout_cross_entropy(
         constraint: that of `readout`.
         transposed: whether the kernel is (V, in), as a table of embeddings is.
         vocab: number of classes if the kernel has more columns, as padding; None for all.
-        chunk_size: tokens of a chunk; None for as many as have 2^27 logits on each device, as far
-            as a mesh of `jax.set_mesh` tells how tokens are sharded.
+        chunk_size: tokens of a chunk; by default as many as have 2^27 logits on each device.
         config: see `matmul`.
         state: see `matmul`.
-        logits_dtype: dtype of x and the kernel in the forward matmul, such as "bfloat16"; None for
-            the formats of ``config``. Rounding logits to 8 bits raises the loss for good, while
-            gradients average over many tokens.
+        logits_dtype: dtype of x and the kernel in the forward matmul, such as "bfloat16", because
+            operands in 8 bits raise the loss; None for the formats of ``config``.
 
     Example:
         >>> x, kernel = jnp.ones((2, 16)), jnp.zeros((16, 4))
@@ -246,15 +235,7 @@ def readout_cross_entropy(
             x=data.shape,
             kernel=w.shape,
         )
-    if data.shape[:-1] != labels.shape or (where is not None and where.shape != labels.shape):
-        raise shape_error(
-            _OP,
-            "x must be (..., in) and labels, where (...)",
-            "Labels are class indices, not one-hot rows.",
-            x=data.shape,
-            labels=labels.shape,
-            **({} if where is None else {"where": where.shape}),
-        )
+    check_token_shapes(_OP, labels, where, x=data.shape)
     features, columns = w.shape[contracted], w.shape[1 - contracted]
     vocab = columns if vocab is None else vocab
     if not 2 <= vocab <= columns:
@@ -287,7 +268,6 @@ def readout_cross_entropy(
         config,
         jnp.dtype(output_dtype(x, kernel) if config is None else output_dtype(x)),
         float(mult),
-        # Devices average their losses, which divides by their number.
         loss.bwd[0] * (num_batch_shards(data, labels) if first == "mean" else 1),
         first,
         vocab,
@@ -319,17 +299,13 @@ def token_axes(lead: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _sequence_shards(lead: tuple[int, ...]) -> int:
-    """Returns over how many devices the sequences of (batch, time) are sharded."""
     shards = axes_size(CONTEXT_AXES)
     return shards if len(lead) == 2 and lead[1] % shards == 0 else 1
 
 
 def join_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Reshapes (*lead, ...) to (tokens, ...), the tokens of each device together.
-
-    Shards of sequences come first: XLA cannot shard a dimension that was merged into an earlier
-    one.
-    """
+    """Reshapes (*lead, ...) to (tokens, ...), the tokens of each device together."""
+    # XLA cannot shard a dimension merged into an earlier one, so shards of sequences come first.
     shards, rest = _sequence_shards(lead), x.shape[len(lead) :]
     if shards > 1:
         x = jnp.swapaxes(x.reshape(lead[0], shards, lead[1] // shards, *rest), 0, 1)
@@ -350,9 +326,7 @@ _Body = Callable[[Any], tuple[Any, Any]]
 def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
     """Applies ``body`` to chunks of rows; sums its first results and joins its second ones.
 
-    Where the compiler shards the tokens (first axes of ``rows``) over the mesh axes ``axes``, each
-    device keeps a sum of its own, and these are added at the end: a sum over all devices for every
-    chunk would send as much as all gradients do.
+    Each device of the mesh axes ``axes`` keeps its own sum, to communicate once, not per chunk.
     """
     tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
     if chunks == 1:
@@ -374,10 +348,7 @@ def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BAT
 
 
 def _scan_chunks(body: _Body, rows: Any, chunks: int, axis: int) -> Any:
-    """Chunks tokens along an axis, padded with zeros, and scans over the chunks.
-
-    Neighbouring tokens go to different chunks, so that each chunk has tokens of every device.
-    """
+    """Scans over chunks of interleaved tokens, so that each chunk has tokens of every device."""
     tokens = jax.tree.leaves(rows)[0].shape[axis]
 
     def split(x: jax.Array) -> jax.Array:

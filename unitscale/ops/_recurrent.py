@@ -19,12 +19,9 @@ from ._residual import add, weighted_add
 
 
 def _gates(weight, *operands):
-    """Computes ``s(forget) * state + s(input) * weight * candidate``, s being the logistic.
-
-    The input gate is the negative of the only gate if there is one: 1 - s would cancel.
-    """
     count = len(operands) // 2
     state, candidate, *gates = map(times, operands[:count], operands[count:])
+    # A single gate takes by its negative, because 1 - sigmoid would cancel.
     forget, take = (gates[0], -gates[0]) if len(gates) == 1 else gates
     return lax.logistic(forget) * state + lax.logistic(take) * (weight * candidate)
 
@@ -33,12 +30,11 @@ def _gated(op: str, weight: float, **operands: ArrayLike) -> ScaledArray:
     pairs = {name: unpack(op, name, x) for name, x in operands.items()}
     shapes = {name: data.shape for name, (data, _) in pairs.items()}
     if len(set(shapes.values())) > 1:
-        raise shape_error(
-            op,
+        expected, advice = (
             f"{', '.join(operands)} must have the same shape",
-            "Project all of them to the size of the state.",
-            **shapes,
+            "Project them?",
         )
+        raise shape_error(op, expected, advice, **shapes)
     constants = tuple(scale_argument(scale) for _, scale in pairs.values())
     arrays = (data for data, _ in pairs.values())
     return ScaledArray(wide_op(_gates, *arrays, static=(weight,), constants=constants))
@@ -62,16 +58,9 @@ def gated_update(
         state: operand; the result has its dtype.
         candidate: unit tanh of the same shape.
         gate: logits of keeping the state, of the same shape.
-        share: share of the candidate's argument that the state contributes, in variance.
+        share: share of the variance of the candidate's argument that comes from the state.
         reset: whether a gate multiplies the state in the candidate's argument.
-        period: number of updates after which the same kernel is used again.
-
-    Example:
-        >>> print(gated_update(jnp.ones(2), jnp.zeros(2), jnp.zeros(2)).data)
-        [0.5 0.5]
-
-    References:
-        Cho et al., 2014, arXiv 1406.1078.
+        period: number of updates until a kernel is used again.
     """
     weight = rules.gated_update(share, reset=reset, period=period)
     return _gated("gated_update", weight, state=state, candidate=candidate, gate=gate)
@@ -91,22 +80,9 @@ def gated_sum(
     `rules.gated_sum`. Scales are applied, and every gradient is the true one.
 
     Arguments are those of `gated_update`, with one gate for the state and one for the candidate.
-
-    Example:
-        >>> print(gated_sum(jnp.ones(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
-        [0.5 0.5]
-
-    References:
-        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
-    return _gated(
-        "gated_sum",
-        rules.gated_sum(share),
-        state=state,
-        candidate=candidate,
-        forget=forget,
-        input_gate=input_gate,
-    )
+    operands = {"state": state, "candidate": candidate, "forget": forget, "input_gate": input_gate}
+    return _gated("gated_sum", rules.gated_sum(share), **operands)
 
 
 def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
@@ -116,13 +92,6 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
 
     Scaling: r = add(x_r, h_r), z = add(x_z, h_z), n = tanh(add(x_n, sigmoid_glu(h_n, r))), all
     unit; the new state is `gated_update` of n by z.
-
-    Example:
-        >>> gru(jnp.zeros((1, 2)), jnp.ones((1, 6)), jnp.ones((1, 6))).shape
-        (1, 2)
-
-    References:
-        Cho et al., 2014, arXiv 1406.1078.
     """
     x_r, x_z, x_n = _split("gru", state, "x", x, 3)
     h_r, h_z, h_n = _split("gru", state, "h", h, 3)
@@ -137,14 +106,6 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
 
     Scaling: i, f, g, o are sums of the two projections, all unit. The new cell state is `gated_sum`
     of tanh(g) by f and i, and the hidden state sigmoid_glu(tanh(cell), o).
-
-    Example:
-        >>> cell, hidden = lstm(jnp.zeros((1, 2)), jnp.ones((1, 8)), jnp.ones((1, 8)))
-        >>> cell.shape, hidden.shape
-        ((1, 2), (1, 2))
-
-    References:
-        Hochreiter, Schmidhuber, "Long Short-Term Memory", 1997.
     """
     parts = zip(_split("lstm", cell, "x", x, 4), _split("lstm", cell, "h", h, 4), strict=True)
     input_gate, forget, candidate, output = (add(a, b) for a, b in parts)
@@ -165,13 +126,6 @@ def highway(
         h: projection of the state (..., 2 features): z, n.
         x: projection of the input, of the same shape, in the first layer of the cell.
         depth: number of layers of the cell.
-
-    Example:
-        >>> highway(jnp.zeros((1, 2)), jnp.ones((1, 4)), depth=2).shape
-        (1, 2)
-
-    References:
-        Zilly et al., "Recurrent Highway Networks", 2017, arXiv 1607.03474.
     """
     gate, candidate = _split("highway", state, "h", h, 2)
     share = 1.0
@@ -191,8 +145,8 @@ def simple_rnn(
 ) -> ScaledArray:
     """Applies the activation of a simple recurrent network, and returns the new state.
 
-    Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual.
-    The new state is unit for an odd activation such as tanh. Every gradient is the true one.
+    Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual;
+    unit for an odd activation such as tanh. Every gradient is the true one.
 
     Args:
         state: (..., features); the result has its dtype.
@@ -201,13 +155,8 @@ def simple_rnn(
         activation: as for `elementwise`.
         residual: whether the state itself is added to the argument.
 
-    Example:
-        >>> print(simple_rnn(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)).data)
-        [0. 0.]
-
     References:
-        Elman, "Finding Structure in Time", 1990; Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv
-        2303.11257, factors of activations.
+        Elman, "Finding Structure in Time", 1990.
     """
     (x,) = _split("simple_rnn", state, "x", x, 1)
     (h,) = _split("simple_rnn", state, "h", h, 1)

@@ -34,7 +34,7 @@ def add(
     """Adds two independent activations.
 
     Scaling: `rules.add`. The result has the common scale sqrt(sx^2 + sy^2), rounded to a power of
-    two. A number, Python's or NumPy's, is added as it is, and changes neither scale nor gradient.
+    two. A Python or NumPy number is added as it is, and changes neither scale nor gradient.
 
     Args:
         x: operand, or a number if ``y`` is not.
@@ -91,27 +91,21 @@ def weighted_add(
 
 def _aligned(left: Operand, right: Operand, weights: Any, bwd: Any, out: Any = None) -> ScaledArray:
     """Combines two operands at their common scale."""
-    return combine(
-        left,
-        right,
-        weights=weights,
-        bwd=bwd,
-        scale=common_scale(left[1], right[1]),
-        out=result_dtype(left[0], right[0]) if out is None else out,
-    )
+    out = result_dtype(left[0], right[0]) if out is None else out
+    scale = common_scale(left[1], right[1])
+    return combine(left, right, weights=weights, bwd=bwd, scale=scale, out=out)
 
 
 def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
     """Splits a stream into the input of a residual branch and the skip connection.
 
-    Scaling: `rules.residual`: identities forward. Backward the gradients of branch and skip get the
-    weights that the true derivative has at `residual_add`, so that gradients inside the branch are
-    unit scaled.
+    Scaling: `rules.residual`. The weights of `residual_add` multiply the gradients here instead, so
+    that gradients inside the branch are unit scaled.
 
     Args:
         x: operand.
-        tau: positive static ratio of the branch to the skip connection; or `rules.residual` of it,
-            whose numbers may be arrays, if the layers of a scan differ in them.
+        tau: positive static ratio of the branch to the skip connection, or `rules.residual` of it,
+            whose numbers may be arrays.
 
     Returns:
         ``(branch, skip)``, both equal to ``x``.
@@ -131,24 +125,15 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
     """Adds a residual branch to its skip connection.
 
     Scaling: `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2 at the common scale of `add`;
-    backward the identity to both, because `residual_split` applies the weights.
-
-    Shapes must agree, and the result has the dtype of ``skip``.
-
-    Example:
-        >>> print(residual_add(jnp.ones(1), jnp.zeros(1), 0.75).data)
-        [0.6]
+    the identity backward. Shapes must agree, and the result has the dtype of ``skip``.
     """
     left = unpack("residual_add", "branch", branch)
     right = unpack("residual_add", "skip", skip)
     if left[0].shape != right[0].shape:
-        raise shape_error(
-            "residual_add",
-            "branch and skip must have the same shape",
-            "The branch must keep the shape of its input.",
-            branch=left[0].shape,
-            skip=right[0].shape,
-        )
+        shapes = {"branch": left[0].shape, "skip": right[0].shape}
+        expected = "branch and skip must have the same shape"
+        advice = "The branch must keep the shape of its input."
+        raise shape_error("residual_add", expected, advice, **shapes)
     factors = _factors(tau)
     weights = factors.branch, factors.skip
     return _aligned(left, right, weights, (1.0, 1.0), result_dtype(right[0]))
@@ -158,10 +143,6 @@ def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> Scaled
     """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
 
     Scaling: `residual_split`, ``fn``, `residual_add`.
-
-    Example:
-        >>> print(residual(lambda x: x, jnp.ones(1), 1.0).data.round(3))
-        [1.414]
     """
     branch, skip = residual_split(x, tau)
     return residual_add(fn(branch), skip, tau)
@@ -176,8 +157,8 @@ def _scale_bwd(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x
 
 
-def _scale_bwd_bwd(factor: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return narrow(widen(cotangent) * factor, cotangent.dtype), jnp.zeros_like(factor)
+def _scale_bwd_bwd(factor: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return narrow(widen(cotangent) * factor, cotangent.dtype), None
 
 
 _scale_bwd.defvjp(lambda x, factor: (x, factor), _scale_bwd_bwd)
@@ -192,9 +173,8 @@ def _multiply_gradient(x: ScaledArray, factor: Any) -> ScaledArray:
 def fan_out(x: ArrayLike, count: int) -> tuple[ScaledArray, ...]:
     """Gives one activation to several matmuls, such as those of query, key and value.
 
-    Scaling: Identities. The gradients are added in the order of the outputs, ``d_n + (... + (d_2 +
-    d_1))``, so that XLA adds the sum so far inside each matmul (its beta term) and writes no more
-    than one gradient.
+    Scaling: Identities. Gradients are added in the order of the outputs, so that XLA accumulates
+    them inside the matmuls (cuBLAS's beta term).
 
     Example:
         >>> q, k, v = fan_out(jnp.ones(2), 3)
