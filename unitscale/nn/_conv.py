@@ -7,13 +7,13 @@ from typing import Any, TypeAlias, Unpack
 from .. import ops
 from ..core import ScaledArray
 from ..rules import Constraint
-from ._params import KernelLayer, KernelOptions, OutSharding, reshard_output
+from ._params import KernelOptions, OutSharding, _KernelLayer, reshard_output
 
 Sizes: TypeAlias = int | Sequence[int] | None
 Padding: TypeAlias = str | int | Sequence[int | tuple[int, int]]
 
 
-class _Convolution(KernelLayer):
+class _Convolution(_KernelLayer):
     """Base of convolutions: their kernel, and inputs with any number of batch axes."""
 
     def __init__(

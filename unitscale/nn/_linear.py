@@ -14,10 +14,10 @@ from ..rules import Constraint
 from ._params import (
     NO_METADATA,
     Initializer,
-    KernelLayer,
     KernelOptions,
     Metadata,
     OutSharding,
+    _KernelLayer,
     padding_of,
     read,
     reshard_output,
@@ -28,7 +28,7 @@ from ._params import (
 from ._policy import PolicyLike, as_policy
 
 
-class Dense(KernelLayer):
+class Dense(_KernelLayer):
     """A dense layer (`ops.dense`), as `flax.nnx.Linear`.
 
     Example:
@@ -75,7 +75,7 @@ class LossOptions(TypedDict, total=False):
     chunk_size: int | None
 
 
-class Readout(KernelLayer):
+class Readout(_KernelLayer):
     """The layer that produces the logits (`ops.readout`).
 
     The input gradient has a factor of its own, so the input must be a cut edge. Its matmuls are
@@ -155,7 +155,7 @@ class Readout(KernelLayer):
         )
 
 
-class Einsum(KernelLayer):
+class Einsum(_KernelLayer):
     """A dense layer along any axes (`ops.einsum`), as `flax.nnx.Einsum`.
 
     Raises:

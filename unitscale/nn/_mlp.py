@@ -13,7 +13,7 @@ from ..core import ScaledArray, custom_vjp
 from ..quant import Unit
 from ._linear import Dense
 from ._norm import Dropout
-from ._params import KernelLayer, KernelOptions, check_choice, given, read, weight
+from ._params import KernelOptions, _KernelLayer, check_choice, given, read, weight
 from ._policy import PolicyLike, as_policy
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
@@ -141,7 +141,7 @@ def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
 Values: TypeAlias = tuple[Any, Any, Any]
 
 
-class ExpertDense(KernelLayer):
+class ExpertDense(_KernelLayer):
     """A dense layer with one kernel and bias per expert (`ops.grouped_dense`), as in `MoE`.
 
     Example:

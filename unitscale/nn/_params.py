@@ -144,7 +144,7 @@ class KernelOptions(TypedDict, total=False):
     bias_metadata: Metadata
 
 
-class KernelLayer(nnx.Module):
+class _KernelLayer(nnx.Module):
     """Base of layers with a kernel, an optional bias, and the amax state of their matmul."""
 
     role = "weight"
