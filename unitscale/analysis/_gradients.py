@@ -32,7 +32,7 @@ _MOST_SUSPECTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGradient:
-    """What was found of one parameter.
+    """Findings for one parameter.
 
     Attributes:
         name: its path.
@@ -389,7 +389,7 @@ def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]
         incidence[row, vertices[root(edge.start)]] += 1
         incidence[row, vertices[root(edge.end)]] -= 1
         logs[row, list(suspects).index(call)] = math.log(ratio)
-    # What is left of the logarithms when the nearest differences of a potential are taken away.
+    # The residual of the logarithms after subtracting the nearest differences of a potential.
     rest = logs - incidence @ (np.linalg.pinv(incidence) @ logs) if steps else logs
     left = set(range(len(suspects)))
     for size in (1, 2, 3):

@@ -162,7 +162,7 @@ class Watcher(Interpreter):
         self.sites: list[ScaleRecord] = []
         self.rows: list[Any] = []
         self.noted: dict[int, int] = {}
-        # What depends on no input is the program's own, and not measured.
+        # Values that depend on no input are constants of the program and are not measured.
         self.constants: dict[int, Any] = {}
 
     def measure(self, x: Any, site: ScaleRecord) -> None:

@@ -3,7 +3,7 @@
 Everything else in the library builds on this package, which needs jax, numpy and ml_dtypes only.
 """
 
-# What users use.
+# For users.
 from ._autodiff import (
     grad as grad,
     map_values as map_values,
@@ -30,7 +30,7 @@ from ._scaled_array import ScaledArray as ScaledArray
 from ._sharding import batch_over as batch_over, batch_size as batch_size
 
 # isort: split
-# What the other packages of the library use as well.
+# For the other packages of the library.
 from ._arithmetic import result_dtype as result_dtype
 from ._autodiff import (
     drop_value as drop_value,

@@ -1,4 +1,4 @@
-"""What the library takes from JAX that is private or differs between versions, and what it adds."""
+"""Private or version-dependent parts of JAX, and additions to its public ones."""
 
 from __future__ import annotations
 

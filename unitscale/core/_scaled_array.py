@@ -57,7 +57,7 @@ def of_value(name: str) -> Any:
 
 
 class At:
-    """What ``x.at`` returns: indexed, it reads or updates the elements there."""
+    """The helper behind ``x.at[index]``, which reads or updates the elements at an index."""
 
     __slots__ = ("_index", "_x")
 
@@ -313,7 +313,7 @@ class ScaledArray:
 
     @property
     def _committed(self) -> bool:
-        """What `jnp.zeros_like` and its like ask, which take the sharding of what is committed."""
+        """Whether the data is committed to devices; `jnp.zeros_like` then keeps its sharding."""
         return getattr(self.data, "committed", False)
 
     @property

@@ -56,7 +56,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did to each layer with a matmul or convolution. Printed, it is a table.
+    """Report of `convert`: a table when printed, with a row per matmul or convolution.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))

@@ -47,7 +47,7 @@ class Rescaled:
 
 @dataclasses.dataclass(frozen=True)
 class UnitScaleReport:
-    """What `unit_scale` did to each layer with parameters or dropout. Printed, it is a table.
+    """Report of `unit_scale`: a table when printed, with a row per layer that it looked at.
 
     Example:
         >>> UnitScaleReport(()).changed
@@ -206,7 +206,8 @@ class _Arrays(nnx.Module):
     """A layer that returns arrays, as the code of a plain model expects."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs).value  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__call__(*args, **kwargs).value  # pyright:
+        ignore[reportAttributeAccessIssue]
 
 
 def _unwrapped(layer: type[nnx.Module]) -> Any:

@@ -31,7 +31,7 @@ from ..core import (
 from ..rules import Constraint, Factors, is_floating
 
 ArrayLike: TypeAlias = jax.Array | ScaledArray
-"""What every op accepts, such as `dense`: an array, or a ScaledArray."""
+"""An operand of an op, such as of `dense`: an array or a ScaledArray."""
 
 Operand: TypeAlias = tuple[jax.Array, Scale]
 

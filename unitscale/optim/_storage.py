@@ -201,7 +201,7 @@ def load(stored: Any) -> Any:
     return x * lax.abs(x) if isinstance(stored, SquareRoot) else x
 
 
-# What `store` needs to know of the previous data of a large array: the exponents of its largest
+# What `store` reads from the previous data of a large array: the exponents of its largest
 # entries and the binades to keep free above them; nothing in formats with headroom to spare.
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 

@@ -15,7 +15,7 @@ from ._collectives import AxisName, all_reduce, wire_format
 
 
 class ParallelState(NamedTuple):
-    """What `train_step` updates: parameters, optimizer state, and automatic scaling or None.
+    """The state of `train_step`: parameters, optimizer state, and `AutoScale` or None.
 
     Example:
         >>> import optax

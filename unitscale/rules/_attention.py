@@ -191,7 +191,7 @@ class _Attention(NamedTuple):
         size = self.sizes.reshape(-1, *(1,) * (x.ndim - 1))
         if not self.is_causal:
             return np.broadcast_to((size * x).sum(0), x.shape)
-        # Of its own group a position sees, on average, half of the others and itself.
+        # A position sees itself and, on average, half of the others in its group.
         return np.cumsum(size * x, 0) - (size - 1) / 2 * x
 
     def mean(self, x: np.ndarray) -> float:

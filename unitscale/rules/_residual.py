@@ -324,7 +324,7 @@ def _unit_state_weight(share: float, cross: float, period: int) -> float:
     decay = np.triu(_MEAN_GATE ** np.abs(lags[None, :] - lags[:, None]))
 
     def covariance(weight: float) -> float:
-        """Of the candidate and a state of variance 1 before it."""
+        """Variance of the candidate plus a state of variance 1 before it."""
         state, covariances = _MEAN_GATE**lags, np.zeros(_LAGS + 1)
         for _ in range(_ITERATIONS):
             candidates = np.polyval(kernel, share * state)

@@ -63,7 +63,7 @@ class Default:
 
 @dataclass
 class Settings:
-    """What every level of one interpretation shares.
+    """The state that all levels of one interpretation share.
 
     Attributes:
         growth: see `growth_of`.

@@ -243,7 +243,7 @@ def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
 
 @register("marker", marker_p)
 def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """What `set_scaling`, `stop_scaling`, `dynamic_rescale` and `cast_data` say."""
+    """Applies `set_scaling`, `stop_scaling`, `dynamic_rescale` or `cast_data`."""
     x, *rest = values
     if eqn.params["forward"] is None:
         return x

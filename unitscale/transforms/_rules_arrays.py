@@ -145,7 +145,7 @@ def _scattered(eqn: JaxprEqn, *arrays: Any) -> Any:
 
 @register("mover", "scatter", "scatter_max", "scatter_min")
 def scatter(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """As a choice; the default where a function is applied to elements."""
+    """Treats a scatter as a choice; takes the default if it applies a function to elements."""
     if eqn.primitive is lax.scatter_p and eqn.params["update_jaxpr"] is not None:
         return interpreter.default(eqn, values)
     return _choose(interpreter, eqn, values, lambda *arrays: _scattered(eqn, *arrays))

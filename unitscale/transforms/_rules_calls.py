@@ -19,7 +19,7 @@ from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wid
 
 
 class Spec(NamedTuple):
-    """What is known of a value while tracing, beside its data.
+    """The static facts of a value: everything but its arrays.
 
     Attributes:
         log2: static exponent of the scale; None for a plain array.
@@ -139,7 +139,7 @@ def _without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[A
 
 # -- rules -------------------------------------------------------------------------------------
 
-# What jit says of a result whose sharding the compiler chooses; JAX has no public name for it.
+# jit's mark for a result whose sharding the compiler chooses; JAX has no public name for it.
 with jax.disable_jit(False):  # as the environment may have it disabled
     _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 

@@ -173,7 +173,7 @@ def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
 
 @register("contraction", "ragged_dot_general")
 def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """As dot_general, for rows in groups."""
+    """Treats a grouped matmul as `dot_general`."""
     contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
     terms = known_terms(values[0].shape[axis] for axis in contracted)
     return _contract(interpreter, eqn, values, terms)
@@ -181,7 +181,7 @@ def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
 
 @register("contraction", "conv_general_dilated")
 def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """As dot_general; the terms of an output are the kernel's elements per output feature."""
+    """Treats a convolution as `dot_general`: an output sums the kernel's elements per feature."""
     spec = eqn.params["dimension_numbers"].rhs_spec
     terms = known_terms(n for axis, n in enumerate(values[1].shape) if axis != spec[0])
     return _contract(interpreter, eqn, values, terms)

@@ -138,7 +138,7 @@ class Scalified:
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            # What is no array is part of the program, as for `jax.grad`.
+            # Arguments that are not arrays are part of the program, as for `jax.grad`.
             replaced = [next(given) if _is_array(x) else x for x in leaves]
             own = inner, inner_named = jax.tree.unflatten(tree, replaced)
             before = jax.tree.leaves(own, is_leaf=is_scaled)
@@ -221,7 +221,7 @@ def _check_unchanged(own: Any, before: Sequence[Any], given: Sequence[Any]) -> N
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Those of a signature; none of a function of C without one."""
+    """Returns the parameters of a function; {} if it has no signature, such as one written in C."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):

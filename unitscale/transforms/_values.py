@@ -21,7 +21,7 @@ from jax.extend.core import get_opaque_trace_state
 from ..core import cast, format_of, result_dtype, wide_dtype
 
 Statistic = Literal["rms", "amax"]
-"""What `dynamic_rescale` brings near 1: the RMS of the data, or its largest magnitude."""
+"""The statistic that `dynamic_rescale` brings near 1: the RMS or the largest magnitude."""
 
 # Number of contractions after which the size of data is measured again.
 MOST_STEPS = 2
