@@ -206,8 +206,7 @@ class _Arrays(nnx.Module):
     """A layer that returns arrays, as the code of a plain model expects."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs).value  # pyright:
-        ignore[reportAttributeAccessIssue]
+        return super().__call__(*args, **kwargs).value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _unwrapped(layer: type[nnx.Module]) -> Any:
