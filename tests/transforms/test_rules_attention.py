@@ -30,7 +30,7 @@ def _forward(q, k, v, bias, *_, scale, mask_type, is_training, **__):
     return [out, jax.nn.logsumexp(logits, -1)] if is_training else [out]
 
 
-def _backward(q, k, v, bias, *rest, scale, mask_type, **_):
+def _backward(q, k, v, bias, *rest, scale, mask_type, variadic_args, **_):
     statistics, out, cotangent = (x.astype(jnp.float32) for x in rest[-3:])
     logits, _ = _weights(q, k, bias, scale, mask_type)
     weights = jnp.exp(logits - statistics[..., None])
@@ -41,7 +41,8 @@ def _backward(q, k, v, bias, *rest, scale, mask_type, **_):
     of_logits = weights * inner
     of_q = scale * jnp.einsum("bhts,bshd->bthd", of_logits, k32)
     of_k = scale * jnp.einsum("bhts,bthd->bshd", of_logits, q32)
-    of_bias = [of_logits.astype(q.dtype)] if bias.size else []
+    _, has_bias_gradient = variadic_args
+    of_bias = [of_logits.astype(q.dtype)] if has_bias_gradient else []
     return [*(x.astype(q.dtype) for x in (of_q, of_k, of_v)), *of_bias]
 
 
