@@ -66,7 +66,7 @@ def test_out_dtype() -> None:
 
 JVP = {
     "wide_op": lambda x: ops.gelu(x).data,
-    "contract": lambda x: ops.dense(x, x).data,
+    "matmul": lambda x: ops.dense(x, x).data,
     "combine": lambda x: ops.add(x, x).data,
     "scale": lambda x: ops.scale_bwd(x, 2.0),
     "take": lambda x: ops.embed(jnp.arange(2), x).data,

@@ -263,8 +263,8 @@ def test_mxfp8_is_the_default_of_block() -> None:
         (lambda: Static((1.0, 2.0, math.nan)), "Static: scales .* nan"),
         (lambda: Static(margin=-1), "Static: margin .* got -1"),
         (lambda: Block(0), "Block: size must be .* got 0"),
-        (lambda: Block(32, 3), "Block: dims must be 1 or 2; got 3"),
-        (lambda: Block(scale_format="bfloat16"), "scale_format must be float8_e8m0fnu or float32"),
+        (lambda: Block(32, 3), "Block: dims must be .*got 3"),
+        (lambda: Block(scale_format="bfloat16"), "scale_format must be .*got 'bfloat16'"),
     ],
 )
 def test_errors(make, match) -> None:

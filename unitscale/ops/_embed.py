@@ -126,6 +126,7 @@ def _look_up(
 def _rotate(x, positions, base, sign, out_dtype):
     half = x.shape[-1] // 2
     frequencies = np.float32(sign * np.float64(base) ** (-np.arange(half) / half))
+    frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
     cos, sin, wide = jnp.cos(angles), jnp.sin(angles), widen(x)

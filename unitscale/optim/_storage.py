@@ -407,8 +407,9 @@ def _weight_scale(weight: ScaledArray) -> jax.Array:
         return scale
     axes = tuple(a for a, n in enumerate(scale.shape or (1,) * weight.ndim) if n == 1)
     sizes = (rms(part, axes).reshape(scale.shape) for part in sample(weight.data, axes))
-    size = functools.reduce(lax.max, sizes)
+    size = lax.convert_element_type(functools.reduce(lax.max, sizes), jnp.float32)
     moved = ((size < 0.5) & (size >= 2.0**-126)) | ((size > 2) & (size <= 2.0**126))
     # The power of two nearest to a size that is in this range: `scale_near` in fewer operations.
     bits = (lax.bitcast_convert_type(size, jnp.int32) + (1 << 22)) & (255 << 23)
-    return lax.select(moved, scale * lax.bitcast_convert_type(bits, jnp.float32), scale)
+    unit = lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32), scale.dtype)
+    return lax.select(moved, scale * unit, scale)
