@@ -81,6 +81,21 @@ def test_backward_rules_are_replaced_by_the_derivative() -> None:
         assert float(jax.grad(lambda x: evaluate(closed, x)[0])(1.0)) == 2.0
 
 
+def test_a_rule_of_integers_too_is_kept() -> None:
+    @jax.custom_jvp
+    def rounded_to(x, n):
+        return jnp.round(x * n) / n, n
+
+    @rounded_to.defjvp
+    def _(primals, tangents):
+        no_tangent = np.zeros((), jax.dtypes.float0)
+        return rounded_to(*primals), (tangents[0], no_tangent)
+
+    closed = jax.make_jaxpr(lambda x, n: rounded_to(x, n)[0])(1.0, 3)
+    with jax.enable_x64(True):
+        assert float(jax.grad(lambda x: evaluate(closed, x, 3)[0])(1.2)) == 1.0
+
+
 def test_dithering_has_no_derivative() -> None:
     """Only the function itself is an identity, and not what differentiation leaves of it."""
     closed = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(dithered(x, 2))))(X.astype(np.float32))
