@@ -43,6 +43,12 @@ PROGRAMS = {
     "reduce": (lambda x: sum(in_one_pass(x)), lambda x: jax.nn.logsumexp(x, axis=-1)),
     "reduce_window": (windows, windows),
     "jit": (jax.jit(lambda x: jnp.linalg.norm(x, axis=0)), None),
+    "ragged_dot": (
+        lambda x: jax.lax.ragged_dot(
+            x, x.T[None], jnp.array([3]), preferred_element_type=jnp.float32
+        ),
+        lambda x: x @ x.T,
+    ),
     "product": (
         lambda x: jax.lax.dot(x, x.T, precision="BF16_BF16_F32"),
         lambda x: x @ x.T,

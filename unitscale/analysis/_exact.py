@@ -107,11 +107,16 @@ class Exact(Interpreter):
 
 def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
     """Apply a primitive in float64, or in its own types where it must see their bits."""
+
+    def widened(value: Any) -> Any:
+        try:
+            is_type = isinstance(value, np.dtype | type) and jnp.issubdtype(value, jnp.floating)
+        except TypeError:
+            return value
+        return np.dtype(np.float64) if is_type else value
+
     if eqn.primitive.name != "bitcast_convert_type":
-        params = dict(eqn.params)
-        for name, value in params.items():
-            if isinstance(value, np.dtype) and jnp.issubdtype(value, jnp.floating):
-                params[name] = np.dtype(np.float64)
+        params = {name: widened(value) for name, value in eqn.params.items()}
         if "precision" in params:
             params["precision"] = None  # it may ask for operands to be rounded
         try:
