@@ -43,6 +43,12 @@ PROGRAMS = {
     "reduce": (lambda x: sum(in_one_pass(x)), lambda x: jax.nn.logsumexp(x, axis=-1)),
     "reduce_window": (windows, windows),
     "jit": (jax.jit(lambda x: jnp.linalg.norm(x, axis=0)), None),
+    "ragged_dot": (
+        lambda x: jax.lax.ragged_dot(
+            x, x.T[None], jnp.array([3]), preferred_element_type=jnp.float32
+        ),
+        lambda x: x @ x.T,
+    ),
     "product": (
         lambda x: jax.lax.dot(x, x.T, precision="BF16_BF16_F32"),
         lambda x: x @ x.T,
@@ -79,6 +85,21 @@ def test_backward_rules_are_replaced_by_the_derivative() -> None:
     closed = jax.make_jaxpr(lambda x: ops.scale(x, 2.0, 5.0))(1.0)
     with jax.enable_x64(True):
         assert float(jax.grad(lambda x: evaluate(closed, x)[0])(1.0)) == 2.0
+
+
+def test_a_rule_of_integers_too_is_kept() -> None:
+    @jax.custom_jvp
+    def rounded_to(x, n):
+        return jnp.round(x * n) / n, n
+
+    @rounded_to.defjvp
+    def _(primals, tangents):
+        no_tangent = np.zeros((), jax.dtypes.float0)
+        return rounded_to(*primals), (tangents[0], no_tangent)
+
+    closed = jax.make_jaxpr(lambda x, n: rounded_to(x, n)[0])(1.0, 3)
+    with jax.enable_x64(True):
+        assert float(jax.grad(lambda x: evaluate(closed, x, 3)[0])(1.2)) == 1.0
 
 
 def test_dithering_has_no_derivative() -> None:

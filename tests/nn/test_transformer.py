@@ -117,7 +117,7 @@ def test_errors() -> None:
         layer(norm_placement="mid")
     with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
         nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"unknown scheme 'deep'.*Did you mean 'depth'"):
+    with pytest.raises(ValueError, match=r"scheme must .*got 'deep'.*Did you mean 'depth'"):
         nn.TransformerStack(2, WIDTH, 2, residual_scheme="deep", rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="activatoin"):
         nn.TransformerStack(2, WIDTH, 2, activatoin="gelu", rngs=nnx.Rngs(0))

@@ -73,7 +73,7 @@ ERRORS = [
     (
         ValueError,
         lambda: ops.grouped_dense(x, kernel, GROUPS, constraint="gmeen"),
-        "unknown constraint",
+        "constraint must be one of .* got 'gmeen'",
     ),
 ]
 test_errors = refuses(ERRORS)

@@ -352,7 +352,7 @@ ERRORS = [
     (ValueError, lambda: fused(x, kernel, chunk_size=0), "chunk_size must .* got 0"),
     (ValueError, lambda: fused(x, kernel, chunk_size=2.5), "chunk_size must .* got 2.5"),
     (ValueError, lambda: fused(x, kernel, mult=0), "mult must be positive"),
-    (ValueError, lambda: fused(x, kernel, constraint="gmaen"), "unknown constraint 'gmaen'"),
+    (ValueError, lambda: fused(x, kernel, constraint="gmaen"), "constraint must be .* got 'gmaen'"),
     (TypeError, lambda: fused(x, kernel, where=WHERE + 0), "where must be boolean; got dtype int"),
     (TypeError, lambda: ops.readout_cross_entropy(x, kernel, x[..., 0]), "labels must be integers"),
     (TypeError, lambda: fused(x > 0, kernel), "cross_entropy: x must be a floating array"),

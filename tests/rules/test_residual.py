@@ -74,7 +74,7 @@ def test_depth_matches_the_published_formula() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"scheme 'running-mean'.*Did you mean 'running_mean'"):
+    with pytest.raises(ValueError, match=r"scheme must .*Did you mean 'running_mean'"):
         rules.residual_taus("running-mean", 4)
     with pytest.raises(ValueError, match="num_branches must be at least 1"):
         rules.residual_taus("fixed", 0)

@@ -20,10 +20,10 @@ from ._gradients import (
     check_gradients as check_gradients,
 )
 from ._program import Source as Source
-from ._scale_trace import (
+from ._snr import plot_snr as plot_snr, snr as snr
+from ._trace_scales import (
     FormatShares as FormatShares,
     ScaleRecord as ScaleRecord,
     ScaleTrace as ScaleTrace,
+    trace_scales as trace_scales,
 )
-from ._snr import plot_snr as plot_snr, snr as snr
-from ._trace_scales import trace_scales as trace_scales

@@ -1,12 +1,8 @@
 """Cut edges: where a backward factor of its own leaves every gradient a constant times the truth.
 
-An edge of the forward graph whose removal disconnects it is a bridge. Every path from a value above
-it to the loss passes it, so a factor on its cotangent multiplies all of their gradients by one
-constant. On any other edge a factor would weight the paths unequally.
-
-In the graph values and operations are vertices. Calls, checkpoints and custom functions are opened.
-A loop's body is in it once, with an edge from each carried result back to the carried operand: what
-is true of the cycle is true of every iteration.
+They are the bridges of the forward graph, whose vertices are values and operations. All paths to
+the loss from above a bridge cross it, so a factor on its cotangent changes all gradients there by
+one constant; on any other edge it would weight the paths unequally.
 """
 
 import dataclasses
@@ -32,10 +28,6 @@ class Input:
         uses: number of operations that its gradient is summed from.
         cut: whether each of them reads it through a cut edge, so that the backward factor of its
             gradient there is free.
-
-    Example:
-        >>> cut_edges(lambda w: w * w, 1.0).inputs[0].cut
-        False
     """
 
     name: str
@@ -52,11 +44,6 @@ class Intermediate:
     Attributes:
         source: the unitscale op or primitive that computes it, and the line of the code.
         cut: whether a backward factor applied to it is free.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> cut_edges(lambda w: jnp.sin(w), 1.0).intermediates[0].source.op
-        'sin'
     """
 
     source: Source
@@ -67,17 +54,7 @@ class Intermediate:
 
 @dataclasses.dataclass(frozen=True)
 class CutEdges:
-    """The differentiable inputs of a program and the values on their paths to an output, in order.
-
-    Example:
-        >>> print(cut_edges(lambda x, w: x + x * w, 1.0, 2.0))
-        cut edges
-          input [1] float32[]
-          float32[] add at ...
-        not cut
-          input [0] float32[], used 2 times
-          float32[] mul at ...
-    """
+    """Differentiable inputs of a program and the values between them and its outputs, in order."""
 
     inputs: tuple[Input, ...]
     intermediates: tuple[Intermediate, ...]
@@ -111,7 +88,7 @@ def cut_edges(
             as a batch, closes no cycle.
 
     Returns:
-        `CutEdges`, whose text lists both kinds.
+        `CutEdges`, which lists both kinds as text.
 
     Raises:
         TypeError: if ``fn`` cannot be traced.
@@ -193,20 +170,17 @@ class Value(NamedTuple):
 class Graph(Interpreter):
     """The graph of a program; vertices are numbers, and every output leads to vertex 0.
 
-    Args:
-        closed: the program.
-        differentiated: which of its inputs are.
-        args: its flat arguments, where ops are measured.
-        measure: called with the equation and operands of each custom_vjp function, of a loop's in
-            its first iteration.
+    Calls and custom functions are opened. The body of a loop is in the graph once, with an edge
+    from each carried result back to its operand.
 
     Attributes:
         edges: in program order.
         inputs: the vertex of each flat input; None for one that is not differentiable.
-        values: of each vertex that is a value outside of custom_vjp functions: its equation, those
-            of the calls that it is inside of, and its variable.
-        ops: equations of the custom_vjp functions that are not inside of another.
-        measured: what ``measure`` returned, by the number of the op.
+        values: by vertex, the equation of each value outside of custom_vjp functions, followed by
+            the calls around it, and its variable.
+        ops: equations of the outermost custom_vjp functions.
+        measured: by number of the op, the result of ``measure(eqn, operands)`` if ``args`` are
+            given; of a loop, in its first iteration.
     """
 
     def __init__(

@@ -1,9 +1,4 @@
-"""Programs evaluated in float64 without rounding.
-
-A program of any number format is a function of real numbers plus rounding. Evaluating its jaxpr in
-float64, with casts between floating types as identities, gives that function, so that two gradients
-of it can be compared to many digits.
-"""
+"""Evaluate programs in float64 without rounding, so that gradients compare to many digits."""
 
 import functools
 from collections.abc import Sequence
@@ -32,10 +27,9 @@ def types_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluate a program in float64 without rounding; call it under `jax.enable_x64(True)`.
 
+    Casts and rounding are identities, except for operations on the bits of floating-point numbers.
     Functions with a custom_vjp are replaced by their forward bodies, so that differentiating the
-    result gives the true derivative; custom_jvp rules are kept. Casts, `reduce_precision`, `cast`
-    and `dithered` are identities. Operations on the bits of floating numbers see them in the type
-    that the program stores.
+    result gives the true derivative; custom_jvp rules are kept.
     """
     arrays = [jnp.asarray(x) if isinstance(x, float | int) else x for x in args]
     return Exact().run(closed, [wide(x) for x in arrays])
@@ -138,35 +132,19 @@ def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
 
 def _custom_jvp(eqn: Any, operands: list[Any]) -> list[Any]:
     """Evaluate a function with its own rule, such as that of relu at zero."""
-    closed = eqn.params["call_jaxpr"]
+    closed, avals = eqn.params["call_jaxpr"], types_of(eqn.invars)
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
-    avals = types_of(eqn.invars)
-    floats = [i for i, aval in enumerate(avals) if is_float(aval)]
-    kept = [i for i, var in enumerate(eqn.outvars) if is_float(var.aval)]
-
-    def zero(shape: tuple[int, ...]) -> Any:
-        return np.zeros(shape, jax.dtypes.float0)
-
-    def derivative(*arrays: Any) -> list[Any]:
-        tangents = [zero(aval.shape) for aval in avals]
-        for i, tangent in zip(floats, arrays[len(avals) :], strict=True):
-            tangents[i] = tangent
-        found = rule.call_wrapped(*arrays[: len(avals)], *tangents)
-        return [found[len(eqn.outvars) + i] for i in kept]
-
+    float0 = jax.dtypes.float0  # the type of tangents of integers
+    tangents = [a if is_float(a) else jax.ShapeDtypeStruct(a.shape, float0) for a in avals]
     try:
-        linear = jax.make_jaxpr(derivative)(*avals, *(avals[i] for i in floats))
-    except TypeError:  # the rule of quantized operands refuses, which are not rounded here
+        with_tangents = jax.make_jaxpr(rule.call_wrapped)(*avals, *tangents)
+    except TypeError:  # FP8 matmuls reject second derivatives; here nothing is rounded
         return Exact().run(closed, operands)
     function = jax.custom_jvp(lambda *xs: Exact().run(closed, xs))
 
     @function.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        results = Exact().run(closed, primals)
-        changes = [zero(jnp.shape(r)) for r in results]
-        found = evaluate(linear, *primals, *(tangents[i] for i in floats))
-        for i, change in zip(kept, found, strict=True):
-            changes[i] = change
-        return results, changes
+        found = evaluate(with_tangents, *primals, *tangents)
+        return found[: len(eqn.outvars)], found[len(eqn.outvars) :]
 
     return function(*operands)

@@ -24,12 +24,7 @@ class Source(NamedTuple):
         op: name of the unitscale op that made it, or of its primitive.
         line: ``file:line (function)`` of the user's code, or of the library's where only that is
             known; "" if nothing is.
-        layer: classes of the unitscale layers between the two, the outermost first, as in
-            ``"MLP/Dense"``; "" outside of layers.
-
-    Example:
-        >>> str(Source("dense", "model.py:12 (loss)", "MLP/Dense"))
-        'dense of MLP/Dense at model.py:12 (loss)'
+        layer: classes of the unitscale layers between the two, such as ``"MLP/Dense"``, or "".
     """
 
     op: str
@@ -42,11 +37,7 @@ class Source(NamedTuple):
 
 
 def source_of(*eqns: Any) -> Source:
-    """Return the op and line of an equation.
-
-    What JAX makes inside of its own functions gets the line of the call: further equations are
-    those of the calls that the first is inside of, the innermost first.
-    """
+    """Return the source of the first equation; the others are the calls around it, inner first."""
     source = _source_of_one(eqns[0])
     for eqn in eqns[1:]:
         if source.line:
@@ -136,11 +127,7 @@ def inner_program(eqn: Any) -> ClosedJaxpr | None:
 
 
 class Interpreter:
-    """Runs a jaxpr equation by equation.
-
-    Subclasses say what an equation does to their values (`apply`), and may collect rows of
-    statistics in the bodies of loops and branches (`body`).
-    """
+    """Run a jaxpr equation by equation; subclasses define what an equation does to their values."""
 
     def __init__(self) -> None:
         # The equation that is applied, and those that it is inside of, the outermost first.

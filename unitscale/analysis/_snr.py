@@ -1,8 +1,4 @@
-"""The signal-to-noise ratio of normal values in a format, as a function of their scale.
-
-A format keeps its relative precision over a band of scales. Below it values become zero, above it
-they saturate. Unit scaling puts values in the middle of the band.
-"""
+"""The signal-to-noise ratio of normal values in a format, as a function of their scale."""
 
 import itertools
 import math
@@ -12,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..core import Format, format_of
-from ._scale_trace import extra
+from ._trace_scales import extra
 
 _TAIL = 10.0  # standard deviations beyond which there is less than one normal value in 10^23
 _CELLS = 256  # of a binade, from which on the density is constant within a cell
@@ -23,10 +19,10 @@ def snr(format: Any, scales: Any, *, block: int | None = None) -> np.ndarray:
     """Return the signal-to-noise ratio of N(0, scale^2) rounded to a format, in decibels.
 
     Scaling:
-        10 log10(E[x^2] / E[(x - round(x))^2]) with x ~ N(0, scale^2), rounding to the nearest,
-        saturating, with subnormal numbers, as `unitscale.cast` does. With ``block`` the values are
-        divided first by the power of two that just brings the largest of so many values into range,
-        as under `quant.Block`. Both expectations are integrated over the grid of the format.
+        10 log10(E[x^2] / E[(x - round(x))^2]) with x ~ N(0, scale^2), rounded as by
+        `unitscale.cast`: to nearest, saturating, with subnormal numbers. With ``block`` the values
+        are first divided by the smallest power of two that brings the largest of so many into
+        range, as by `quant.Block`. The expectations are integrated over the grid of the format.
 
     Args:
         format: a format, as `core.format_of` knows it: a dtype, a name such as "e4m3fn",
@@ -106,14 +102,11 @@ def _noise(fmt: Format, sigma: float, limit: float = math.inf) -> float:
 
 
 def _block_noise(fmt: Format, sigma: float, block: int) -> float:
-    """The noise of one value of a block.
+    """E[(x - round(x))^2] of a value of a block with one scale."""
 
-    Given that the largest magnitude lies in (t / 2, t], t = 2^k max, the scale is 2^k. The noise of
-    a block of which all values are below t is that of one such value, times the probability of the
-    others.
-    """
-
+    # The scale is 2^k if the largest magnitude lies in (t / 2, t] with t = 2^k max.
     def below(limit: float, unit: float) -> float:
+        """Noise if the whole block is below the limit, times the probability of that."""
         others = math.erf(limit / unit / math.sqrt(2)) ** (block - 1)
         return _noise(fmt, unit, limit) * others
 

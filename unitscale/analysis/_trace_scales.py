@@ -1,13 +1,10 @@
-"""Measure RMS, amax and what formats would make of every value of a program.
-
-Equations are executed one by one, each compiled by itself. Loops and branches are compiled whole,
-and return statistics of the values inside beside their results.
-"""
+"""Run a program equation by equation and record the scale of every floating value."""
 
 import dataclasses
 import functools
+import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +17,163 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core import Format, amax, format_of
 from ._program import Interpreter, Source, bind, inner_program, is_float, source_of, traced
-from ._scale_trace import FormatShares, ScaleRecord, ScaleTrace
 
 # Squares of small or large numbers leave float32's range: they are summed at these scales as well.
 UP, DOWN = 2.0**60, 2.0**-60
 # Primitives whose results hold the same numbers as an operand.
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
 _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
+_NAMED = 60  # values up to which each has its name in the plot
+_FORMAT_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:olive", "tab:cyan", "tab:gray")
+
+
+def extra(where: str, module: str) -> Any:
+    """Import a module of the extra ``recipes``, which only tables and plots need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"unitscale.analysis.{where}: needs {module.split('.')[0]}, which is not installed; "
+            'run pip install "unitscale[recipes]"'
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatShares:
+    """Shares of a tensor's elements that are zero, subnormal or saturated in a format."""
+
+    zero: float
+    subnormal: float
+    saturated: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleRecord:
+    """Statistics of one value of a program, over all its elements and executions.
+
+    Attributes:
+        name: path of an input, or ``result`` and the path of a result; "" for any other value.
+        source: the unitscale op or primitive, and the line of the code.
+        primitive: name of the primitive; "input" for an input.
+        scope: JAX's name stack, which `jax.named_scope` and transformations write.
+        backward: whether a backward pass computed it.
+        shape, dtype: of one execution.
+        executions: how often it was computed: more than once in a loop, 0 in a branch not taken.
+        rms, amax: root mean square and largest magnitude; not finite if an element is not.
+        zeros: share of elements that are zero.
+        formats: shares by format.
+    """
+
+    name: str
+    source: Source
+    primitive: str
+    scope: str
+    backward: bool
+    shape: tuple[int, ...]
+    dtype: str
+    executions: int
+    rms: float
+    amax: float
+    zeros: float
+    formats: Mapping[str, FormatShares]
+
+    @property
+    def label(self) -> str:
+        """The name of an input or result, otherwise the layer and op."""
+        own = f"{self.source.layer}/{self.source.op}" if self.source.layer else self.source.op
+        return self.name or own
+
+
+class ScaleTrace(Sequence[ScaleRecord]):
+    """The records of a program's values in order; `result` holds what the function returned."""
+
+    def __init__(self, records: tuple[ScaleRecord, ...], result: Any):
+        self.records, self.result = records, result
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.records[index]
+
+    def __repr__(self) -> str:
+        return f"ScaleTrace({len(self)} values)"
+
+    def table(self) -> Any:
+        """Return a `rich.table.Table` with a row for each value.
+
+        Raises:
+            ImportError: if rich is not installed.
+        """
+
+        def percent(share: float) -> str:
+            return "0" if share == 0 else f"{100 * share:.3g}%"
+
+        table = extra("ScaleTrace.table", "rich.table").Table(title=repr(self))
+        for column in ("value", "pass", "type", "rms", "amax", "zero"):
+            table.add_column(column, justify="left" if column in ("value", "pass") else "right")
+        for name in self.records[0].formats if self.records else ():
+            table.add_column(f"{name}\nzero/subn./sat.", justify="right")
+        table.add_column("source", overflow="fold")
+        for r in self.records:
+            shares = (dataclasses.astuple(f) for f in r.formats.values())
+            table.add_row(
+                r.label,
+                "backward" if r.backward else "forward",
+                f"{r.dtype}[{','.join(map(str, r.shape))}]",
+                f"{r.rms:.3g}",
+                f"{r.amax:.3g}",
+                percent(r.zeros),
+                *(" / ".join(map(percent, parts)) for parts in shares),
+                f"{r.primitive} {r.source.line}",
+            )
+        return table
+
+    def plot(self) -> Any:
+        """Return a `matplotlib.figure.Figure` of the RMS and amax of each value, on a log2 axis.
+
+        Values are in program order, with their names if they are up to 60. The range of each format
+        is shaded, its normal numbers darker than its subnormal ones.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        count = len(self.records)
+        width = min(20.0, 6 + 0.15 * count)
+        figure = extra("ScaleTrace.plot", "matplotlib.figure").Figure((width, 5))
+        figure.set_layout_engine("constrained")
+        axes = figure.subplots()
+        shown = [(i, r) for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
+        levels = [math.log2(v) for _, r in shown for v in (r.rms, r.amax)]
+        low, high = min([-8.0, *levels]) - 2, max([4.0, *levels]) + 2
+        for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
+            label = "backward" if backward else "forward"
+            points = [(i, math.log2(r.rms), math.log2(r.amax)) for i, r in shown]
+            points = [p for p, (_, r) in zip(points, shown, strict=True) if r.backward is backward]
+            if points:
+                places, rms, amax = zip(*points, strict=True)
+                axes.vlines(places, rms, amax, color=color, alpha=0.35)
+                axes.plot(places, rms, "o", color=color, markersize=4, label=f"{label} RMS")
+                axes.plot(places, amax, "_", color=color, label=f"{label} amax")
+        lost = sorted({i for i, r in enumerate(self) if r.executions} - {i for i, _ in shown})
+        if lost:
+            label = "all zero or not finite"
+            axes.plot(lost, [low + 0.5] * len(lost), "x", color="tab:red", label=label)
+        for index, name in enumerate(self.records[0].formats if self.records else ()):
+            fmt, color = format_of(name), _FORMAT_COLORS[index % len(_FORMAT_COLORS)]
+            edges = (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
+            bottom, normal, top = (min(max(math.log2(v), low), high) for v in edges)
+            axes.axhspan(bottom, normal, color=color, alpha=0.05, linewidth=0)
+            axes.axhspan(normal, top, color=color, alpha=0.12, linewidth=0, label=name)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="log2 of the value")
+        axes.set_xlabel("value, in program order")
+        if 0 < count <= _NAMED:
+            labels = [r.label if len(r.label) <= 48 else f"...{r.label[-45:]}" for r in self]
+            axes.set_xticks(range(count), labels, rotation=90, fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper center", ncols=4, frameon=False)
+        return figure
 
 
 def trace_scales(
@@ -40,23 +187,21 @@ def trace_scales(
     The returned function is traced once for all arguments of the same types, as by `jax.jit`.
 
     Scaling:
-        amax over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of zeros, and
-        for each format the shares of elements that it would make zero, hold as subnormal numbers,
-        and saturate, over a sample of each array. The RMS of n normal elements has a relative
-        standard error of (2n)^-1/2, 1.1% for the default. Equations are executed one by one; a
-        compiler that fuses them may round less often.
+        amax is taken over all elements and loop iterations. RMS = sqrt(mean(x^2)), the share of
+        zeros, and the shares that each format would make zero or subnormal or saturate are taken
+        over a sample of each array; the RMS of n normal elements has a relative standard error of
+        (2n)^-1/2, 1.1% for the default. Equations run one by one, so a program that the compiler
+        fuses may round less often.
 
     Args:
-        fn: any function that JAX can trace: with unitscale or without, jitted or not, with loops,
-            and calling `jax.grad` itself if its backward pass is to be seen.
+        fn: any function that JAX can trace; it calls `jax.grad` itself to show a backward pass.
         formats: formats that the values might be stored in.
-        sample: arrays of many more elements are measured on this many, or up to three times as
-            many, evenly spread; None measures all of them.
+        sample: arrays with at least twice as many elements are measured on this many, or up to
+            three times as many, evenly spaced; None measures all elements.
 
     Returns:
         A function of the arguments of ``fn`` that returns a `ScaleTrace`: records of the inputs and
-        of the values in program order, forward and backward, but for those that only rearrange
-        another's elements.
+        values in program order, without those that only rearrange another's elements.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace.
@@ -144,14 +289,14 @@ def _record(source: Source, primitive: str, scope: str, x: Any, name: str = "") 
 
 
 class Watcher(Interpreter):
-    """Executes a program, and collects statistics of its values.
+    """Execute a program, and collect statistics of its values.
 
     Attributes:
         sites: records of the values that are measured, without their statistics.
         rows: arrays (n, width) of statistics, in the order of the sites: count, sums of squares at
             scales 1, `UP` and `DOWN`, zeros; for each format elements that become zero, are below
             its normal numbers, exceed its largest; amax.
-        noted: the site of a value by id.
+        noted: index of the site of a value, by the value's id.
     """
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):

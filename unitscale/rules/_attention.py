@@ -29,10 +29,6 @@ def logit_factor(head_dim: int, mult: float = 1.0) -> float:
         `1 / d` instead of `d^-1/2` keeps logits bounded when q and k correlate in training. For
         independent unit q and k the logits have standard deviation `mult * d^-1/2`.
 
-    Example:
-        >>> logit_factor(64, 2.0)
-        0.03125
-
     References:
         u-muP, arXiv 2407.17465, attention logits.
     """
@@ -53,17 +49,14 @@ def dot_product_attention(
     """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`, `bwd = (q, k, v)`.
 
     Scaling:
-        For unit q, k and v the logits are normal of standard deviation `mult * d^-1/2`, and the
+        For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`, and the
         output's mean square is `E[sum p^2]` over the keys a query sees: `key_length` of them, or,
         when causal, the average over 1, 2, ..., key_length. Forward is its inverse root, times `(1
-        - dropout_rate)^1/2`: one static factor for all positions. Before the constraint v has the
-        forward factor, and q and k `1 / RMS` of the softmax's gradient times the logits' standard
-        deviation. Assumes as many queries as keys, and no mask except the causal one (query t sees
-        keys 1..t). With a single key, q and k have no gradient, and their factor is the forward
-        one.
-
-        If the values at different positions are not independent, `mean_square` replaces the
-        output's mean square before factor and dropout: see `AttentionContext`.
+        - dropout_rate)^1/2`. Before the constraint v has the forward factor, and q and k `1 / RMS`
+        of the softmax's gradient times the logits' standard deviation (for a single key, the
+        forward factor). Assumes as many queries as keys, and no mask except the causal one. If
+        values at different positions are not independent, pass the output's mean square before
+        factor and dropout as `mean_square`: see `AttentionContext`.
 
     Example:
         >>> round(dot_product_attention(64, 256, is_causal=False).fwd, 1)
@@ -90,10 +83,9 @@ def dot_product_attention(
 class AttentionContext:
     """The residual branches below an attention layer: attention, MLP, attention, MLP, ...
 
-    `dot_product_attention` assumes that values at different positions are independent, as in the
-    first layer of a stack. Further up, attention has averaged over positions and activations have
-    added their means, so tokens share a component, which averaging does not shrink. A factor for
-    independent values is then several times too large.
+    `dot_product_attention` assumes independent values at different positions, as in the first layer
+    of a stack. Further up, tokens share a component, which averaging does not shrink, and a factor
+    for independent values is several times too large.
 
     Scaling:
         Let `S` be the covariance of the residual stream at two positions, at first the identity,

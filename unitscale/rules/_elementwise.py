@@ -29,10 +29,9 @@ def elementwise(
 
     Scaling:
         Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`,
-        both under `x ~ N(0, 1)`. The mean of `f` is not removed. The integrals use composite
-        Gauss-Legendre panels that end at 0 and shrink towards it, so a kink there (relu) is exact
-        for every mult. If the derivative is zero almost everywhere (sign, round), there is no
-        gradient to scale, and backward uses the forward factor.
+        both under `x ~ N(0, 1)`, by quadrature that is exact for a kink at 0, as of relu. The mean
+        of `f` is not removed. If the derivative is zero almost everywhere (sign, round), backward
+        uses the forward factor.
 
     Raises:
         TypeError: If `f` does not map a scalar to a real scalar.
@@ -65,7 +64,7 @@ def glu(
     Scaling:
         Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
         gate))`, under `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right.
-        Assumes x and gate are independent, zero mean and unit.
+        Assumes independent unit x and gate of zero mean.
 
     Example:
         >>> round(glu(jax.nn.silu).fwd, 3)
@@ -89,8 +88,7 @@ def dropout(rate: float) -> Factors:
 
     Scaling:
         Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit
-        `x`. Both factors are therefore `(1 - rate)^1/2`, *on top of* the `1 / (1 - rate)`: the
-        whole op is `x * mask * (1 - rate)^-1/2`, and its gradient is the true one.
+        `x`, so both factors are `(1 - rate)^1/2`: the op is `x * mask * (1 - rate)^-1/2`.
 
     Example:
         >>> dropout(0.75)
@@ -113,9 +111,8 @@ def dropout(rate: float) -> Factors:
 def correlation_kernel(f: Callable[..., Any], mult: float = 1.0) -> np.ndarray:
     """Return coefficients c of `E[f(mult * x) f(mult * y)] / Var f = sum c_k rho^k`.
 
-    The Hermite expansion `f(x) = sum a_k He_k(x) / sqrt(k!)` gives `E[f(x) f(y)] = sum a_k^2 rho^k`
-    for unit normal x and y of correlation rho (Mehler's formula). The coefficients are those of the
-    powers 0 to 24; the last also holds all further terms, so that the sum is exact at rho = 1.
+    Here x and y are unit normal with correlation rho, and c_k = a_k^2 for `f(x) = sum a_k He_k(x) /
+    sqrt(k!)` (Mehler's formula). The last of powers 0 to 24 also holds all further terms.
     """
     nodes, weights = quadrature()
     with compile_time():
@@ -147,11 +144,8 @@ def quadrature() -> tuple[np.ndarray, np.ndarray]:
 
 @contextmanager
 def compile_time() -> Iterator[None]:
-    """Evaluate JAX operations on concrete arrays now, even while another function is traced.
-
-    Inside a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`, new arrays would get a
-    sharding that only shards may have, so the mesh is hidden.
-    """
+    """Evaluate JAX operations on concrete arrays now, even while another function is traced."""
+    # Under `jax.shard_map` over some mesh axes, new arrays would get a sharding of shards alone.
     no_mesh = AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
         yield

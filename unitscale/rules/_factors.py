@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-ConstraintName: TypeAlias = Literal[
+Constraint: TypeAlias = Literal[
     "to_output_scale",
     "to_grad_input_scale",
     "to_left_grad_scale",
@@ -17,8 +17,8 @@ ConstraintName: TypeAlias = Literal[
     "gmean",
     "hmean",
     "amean",
+    None,
 ]
-Constraint: TypeAlias = ConstraintName | None
 """Name of a constraint of `constrain`, or None to leave the ideal factors unequal."""
 
 _SHARED = {
@@ -32,9 +32,7 @@ _OPERANDS = {"to_grad_input_scale": 1, "to_left_grad_scale": 2, "to_right_grad_s
 
 @dataclass(frozen=True)
 class Factors:
-    """The static floats that an op multiplies in, forward and backward.
-
-    Frozen and hashable, so that an op can pass it to `custom_vjp` as a static argument.
+    """The static floats that an op multiplies in, forward and backward; hashable.
 
     Scaling:
         The op computes `fwd * f(x, ...)`, and multiplies the cotangent of operand `i` of the
@@ -44,10 +42,6 @@ class Factors:
     Args:
         fwd: Factor on the output.
         bwd: Factors on the operands' cotangents, in operand order.
-
-    Example:
-        >>> Factors(0.5, (0.5, 0.25)).bwd[1]
-        0.25
 
     References:
         Unit Scaling, arXiv 2303.11257, scaled ops.
@@ -70,9 +64,8 @@ class Factors:
 def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tuple[float, ...]:
     """Make the forward factor and the backward factors of non-cut edges equal.
 
-    On a cut edge (a weight) the two may differ: the whole gradient of that weight is then off by
-    one constant. On any other edge a difference would weigh the paths through the network
-    unequally and give a wrong gradient.
+    On a cut edge, such as a weight, they may differ: the gradient is then a constant times the true
+    one. On any other edge a difference would weight the paths through the network unequally.
 
     Scaling:
         `to_output_scale` uses the output's factor for all; `to_grad_input_scale` that of the only
@@ -86,8 +79,6 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
         *grad_inputs: Ideal factor of each operand's cotangent that must agree with it.
 
     Example:
-        >>> constrain("to_output_scale", 0.5, 0.25)
-        (0.5, 0.5)
         >>> constrain("gmean", 4.0, 1.0)
         (2.0, 2.0)
 
@@ -97,7 +88,7 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
     factors = (output, *grad_inputs)
     if constraint is None:
         return factors
-    check_choice("constrain", "constraint", constraint, (*get_args(ConstraintName), None))
+    check_choice("constrain", "constraint", constraint, get_args(Constraint))
     operands = len(grad_inputs)
     needed = _OPERANDS.get(constraint, operands)
     if needed != operands:
@@ -121,10 +112,7 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
 
 
 def check_sizes(rule: str, **sizes: Any) -> None:
-    """Check that every named size is a positive static integer.
-
-    A zero or traced dimension would otherwise surface as an infinite factor several layers up.
-    """
+    """Check that every named size is a positive static integer."""
     for name, size in sizes.items():
         try:
             value = operator.index(size)
@@ -161,8 +149,8 @@ def check_choice(rule: str, name: str, value: object, choices: Sequence[str | No
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"unitscale.rules.{rule}: unknown {name} {value!r}; {name} must be one of "
-        f"{', '.join(map(str, choices))}; got {value!r}.{hint}"
+        f"unitscale.rules.{rule}: {name} must be one of {', '.join(map(str, choices))}; got "
+        f"{value!r}.{hint}"
     )
 
 

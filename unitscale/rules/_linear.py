@@ -60,9 +60,8 @@ def dense(
 
     Scaling:
         Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. Kernel and bias are
-        cut edges, so their gradients, which are sums over the batch, have `batch^-1/2` for every
-        constraint. The bias is added after the forward factor. Assumes independent unit inputs,
-        weights and cotangents.
+        cut edges, so their gradients, sums over the batch, have `batch^-1/2`. The bias is added
+        after the forward factor. Assumes independent unit inputs, weights and cotangents.
 
     Example:
         >>> dense(16, 64, 4)
@@ -83,10 +82,10 @@ def readout(
     """Return the factors of the layer that computes the logits, with `bwd = (x, kernel, bias)`.
 
     Scaling:
-        Forward `in^-1`, so that logits do not grow with width; input gradient `out^-1/2`; kernel
-        and bias gradients `batch^-1/2`. The logits are thus *not* of unit variance: their RMS is
-        `in^-1/2` at initialization. The input gradient may be scaled freely (constraint None) if
-        the readout's input is a cut edge: the only path from the loss to the rest of the model.
+        Forward `in^-1`, so that logits do not grow with width: their RMS is `in^-1/2` at
+        initialization. Input gradient `out^-1/2`; kernel and bias gradients `batch^-1/2`.
+        Constraint None is correct if the readout's input is a cut edge: the only path from the loss
+        to the rest of the model.
 
     Example:
         >>> readout(16, 64, 4)
@@ -112,11 +111,10 @@ def lora(
 
     Scaling:
         Forward that of `dense` for `x @ a`, then `rank^-1/2` for `h @ b`. The gradient of `h` has
-        `out^-1/2`, which makes it unit, and the gradient of `a` with it. The input is not a cut
-        edge, because the dense layer reads it too, so the gradient of `x` has the factor of `dense`
-        times `rank^-1/2` over both matmuls: the first divides by the `out^-1/2` again. Gradients of
-        `a` and `b` have `batch^-1/2`. The results have `bwd = (x, a)` and `bwd = (h, b)`. Assumes
-        independent unit inputs, weights and cotangents.
+        `out^-1/2`, which makes it and the gradient of `a` unit. The input is not a cut edge,
+        because the dense layer reads it too, so over both matmuls its gradient has the factor of
+        `dense` times `rank^-1/2`. Gradients of `a` and `b` have `batch^-1/2`. The results have `bwd
+        = (x, a)` and `bwd = (h, b)`. Assumes independent unit inputs, weights and cotangents.
 
     Example:
         >>> lora(16, 4, 64, 4)
@@ -151,9 +149,7 @@ def conv(
         the average number of terms that are not the zeros between dilated inputs. The input
         gradient sums `out / groups * prod(spatial) / prod(strides)` terms on average. Kernel and
         bias are cut edges: the bias gradient sums over `batch * output positions`, the kernel
-        gradient over `prod(input_dilation)` times fewer. Assumes interior pixels: zero padding,
-        which leaves fewer terms near the border, is not counted. Dilation of the kernel changes no
-        count.
+        gradient over `prod(input_dilation)` times fewer. Assumes interior pixels, without padding.
 
     Args:
         kernel_shape: `(*spatial, in / groups, out)`.
@@ -204,8 +200,7 @@ def embed(vocab: int, tokens: int) -> Factors:
     Scaling:
         Forward 1. With `vocab` rows, a row's gradient sums the cotangents of its occurrences,
         `tokens / vocab` on average, so the table's gradient has `(vocab / tokens)^1/2`. Its RMS
-        over the whole table is then 1 for independent unit cotangents and any distribution of the
-        tokens, which only changes how the gradient is shared among rows.
+        over the whole table is then 1 for any distribution of the tokens.
 
     Example:
         >>> embed(64, 16)
@@ -225,10 +220,6 @@ def recurrent_kernel(steps: int) -> Factors:
         Forward 1; backward `steps^-1/2`, because the gradient sums that many contributions, each
         already scaled by `dense` for the batch. The weight is a cut edge. Assumes that
         contributions of different steps are independent.
-
-    Example:
-        >>> recurrent_kernel(16)
-        Factors(fwd=1.0, bwd=(0.25,))
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -250,11 +241,7 @@ def grouped_dense(
     Scaling:
         As `dense`, but a kernel's gradient sums over the rows of its group, `rows / groups` on
         average: kernels and biases, which are cut edges, have `(groups / rows)^1/2`. The RMS over
-        all kernels is then 1 for any group sizes, which only change how it is shared among groups.
-
-    Example:
-        >>> grouped_dense(16, 64, rows=32, groups=8)
-        Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
+        all kernels is then 1 for any group sizes.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.

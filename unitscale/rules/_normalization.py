@@ -1,11 +1,9 @@
 """Factors of norms, softmax, losses and pooling, and the moments of softmax and gates.
 
-The usual estimate of a softmax moment, `E[sum p^2] = e^(m^2) / (n + e^(m^2) - 1)`, replaces the
-normalizer by its mean. It fails when few logits dominate: at n = 64 and m = 3 it is three times too
-large. Here the normalizer `Z = sum(e^z)` is removed exactly: `Z^-k = int s^(k-1) e^(-s Z) ds /
-(k-1)!` turns a moment of independent normal logits into a one-dimensional integral of
+Softmax moments are exact: the normalizer `Z = sum(e^z)` is removed by `Z^-k = int s^(k-1) e^(-s Z)
+ds / (k-1)!`, which turns a moment of independent normal logits into a one-dimensional integral of
 products of one-logit expectations `H_k(u) = E[e^(k v - e^v)]`, `v = u + m x`, `s = e^u`. The
-integrands are smooth and decay fast, so the trapezoid rule is accurate almost to machine precision.
+trapezoid rule computes it almost to machine precision.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ def norm(features: int, size: int) -> Factors:
     Scaling:
         Forward 1, input gradient 1. For an input of `size` elements whose last axis has `features`,
         gain and bias are cut edges whose gradients sum over `size / features` rows: `(features /
-        size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input; the
-        input gradient's RMS is then 1 up to order one over the number of elements that are
-        normalized together.
+        size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
 
     Example:
         >>> norm(64, 1024)
@@ -69,10 +65,9 @@ def softmax(
         For `n = axis_size` entries, forward `1 / std(p)`: the mean of p is exactly `1 / n`, so
         `var(p) = E[sum p^2] / n - 1 / n^2`. Backward `1 / RMS(dx)` before the constraint: `dx =
         mult * p * (g - sum(p g))`, so for unit g its mean square is `mult^2 / n * E[sum p^2 - 2 p^3
-        + (sum p^2)^2]`. The expectations over independent unit normal logits are exact. For large n
-        they tend to `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`; for large mult,
-        where p tends to one-hot, the forward factor tends to `n / (n - 1)^1/2`. A softmax over a
-        single entry is the constant 1 and has no gradient; its factors are 1.
+        + (sum p^2)^2]`. The expectations over independent unit normal logits are exact; for large n
+        the factors tend to `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`. A softmax
+        over a single entry is the constant 1; its factors are 1.
 
     Example:
         >>> round(softmax(4096).fwd / 4096, 3)
@@ -104,9 +99,8 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
         Forward 1: the value is the ordinary loss. The gradient of one example's loss is `mult * (p
         - y)`; for uniform `p` over `V = vocab` classes (at least 2) its mean square is `mult^2 (V -
         1) / V^2`, so the backward factor is `V / ((V - 1)^1/2 * mult)`. It may differ from the
-        forward factor because a loss ends the graph: every gradient changes by the same constant.
-        Assumes logits that are small at initialization, as those of `readout` are, and that the op
-        leaves the `1 / N` of a mean over examples out of the backward pass.
+        forward factor because a loss ends the graph. Assumes small logits, as those of `readout` at
+        initialization, and that the op omits the `1 / N` of a mean from the backward pass.
 
     Example:
         >>> softmax_cross_entropy(2).bwd
@@ -132,11 +126,7 @@ def mse_loss() -> Factors:
     Scaling:
         Forward 1. The gradient of one squared error is `2 (pred - target)`; the difference of two
         independent unit values has variance 2, so its RMS is `8^1/2` and both backward factors are
-        `8^-1/2`. Assumes that the op leaves the `1 / N` of the mean out of the backward pass.
-
-    Example:
-        >>> mse_loss().fwd
-        1.0
+        `8^-1/2`. Assumes that the op omits the `1 / N` of the mean from the backward pass.
 
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
@@ -156,7 +146,7 @@ def avg_pool(
         Forward `n^1/2` with `n = prod(window_shape)`, as the mean of n independent unit values has
         RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n` of
         the cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
-        Assumes interior windows: padding, which leaves fewer terms near the border, is not counted.
+        Assumes interior windows, without padding.
 
     Example:
         >>> avg_pool((2, 2), (2, 2), constraint=None)
@@ -245,11 +235,7 @@ def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
 
 
 def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the softmax moments of many sizes, as two arrays; a size need not be an integer.
-
-    Above a spread of 24 they follow their first-order asymptote in `1 / spread`, which is within a
-    few percent.
-    """
+    """Return the softmax moments of many sizes, as two arrays; a size need not be an integer."""
     m = min(spread, _LARGEST_SPREAD)
     u = np.arange(-(math.log(sizes.max()) + _WIDTH * m + 24), _WIDTH * m + 8, _STEP)
     half = math.ceil(_WIDTH * max(m, 1.0) / _STEP)
@@ -275,12 +261,10 @@ def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.nd
 
 @functools.lru_cache(maxsize=1024)
 def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> SoftmaxMoments:
-    """Return the moments of the gates of the top k of normal logits.
+    """Return the moments of the gates of the top k of normal logits; a spread over 24 counts as 24.
 
     Given the largest logit t that is not chosen, the chosen ones are independent normal logits
-    above t and the others below it. As for softmax, the normalizer is removed, which leaves
-    products of one-logit expectations, here cut at t, and an integral over t. A spread above 24
-    counts as 24.
+    above t and the others below it, which leaves an integral over t of one-logit expectations.
     """
     if top_k == experts:
         return softmax_moments(experts, spread)

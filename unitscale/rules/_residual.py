@@ -45,8 +45,7 @@ def add(
     Scaling:
         Forward `2^-1/2`. Before the constraint, a gradient has `repeats^-1/2`, as it sums that many
         cotangents: 1 for an operand that is not broadcast. The constraint covers both operands,
-        because a broadcast one need not be a cut edge, as in `x + mean(x)`. If it is one, such as a
-        table of positions, None makes its gradient unit.
+        because a broadcast one need not be a cut edge, as in `x + mean(x)`.
 
     Example:
         >>> add(right_repeats=4, constraint=None).bwd
@@ -87,26 +86,14 @@ def weighted_add(weights: Sequence[float]) -> Factors:
 
 
 def normalized_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the weights divided by their norm; arguments and errors as in `weighted_add`.
-
-    Example:
-        >>> tuple(round(w, 12) for w in normalized_weights((3.0, -4.0)))
-        (0.6, -0.8)
-    """
+    """Return the weights divided by their norm; arguments and errors as in `weighted_add`."""
     factor = weighted_add(weights).fwd
     return tuple(float(weight) * factor for weight in weights)
 
 
 @dataclass(frozen=True)
 class ResidualFactors:
-    """The two weights of a residual sum; their squares sum to 1.
-
-    `ops.residual` accepts arrays for both.
-
-    Example:
-        >>> ResidualFactors(branch=0.6, skip=0.8).skip
-        0.8
-    """
+    """The two weights of a residual sum, floats or arrays; their squares sum to 1."""
 
     branch: Any
     skip: Any
@@ -237,9 +224,8 @@ def umup_learning_rate(
 def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) -> float:
     """Return the weight of the candidate in `gate * state + (1 - gate) * weight * candidate`.
 
-    A recurrent state is read by its own update, so no edge of it is a cut edge, and a factor on the
-    whole update would be multiplied in at every step. Only the weight of the candidate can be
-    chosen. It multiplies the gradient too: every gradient is the true one.
+    A factor on the whole update of a recurrent state would be multiplied in at every step, so only
+    the weight of the candidate can be chosen. It leaves every gradient true.
 
     Scaling:
         The weight that makes the variance of the stationary state 1, for a logistic gate of a unit
@@ -324,7 +310,7 @@ def _unit_state_weight(share: float, cross: float, period: int) -> float:
     decay = np.triu(_MEAN_GATE ** np.abs(lags[None, :] - lags[:, None]))
 
     def covariance(weight: float) -> float:
-        """Variance of the candidate plus a state of variance 1 before it."""
+        """Return the covariance of the candidate and the state before it, of variance 1."""
         state, covariances = _MEAN_GATE**lags, np.zeros(_LAGS + 1)
         for _ in range(_ITERATIONS):
             candidates = np.polyval(kernel, share * state)
