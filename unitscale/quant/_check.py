@@ -30,12 +30,7 @@ _UNCHANGED = frozenset(
 
 
 class Fp8Warning(UserWarning):
-    """A matmul of FP8 data that XLA did not compile to an FP8 kernel.
-
-    Example:
-        >>> warnings.simplefilter("error", Fp8Warning)  # Fp8Report.warn() then raises
-        >>> warnings.simplefilter("default", Fp8Warning)
-    """
+    """Warning about a matmul of FP8 data that XLA did not compile to an FP8 kernel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,21 +38,14 @@ class Matmul:
     """One matmul of a compiled program.
 
     Attributes:
-        name: its name in the program.
-        kernel: what computes it, such as "cuBLASLt FP8", "cuBLASLt" or "Triton".
+        kernel: such as "cuBLASLt FP8", "cuBLASLt" or "Triton".
         fp8: whether the kernel multiplies FP8 operands.
         quantized: whether an operand was in FP8 at some point before the matmul.
         reason: why it is not an FP8 kernel; "" if it is one.
-        lhs: left operand, such as "float8_e4m3fn[512,256]"; with an arrow if it was widened.
-        rhs: right operand.
-        out: result.
+        lhs, rhs, out: such as "float8_e4m3fn[512,256]"; with an arrow if it was widened.
         flops: floating-point operations of all its runs, as far as XLA knows trip counts of loops.
         op_name: JAX's name stack.
         source: "file:line" of the user's code, or "".
-
-    Example:
-        >>> check_fp8("").matmuls  # the records of a program
-        ()
     """
 
     name: str
@@ -92,10 +80,6 @@ class Fp8Report:
         amax_reductions: reductions that compute the amax of a tensor.
         casts: conversions of wider data to FP8.
         transposes: copies and transposes of FP8 data.
-
-    Example:
-        >>> bool(check_fp8(""))  # no FP8 kernel
-        False
     """
 
     matmuls: tuple[Matmul, ...]
@@ -151,11 +135,7 @@ class Fp8Report:
         return self
 
     def raise_if_lost(self) -> "Fp8Report":
-        """Return the report.
-
-        Raises:
-            ValueError: if a matmul of FP8 data is not an FP8 kernel; all of them are listed.
-        """
+        """Raise a ValueError that lists the matmuls that lost their FP8 operands, if any."""
         if self.lost:
             lines = "".join(f"\n  {matmul}" for matmul in self.lost)
             raise ValueError(
@@ -172,11 +152,8 @@ def check_fp8(compiled: Any) -> Fp8Report:
     matmul is *lost* if an operand was FP8 data and the kernel is another.
 
     Args:
-        compiled: the result of `jax.jit(f).lower(...).compile()` (or of `nnx.jit`) on a GPU or
-            ahead of time for one; or the text of its optimized program.
-
-    Returns:
-        The `Fp8Report`.
+        compiled: the result of `jax.jit(f).lower(...).compile()` (or of `nnx.jit`) for a GPU, or
+            the text of its optimized program.
 
     Raises:
         TypeError: if it is neither a compiled program nor text.
@@ -323,7 +300,7 @@ def _reason(lhs: _Operand, rhs: _Operand, how: str) -> str:
 
 
 def _examine(program: HloProgram, at: HloInstruction, capability: float) -> Matmul | None:
-    """The record of an instruction that is a matmul; None for any other."""
+    """Describe an instruction that is a matmul; None for any other."""
     target = at.quoted("custom_call_target")
     how, source = "", at  # `source` has the operands
     if at.opcode == "custom-call" and _CUBLAS.match(target):
@@ -366,7 +343,7 @@ def _examine(program: HloProgram, at: HloInstruction, capability: float) -> Matm
 
 
 def _vector_matmul(program: HloProgram, instruction: HloInstruction) -> HloInstruction | None:
-    """The multiplication in a reduction that XLA made of a matmul with a vector."""
+    """The multiplication inside a reduction that XLA made of a matmul with a vector."""
     if instruction.opcode != "reduce" or not instruction.quoted("op_name").endswith("dot_general"):
         return None
     node = program.operand(instruction, 0)

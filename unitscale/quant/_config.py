@@ -36,12 +36,7 @@ def _check_margin(strategy: str, margin: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Cast data as it is, without a scale: unit scaling keeps it near RMS 1.
-
-    Example:
-        >>> Unit()
-        Unit()
-    """
+    """Cast data without a scale: unit scaling keeps it near RMS 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +52,6 @@ class Dynamic:
             matmul keeps (per row of activations, per output channel of weights). Channel scales
             multiply the result, so the cotangent is quantized once for each backward matmul.
         margin: powers of two left free above amax.
-
-    Example:
-        >>> Dynamic("channel")
-        Dynamic(granularity='channel', margin=0)
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
@@ -87,10 +78,6 @@ class Delayed:
         history: number of optimizer steps remembered.
         margin: powers of two left free above amax.
         use: "max" of the history, or the "latest" entry.
-
-    Example:
-        >>> Delayed(history=4)
-        Delayed(history=4, margin=0, use='max')
 
     References:
         As `Dynamic`.
@@ -154,10 +141,6 @@ class Block:
             along the last kept dimension.
         scale_format: "float8_e8m0fnu" or "float32"; scales are powers of two in both.
 
-    Example:
-        >>> Block().size
-        32
-
     References:
         Rouhani et al., "Microscaling Data Formats", 2023, arXiv 2310.10537, section 2;
         Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv 2506.08027
@@ -190,12 +173,7 @@ def check_strategy(owner: str, strategy: Any) -> None:
 
 
 def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
-    """Return whether a strategy keeps its scales in a `QuantState`.
-
-    Example:
-        >>> is_stateful(Delayed()), is_stateful(Static(1.0)), is_stateful(Dynamic())
-        (True, False, False)
-    """
+    """Return whether a strategy keeps its scales in a `QuantState`."""
     return isinstance(strategy, Delayed) or (
         isinstance(strategy, Static) and strategy.scales is None
     )
@@ -224,10 +202,6 @@ class MatmulConfig:
         ValueError: if a format is unknown, unsigned or fnuz, or if a matmul would be E5M2 x E5M2,
             which no hardware has.
         TypeError: if the strategy is not one of this package.
-
-    Example:
-        >>> MatmulConfig().cotangent
-        'float8_e4m3fn'
     """
 
     lhs: str = "float8_e4m3fn"

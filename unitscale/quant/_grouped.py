@@ -1,8 +1,7 @@
-"""Grouped matmuls: each group of rows has its own matrix, as tokens have their expert's.
+"""Grouped matmuls: each group of rows has its own matrix, as in a mixture of experts.
 
-XLA's GPU and CPU backends compute `jax.lax.ragged_dot` as one dense matmul that is as many times
-too large as there are groups (jax 0.10.2). Here groups are split into blocks of rows, and a loop
-multiplies one block at a time.
+XLA's GPU and CPU backends multiply all rows of `jax.lax.ragged_dot` by all matrices (jax 0.10.2).
+Here groups are split into blocks of rows, and a loop multiplies one block at a time.
 """
 
 from typing import Any, NamedTuple
@@ -31,12 +30,7 @@ class _Blocks(NamedTuple):
 
 
 def group_of(sizes: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the group of each row index; the number of groups for rows beyond them all.
-
-    Example:
-        >>> print(group_of(jnp.array([2, 0, 1]), jnp.arange(4)))
-        [0 0 2 3]
-    """
+    """Return the group of each row index; the number of groups for rows beyond all groups."""
     # Not `jnp.searchsorted`, which jax 0.10.2 refuses inside of shard_map.
     return jnp.sum(jnp.cumsum(sizes)[None] <= index[:, None], axis=1, dtype=index.dtype)
 
@@ -129,9 +123,9 @@ def grouped(
     """Multiply consecutive groups of rows, each by its own matrix.
 
     Scaling:
-        As `contract`: out = fwd * q(lhs) @ q(rhs)[group of the row], dlhs and drhs accordingly; a
-        group without rows has a gradient of exactly zero. A tensor has one scale for all groups;
-        channel and block scales multiply the values before the matmul.
+        As `contract`: out = fwd * q(lhs) @ q(rhs)[group of the row]; a group without rows has a
+        gradient of exactly zero. Tensor scales are shared by all groups; channel and block scales
+        multiply the values before the matmul.
 
     Args:
         lhs: (rows, k), floating, sorted by group.

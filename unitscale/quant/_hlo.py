@@ -1,7 +1,4 @@
-"""Reading the text of an optimized HLO program: just enough to follow an operand to its source.
-
-The text is what `jax.stages.Compiled.as_text()` gives. Nothing here knows of FP8.
-"""
+"""Parse optimized HLO, the text of `jax.stages.Compiled.as_text()`, and trace operands."""
 
 import dataclasses
 import functools
@@ -22,23 +19,16 @@ CALLS = frozenset({"fusion", "call", "async-start"})
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    r"""One line of a program.
+    """One instruction of a program.
 
     Attributes:
-        name: unique name in its computation.
-        computation: name of the computation it stands in.
-        opcode: such as "dot" or "custom-call".
+        computation: name of the computation that contains it.
         dtype: HLO's name of the element type ("bf16"), of the first element for a tuple.
         shape: dimensions, of the first element for a tuple.
         operands: names of the operands, in the same computation.
-        attributes: all that follows the operands.
-        literal: what stands between the parentheses, such as a parameter's number.
+        attributes: the text after the operands.
+        literal: the text between the parentheses, such as a parameter's number.
         types: element type and dimensions of the result, of each element for a tuple.
-
-    Example:
-        >>> program = parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  %a = s8[] parameter(0)\n}")
-        >>> program.instructions[0].opcode
-        'parameter'
     """
 
     name: str
@@ -53,7 +43,7 @@ class HloInstruction:
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
-        """Names of the computations it runs."""
+        """Names of the computations that it runs."""
         names = _CALLED.findall(self.attributes)
         for group in _BRANCHES.findall(self.attributes):
             names += [name.strip().lstrip("%") for name in group.split(",")]
@@ -78,19 +68,15 @@ class HloInstruction:
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    r"""The computations of a program, and who runs them.
+    """The computations of a program and their callers.
 
     Attributes:
         computations: for each computation its instructions by name, in order.
         roots: name of each computation's result.
         callers: for each computation the instruction that runs it; the entry has none.
-        frames: "file:line" of each stack frame, by number, and of those that called it.
-        entry: name of the computation that the program begins with; "" if there is none.
-        header: its first line, which says how many devices it is for.
-
-    Example:
-        >>> parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  ROOT %a = s8[] parameter(0)\n}").roots
-        {'f': 'a'}
+        frames: for each stack frame number its "file:line" and those of its callers.
+        entry: name of the entry computation; "" if there is none.
+        header: the first line, which states the number of devices.
     """
 
     computations: dict[str, dict[str, HloInstruction]]
@@ -106,7 +92,7 @@ class HloProgram:
         return [i for body in self.computations.values() for i in body.values()]
 
     def operand(self, instruction: HloInstruction, index: int) -> HloInstruction | None:
-        """Returns what computes an operand, through fusions: never a fusion or its parameter."""
+        """Return the instruction that computes an operand, looking into and out of fusions."""
         if index >= len(instruction.operands):
             return None
         body = self.computations[instruction.computation]
@@ -145,7 +131,7 @@ class HloProgram:
         return self.computations[called][self.roots[called]] if called in self.roots else None
 
     def trips(self, instruction: HloInstruction) -> int:
-        """Returns how often an instruction runs, counting the loops around it."""
+        """Return how often an instruction runs, counting the loops around it."""
         total, seen = 1, set()
         name = instruction.computation
         while name in self.callers and name not in seen:
@@ -155,7 +141,7 @@ class HloProgram:
         return total
 
     def stack(self, instruction: HloInstruction) -> tuple[str, ...]:
-        """Returns "file:line" of the source an instruction came from, innermost frame first."""
+        """Return "file:line" of the source of an instruction, innermost frame first."""
         frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         if frame:
             return self.frames.get(frame[1], ())
@@ -165,36 +151,19 @@ class HloProgram:
 
 
 def bits(dtype: str) -> int:
-    """Return the number in the name of an HLO element type; 0 if it has none, as "pred".
-
-    Example:
-        >>> bits("bf16"), bits("f8e4m3fn"), bits("pred")
-        (16, 8, 0)
-    """
+    """Return the number of bits in the name of an HLO element type; 0 if it has none ("pred")."""
     found = re.match(r"[a-z]+(\d+)", dtype)
     return int(found[1]) if found else 0
 
 
 def contracted(instruction: HloInstruction) -> tuple[int, ...]:
-    r"""Return the dimensions of the left operand that a matmul sums over.
-
-    Example:
-        >>> program = parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  %a = s8[] parameter(0)\n}")
-        >>> contracted(program.instructions[0])  # not a matmul
-        ()
-    """
+    """Return the dimensions of the left operand that a matmul sums over; () if it is not one."""
     found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
     return _numbers(found[1]) if found else instruction.dimensions("lhs_contracting_dims")
 
 
 def user_line(program: HloProgram, instruction: HloInstruction) -> str:
-    r"""Return the innermost "file:line" that is neither unitscale's nor a dependency's.
-
-    Example:
-        >>> program = parse_hlo("ENTRY %f (a: s8[]) -> s8[] {\n  %a = s8[] parameter(0)\n}")
-        >>> user_line(program, program.instructions[0])  # no metadata
-        ''
-    """
+    """Return the innermost "file:line" that is neither unitscale's nor a dependency's."""
     stack = program.stack(instruction)
     package = str(Path(__file__).parents[1])
     own = [f for f in stack if not f.startswith(package) and "site-packages" not in f]
@@ -228,24 +197,15 @@ def _instruction(name: str, computation: str, rest: str) -> HloInstruction | Non
     types = tuple((kind, _numbers(shape)) for kind, shape in _TYPE.findall(rest[: opcode.start()]))
     kind = opcode[1]
     operands = tuple(re.findall(r"%([\w.\-]+)", inner)) if kind != "constant" else ()
-    if kind == "fusion-start":  # one that runs beside others: operands, results, a context
+    if kind == "fusion-start":  # asynchronous; its types are operands, results and a context
         kind, types = "fusion", types[len(operands) : -1]
     dtype, shape = types[0] if types else ("", ())
-    return HloInstruction(
-        name=name,
-        computation=computation,
-        opcode=kind,
-        dtype=dtype,
-        shape=shape,
-        operands=operands,
-        attributes=rest[end + 1 :],
-        literal=inner,
-        types=types,
-    )
+    attributes = rest[end + 1 :]
+    return HloInstruction(name, computation, kind, dtype, shape, operands, attributes, inner, types)
 
 
 def _frames(text: str) -> dict[str, tuple[str, ...]]:
-    """The tables that stand before the computations: each stack frame with its callers."""
+    """Read the tables before the computations: each stack frame with its callers."""
     tables: dict[str, dict[str, str]] = {}
     table: dict[str, str] = {}
     for line in text.splitlines():

@@ -1,7 +1,6 @@
-"""Workarounds for how XLA lowers matmuls, each with the fact that justifies it.
+"""Workarounds for how XLA lowers matmuls, as seen with jax 0.10.2 on CPU and compiled for an H200.
 
-Nothing here changes a result. Facts were seen with jax 0.10.2 (CPU; CUDA by compiling for an H200)
-unless a function says more.
+None of them changes a result.
 """
 
 from collections.abc import Callable
@@ -23,9 +22,9 @@ def dot(
 ) -> jax.Array:
     """`lax.dot_general` into ``dtype``, in a form that XLA's CPU backend computes fast.
 
-    Its bfloat16 x bfloat16 -> float32 has no kernel for some layouts, so operands are widened. For
-    a sum over several leading dimensions, as in a weight's gradient over batch and time, it
-    transposes the left operand first, which takes as long as the matmul: they are merged into one.
+    On CPU, bfloat16 x bfloat16 -> float32 has no kernel for some layouts: operands are widened. A
+    sum over several leading dimensions, as in a weight gradient, transposes the left operand, which
+    takes as long as the matmul: these dimensions are merged.
     """
 
     def multiply(lhs: jax.Array, rhs: jax.Array, numbers: Any = dimension_numbers) -> jax.Array:
@@ -52,13 +51,12 @@ def dot(
 
 
 def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The left operand for the forward matmul and the right one for the backward, each its own.
+    """Barriers around the left operand of the forward matmul and the right one of the backward.
 
-    XLA merges matmuls that share an operand and then copies the parts of the result, and it folds a
-    factor into a GEMM only where no other matmul uses the same number. Optimization barriers
-    prevent both. The other use of each operand, which wants the other layout, stays outside, so
-    that XLA transposes where it casts. The second barrier does not depend on the left operand,
-    which activation checkpointing may recompute.
+    XLA merges matmuls that share an operand and then copies parts of the result, and it folds a
+    factor into a GEMM only if no other matmul uses the same number. The other use of each operand
+    needs the other layout and stays outside the barriers, so that XLA transposes where it casts.
+    The second barrier excludes the left operand, which activation checkpointing may recompute.
     """
     used = {i: jnp.asarray(f) for i, f in enumerate(factors) if isinstance(f, jax.Array) or f != 1}
     forward = {i: f for i, f in used.items() if i == 0}
@@ -72,11 +70,10 @@ def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, tup
 def fp8_weight_gradient(
     multiply: Callable[[Any, Any, bool], jax.Array], lhs: Any, rhs: Any, count: int
 ) -> jax.Array:
-    """A matmul summed over the first ``count`` dimensions of both operands, for FP8 on CUDA.
+    """FP8 weight gradients in cuBLAS's TN layout; ``count`` leading dimensions are summed.
 
-    cuBLAS's FP8 kernels sum over last dimensions only (TN layout), so XLA transposes both operands
-    byte by byte: 245 microseconds on an H200 (jax 0.11.2) for 768 x 3,072 over 8,192 tokens, where
-    the matmul in bfloat16 takes 62. Transposed in words of four rows the whole takes 75.
+    XLA transposes both operands byte by byte: 245 microseconds on an H200 (jax 0.11.2) for 768 x
+    3,072 over 8,192 tokens, against 75 in words of four rows, and 62 for the bfloat16 matmul.
     ``multiply`` takes both operands, and whether their summed dimensions were moved last.
     """
 
@@ -117,11 +114,7 @@ def move_rows_last(x: jax.Array, count: int) -> jax.Array:
 
 
 def transposed_copy(x: Any) -> ScaledArray | None:
-    """An 8-bit matrix with its dimensions reversed, for a loop of FP8 matmuls; None for others.
-
-    cuBLAS's FP8 kernels sum over last dimensions only: XLA would transpose the matrix inside the
-    loop, in every iteration. Before the loop it does so where it casts.
-    """
+    """Transpose an 8-bit matrix for cuBLAS's TN layout outside of a loop; None for other arrays."""
     one_scale = is_scaled(x) and (x.scale is None or x.scale.ndim == 0)
     return x.T if one_scale and x.dtype.itemsize == 1 else None
 
@@ -132,10 +125,10 @@ def data_of(x: jax.Array | ScaledArray) -> jax.Array:
 
 
 def sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -> Any:
-    """The output sharding that `lax.dot_general` asks for on explicit mesh axes; None if none.
+    """The output sharding that `lax.dot_general` needs on explicit mesh axes; None if it does not.
 
-    JAX refuses to guess it where a summed dimension is sharded (its parts are added) or one mesh
-    axis shards two dimensions (the first one keeps it).
+    JAX requires it if a summed dimension is sharded, or if one mesh axis shards two dimensions (the
+    first one keeps it).
     """
     placed: dict[str, Any] = {}
     for x, labels in ((rhs, spec.rhs), (lhs, spec.lhs)):
@@ -154,10 +147,7 @@ def sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -
 
 
 def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Give a gradient the sharding of its operand, on explicit mesh axes.
-
-    An operand that was made under no mesh, such as a parameter, is replicated on this one.
-    """
+    """Give a gradient its operand's sharding on explicit mesh axes, replicated if it has no mesh."""
     own, wanted = (jax.typeof(array).sharding for array in (x, like))
     if own.spec == wanted.spec:
         return x

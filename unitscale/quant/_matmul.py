@@ -1,8 +1,7 @@
-"""Quantized matmuls: one core that quantizes, multiplies and differentiates.
+"""Quantized matmuls: `Core` quantizes, multiplies and differentiates.
 
 `contract` runs it on whole operands, `Multiplier` on chunks of the left one, and `grouped` with a
-matrix per group of rows. `dot_general` and `einsum` are front ends of `contract` for other layer
-libraries.
+matrix per group of rows. `dot_general` and `einsum` fit the hooks of layer libraries.
 """
 
 import dataclasses
@@ -40,12 +39,10 @@ from ._state import QuantState, Seen, check_state, measure, state_gradient, watc
 LHS, RHS, COTANGENT = 0, 1, 2  # rows of a QuantState
 
 
-def _repeated_labels(*terms: str) -> list[str]:
-    return [c for c in dict.fromkeys("".join(terms)) if any(term.count(c) > 1 for term in terms)]
-
-
-def _lone_labels(*terms: str) -> list[str]:
-    return [c for c in dict.fromkeys("".join(terms)) if sum(c in term for term in terms) < 2]
+def _wrong_label(*terms: str) -> str:
+    """A label that is in one term only, or twice in a term; "" if there is none."""
+    counts = {c: [term.count(c) for term in terms] for c in "".join(terms)}
+    return next((c for c, n in counts.items() if max(n) > 1 or sum(n) < 2), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +50,7 @@ class Contraction:
     """A two-operand einsum in which every label is in at least two of the three terms.
 
     Attributes:
-        lhs: labels of the left operand's dimensions.
-        rhs: labels of the right operand's dimensions.
-        out: labels of the result's dimensions.
+        lhs, rhs, out: one letter for each dimension.
 
     Raises:
         ValueError: if a label is in one term only, or twice in a term.
@@ -71,10 +66,10 @@ class Contraction:
 
     def __post_init__(self) -> None:
         terms = self.lhs, self.rhs, self.out
-        if wrong := (*_repeated_labels(*terms), *_lone_labels(*terms)):
+        if wrong := _wrong_label(*terms):
             raise ValueError(
                 "unitscale.quant.Contraction: every label must be in at least two of the three "
-                f"terms, once in each; got {wrong[0]!r} in {self.lhs},{self.rhs}->{self.out}"
+                f"terms, once in each; got {wrong!r} in {self.lhs},{self.rhs}->{self.out}"
             )
 
     @property
@@ -138,11 +133,6 @@ def product(
 
     Raises:
         ValueError: if an operand does not have one dimension per label.
-
-    Example:
-        >>> x = ScaledArray(jnp.ones((2, 4), jnp.float8_e4m3fn), 8.0)
-        >>> print(product(x, x.T, Contraction("ik", "kj", "ij"), 0.5, "float32")[0])
-        [128. 128.]
 
     References:
         As `contract`.
@@ -208,7 +198,7 @@ _cast.defvjp(_refuse, _refuse)
 
 
 def _cast_operand(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast inside the rule of a matmul; to 8 bits, refuse to be differentiated again."""
+    """Cast inside a matmul's rule; reject second derivatives through casts to 8 bits."""
     fmt = format_of(dtype)
     return _cast(x, dtype) if fmt.dtype is not None and fmt.dtype.itemsize == 1 else cast(x, dtype)
 
@@ -240,11 +230,6 @@ def quantize_operand(
     return quantize_array(x, dtype, config.strategy, axes, _cast_operand), None
 
 
-def _axes(labels: str, summed: str) -> tuple[int, ...]:
-    """Axes of the summed labels, counted from the end."""
-    return tuple(axis - len(labels) for axis, c in enumerate(labels) if c in summed)
-
-
 @dataclasses.dataclass(frozen=True)
 class Core:
     """The static part of a matmul, and its three steps: quantize, multiply, differentiate."""
@@ -269,7 +254,9 @@ class Core:
         """Quantize a tensor for the matmul ``spec``, by default the forward one."""
         spec = spec or self.spec
         labels = (spec.lhs, spec.rhs, self.spec.out)[which]
-        return quantize_operand(x, which, _axes(labels, spec.summed), self.config, state)
+        # Axes are counted from the end: grouped matrices have a leading dimension without a label.
+        axes = tuple(axis - len(labels) for axis, c in enumerate(labels) if c in spec.summed)
+        return quantize_operand(x, which, axes, self.config, state)
 
     def multiply(
         self, lhs: Any, rhs: Any, sizes: Any, spec: Contraction, factor: Any, dtype: Any
@@ -304,7 +291,7 @@ class Core:
         dtypes: tuple[Any, Any],
         transposed: ScaledArray | None = None,  # the right operand, with dimensions reversed
     ) -> tuple[jax.Array, jax.Array, Seen | None]:
-        """The gradients of quantized operands, and statistics of the cotangent."""
+        """Return the gradients of the operands, and statistics of the cotangent."""
         spec, seen, like = self.spec, None, (data_of(lhs), data_of(rhs))
         if self.per_slice:
             for_lhs, rhs = _move_scale(cotangent, spec.out, rhs, spec.rhs)
@@ -409,14 +396,13 @@ def contract(
         drhs = bwd_rhs * einsum(q(lhs), q(dout)), where q divides by the scale of the strategy of
         ``config`` and casts with saturation, and the scales multiply the result as in `product`.
 
-        Each tensor is quantized once, and operands are saved for the backward pass as they were
-        multiplied. Channel and block scales are the exception, because they lie along other
-        dimensions in each matmul: the cotangent is quantized for each of its two, times the
-        channel scales of the saved operand, and saved blocks are dequantized.
+        Each tensor is quantized once, and quantized operands are saved for the backward pass. With
+        channel or block scales, which differ in each matmul, the cotangent is quantized for each of
+        its two, times the channel scales of the saved operand, and saved blocks are dequantized.
 
     Args:
-        lhs: left operand, floating, dimensions as labelled by ``spec.lhs``.
-        rhs: right operand, floating, dimensions as labelled by ``spec.rhs``.
+        lhs: floating, with dimensions ``spec.lhs``.
+        rhs: floating, with dimensions ``spec.rhs``.
         spec: the contraction.
         factors: static (fwd, bwd_lhs, bwd_rhs).
         config: formats and strategy; None multiplies the operands in their promoted dtype.
@@ -424,8 +410,8 @@ def contract(
             one, 8-bit types counting as bfloat16. Each gradient has the dtype of its operand.
         state: the scales of `Delayed`, or of `Static` without scales. Its gradient holds the amax
             statistics of the three tensors, for `QuantState.advance`.
-        multiplier: scalar array that multiplies all three matmuls besides their factors, such as
-            an operand's scale. Its own gradient is zero.
+        multiplier: scalar array, such as an operand's scale, that multiplies the results of all
+            three matmuls. Its own gradient is zero.
 
     Returns:
         Array with dimensions ``spec.out``.
@@ -458,8 +444,8 @@ class Part(NamedTuple):
 class Multiplier:
     """Chunked matmul: multiply chunks of a left operand by one right operand, quantized once.
 
-    For ops that have their own differentiation rule and never materialize the whole result, as
-    `ops.readout_cross_entropy`: nothing here is differentiable.
+    For ops such as `ops.readout_cross_entropy`, which have their own differentiation rule and never
+    materialize the whole result. It is not differentiable.
 
     Scaling:
         As `contract`; statistics of the left operand and the cotangent are those of a chunk.
@@ -467,16 +453,13 @@ class Multiplier:
     Args:
         rhs: right operand, floating.
         spec: the contraction of a chunk.
-        factors: static (fwd, bwd_lhs, bwd_rhs).
-        config: formats and strategy; None multiplies the operands as they are.
-        out_dtype: dtype of the result.
-        parts: number of chunks. Gradients of the right operand by more than one are in float32 or
-            wider, because they are added up; by a single one in its own dtype.
-        state: the scales of a strategy that keeps them.
-        places: mesh axes for labels of the right operand, as for `core.constrain_sharding`: the
-            layout in which it is multiplied. It is gathered after quantizing.
-        forward: dtype to which both operands are cast in the forward matmul, so that ``config``
-            applies to the gradients alone; None for the formats of ``config``.
+        factors, config, out_dtype, state: as for `contract`.
+        parts: number of chunks. If more than one, gradients of the right operand are float32 or
+            wider, so that they can be summed.
+        places: mesh axes for labels of the right operand, as for `core.constrain_sharding`. The
+            operand is resharded after quantizing.
+        forward: dtype of both operands in the forward matmul; ``config`` then applies to the
+            gradients alone. None for the formats of ``config``.
 
     Example:
         >>> spec = Contraction("bk", "kn", "bn")
@@ -516,7 +499,7 @@ class Multiplier:
         self._transposed = _lowering.transposed_copy(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Part]:
-        """Multiply a chunk; return the result, and what `gradients` needs of the chunk."""
+        """Multiply a chunk; return the result and the argument of `gradients`."""
         core = self._core
         quantized, seen = core.quantize(lhs, LHS, self._state)
         left = quantized if self._forward is None else cast(lhs, self._forward)
@@ -526,9 +509,9 @@ class Multiplier:
     def gradients(
         self, part: Part, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array, QuantState | None]:
-        """Return the gradients by a chunk, and its share of those by the right operand and state.
+        """Return the gradients of the chunk, the right operand and the state.
 
-        The last two are to be summed over all chunks, with `shared_gradient`.
+        Sum the last two over all chunks, and add `shared_gradient` to that of the state.
         """
         core, state, dtypes = self._core, self._state, (part.dtype, self._core.dtypes[1])
         left, right, saw = core.differentiate(
@@ -541,7 +524,7 @@ class Multiplier:
 
     @property
     def shared_gradient(self) -> QuantState | None:
-        """The gradient of the state by the right operand."""
+        """The right operand's part of the state's gradient."""
         seen, sizes = (None, self._seen, None), (0, self._rhs.size, 0)
         return None if self._state is None else state_gradient(self._state, seen, sizes)
 
@@ -576,20 +559,8 @@ def fake_quantize_operands(
 ) -> tuple[jax.Array, jax.Array]:
     """Round both operands to the formats of ``config``, for ops that XLA cannot run in FP8.
 
-    The operands keep their dtypes, and the backward pass is the identity: cotangents are not
-    rounded.
-
-    Args:
-        lhs: left operand, floating.
-        rhs: right operand, floating.
-        config: formats and strategy.
-        axes: the dimensions that are summed over, for channel and block scales.
-        state: as for `contract`.
-
-    Example:
-        >>> x = jnp.array([[0.3, 9.3]])
-        >>> print(fake_quantize_operands(x, x.T, MatmulConfig())[0])
-        [[0.3125 9.    ]]
+    The operands keep their dtypes, and cotangents are not rounded. ``config`` and ``state`` are as
+    for `contract`; ``axes`` are the summed dimensions of each operand.
     """
     check_state("fake_quantize_operands", config, state)
     lhs, rhs = watched((lhs, rhs), state)
@@ -615,7 +586,7 @@ def contraction_of(dimension_numbers: Any, lhs_rank: int, rhs_rank: int) -> Cont
 
 
 def einsum_problem(subscripts: str) -> str:
-    """Why an einsum is not one matmul of two operands; "" if it is one.
+    """Return why an einsum is not one matmul of two operands; "" if it is one.
 
     Example:
         >>> einsum_problem("ab,bc->a")
@@ -626,15 +597,15 @@ def einsum_problem(subscripts: str) -> str:
     labels = [term.replace("...", "") for term in (lhs, rhs, out)]
     if not arrow or "..." in rhs or ("..." in lhs) != ("..." in out):
         return "its einsum_str has no ->, or an ellipsis that is not of the input and the result"
-    if _repeated_labels(*labels):
+    if not (wrong := _wrong_label(*labels)):
+        return ""
+    if "".join(labels).count(wrong) > 1:
         return "its einsum_str repeats a label"
-    if alone := _lone_labels(*labels):
-        return f"its einsum_str has {alone[0]!r} in one term only"
-    return ""
+    return f"its einsum_str has {wrong!r} in one term only"
 
 
 def einsum_contraction(subscripts: str, lhs_rank: int) -> Contraction:
-    """The contraction of an einsum without `einsum_problem`; an ellipsis gets labels of its own.
+    """Return the contraction of an einsum without `einsum_problem`, its ellipsis as labels.
 
     Example:
         >>> einsum_contraction("...k,kn->...n", 2)
@@ -657,13 +628,7 @@ def multiply(
     out_dtype: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Call `contract` with all factors 1, as every hook of a layer library does.
-
-    Example:
-        >>> spec = Contraction("ij", "jk", "ik")
-        >>> print(multiply(jnp.ones((1, 2)), jnp.ones((2, 1)), spec, MatmulConfig()))
-        [[2.]]
-    """
+    """Call `contract` with all factors 1, for the hooks of layer libraries."""
     out_dtype = result_dtype(lhs, rhs) if out_dtype is None else out_dtype
     y = contract(lhs, rhs, spec, config=config, out_dtype=out_dtype, state=state)
     return reshard(y, out_sharding)
@@ -672,28 +637,17 @@ def multiply(
 def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
     """Return a `lax.dot_general` with quantized operands and cotangents.
 
-    It fits the ``dot_general=`` hook of `flax.nnx.Linear`, `flax.nnx.Einsum`, `flax.linen.Dense`
-    and other layers. Strategies that keep their scales need a ``state`` here, or `DotGeneral`.
+    For the ``dot_general=`` of `flax.nnx.Linear`, `flax.linen.Dense` and other layers. Stateful
+    strategies need a ``state`` here, or `nn.DotGeneral`.
 
     Scaling:
-        As `contract` with all factors 1. ``precision`` is ignored: operands have the formats of
-        ``config``, and sums are float32. Operands that are not floating are not quantized.
-
-    Args:
-        config: formats and strategy.
-        state: as for `contract`.
-
-    Returns:
-        A function with the signature of `lax.dot_general`. The result's dtype is the preferred
-        one, or that to which the operands promote.
+        As `contract` with all factors 1. ``precision`` is ignored, integers are not quantized, and
+        the result has the preferred dtype or that to which the operands promote.
 
     Example:
         >>> dot = dot_general(MatmulConfig(cotangent="e5m2"))
         >>> print(dot(jnp.ones((2, 8)), jnp.ones((8, 3)), (((1,), (0,)), ((), ())))[0])
         [8. 8. 8.]
-
-    References:
-        As `contract`.
     """
     check_state("dot_general", config, state)
 

@@ -28,20 +28,17 @@ from ..core import (
 from ._config import Block, Dynamic, Static, Strategy, Unit, check_strategy
 
 MAX_EXPONENT = 126
-"""Largest exponent of a scale (`tensor_scale`): 2**k and 2**-k are both normal float32 numbers."""
+"""Largest exponent of a scale (`tensor_scale`): 2**126 and 2**-126 are normal in float32."""
 MIN_EXPONENT = -MAX_EXPONENT
 
 
 def needs_scale(dtype: Any) -> bool:
-    """Whether a format has fewer exponent bits than float32; the others are cast at scale 1."""
+    """Whether a format has fewer exponent bits than float32; others are cast at scale 1."""
     return format_of(dtype).exponent_bits < format_of("float32").exponent_bits
 
 
 def needed_exponent(largest: jax.Array, fmt: Format) -> jax.Array:
-    """The least k with ``largest <= fmt.max * 2**k`` as int32, within -126 ... 126.
-
-    The caller replaces the results for zero, infinity and NaN.
-    """
+    """The least k in -126 ... 126 with ``largest <= fmt.max * 2**k``, for positive finite input."""
     bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
     top = int(np.asarray(fmt.max, np.float32).view(np.int32))
     # Mantissas above that of fmt.max carry into the exponent.
@@ -61,30 +58,19 @@ def _scale_from(largest: jax.Array, fmt: Format, margin: int) -> jax.Array:
 def tensor_scale(
     x: jax.Array, fmt: Format, margin: int = 0, axis: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Return the scale of a tensor, or of its slices along ``axis`` (kept with size 1).
-
-    Example:
-        >>> print(tensor_scale(jnp.array([[1.0, 500.0], [2.0, 0.0]]), format_of("e4m3fn"), 0, (1,)))
-        [[2.      ]
-         [0.0078125]]
-    """
+    """Return the `Dynamic` scale of a tensor, or of its slices along ``axis``, keeping it."""
     return _scale_from(amax(x, axis), fmt, margin)
 
 
 def quantize_at(x: jax.Array, dtype: Any, scale: Any) -> ScaledArray:
-    """Return ``x`` in a narrow format at a given scale (a Python number, an array, or None for 1).
-
-    Example:
-        >>> print(quantize_at(jnp.array([1.0, 500.0]), "e4m3fn", 2.0).data)
-        [0.5 256]
-    """
+    """Quantize to a format at a given scale: a Python number, an array, or None for 1."""
     return at_scale(x, dtype, scale, cast)
 
 
 def at_scale(x: jax.Array, dtype: Any, scale: Any, cast: Callable[..., jax.Array]) -> ScaledArray:
     if scale is None or (isinstance(scale, float | int) and scale == 1):
         return ScaledArray(cast(x, dtype))
-    # The inverse of a power of two is exact, and finite for each scale that is chosen here.
+    # The inverse of a power of two is exact.
     return ScaledArray(cast(widen(x) * (1 / scale), dtype), scale)
 
 
@@ -99,7 +85,7 @@ def _block_shape(shape: tuple[int, ...], block: Block, summed: tuple[int, ...]) 
 
 
 def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Reshape (n, ...) to (n / size, size, ...); an explicit axis that divides n / size is kept."""
+    """Reshape (n, ...) to (n / size, size, ...); keep explicit mesh axes that divide n / size."""
     counts = [n // size for n, size in zip(x.shape, sizes, strict=True)]
     shape = [part for pair in zip(counts, sizes, strict=True) for part in pair]
     own = jax.typeof(x).sharding
@@ -135,7 +121,7 @@ def quantize_array(
     summed: tuple[int, ...],
     cast: Callable[..., jax.Array] = cast,
 ) -> ScaledArray:
-    """`quantize` of an array, by `Unit`, `Dynamic` or `Block`, with a cast of the caller."""
+    """`quantize` of an array by `Unit`, `Dynamic` or `Block`, with the caller's cast."""
     if isinstance(strategy, Unit) or not needs_scale(dtype):
         return ScaledArray(cast(x, dtype))
     if isinstance(strategy, Block):
@@ -154,30 +140,26 @@ def quantize(
     """Quantize an array to a narrow format.
 
     Scaling:
-        `Unit` casts the data at the scale that it has; a plain array has none. The other
-        strategies divide the data by a scale first, which multiplies the one that it has. Formats
-        with the range of float32 need no scale. Finite values saturate; infinity and NaN stay, or
-        become NaN in a format without infinity.
+        `Unit` casts the data and keeps its scale. The other strategies divide the data by a new
+        scale and multiply the old scale by it; formats with the range of float32 need none. Finite
+        values saturate; infinity and NaN stay, or become NaN in a format without infinity.
 
     Args:
         x: floating array or ScaledArray of any shape.
         dtype: target format, as for `unitscale.cast`.
         strategy: how the scale is chosen; `Unit()` by default.
-        axis: the dimensions that a matmul will sum over: they share a scale under
-            ``Dynamic("channel")``, and the blocks of `Block` lie along them.
+        axis: the dimensions that a matmul will sum over: ``Dynamic("channel")`` shares scales along
+            them, and the blocks of `Block` lie along them.
 
     Returns:
         ScaledArray with data in ``dtype``.
 
     Raises:
-        ValueError: if the format is unknown, an axis is out of range, the strategy keeps its
-            scales in a state (`Delayed`, and `Static` without a single scale), or `Block` is given
-            a ScaledArray that has a scale.
-        TypeError: if the strategy is not one of this package.
+        ValueError: if the format is unknown, an axis is out of range, the strategy does not have
+            one scale for one tensor, or `Block` is given a ScaledArray that has a scale.
+        TypeError: if ``strategy`` is not a `Strategy`.
 
     Example:
-        >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn")
-        ScaledArray(float8_e4m3fn[2], scale=None)
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
         ScaledArray(float8_e4m3fn[2], scale=2)
 
@@ -228,10 +210,7 @@ def quantize(
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """Dequantize to the dtype of ``x``; finite values of ``x`` saturate there.
-
-    Rounding up can leave the range of float16, and at its end that of float32.
-    """
+    """Dequantize to the dtype of ``x``; finite values that were rounded out of range saturate."""
     y = quantized.map_data(materialize).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
     y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)
@@ -239,14 +218,7 @@ def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
 
 
 def dequantize(x: ScaledArray) -> jax.Array:
-    """Return the value of a ScaledArray in the narrowest of bfloat16 and float32 that is exact.
-
-    That is bfloat16 for formats of at most 7 mantissa bits; float32 for others.
-
-    Example:
-        >>> dequantize(quantize(jnp.array([0.3, 500.0]), "e4m3fn", Block(2)))
-        Array([0.3125, 512], dtype=bfloat16)
-    """
+    """Return the value of a ScaledArray, in bfloat16 if that holds its mantissa, else float32."""
     exact = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
     return x.map_data(materialize).value.astype(jnp.bfloat16 if exact else jnp.float32)
 
@@ -260,9 +232,7 @@ _fake_quantize.defvjp(lambda x, dtype: (_fake_quantize(x, dtype), None), lambda 
 
 
 def fake_quantize(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round values to a narrow format and keep their dtype.
-
-    The backward pass is the identity: cotangents are not rounded.
+    """Round values to a narrow format and keep their dtype; cotangents are not rounded.
 
     Example:
         >>> print(fake_quantize(jnp.array([0.3, 9.3]), "e4m3fn"))

@@ -1,10 +1,9 @@
 """Amax state of delayed and calibrated scales.
 
-A matmul with a state returns its amax statistics as the *gradient* of the state: ``tally`` has one
-bin per exponent that a scale can have, with a 1 in the bin that this step's amax needs. Ones add
-up, and stay different from zero when they are averaged. So whatever is done to gradients (a layer
-used twice, a scan over time, rematerialization, gradient accumulation over micro-batches, psum or
-pmean over devices) keeps the topmost bin that is not zero, the exponent of the largest amax.
+A matmul returns its amax statistics as the *gradient* of its state: ``tally`` has one bin per
+exponent of a scale, with a 1 in the bin that this step's amax needs. The topmost bin that is not
+zero, the exponent of the largest amax, survives sums and means of gradients: a layer used twice, a
+scan over time, rematerialization, gradient accumulation, psum or pmean over devices.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from ._quantize import MAX_EXPONENT, MIN_EXPONENT, needed_exponent
 TENSORS = ("lhs", "rhs", "cotangent")
 """The three tensors of a matmul, in the order of the rows of a `QuantState`."""
 
-# The last bins of a tally, behind those of the exponents.
+# The last bins of a tally, after those of the exponents.
 _NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
 _SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
 _EMPTY = MIN_EXPONENT - 1.0
@@ -42,16 +41,16 @@ T = TypeVar("T")
 class QuantState:
     """Scales of one matmul's three tensors and the amax history they are computed from.
 
-    All leaves are float32, so that they can be differentiated; a scan over layers may add leading
-    dimensions to all of them. Rows are `TENSORS`.
+    All leaves are float32, so that they can be differentiated; stacked layers have leading
+    dimensions. Rows are `TENSORS`.
 
     Attributes:
         scale: (..., 3), powers of two.
-        history: (..., 3, history), exponents that the amax of the last steps needed, latest first;
-            below -126 where there is none.
+        history: (..., 3, history), scale exponents of the last steps, latest first; below -126
+            where there is none.
         tally: (..., 3, bins), statistics since the last `advance`.
-        counts: (..., 3, 4), of the last `advance`: saturated elements and all elements; since the
-            beginning: steps with values that are not finite, and steps with saturated elements.
+        counts: (..., 3, 4): saturated elements and all elements of the last step; number of steps
+            with values that are not finite, and with saturated elements.
         strategy: `Delayed`, or `Static` without scales.
         calibrating: whether matmuls use dynamic scales while the state records amax.
 
@@ -69,11 +68,7 @@ class QuantState:
 
     @classmethod
     def create(cls, strategy: Delayed | Static) -> "QuantState":
-        """Return the state before the first step: scales 1 and an empty history.
-
-        Raises:
-            TypeError: if the strategy has no state.
-        """
+        """Return the state before the first step: scales 1 and an empty history."""
         if not is_stateful(strategy):
             raise TypeError(
                 "unitscale.quant.QuantState: strategy must be Delayed(...) or Static() without "
@@ -89,7 +84,7 @@ class QuantState:
         )
 
     def add(self, gradient: "QuantState") -> "QuantState":
-        """Return the state with the statistics of a step or micro-batch, its gradient, added."""
+        """Return the state with the gradient of a step or micro-batch added to its tally."""
         return dataclasses.replace(self, tally=self.tally + gradient.tally)
 
     def advance(self, gradient: "QuantState | None" = None) -> "QuantState":
@@ -97,14 +92,11 @@ class QuantState:
 
         Scaling:
             scale = 2**(k + margin), where k is the largest (or latest) exponent of the history.
-            The history of a tensor does not change in a step in which the tensor was all zero,
-            unused, or not finite in every use. `Static` scales change only in a calibration.
+            A step in which a tensor is zero, unused or not finite adds no entry to its history.
+            `Static` scales change only in a calibration.
 
         Args:
             gradient: the gradient of the loss with respect to the state; None if it was added.
-
-        Returns:
-            The state of the next step, with an empty tally.
 
         Example:
             >>> from unitscale.quant import Contraction, MatmulConfig, contract
@@ -145,7 +137,7 @@ class Seen(NamedTuple):
 
 
 def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
-    """Return the statistics of a tensor that is quantized at ``scale``."""
+    """Measure a tensor that is quantized at ``scale``."""
     largest = amax(x)
     k = needed_exponent(largest, fmt) - MIN_EXPONENT
     k = jnp.where(jnp.isfinite(largest), jnp.where(largest > 0, k, -1), _NOT_FINITE)
@@ -200,15 +192,7 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
 
 
 class StandingScalesWarning(UserWarning):
-    """Delayed scales are not updated: a loss was differentiated, but not with respect to them.
-
-    The gradient of a `QuantState` holds the amax statistics of a step; without it the scales never
-    change while tensors grow.
-
-    Example:
-        >>> warnings.simplefilter("ignore", StandingScalesWarning)  # if they are meant to stay
-        >>> warnings.simplefilter("default", StandingScalesWarning)
-    """
+    """Delayed scales are not updated: a loss was differentiated, but not with respect to them."""
 
 
 @jax.custom_vjp
@@ -243,12 +227,7 @@ _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
 
 
 def watched(operands: T, state: QuantState | None) -> T:
-    """Return the operands; warn if they are differentiated and their delayed scales are not.
-
-    Example:
-        >>> watched((1.0, 2.0), None)
-        (1.0, 2.0)
-    """
+    """Return the operands; warn if they are differentiated and their delayed scales are not."""
     if state is None or not isinstance(state.strategy, Delayed):
         return operands
     return _watched(operands, state.tally)
