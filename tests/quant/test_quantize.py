@@ -144,10 +144,8 @@ def test_errors() -> None:
         quantize(jnp.ones(2), "e4m3fn", "dynamic")
     with pytest.raises(TypeError, match="floating array; got dtype int32"):
         quantize(jnp.arange(2), "e4m3fn")
-    with pytest.raises(ValueError, match=r"the scales of Delayed.*are held in a QuantState"):
-        quantize(jnp.ones(2), "e4m3fn", Delayed())
-    for strategy in (Static(), Static((1.0, 2.0, 4.0))):
-        with pytest.raises(ValueError, match=r"one tensor needs one scale; got Static"):
+    for strategy in (Delayed(), Static(), Static((1.0, 2.0, 4.0))):
+        with pytest.raises(ValueError, match=r"one tensor needs one scale; got (Delayed|Static)"):
             quantize(jnp.ones(2), "e4m3fn", strategy)
     with pytest.raises(ValueError, match="axis must be among the 2 dimensions; got 2"):
         quantize(jnp.ones((2, 2)), "e4m3fn", Dynamic("channel"), axis=2)

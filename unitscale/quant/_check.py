@@ -355,7 +355,7 @@ def _vector_matmul(program: HloProgram, instruction: HloInstruction) -> HloInstr
 
 
 def _is_amax(program: HloProgram, instruction: HloInstruction) -> bool:
-    """Whether a reduction computes a maximum of magnitudes (a second step of it does not count)."""
+    """Whether a reduction computes a maximum of magnitudes (its second step does not count)."""
     if instruction.opcode != "reduce" or not instruction.calls:
         return False
     called = instruction.calls[0]

@@ -147,7 +147,7 @@ def sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -
 
 
 def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Give a gradient its operand's sharding on explicit mesh axes, replicated if it has no mesh."""
+    """Give a gradient its operand's sharding on explicit mesh axes; replicate it if none."""
     own, wanted = (jax.typeof(array).sharding for array in (x, like))
     if own.spec == wanted.spec:
         return x

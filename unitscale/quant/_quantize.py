@@ -25,7 +25,7 @@ from ..core import (
     to_float,
     widen,
 )
-from ._config import Block, Dynamic, Static, Strategy, Unit, check_strategy
+from ._config import Block, Delayed, Dynamic, Static, Strategy, Unit, check_strategy
 
 MAX_EXPONENT = 126
 """Largest exponent of a scale (`tensor_scale`): 2**126 and 2**-126 are normal in float32."""
@@ -178,18 +178,14 @@ def quantize(
             f"unitscale.quant.quantize: axis must be among the {data.ndim} dimensions; got {axis}"
         )
     summed = tuple(sorted({a % data.ndim for a in axes})) if data.ndim else ()
-    if isinstance(strategy, Static):
-        if strategy.scales is None or len(set(strategy.scales)) > 1:
-            raise ValueError(
-                "unitscale.quant.quantize: one tensor needs one scale; got "
-                f"{strategy!r}. Use Static(scale)."
-            )
-        own = as_scale(strategy.scales[0])
-    elif not isinstance(strategy, Dynamic | Block):
+    one_scale = isinstance(strategy, Static) and len(set(strategy.scales or ())) == 1
+    if isinstance(strategy, Delayed) or (isinstance(strategy, Static) and not one_scale):
         raise ValueError(
-            f"unitscale.quant.quantize: the scales of {strategy!r} are held in a QuantState; use "
-            "contract(..., state=), or Dynamic() for one tensor"
+            f"unitscale.quant.quantize: one tensor needs one scale; got {strategy!r}. Use "
+            "Static(scale) or Dynamic(); scales in a QuantState are for contract(..., state=)"
         )
+    if isinstance(strategy, Static):
+        own = as_scale(strategy.scales[0])
     elif scale is None:
         return quantize_array(data, dtype, strategy, summed)
     elif not needs_scale(dtype):
