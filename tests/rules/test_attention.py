@@ -217,7 +217,7 @@ def test_the_average_of_a_covariance() -> None:
 
 
 def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
-    """What a layer's attention does to a covariance is that of all layers."""
+    """The moments of attention are computed once for all layers."""
     module = __import__("unitscale.rules._attention", fromlist=["moments_by_size"])
     calls = []
 

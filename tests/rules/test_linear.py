@@ -228,7 +228,7 @@ def test_mixture_and_router_are_unit(experts, top_k, mult, renormalize, assert_u
 
 
 def test_the_way_out_and_in_of_the_experts_cancel() -> None:
-    """What gradients inside are multiplied by, the gradient of the token is divided by."""
+    """The factor on gradients inside is divided out of the gradient of the token."""
     for experts, top_k in ((8, 2), (5, 5), (3, 1)):
         factors = rules.mixture(experts, top_k)
         assert factors.bwd[0] * factors.bwd[2] == pytest.approx(factors.fwd)

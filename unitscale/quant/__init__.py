@@ -4,8 +4,6 @@ Nothing here depends on layers or unit-scaling rules: factors come in as static 
 """
 
 from ._check import (
-    BLOCK_SCALES_SINCE as BLOCK_SCALES_SINCE,
-    FP8_SINCE as FP8_SINCE,
     Fp8Report as Fp8Report,
     Fp8Warning as Fp8Warning,
     Matmul as Matmul,

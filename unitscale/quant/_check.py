@@ -14,10 +14,8 @@ import jax
 
 from ._hlo import CALLS, HloInstruction, HloProgram, bits, contracted, parse_hlo, user_line
 
-FP8_SINCE = 8.9
-"""Compute capability from which on NVIDIA GPUs have the FP8 kernels of `check_fp8`."""
-BLOCK_SCALES_SINCE = 10.0
-"""Compute capability from which on `check_fp8` expects kernels for block scales (MXFP8)."""
+# Compute capability of the first NVIDIA GPUs with kernels for block scales (MXFP8).
+_BLOCK_SCALES_SINCE = 10.0
 
 _CUBLAS = re.compile(r"__cublas\$(gemm|lt\$\w*[mM]atmul)")
 _NOT_NVIDIA = {"f8e4m3fnuz": "AMD's", "f8e5m2fnuz": "AMD's", "f8e4m3b11fnuz": "for simulation"}
@@ -315,7 +313,7 @@ def _examine(program: HloProgram, at: HloInstruction, capability: float) -> Matm
         kernel = next((k for k in ("Triton", "cuDNN") if k.lower() in caller.attributes), "a loop")
         types = [program.computations[at.computation][n].dtype for n in at.operands[:2]]
         if at.opcode == "scaled-dot":
-            fp8, kernel = capability >= BLOCK_SCALES_SINCE, f"{kernel}, block scales"
+            fp8, kernel = capability >= _BLOCK_SCALES_SINCE, f"{kernel}, block scales"
             how = "" if fp8 else "block scales: FP8 kernels exist from sm_100"
         else:
             how = "too small for a matrix kernel" if kernel == "a loop" else ""

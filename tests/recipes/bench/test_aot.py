@@ -33,7 +33,7 @@ def fused(inner: str, result: str, *types: str) -> str:
     return program(f"{result} fusion({operands}), calls=%called", *types, called=called)
 
 
-# What is fused, its result, its parameters, and the bytes.
+# Fused instructions, result, parameters and bytes moved.
 FUSIONS = {
     "element-wise": (f"ROOT %r = {F} add(%p0, %p1)", F, (F, F), 3 * 8 * K),
     "a slice": ("ROOT %r = f32[1,1024] slice(%p0)", "f32[1,1024]", (F,), 2 * K),
