@@ -453,7 +453,10 @@ class Multiplier:
     Args:
         rhs: right operand, floating.
         spec: the contraction of a chunk.
-        factors, config, out_dtype, state: as for `contract`.
+        factors: forward factor and those of both gradients, as for `contract`.
+        config: formats and strategies, as for `contract`.
+        out_dtype: dtype of the results.
+        state: statistics, as for `contract`.
         parts: number of chunks. If more than one, gradients of the right operand are float32 or
             wider, so that they can be summed.
         places: mesh axes for labels of the right operand, as for `core.constrain_sharding`. The
