@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import jax
@@ -220,7 +221,7 @@ def test_unit_takes_no_statistics() -> None:
     assert quantize(x, "e4m3fn", Unit()).scale is None
     assert quantize(ScaledArray(x, 8.0), "e4m3fn", Unit()).scale == 8
     jaxpr = str(jax.make_jaxpr(lambda x: quantize(x, "e4m3fn", Unit()).data)(x))
-    assert "reduce" not in jaxpr
+    assert not re.search(r"reduce_(max|min|sum)", jaxpr)
     assert "reduce" in str(jax.make_jaxpr(lambda x: quantize(x, "e4m3fn", Dynamic()).data)(x))
     np.testing.assert_array_equal(
         # A thousandth rounds up to the smallest subnormal number.

@@ -20,8 +20,6 @@ from ._formats import Format, format_of, wide_dtype
 from ._scale import exponent_of, pow2
 
 _NAMES = ("float8_e4m3fn", "float8_e5m2")
-_INFINITY = np.uint32(0x7F800000)  # of float32
-_NAN, _INFINITE = np.uint32(0x7F), np.uint32(0x7C)  # of both formats, and of e5m2
 
 
 def is_float8(dtype: Any) -> bool:
@@ -35,8 +33,7 @@ def encode_float8(
     """Rounds to the nearest FP8 number (ties to even) and saturates; NaN stays NaN.
 
     XLA's CPU backend converts to FP8 element by element, several times slower than everything
-    around it. On a CPU this works on the bits of float32 instead, which is vectorized, with the
-    same result.
+    around it, so a program traced on a CPU rounds in float32 first. The result is the same.
 
     Args:
         x: floating array, float32 or narrower.
@@ -44,34 +41,24 @@ def encode_float8(
         elsewhere: the conversion on other platforms.
         infinity: whether infinity stays infinity, if the format has it; otherwise it becomes NaN.
     """
-
-    def on_cpu(x: jax.Array) -> jax.Array:
+    if jax.default_backend() == "cpu":
         return _encode(x.astype(jnp.float32), fmt, infinity and fmt.has_inf)
-
-    return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
+    return elsewhere(x)
 
 
 def decode_float8(data: jax.Array) -> jax.Array:
     """Returns FP8 numbers in float32; infinity may be NaN."""
-    return lax.platform_dependent(data, cpu=_decode, default=lambda data: data.astype(jnp.float32))
+    return _decode(data) if jax.default_backend() == "cpu" else data.astype(jnp.float32)
 
 
 def _encode(x: jax.Array, fmt: Format, infinity: bool) -> jax.Array:
-    dropped, bias = 23 - fmt.mantissa_bits, 1 - fmt.min_exponent
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign, magnitude = (bits >> 24) & jnp.uint32(0x80), bits & jnp.uint32(0x7FFFFFFF)
-    is_finite = magnitude < _INFINITY
-    beyond = jnp.where(magnitude == _INFINITY, _INFINITE, _NAN) if infinity else _NAN
-    magnitude = jnp.minimum(magnitude, np.float32(fmt.max).view(np.uint32))
-    odd = (magnitude >> dropped) & 1
-    rounded = (magnitude + jnp.uint32((1 << (dropped - 1)) - 1) + odd) >> dropped
-    normal = rounded - jnp.uint32((127 - bias) << fmt.mantissa_bits)
-    # Added to a number whose last bit is worth one subnormal step, a subnormal is its own code.
-    offset = jnp.float32(fmt.smallest_subnormal * 2.0**23)
-    subnormal = lax.bitcast_convert_type(jnp.abs(x) + offset, jnp.uint32) & jnp.uint32(0xFF)
-    is_subnormal = magnitude < jnp.uint32((fmt.min_exponent + 127) << 23)
-    code = sign | jnp.where(is_finite, jnp.where(is_subnormal, subnormal, normal), beyond)
-    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.dtype(fmt.name))
+    bounded = lax.clamp(np.float32(-fmt.max), x, np.float32(fmt.max))
+    normal = lax.reduce_precision(bounded, exponent_bits=8, mantissa_bits=fmt.mantissa_bits)
+    steps = lax.round(bounded * (1 / fmt.smallest_subnormal), lax.RoundingMethod.TO_NEAREST_EVEN)
+    is_subnormal = lax.abs(bounded) < 2.0**fmt.min_exponent
+    rounded = lax.select(is_subnormal, steps * fmt.smallest_subnormal, normal)
+    beyond = x if infinity else lax.full_like(x, jnp.nan)
+    return lax.select(lax.is_finite(x), rounded, beyond).astype(fmt.name)
 
 
 def _decode(data: jax.Array) -> jax.Array:

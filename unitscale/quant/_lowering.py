@@ -38,16 +38,16 @@ def dot(
     merge = count > 1 and not batch and summed == other == tuple(range(count))
     merge = merge and jax.device_count() == 1
 
-    def multiply_on_cpu(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        lhs, rhs = widen(lhs), widen(rhs)
-        if not merge:
-            return multiply(lhs, rhs)
-        lhs, rhs = (x.reshape(-1, *x.shape[count:]) for x in (lhs, rhs))
-        return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
-
-    if (lhs.dtype == jnp.bfloat16 and dtype == jnp.float32) or (merge and lhs.dtype.itemsize >= 4):
-        return lax.platform_dependent(lhs, rhs, cpu=multiply_on_cpu, default=multiply)
-    return multiply(lhs, rhs)
+    fits = (lhs.dtype == jnp.bfloat16 and dtype == jnp.float32) or (
+        merge and lhs.dtype.itemsize >= 4
+    )
+    if jax.default_backend() != "cpu" or not fits:
+        return multiply(lhs, rhs)
+    lhs, rhs = widen(lhs), widen(rhs)
+    if not merge:
+        return multiply(lhs, rhs)
+    lhs, rhs = (x.reshape(-1, *x.shape[count:]) for x in (lhs, rhs))
+    return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
 
 
 def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -84,19 +84,14 @@ def fp8_weight_gradient(
         sharded = any(jax.typeof(data).sharding.spec)
         return is_float8(data.dtype) and not sharded and data.shape[count - 1] % _WORD == 0
 
-    if not (count and fits(lhs) and fits(rhs)):
+    if not (count and jax.default_backend() == "gpu" and fits(lhs) and fits(rhs)):
         return multiply(lhs, rhs, False)
 
     def move(x: Any) -> Any:
         data = move_rows_last(data_of(x), count)
         return ScaledArray(data, x.scale) if is_scaled(x) else data
 
-    return lax.platform_dependent(
-        lhs,
-        rhs,
-        cuda=lambda lhs, rhs: multiply(move(lhs), move(rhs), True),
-        default=lambda lhs, rhs: multiply(lhs, rhs, False),
-    )
+    return multiply(move(lhs), move(rhs), True)
 
 
 def move_rows_last(x: jax.Array, count: int) -> jax.Array:
