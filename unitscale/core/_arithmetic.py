@@ -1,40 +1,174 @@
-"""Arithmetic on (data, scale) pairs: the traced-scale rules, written once.
+"""Scales, and arithmetic on (data, scale) pairs: the traced-scale rules, written once.
 
-A pair stands for the value ``data * scale``. Each function returns a pair whose value is the
+A scale is None (a plain array, which costs nothing) or a float array (float32, or float8_e8m0fnu).
+A pair stands for the value ``data * scale``. Operations on pairs return a pair whose value is the
 ordinary result up to rounding, computed in float32 and rounded once to the result's data type, and
 whose scale is chosen statically (square-root rules), so that unit data stays near unit.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ._cast import widen
-from ._formats import wide_dtype
-from ._scale import (
-    Scale,
-    bounded_power,
-    bounded_product,
-    bounded_quotient,
-    common_scale,
-    safe_scale,
+from ._formats import (
+    Rounding,
+    is_floating,
+    round_to_pow2,
     static_pow2,
     static_pow2_sqrt,
-    to_float,
+    wide_dtype,
+    widen,
 )
 
+Scale: TypeAlias = jax.Array | None
+"""A scale: None (a plain array) or an array: see `as_scale`."""
 Pair: TypeAlias = tuple[jax.Array, Scale]
+
+# -- scales ----------------------------------------------------------------------------------
+
+
+def as_scale(scale: Any) -> Scale:
+    """Returns None, a float array or a number as a scale.
+
+    A number becomes a float32 array, even if it is 1: the structure of a program never depends on
+    the value of a scale. float8_e8m0fnu arrays are kept.
+    """
+    if scale is None:
+        return None
+    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, (bool, complex)):
+        single = np.finfo(np.float32)
+        if not float(single.tiny) <= float(scale) <= float(single.max):
+            raise ValueError(
+                "unitscale.ScaledArray: scale must be a positive, normal float32 number; got "
+                f"{scale!r}. Put sign, zeros and the rest into data."
+            )
+        return jnp.float32(scale)
+    dtype = getattr(scale, "dtype", None)
+    if not (is_floating(scale) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer))):
+        got = f"{type(scale).__name__} {scale!r}" if dtype is None else f"dtype {dtype}"
+        raise TypeError(
+            f"unitscale.ScaledArray: scale must be None, a number or a float array; got {got}"
+        )
+    scale = jnp.asarray(scale)
+    keep = scale.dtype in (jnp.float8_e8m0fnu, jnp.float32, jnp.float64)
+    return scale if keep else scale.astype(jnp.float32)
+
+
+def broadcasts(scale_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a scale of one shape broadcasts against data of another."""
+    try:
+        return jnp.broadcast_shapes(scale_shape, shape) == shape
+    except ValueError:
+        return False
+
+
+def check_shapes(data: Any, scale: Scale, block_shape: tuple[int, ...] | None) -> None:
+    """Raises a ValueError if a scale does not fit its data."""
+    shape, scale_shape = jnp.shape(data), () if scale is None else jnp.shape(scale)
+    if block_shape is None:
+        if not broadcasts(scale_shape, shape):
+            raise ValueError(
+                f"unitscale.ScaledArray: scale must broadcast against data; got data {shape}, "
+                f"scale {scale_shape}. Give it size-1 dimensions, or block_shape= for blocks."
+            )
+        return
+    blocks = None
+    if len(block_shape) == len(shape) and all(size > 0 for size in block_shape):
+        blocks = tuple(-(-n // size) for n, size in zip(shape, block_shape, strict=True))
+    if scale_shape != blocks:
+        raise ValueError(
+            "unitscale.ScaledArray: block_shape needs one positive size per dimension of data, and "
+            f"scale one entry per block; got data {shape}, block_shape {block_shape}, scale "
+            f"{scale_shape}"
+        )
+
+
+def to_float(scale: Scale) -> jax.Array:
+    """Returns a scale as a float32 (or float64) array without a gradient; None counts as 1."""
+    if scale is None:
+        return jnp.float32(1)
+    array = lax.stop_gradient(scale)
+    return array.astype(jnp.float32) if array.dtype == jnp.float8_e8m0fnu else array
+
+
+def scalar_scale(scale: Scale) -> Scale:
+    """Returns a scale of one entry as a scalar."""
+    return None if scale is None else jnp.reshape(scale, ())
+
+
+def safe_scale(scale: jax.Array) -> jax.Array:
+    """Replaces scales that cannot divide (zero, infinity, NaN) by 1.
+
+    An all-zero tensor has RMS 0; dividing by it would turn zeros into NaN.
+    """
+    scale = jnp.asarray(scale)
+    return jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.ones_like(scale))
+
+
+def divisor(scale: jax.Array) -> jax.Array:
+    """Limits a scale to 2^126: XLA multiplies by the inverse, and flushes that of 2^127 to 0."""
+    return jnp.where(scale < jnp.inf, jnp.minimum(scale, 2.0**126), scale)
+
+
+def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
+    """Returns the power of two nearest to a size as a scale; 1 for zero, infinity and NaN."""
+    return safe_scale(divisor(round_to_pow2(size, rounding)))
+
+
+def common_scale(left: Scale, right: Scale) -> Scale:
+    """Returns the scale of a sum: sqrt(left**2 + right**2), rounded to a power of two.
+
+    Independent terms add in variance. None counts as 1 beside a scale.
+    """
+    if left is None and right is None:
+        return None
+    a, b = to_float(left), to_float(right)
+    larger = jnp.maximum(a, b)
+    ratio = jnp.minimum(a, b) / safe_scale(larger)
+    # larger * sqrt(1 + ratio**2) neither overflows nor underflows.
+    return round_to_pow2(larger * jnp.sqrt(1 + ratio * ratio))
+
+
+# Products of scales are kept within the normal numbers of float32: each of these functions returns
+# a scale and the rest, which multiplies the data.
+
+
+def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
+    """Returns left * right within the normal numbers of float32, and the rest for the data."""
+    if left is None or right is None:
+        return right if left is None else left, 1
+    a, b = to_float(left), to_float(right)
+    scale, low, high = a * b, jnp.minimum(a, b), jnp.maximum(a, b)
+    near = _normal(scale, low > 0)
+    # In this order no factor leaves the range of float32.
+    return near, jnp.where(near == scale, 1, high / near * low)
+
+
+def _bounded_quotient(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
+    if right is None:
+        return left, 1
+    a, b = to_float(left), to_float(right)
+    scale = a / b
+    near = _normal(scale, (a > 0) & (b > 0))
+    return near, jnp.where(near == scale, 1, a / near / b)
+
+
+def _normal(scale: jax.Array, positive: jax.Array) -> jax.Array:
+    return jnp.where(positive, jnp.clip(scale, 2.0**-126, 2.0**127), scale)
+
+
+# -- operands --------------------------------------------------------------------------------
 
 
 def _promoted(data: jax.Array) -> Any:
-    if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize == 1:
+    if is_floating(data) and data.dtype.itemsize == 1:
         return jnp.bfloat16
-    if jnp.issubdtype(data.dtype, jnp.floating) and getattr(data, "weak_type", False):
-        return float
-    return data.dtype
+    return float if is_floating(data) and getattr(data, "weak_type", False) else data.dtype
 
 
 def result_dtype(*data: jax.Array) -> np.dtype:
@@ -44,46 +178,29 @@ def result_dtype(*data: jax.Array) -> np.dtype:
 
 def summable(value: jax.Array) -> jax.Array:
     """Returns a value in a type that JAX reduces in float32, which 8-bit types are not."""
-    value = jnp.asarray(value)
     return value.astype(result_dtype(value))
-
-
-def scalar_pair(x: float, beside: Scale = None) -> Pair:
-    """Splits a Python number exactly into data of magnitude near 1 and a power-of-two scale.
-
-    Data is weakly typed, so that a number does not widen the array that it meets. Zero, infinity
-    and NaN take the scale ``beside`` them.
-    """
-    if x == 0 or not np.isfinite(x):
-        return jnp.asarray(float(x)), beside
-    # A scale outside the normal numbers of float32 would be lost; data can be.
-    scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
-    return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
 
 
 def operand(x: Any, beside: Scale = None) -> Pair | None:
     """Returns an operand as a pair, or None if it is not a real array or number.
 
-    Args:
-        x: ScaledArray, real array, an object with ``__jax_array__`` such as `nnx.Param`, or a
-            Python number (weakly typed).
-        beside: the scale for zero, infinity and NaN; see `scalar_pair`.
+    Zero, infinity and NaN take the scale ``beside`` them. Other Python numbers are split exactly
+    into data of magnitude near 1, weakly typed, and a power of two.
     """
     if hasattr(x, "map_data"):
         return x.pair
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
-        return scalar_pair(float(x), beside)
+        if x == 0 or not np.isfinite(x):
+            return jnp.asarray(float(x)), beside
+        # A scale outside the normal numbers of float32 would be lost; data can be.
+        scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
+        return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
         is_real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
         if is_real and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
             return jnp.asarray(x), None
         return None
     return operand(x.__jax_array__(), beside) if hasattr(x, "__jax_array__") else None
-
-
-def scalar_scale(scale: Scale) -> Scale:
-    """Returns a scale of one entry as a scalar."""
-    return None if scale is None else jnp.reshape(scale, ())
 
 
 def value(data: jax.Array, scale: Scale) -> jax.Array:
@@ -105,27 +222,18 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
     return (widen(data) * ratio).astype(dtype)
 
 
-def add(left: Pair, right: Pair) -> Pair:
-    """Returns left + right at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
-    return _aligned(jnp.add, left, right)
-
-
-def subtract(left: Pair, right: Pair) -> Pair:
-    """Returns left - right, at the scale of the sum."""
-    return _aligned(jnp.subtract, left, right)
+# -- operations ------------------------------------------------------------------------------
 
 
 def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
-    """Applies an operation to data at one scale, in the wide type."""
+    """Adds or subtracts at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
     scale = left[1] if left[1] is right[1] else common_scale(left[1], right[1])
     dtype = result_dtype(left[0], right[0])
     x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
     return operation(x, y).astype(dtype), scale
 
 
-def negate(x: Pair) -> Pair:
-    """Returns -x, exactly."""
-    return -x[0], x[1]
+add, subtract = partial(_aligned, jnp.add), partial(_aligned, jnp.subtract)
 
 
 def multiply(left: Pair, right: Pair) -> Pair:
@@ -136,21 +244,25 @@ def multiply(left: Pair, right: Pair) -> Pair:
 
 
 def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
-    """Multiplies data by what was left of a scale that is bounded."""
+    """Multiplies data by the rest of a bounded scale."""
     return widen(data) if isinstance(rest, int) else widen(data) * rest
 
 
 def divide(left: Pair, right: Pair) -> Pair:
     """Returns left / right; a divisor with scale zero divides by its zeros."""
     dtype = result_dtype(left[0], right[0])
-    scale, rest = bounded_quotient(left[1], right[1])
+    scale, rest = _bounded_quotient(left[1], right[1])
     return (_times(left[0], rest) / widen(right[0])).astype(dtype), scale
 
 
 def power(x: Pair, exponent: int) -> Pair:
     """Returns x**exponent for a static integer: data and scale are raised alike."""
     data, scale = x
-    scale, rest = bounded_power(scale, exponent)
+    rest = 1
+    if scale is not None:
+        base, times = to_float(scale), max(abs(exponent), 1)
+        near = jnp.clip(base, 2.0 ** -(126 // times), 2.0 ** (127 // times))
+        scale, rest = near**exponent, base / near
     return (_times(data, rest) ** exponent).astype(result_dtype(data)), scale
 
 
@@ -172,31 +284,22 @@ def matmul(left: Pair, right: Pair) -> Pair:
             x, x_scale, y, y_scale = value(*left), None, value(*right), None
             dtype = wide_dtype(dtype)
         if y.ndim == 1:
-            x_scale = _drop_axis(x_scale, x.ndim - 1)
+            x_scale = reduce_scale(x_scale, x.ndim - 1)
         if x.ndim == 1:
-            y_scale = _drop_axis(y_scale, y_axis)
+            y_scale = reduce_scale(y_scale, y_axis)
     if x.dtype != y.dtype:
         x, y = x.astype(dtype), y.astype(dtype)
     total = jnp.matmul(x, y, preferred_element_type=wide_dtype(dtype))
-    norm = static_pow2_sqrt(x.shape[-1])
     scale, rest = bounded_product(x_scale, y_scale)
-    if scale is None:
-        return total.astype(dtype), None
-    return _normalized(_times(total, rest), scale, norm, dtype)
+    return _normalized(_times(total, rest), scale, x.shape[-1], dtype)
 
 
-def _normalized(total: jax.Array, scale: Scale, norm: float, dtype: Any) -> Pair:
-    """Moves a norm from a sum into its scale."""
-    if norm == 1:
+def _normalized(total: jax.Array, scale: Scale, count: int, dtype: Any) -> Pair:
+    """Moves the growth of a sum, the power of two nearest sqrt(count), from data into the scale."""
+    if scale is None or (norm := static_pow2_sqrt(count)) == 1:
         return total.astype(dtype), scale
     scale, rest = bounded_product(to_float(scale), jnp.float32(norm))
     return (_times(total, rest) / norm).astype(dtype), scale
-
-
-def _drop_axis(scale: Scale, axis: int) -> Scale:
-    if scale is None or jnp.size(scale) == 1:
-        return scalar_scale(scale)
-    return jnp.squeeze(scale, axis)
 
 
 def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
@@ -204,13 +307,12 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
     data, scale = x
     total = jnp.sum(widen(data), axis=axis, keepdims=keepdims)
     if scale is None:
-        return total.astype(result_dtype(data)), scale
-    norm = static_pow2_sqrt(data.size // max(total.size, 1))
-    scale = reduce_scale(scale, data, axis, keepdims)
-    return _normalized(total, scale, norm, result_dtype(data))
+        return total.astype(result_dtype(data)), None
+    scale, count = reduce_scale(scale, axis, keepdims), data.size // max(total.size, 1)
+    return _normalized(total, scale, count, result_dtype(data))
 
 
-def reduce_scale(scale: Scale, data: jax.Array, axis: Any, keepdims: bool) -> Scale:
+def reduce_scale(scale: Scale, axis: Any, keepdims: bool = False) -> Scale:
     """Returns the scale that a reduction over ``axis`` leaves: its size-1 axes are dropped."""
     if scale is None or jnp.size(scale) == 1:
         return scalar_scale(scale)

@@ -20,9 +20,9 @@ def take_as_array(
 ) -> None:
     """Lets JAX's primitives accept objects of a class as the array that ``convert`` makes of them.
 
-    If ``convert`` raises a ValueError, the user sees it (JAX hides a TypeError). ``convert_loss``
-    is used for what `jax.grad` differentiates. There is no public hook for either; a version of JAX
-    without these tables shows its own message.
+    Users see a ValueError that ``convert`` raises (JAX hides a TypeError). ``convert_loss`` is for
+    what `jax.grad` differentiates. A version of JAX without these private tables shows its own
+    message.
     """
     types = getattr(jax_core, "pytype_aval_mappings", None)
     if isinstance(types, dict):
@@ -44,10 +44,9 @@ _MIRRORS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 def mirror_asked_for() -> str:
     """Returns the reflected method that an operator of `jax.Array` needs from its right operand.
 
-    "__radd__" for an addition, "" if no operator is calling. `jax.Array` asks for ``__jax_array__``
-    and then computes the result itself; for an operand without it, it returns NotImplemented, so
-    that Python calls the reflected method. In a version of JAX with other names the result is a
-    plain array.
+    "__radd__" for an addition, "" if no operator is calling. For an operand without
+    ``__jax_array__`` `jax.Array` returns NotImplemented, so that Python calls the reflected method.
+    In a version of JAX with other names the result is a plain array.
     """
     asks, _, name = sys._getframe(2).f_code.co_name.partition("_operator_")
     return "" if asks or not name else f"__{_MIRRORS.get(name, 'r' + name)}__"
@@ -124,7 +123,7 @@ _ADVICE = (
 )
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying(x: jax.Array) -> frozenset[str]:
     """Returns the mesh axes that an array varies over inside `jax.shard_map`."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
@@ -137,14 +136,12 @@ def match_varying(args: Any) -> Any:
     transpose of varying is a sum over devices, as for JAX's own operations.
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
-    if not axes:
-        return args
 
     def vary(x: Any) -> Any:
         missing = tuple(axes - varying(x))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, args)
+    return jax.tree.map(vary, args) if axes else args
 
 
 class custom_vjp:
@@ -183,13 +180,10 @@ def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
     """Returns, for every equation, the variables that no later equation reads (liveness)."""
     last: dict[Any, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        for atom in [*eqn.invars, *eqn.outvars]:
-            if not isinstance(atom, Literal):
-                last[atom] = index
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal):
-            last.pop(atom, None)
+        last |= {a: index for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)}
+    results = {a for a in jaxpr.outvars if not isinstance(a, Literal)}
     groups: dict[int, list[Any]] = {}
     for var, index in last.items():
-        groups.setdefault(index, []).append(var)
+        if var not in results:
+            groups.setdefault(index, []).append(var)
     return groups

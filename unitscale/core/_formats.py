@@ -1,40 +1,69 @@
-"""Floating-point element formats and their facts.
+"""Floating-point formats, exact powers of two, and casts between formats.
 
-Every limit that the library clamps to or rounds with (largest value, smallest normal, smallest
-subnormal, epsilon) is read from here, so that no number such as 448 stands anywhere else.
+Limits that the library clamps to or rounds with (largest value, smallest normal, epsilon) are read
+from `format_of`, so that no number such as 448 stands anywhere else. Every quantization goes
+through `cast`, because ``astype`` never saturates: float32 above 464 becomes NaN in float8_e4m3fn,
+and float8_e5m2 becomes infinite from 61440. Powers of two are built and read on the bits of
+float32, because XLA may flush subnormal numbers, and log2 and exp2 are not exact on every backend.
 """
 
 import dataclasses
+import difflib
 import functools
+import math
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
-_SIMULATED = re.compile(r"E(\d+)M(\d+)", re.IGNORECASE)
+from ._compat import custom_vjp
+
+CastRounding = Literal["nearest", "stochastic"]
+"""How `cast` rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
+Rounding = Literal["nearest", "up", "down"]
+"""Which power of two a number rounds to: see `round_to_pow2`."""
+
+
+def check_choice(owner: str, name: str, value: object, choices: Any) -> None:
+    """Raises a ValueError that suggests the nearest choice, unless a value is one of ``choices``.
+
+    ``owner`` is the full name of the function or class; choices are a sequence or a Literal.
+    """
+    choices = get_args(choices) or choices
+    if value in choices:
+        return
+    names = [choice for choice in choices if isinstance(choice, str)]
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"{owner}: {name} must be one of {', '.join(map(str, choices))}; got {value!r}.{hint}"
+    )
+
+
+# -- formats ---------------------------------------------------------------------------------
+
+_SIMULATED = re.compile(r"E(\d+)M(\d+)")
 
 # Names that users write, beside every name that NumPy or ml_dtypes knows.
 _ALIASES = {
-    "e4m3fn": "float8_e4m3fn",
-    "e5m2": "float8_e5m2",
-    "e4m3fnuz": "float8_e4m3fnuz",
-    "e5m2fnuz": "float8_e5m2fnuz",
-    "e4m3b11fnuz": "float8_e4m3b11fnuz",
-    "e4m3": "float8_e4m3",
-    "e3m4": "float8_e3m4",
     "e8m0": "float8_e8m0fnu",
     "e2m3": "float6_e2m3fn",
     "e3m2": "float6_e3m2fn",
     "e2m1": "float4_e2m1fn",
-    "half": "float16",
 }
+for _name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e4m3", "e3m4"):
+    _ALIASES[_name] = f"float8_{_name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A floating-point element type and its facts.
+    """A floating-point element type and its limits.
 
     Attributes:
         name: canonical name, such as ``"float8_e4m3fn"`` or ``"E4M3"`` (simulated).
@@ -62,9 +91,9 @@ class Format:
     max: float
     smallest_normal: float
     smallest_subnormal: float
-    has_inf: bool
-    has_nan: bool
-    signed: bool
+    has_inf: bool = True
+    has_nan: bool = True
+    signed: bool = True
 
     @property
     def simulated(self) -> bool:
@@ -82,30 +111,21 @@ class Format:
         return int(np.log2(self.smallest_normal))
 
 
-def _encodes(dtype: np.dtype, value: float, test) -> bool:
-    with np.errstate(all="ignore"):
-        try:
-            return bool(test(np.asarray(value).astype(dtype).astype(np.float32)))
-        except ValueError:
-            return False
-
-
 @functools.cache
 def _real_format(dtype: np.dtype) -> Format:
     info = ml_dtypes.finfo(dtype)
-    normal = float(info.smallest_normal)
-    subnormal = float(info.smallest_subnormal)
-    exponent_bits = int(info.nexp)
+    with np.errstate(all="ignore"):
+        infinity, nan = np.array([np.inf, np.nan]).astype(dtype).astype(np.float32)
     return Format(
         name=dtype.name,
         dtype=None if dtype.name.startswith("float6_") else dtype,
-        exponent_bits=exponent_bits,
+        exponent_bits=int(info.nexp),
         mantissa_bits=int(info.nmant),
         max=float(info.max),
-        smallest_normal=normal,
-        smallest_subnormal=subnormal,
-        has_inf=_encodes(dtype, np.inf, np.isinf),
-        has_nan=_encodes(dtype, np.nan, np.isnan),
+        smallest_normal=float(info.smallest_normal),
+        smallest_subnormal=float(info.smallest_subnormal),
+        has_inf=bool(np.isinf(infinity)),
+        has_nan=bool(np.isnan(nan)),
         signed=float(info.min) < 0,
     )
 
@@ -125,22 +145,16 @@ def _simulated_format(exponent_bits: int, mantissa_bits: int) -> Format:
         max=2.0**bias * (2.0 - 2.0**-mantissa_bits),
         smallest_normal=2.0 ** (1 - bias),
         smallest_subnormal=2.0 ** (1 - bias - mantissa_bits),
-        has_inf=True,
-        has_nan=True,
-        signed=True,
     )
 
 
 def format_of(dtype: Any) -> Format:
-    """Returns the facts of a floating-point format.
+    """Returns the limits of a floating-point format.
 
     Args:
         dtype: a Format, a floating dtype, its name, a short name (``"e4m3fn"``, ``"e5m2"``,
             ``"e8m0"``, ``"e2m1"``, ...), or ``"E<e>M<m>"`` in capitals for a simulated IEEE-style
             format with e exponent and m mantissa bits, whose values live in a wider type.
-
-    Returns:
-        The Format.
 
     Raises:
         ValueError: if the name is not that of a floating-point format.
@@ -153,27 +167,449 @@ def format_of(dtype: Any) -> Format:
     """
     if isinstance(dtype, Format):
         return dtype
-    if dtype is None:
-        raise ValueError("unitscale.core.format_of: expected a floating-point format; got None")
+    found = dtype
     if isinstance(dtype, str):
-        if dtype[:1] == "E" and (match := _SIMULATED.fullmatch(dtype)):
+        if match := _SIMULATED.fullmatch(dtype):
             return _simulated_format(int(match[1]), int(match[2]))
-        dtype = _ALIASES.get(dtype, dtype)
+        name = _ALIASES.get(dtype, dtype)
+        found = getattr(ml_dtypes, name, name)
     try:
-        dtype = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        found = None if found is None else np.dtype(found)
     except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"unitscale.core.format_of: {dtype!r} is not a floating-point format; use a float "
-            "dtype such as 'float16', 'bfloat16' or 'float8_e4m3fn', one of "
-            f"{sorted(_ALIASES)}, or 'E<e>M<m>' for a simulated one"
-        ) from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"unitscale.core.format_of: expected a floating-point format; got {dtype.name}"
+            f"unitscale.core.format_of: expected a floating-point format; got {dtype!r}. Use a "
+            "float dtype such as 'float16', 'bfloat16' or 'float8_e4m3fn', one of "
+            f"{', '.join(sorted(_ALIASES))}, or 'E<e>M<m>' for a simulated one."
         )
-    return _real_format(dtype)
+    return _real_format(found)
+
+
+def is_floating(x: Any) -> bool:
+    """Whether ``x`` is a floating array, or the type of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
     """Returns the dtype that values are computed in: float32, or float64 for float64."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Converts an array to the dtype that it is computed in: float32, or float64 for float64."""
+    return lax.convert_element_type(x, wide_dtype(x.dtype))
+
+
+# -- powers of two ---------------------------------------------------------------------------
+
+_BIAS, _MANTISSA_BITS = 127, 23  # of float32
+_INFINITY, _TOP = 0x7F800000, (127 + _BIAS) << _MANTISSA_BITS  # bits of infinity and of 2**127
+
+
+def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns sign and magnitude bits of float32 or float64 numbers."""
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    magnitude = bits & np.array(np.iinfo(bits.dtype).max >> 1, bits.dtype)
+    return bits ^ magnitude, magnitude
+
+
+@partial(jax.jit, static_argnames="rounding", inline=True)
+def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
+    """Rounds the magnitude of every element to a power of two, keeping its sign.
+
+    Subnormal numbers round to subnormal powers of two. Zero, infinity and NaN are unchanged. A
+    result above 2**127 saturates there.
+
+    Args:
+        x: floating array of any shape.
+        rounding: "nearest" (in value; ties go up), "up" or "down" (in magnitude).
+
+    Returns:
+        float32 array of the same shape.
+
+    Example:
+        >>> print(round_to_pow2(jnp.array([0.7, 1.4, 1.5, -5.0, 0.0])))
+        [ 0.5  1.   2.  -4.   0. ]
+    """
+    check_choice("unitscale.core.round_to_pow2", "rounding", rounding, Rounding)
+    sign, magnitude = _bits(jnp.asarray(x).astype(jnp.float32))
+    # Below the leading one of a subnormal number, and the implicit one of a normal number, there is
+    # nothing but remainder.
+    leading = 31 - lax.clz(jnp.maximum(magnitude, 1))
+    unit = jnp.uint32(1) << jnp.minimum(leading, _MANTISSA_BITS)
+    carry = {"nearest": unit >> 1, "up": unit - 1, "down": jnp.uint32(0)}[rounding]
+    rounded = jnp.minimum((magnitude + carry) & ~(unit - 1), _TOP)
+    rounded = jnp.where((magnitude == 0) | (magnitude >= _INFINITY), magnitude, rounded)
+    return lax.bitcast_convert_type(sign | rounded, jnp.float32)
+
+
+@partial(jax.jit, inline=True)
+def exponent_of(x: jax.Array) -> jax.Array:
+    """Returns floor(log2(abs(x))) as int32, exactly; -150 for zero, 128 for infinity and NaN."""
+    _, magnitude = _bits(jnp.asarray(x).astype(jnp.float32))
+    exponent = (magnitude >> _MANTISSA_BITS).astype(jnp.int32) - _BIAS
+    leading = 31 - lax.clz(magnitude).astype(jnp.int32)
+    return jnp.where(exponent > -_BIAS, exponent, leading - 149)
+
+
+@partial(jax.jit, inline=True)
+def pow2(exponent: jax.Array) -> jax.Array:
+    """Returns 2**exponent as float32, exactly; zero below -149, infinity above 127."""
+    exponent = jnp.asarray(exponent, jnp.int32)
+    normal = jnp.clip(exponent + _BIAS, 1, 255) << _MANTISSA_BITS
+    subnormal = jnp.where(exponent < -149, 0, 1 << jnp.clip(exponent + 149, 0, _MANTISSA_BITS))
+    return lax.bitcast_convert_type(jnp.where(exponent >= -126, normal, subnormal), jnp.float32)
+
+
+def normal_pow2(exponent: jax.Array) -> jax.Array:
+    """Returns 2**exponent as float32 for integers from -126 to 127 (unchecked).
+
+    It takes two operations, which XLA repeats where they are needed instead of storing the result.
+    """
+    bits = (jnp.asarray(exponent, jnp.int32) + _BIAS) << _MANTISSA_BITS
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def static_pow2(x: float) -> float:
+    """Returns the power of two nearest to a positive Python number, in log2."""
+    return 2.0 ** round(math.log2(x))
+
+
+def static_pow2_sqrt(n: int) -> float:
+    """Returns the power of two nearest to sqrt(n), in log2; 1 for n = 0.
+
+    It is the static scale of a sum of n independent terms of unit variance (Scalify, Balanca et
+    al., 2024, arXiv 2407.17353).
+    """
+    return static_pow2(math.sqrt(n)) if n > 0 else 1.0
+
+
+# -- FP8 -------------------------------------------------------------------------------------
+
+
+def is_float8(dtype: Any) -> bool:
+    """Whether `encode_float8` and `decode_float8` know a format."""
+    return dtype is not None and jnp.dtype(dtype).name in ("float8_e4m3fn", "float8_e5m2")
+
+
+def encode_float8(
+    x: jax.Array, fmt: Format, elsewhere: Callable[[jax.Array], jax.Array], *, infinity: bool
+) -> jax.Array:
+    """Rounds to the nearest FP8 number (ties to even) and saturates; NaN stays NaN.
+
+    XLA's CPU backend converts to FP8 at half the speed of this function, which works on the bits of
+    float32 with the same result (jax 0.10.2); a program that is traced on a CPU takes it.
+
+    Args:
+        x: floating array, float32 or narrower.
+        fmt: a format for which `is_float8` is true.
+        elsewhere: the conversion on other platforms.
+        infinity: whether infinity stays infinity in float8_e5m2; otherwise it becomes NaN.
+    """
+    if jax.default_backend() != "cpu":
+        return elsewhere(x)
+    as_float = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+    as_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
+    smallest = np.float32(fmt.smallest_normal).view(np.uint32)
+    dropped = _MANTISSA_BITS - fmt.mantissa_bits
+    sign, magnitude = _bits(x.astype(jnp.float32))
+    finite = lax.min(magnitude, lax.full_like(magnitude, np.float32(fmt.max).view(np.uint32)))
+    power = lax.max(finite & _INFINITY, lax.full_like(magnitude, smallest))
+    # The last bit of this sum is worth one step of the format, so its last bits count steps.
+    steps = as_bits(as_float(finite) + as_float(power + (dropped << _MANTISSA_BITS)))
+    code = steps + (power >> dropped) - (smallest >> dropped)
+    not_finite = lax.full_like(code, 0x7F)  # NaN of both formats
+    if infinity and fmt.has_inf:
+        not_finite = lax.select(magnitude == _INFINITY, lax.full_like(code, 0x7C), not_finite)
+    code = lax.select(magnitude < _INFINITY, code, not_finite) | (sign >> 24)
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.dtype(fmt.name))
+
+
+def decode_float8(data: jax.Array) -> jax.Array:
+    """Converts FP8 numbers to float32; on a CPU by way of float16, which holds their bits."""
+    if jax.default_backend() != "cpu":
+        return widen(data)
+    code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint16)
+    if data.dtype == jnp.float8_e5m2:
+        return lax.bitcast_convert_type(code << 8, jnp.float16).astype(jnp.float32)
+    magnitude = code & 0x7F
+    half = lax.bitcast_convert_type((code & 0x80) << 8 | magnitude << 7, jnp.float16)
+    # The exponent's bias is 7 in float8_e4m3fn and 15 in float16.
+    return jnp.where(magnitude == 0x7F, jnp.nan, half.astype(jnp.float32) * 2.0**8)
+
+
+# -- random and dithered rounding --------------------------------------------------------------
+
+# An odd number: 2^32 over the golden ratio. Neighbouring indices then differ in many bits.
+_SPREAD = 0x9E3779B9
+
+
+def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns 32 random bits for each entry: a hash of its index and of two words of the key.
+
+    The bits of `jax.random` cost about a hundred integer operations each, which on a GPU takes
+    longer than the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second
+    word mixed in between its two rounds. It is good enough for rounding, not for sampling.
+
+    References:
+        Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com/blog/2018/07/31
+        (lowbias32).
+    """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    x = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) * _SPREAD % 2**32)
+        x += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    x += first
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D) ^ second
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
+    """Adds noise below the kept bits of numbers, and clears the ``dropped`` last bits."""
+    size = 8 * bits.dtype.itemsize
+    noise = noise.astype(bits.dtype) << (size - 32) if size > 32 else noise
+    return ((bits + (noise >> (size - dropped))) >> dropped) << dropped
+
+
+def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
+    """Rounds to a number of mantissa bits, up or down such that the mean is kept, without a key.
+
+    Use it where rounding to nearest would bias sums over many numbers. The noise is a multiple of
+    the number's own bits. A later cast to a format with that many mantissa bits changes normal
+    numbers no more.
+
+    Args:
+        x: floating array.
+        mantissa_bits: explicit mantissa bits to keep.
+
+    Returns:
+        float32 array. Zero, subnormal numbers of float32, magnitudes from 2^127, infinity and NaN
+        are unchanged.
+
+    Example:
+        >>> print(dithered(jnp.array([1.3, 1.31, 1.32, 1.33]), 2))
+        [1.25 1.5  1.25 1.25]
+    """
+    return _dithered(x.astype(jnp.float32), mantissa_bits)
+
+
+@partial(jax.jit, static_argnums=1)  # analysis recognizes a rounding by this name
+def _dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = _carried(bits, bits * jnp.uint32(_SPREAD), _MANTISSA_BITS - mantissa_bits)
+    exponent = bits >> _MANTISSA_BITS & 0xFF
+    is_normal = (exponent > 0) & (exponent < 0xFE)
+    return jnp.where(is_normal, lax.bitcast_convert_type(rounded, jnp.float32), x)
+
+
+# -- casts -----------------------------------------------------------------------------------
+
+
+def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
+    """Clamps to the largest finite values of ``fmt``; NaN stays NaN, infinity saturates."""
+    with np.errstate(over="ignore"):
+        representable = float(np.float64(fmt.max).astype(x.dtype)) == fmt.max
+    x = x if representable else widen(x)
+    high = jnp.asarray(min(fmt.max, format_of(x.dtype).max), x.dtype)
+    if fmt.min_exponent > -126:
+        return jnp.clip(x, -high, high)
+    # XLA may flush subnormal numbers of float32 in a clip.
+    return jnp.where(jnp.abs(x) > high, jnp.where(x > 0, high, -high), x)
+
+
+def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
+    """Clamps finite values; infinity stays infinity, or becomes NaN in a format without it.
+
+    Where possible the select comes before the clamp, so that a quantization ends in clamp and
+    convert.
+    """
+    if fmt.has_inf:
+        clamped = _clamp(x, fmt)
+        return jnp.where(is_infinite, x.astype(clamped.dtype), clamped)
+    if fmt.has_nan or fmt.simulated:
+        x = jnp.where(is_infinite, jnp.nan, x)
+    return _clamp(x, fmt)
+
+
+def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
+    """Rounds to the mantissa bits of ``fmt`` and to its subnormal steps, in the wide dtype.
+
+    ``noise`` (32 random bits each) makes the rounding stochastic; None rounds to nearest, ties to
+    even. Finite values may leave the range of ``fmt``.
+    """
+    x = widen(x)
+    info = jnp.finfo(x.dtype)
+    dropped = info.nmant - fmt.mantissa_bits
+    if dropped <= 0:
+        return x
+    sign, magnitude = _bits(x)
+    if noise is None:
+        below_half = (1 << (dropped - 1)) - 1
+        rounded = ((magnitude + below_half + (magnitude >> dropped & 1)) >> dropped) << dropped
+    else:
+        rounded = _carried(magnitude, noise, dropped)
+    if fmt.min_exponent > info.minexp:
+        steps = jnp.abs(x) * (1 / fmt.smallest_subnormal)
+        if noise is None:
+            steps = jnp.round(steps)
+        else:
+            # A comparison: a sum of steps and noise would itself be rounded, and move exact values.
+            # The odd multiples of 2**-24 below 1 are 23 random bits, centred.
+            uniform = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+            below = jnp.floor(steps)
+            steps = below + (uniform < steps - below).astype(x.dtype)
+        _, subnormal = _bits(steps * fmt.smallest_subnormal)
+        smallest = np.array(fmt.smallest_normal, x.dtype).view(magnitude.dtype)
+        rounded = jnp.where(magnitude < smallest, subnormal, rounded)
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(sign | rounded, x.dtype), x)
+
+
+def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array:
+    """Rounds to powers of two on integers: float32 holds 2**-127 only as a subnormal number.
+
+    Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if they saturate, else
+    NaN; infinity is NaN.
+    """
+    sign, magnitude = _bits(x.astype(jnp.float32))
+    half = jnp.uint32(1 << 22)
+    code = (magnitude + (half if noise is None else noise >> 9)) >> _MANTISSA_BITS
+    # Codes 0 and 1 are 2**-127 and 2**-126; between them float32 counts in subnormal numbers.
+    code = jnp.where(magnitude < (1 << 23), (magnitude >= 3 * (1 << 21)).astype(jnp.uint32), code)
+    not_positive = (sign != 0) | (magnitude == 0)
+    code = jnp.where(not_positive, 0 if saturate else 255, jnp.minimum(code, 254 + (not saturate)))
+    code = jnp.where(jnp.isfinite(x), code, 255)
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+
+def _within(fmt: Format, dtype: Any) -> Format:
+    """Returns ``fmt`` with the largest value that the dtype which keeps its values holds too."""
+    own = format_of(dtype)
+    bits = min(fmt.mantissa_bits, own.mantissa_bits) + 1
+    fraction, exponent = math.frexp(min(fmt.max, own.max))
+    largest = math.ldexp(math.floor(math.ldexp(fraction, bits)), exponent - bits)
+    return dataclasses.replace(fmt, max=largest)
+
+
+def _convert(x: jax.Array, fmt: Format) -> jax.Array:
+    """Clamps, and rounds by XLA's own conversion."""
+    if fmt.has_nan and not fmt.has_inf:
+        # Infinity plus 0 times itself is NaN. In the wide dtype, as the operations around it, so
+        # that XLA fuses them and drops the conversions in between.
+        x = widen(x)
+        x = _clamp(x + 0 * x, fmt)
+    else:
+        x = _saturate(x, fmt, jnp.isinf(x))
+    return x.astype(fmt.dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+def _cast_array(x, key, fmt, stochastic, saturate):
+    noise = rounding_noise(key, x.shape) if stochastic else None
+    if fmt.dtype == jnp.float8_e8m0fnu:
+        return _to_e8m0(x, noise, saturate)
+    # XLA converts float64 to 16 bits by way of float32, which rounds twice.
+    twice = x.dtype == jnp.float64 and fmt.dtype is not None and fmt.dtype.itemsize == 2
+    if not (fmt.simulated or stochastic or twice):
+        if not saturate:
+            return x.astype(fmt.dtype)
+        if is_float8(fmt.dtype) and wide_dtype(x.dtype) == jnp.float32:
+            return encode_float8(x, fmt, partial(_convert, fmt=fmt), infinity=True)
+        return _convert(x, fmt)
+    y = _round_to_grid(x, fmt, noise)
+    if fmt.simulated:
+        fmt = _within(fmt, x.dtype)
+    if saturate or not fmt.has_nan:
+        # Asked of x: rounding to the grid may have gone beyond float32.
+        y = _saturate(y, fmt, jnp.isinf(x))
+    elif fmt.simulated:
+        y = jnp.where(jnp.abs(y) > fmt.max, jnp.where(y > 0, jnp.inf, -jnp.inf), y)
+    return y.astype(x.dtype if fmt.simulated else fmt.dtype)
+
+
+@partial(custom_vjp, nondiff_argnums=(2, 3, 4))
+def _cast(x, key, fmt, stochastic, saturate):
+    return _cast_array(x, key, fmt, stochastic, saturate)
+
+
+_cast.defvjp(
+    lambda x, *args: (_cast_array(x, *args), jnp.zeros((0,), x.dtype)),
+    lambda fmt, stochastic, saturate, like, cotangent: (narrow(cotangent, like.dtype), None),
+)
+
+
+def cast(
+    x: Any,
+    dtype: Any,
+    rounding: CastRounding = "nearest",
+    key: jax.Array | None = None,
+    saturate: bool = True,
+) -> Any:
+    """Casts to a floating-point format, saturating at its largest finite value.
+
+    Scaling:
+        The scale of a ScaledArray is kept. The gradient is straight-through: the cotangent is cast
+        to the dtype of ``x``, also where the forward saturated. A result in e8m0 is a constant.
+
+    Args:
+        x: floating array or ScaledArray, any shape.
+        dtype: a float dtype, a name that `format_of` knows, or a simulated ``"E<e>M<m>"``. Values
+            of simulated and FP6 formats stay in the dtype of ``x``.
+        rounding: "nearest" (ties to even) or "stochastic" (unbiased, by 23 random bits).
+        key: `jax.random` key, needed for stochastic rounding.
+        saturate: clamp finite values to the largest one of the format. Infinity stays infinity, or
+            becomes NaN in a format without it (e4m3fn, e8m0); float4_e2m1fn, which has neither,
+            gives its largest value. If False, overflow does what the format does.
+
+    Raises:
+        TypeError: if ``x`` is not floating.
+        ValueError: if the format or rounding is unknown, or the key is missing.
+
+    Example:
+        >>> print(cast(jnp.float32(1000.0), "e4m3fn"))
+        448
+        >>> print(cast(jnp.float32(1.2), "E5M2"))
+        1.25
+
+    References:
+        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3;
+        Croci et al., "Stochastic rounding", 2022, arXiv 2103.13445 (the rounding rule).
+    """
+    check_choice("unitscale.cast", "rounding", rounding, CastRounding)
+    fmt = format_of(dtype)
+    if hasattr(x, "map_data"):
+        return x.map_data(lambda data: cast(data, fmt, rounding, key, saturate))
+    x = jnp.asarray(x)
+    if not is_floating(x):
+        raise TypeError(f"unitscale.cast: expected a floating array; got dtype {x.dtype}")
+    stochastic = rounding == "stochastic"
+    if stochastic and key is None:
+        raise ValueError(
+            'unitscale.cast: rounding="stochastic" needs key=, a jax.random key; got None'
+        )
+    if fmt.dtype == jnp.float8_e8m0fnu:
+        x = lax.stop_gradient(x)
+    return _cast(x, key if stochastic else None, fmt, stochastic, saturate)
+
+
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds to a dtype; finite values saturate in 8-bit types and narrower."""
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    return _cast_array(x, None, format_of(dtype), False, dtype.itemsize == 1)
+
+
+def upcast(x: Any, dtype: Any) -> Any:
+    """Returns an array or ScaledArray in a wider dtype; the cotangent saturates in 8 bits."""
+    return cast(x, dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
+
+
+def materialize(x: jax.Array) -> jax.Array:
+    """Forces XLA to round an array to its dtype and to keep it in that dtype.
+
+    Otherwise XLA removes a conversion to a narrow format and back, and stores the wide array.
+    """
+    return lax.optimization_barrier(x)

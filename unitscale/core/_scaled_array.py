@@ -1,25 +1,21 @@
 """ScaledArray: low-precision data and the scale that recovers the value."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
-from ._cast import narrow, widen
+from ._arithmetic import Scale, as_scale, to_float
 from ._compat import mirror_asked_for
-from ._scale import (
-    Scale,
-    as_scale,
-    check_shapes,
-    expand_blocks,
-    exponent_of,
-    pow2,
-    to_float,
-)
+from ._formats import is_floating, widen
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
@@ -45,6 +41,28 @@ def comparison(fn: Callable[..., jax.Array]) -> Any:
     return compare
 
 
+def reduction(fn: Callable[..., jax.Array]) -> Any:
+    """Makes a reduction; its scale is static, and none if the scale varies along the axes."""
+
+    def reduce(
+        self: Any, axis: Any = None, keepdims: bool = False, **options: Any
+    ) -> "ScaledArray":
+        data, scale = self.pair
+        options = {name: option for name, option in options.items() if option is not None}
+        if options or arithmetic.varies_over(data, scale, axis):
+            value = arithmetic.summable(self.value)
+            return ScaledArray(fn(value, axis=axis, keepdims=keepdims, **options))
+        if fn is jnp.sum:
+            return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
+        reduced = fn(widen(data), axis=axis, keepdims=keepdims)
+        scale = arithmetic.reduce_scale(scale, axis, keepdims)
+        return ScaledArray(reduced.astype(arithmetic.result_dtype(data)), scale)
+
+    reduce.__name__ = fn.__name__
+    reduce.__doc__ = f"As `jax.Array.{fn.__name__}`, in float32; with options, that of the value."
+    return reduce
+
+
 def of_value(name: str) -> Any:
     """Makes a method that calls the method of `jax.Array` of this name on the value."""
 
@@ -56,85 +74,6 @@ def of_value(name: str) -> Any:
     return method
 
 
-class At:
-    """The helper behind ``x.at[index]``, which reads or updates the elements at an index."""
-
-    __slots__ = ("_index", "_x")
-
-    def __init__(self, x: Any, index: Any = None) -> None:
-        self._x = x
-        self._index = index
-
-    def __getitem__(self, index: Any) -> "At":
-        return At(self._x, index)
-
-    def get(self, *, mode: Any = None, fill_value: Any = None, **options: Any) -> Any:
-        """Returns ``x[index]``; arguments are those of JAX, and ``fill_value`` is a value."""
-        if fill_value is None:
-            return self._x._rearrange(
-                lambda x: x.at[self._index].get(mode=mode, **options),
-                lambda scale: scale.at[self._index].get(mode="clip", **options),
-            )
-        data, scale = self._pair("get", fill_value)
-        found = self.get(mode=mode, **options)
-        inside = jnp.ones(self._x.shape, bool).at[self._index]
-        inside = inside.get(mode=mode, fill_value=False, **options)
-        fill = arithmetic.at_scale(data, scale, found.full_scale, widen(found.data).dtype)
-        return found.map_data(lambda x: jnp.where(inside, x, narrow(fill, x.dtype)))
-
-    def set(self, values: Any, **options: Any) -> Any:
-        """Returns x with the elements at the index replaced."""
-        return self._update("set", values, options)
-
-    def add(self, values: Any, **options: Any) -> Any:
-        """Returns x with values added at the index; repeated indices add up."""
-        return self._update("add", values, options)
-
-    def subtract(self, values: Any, **options: Any) -> Any:
-        """Returns x with values subtracted at the index; repeated indices add up."""
-        return self._update("subtract", values, options)
-
-    def min(self, values: Any, **options: Any) -> Any:
-        """Returns x with the smaller of its elements at the index and of the values there."""
-        return self._update("min", values, options)
-
-    def max(self, values: Any, **options: Any) -> Any:
-        """Returns x with the larger of its elements at the index and of the values there."""
-        return self._update("max", values, options)
-
-    def multiply(self, values: Any, **options: Any) -> Any:
-        """Returns x with the elements at the index multiplied by values."""
-        value = arithmetic.value(*self._pair("multiply", values))
-        return self._x.map_data(
-            lambda x: narrow(widen(x).at[self._index].multiply(widen(value), **options), x.dtype)
-        )
-
-    def _pair(self, name: str, values: Any) -> arithmetic.Pair:
-        pair = arithmetic.operand(values)
-        if pair is None:
-            raise TypeError(
-                f"unitscale.ScaledArray.at[...].{name}: expected a real array, ScaledArray or "
-                f"number; got {type(values).__name__}"
-            )
-        return pair
-
-    def _update(self, name: str, values: Any, options: dict[str, Any]) -> Any:
-        data, scale = self._pair(name, values)
-        target = self._x.full_scale
-        if arithmetic.varies_over(self._x.data, target, None):
-            target = jnp.broadcast_to(to_float(target), self._x.shape)
-            target = target.at[self._index].get(mode="clip")
-        else:
-            target = arithmetic.scalar_scale(target)
-        update = arithmetic.at_scale(data, scale, target, widen(self._x.data).dtype)
-
-        def updated(old: jax.Array) -> jax.Array:
-            at = widen(old).at[self._index]
-            return narrow(getattr(at, name)(update, **options), np.dtype(old.dtype))
-
-        return self._x.map_data(updated)
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class ScaledArray:
     """An array stored as data and a scale: ``value = data * scale``.
@@ -143,20 +82,18 @@ class ScaledArray:
     reshaping and reductions keep the scale; functions of `jax.numpy` take the value.
 
     Scaling:
-        Cotangents live in data space: the derivative with respect to ``data`` holds ``scale``
-        constant, and the cotangent of ``scale`` is zero (`jax.grad`); `unitscale.grad`
-        differentiates by the
-        value. Operators compute in float32, round once, and choose the scale of the result
-        statically: products multiply scales, sums use sqrt(s1**2 + s2**2), reductions over n terms
-        multiply by sqrt(n). A scale outside the normal numbers of float32 is bounded, and the rest
-        multiplies the data. A reduction along which the scale varies has no scale.
+        Operators compute in float32, round once, and choose the scale of the result statically:
+        products multiply scales, sums use sqrt(s1**2 + s2**2), reductions over n terms multiply by
+        sqrt(n), and have no scale if it varies along their axes. A scale outside the normal numbers
+        of float32 is bounded, and the rest multiplies the data. `jax.grad` differentiates by data,
+        with a zero cotangent for the scale; `unitscale.grad` differentiates by the value.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
-        scale: None (the data is the value), or a positive number or float array that broadcasts
-            against data: per tensor, per channel or per item of leading (stack) axes; or one entry
-            per block. float32 or float8_e8m0fnu; a power of two makes rescaling exact. Entries of
-            an array are not checked.
+        scale: None (the data is the value), or a positive number or float array (float32 or
+            float8_e8m0fnu; entries are not checked) that broadcasts against data: per tensor,
+            channel, or item of leading (stack) axes; or one entry per block. Powers of two make
+            rescaling exact.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:
@@ -192,14 +129,14 @@ class ScaledArray:
         if isinstance(data, ScaledArray):
             raise TypeError("unitscale.ScaledArray: data is a ScaledArray already; use rebalance")
         data = jnp.asarray(data)
-        if not jnp.issubdtype(data.dtype, jnp.floating):
+        if not is_floating(data):
             raise TypeError(
                 "unitscale.ScaledArray: data must be a floating array; got dtype "
                 f"{data.dtype}. Cast it first, for example with astype(jnp.float32)."
             )
         scale = as_scale(scale)
         block_shape = None if block_shape is None else tuple(block_shape)
-        check_shapes(data, scale, block_shape)
+        arithmetic.check_shapes(data, scale, block_shape)
         if scale is not None and 0 < scale.ndim < data.ndim:
             # One rank or none: a scale of any other rank was batched by vmap or scan (see `scale`).
             scale = scale.reshape((1,) * (data.ndim - scale.ndim) + scale.shape)
@@ -217,22 +154,6 @@ class ScaledArray:
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"unitscale.ScaledArray is immutable: {name} cannot be deleted")
-
-    @classmethod
-    def from_exponent(cls, data: Any, exponent: Any, **kwargs: Any) -> "ScaledArray":
-        """Builds a ScaledArray whose scale is exactly ``2**exponent`` (int32).
-
-        Example:
-            >>> print(ScaledArray.from_exponent(1.0, -3).value)
-            0.125
-        """
-        exponent = jnp.asarray(exponent)
-        if not jnp.issubdtype(exponent.dtype, jnp.integer):
-            raise TypeError(
-                "unitscale.ScaledArray.from_exponent: exponent must be integers; got dtype "
-                f"{exponent.dtype}"
-            )
-        return cls(data, pow2(exponent), **kwargs)
 
     # -- pytree ------------------------------------------------------------------------------
 
@@ -303,8 +224,8 @@ class ScaledArray:
     @property
     def nbytes(self) -> int:
         """Bytes of data and scale together."""
-        scale = 0 if self._scale is None else self._scale.size * self._scale.dtype.itemsize
-        return self.data.size * self.data.dtype.itemsize + scale
+        parts = [x for x in (self.data, self._scale) if x is not None]
+        return sum(x.size * x.dtype.itemsize for x in parts)
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -320,9 +241,17 @@ class ScaledArray:
     def full_scale(self) -> Scale:
         """The scale in a shape that broadcasts against data: blocks are repeated."""
         scale = self.scale
-        if self.block_shape is None or scale is None:
+        if scale is None or self.block_shape is None:
             return scale
-        return expand_blocks(to_float(scale), self.shape, self.block_shape)
+        scale = to_float(scale)
+        for axis, size in enumerate(self.block_shape):
+            if size > 1:
+                # With total_repeat_length the broadcast would be a gather. JAX asks for a sharding
+                # on explicit mesh axes.
+                own = jax.typeof(scale).sharding
+                scale = jnp.repeat(scale, size, axis, out_sharding=own if any(own.spec) else None)
+                scale = lax.slice_in_dim(scale, 0, self.shape[axis], axis=axis)
+        return scale
 
     @property
     def value(self) -> jax.Array:
@@ -330,38 +259,27 @@ class ScaledArray:
         return arithmetic.value(*self.pair)
 
     @property
-    def exponent(self) -> jax.Array:
-        """The scale's exponent, floor(log2(scale)), as int32."""
-        return exponent_of(to_float(self.scale))
-
-    @property
     def pair(self) -> arithmetic.Pair:
         """``(data, scale)`` with the scale broadcastable against data."""
         return self.data, self.full_scale
 
     def __repr__(self) -> str:
-        data = self.data
+        data, scale = self.data, self._scale
         kind = getattr(getattr(data, "dtype", None), "name", type(data).__name__)
         shape = ",".join(map(str, getattr(data, "shape", ())))
         block = "" if self.block_shape is None else f", block_shape={self.block_shape}"
-        scale = self._scale
+        concrete = isinstance(scale, (np.ndarray, jax.Array)) and not isinstance(scale, Tracer)
         if scale is None:
             text = "None"
-        elif isinstance(scale, Tracer) or not isinstance(scale, (np.ndarray, jax.Array)):
-            text = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
-        elif scale.size == 1:
+        elif concrete and scale.size == 1:
             text = f"{float(np.asarray(scale, np.float32).reshape(())):g}"
         else:
-            text = f"{scale.dtype}{list(getattr(self.scale, 'shape', ()))}"
+            scale = self.scale
+            text = f"{getattr(scale, 'dtype', '?')}{list(getattr(scale, 'shape', ()))}"
         return f"ScaledArray({kind}[{shape}], scale={text}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":
-        """Returns ``fn(data)`` with the same scale; fn must keep the shape.
-
-        Example:
-            >>> print(ScaledArray(jnp.ones(2), 4.0).map_data(jnp.negative).value)
-            [-4. -4.]
-        """
+        """Returns ``fn(data)`` with the same scale; fn must keep the shape."""
         return ScaledArray(fn(self.data), self.scale, block_shape=self.block_shape)
 
     def astype(self, dtype: Any) -> Any:
@@ -420,13 +338,12 @@ class ScaledArray:
 
     # -- elements and axes: the scale moves along with the data ------------------------------
 
-    def _rearrange(self, fn: Callable[..., Any], of_scale: Any = None) -> "ScaledArray":
+    def _rearrange(self, fn: Callable[..., Any]) -> "ScaledArray":
         """Applies a rearrangement of elements to data, and to a scale that is not a scalar."""
         data, scale = self.pair
         if scale is None or scale.size == 1:
             return ScaledArray(fn(data), arithmetic.scalar_scale(self.scale))
-        scale = jnp.broadcast_to(to_float(scale), data.shape)
-        return ScaledArray(fn(data), (of_scale or fn)(scale))
+        return ScaledArray(fn(data), fn(jnp.broadcast_to(to_float(scale), data.shape)))
 
     def __getitem__(self, index: Any) -> "ScaledArray":
         return self._rearrange(lambda x: x[index])
@@ -440,15 +357,9 @@ class ScaledArray:
         return (self[i] for i in range(len(self)))
 
     @property
-    def at(self) -> At:
-        """Updates as in JAX, of `AtIndex`: ``x.at[i].set(v)``; scale and dtype stay those of x.
-
-        Example:
-            >>> x = ScaledArray(jnp.ones(3, jnp.float16), 4.0)
-            >>> print(x.at[0].set(8.0).value)
-            [8. 4. 4.]
-        """
-        return At(self)
+    def at(self) -> Any:
+        """As `jax.Array.at`, of the value: ``x.at[i].set(v)`` is a plain array."""
+        return self.value.at
 
     def reshape(self, *shape: Any) -> "ScaledArray":
         """Returns the same elements in another shape; a scalar scale stays a scalar."""
@@ -480,39 +391,7 @@ class ScaledArray:
         axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
         return self.transpose(axes)
 
-    # -- reductions, in float32 --------------------------------------------------------------
-
-    def _reduce(
-        self, fn: Callable[..., jax.Array], axis: Any, keepdims: bool, options: dict[str, Any]
-    ) -> "ScaledArray":
-        data, scale = self.pair
-        options = {name: option for name, option in options.items() if option is not None}
-        if options or arithmetic.varies_over(data, scale, axis):
-            value = arithmetic.summable(self.value)
-            return ScaledArray(fn(value, axis=axis, keepdims=keepdims, **options))
-        if fn is jnp.sum:
-            return ScaledArray(*arithmetic.reduce_sum(self.pair, axis, keepdims))
-        reduced = fn(widen(data), axis=axis, keepdims=keepdims)
-        scale = arithmetic.reduce_scale(scale, data, axis, keepdims)
-        return ScaledArray(reduced.astype(arithmetic.result_dtype(data)), scale)
-
-    def sum(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the sum; its scale grows by sqrt(count). With ``options`` that of the value."""
-        return self._reduce(jnp.sum, axis, keepdims, options)
-
-    def mean(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the mean; data is averaged in float32. ``options`` as of `sum`."""
-        return self._reduce(jnp.mean, axis, keepdims, options)
-
-    def max(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the maximum, exactly where elements share a scale. ``options`` as of `sum`."""
-        return self._reduce(jnp.max, axis, keepdims, options)
-
-    def min(self, axis: Any = None, keepdims: bool = False, **options: Any) -> "ScaledArray":
-        """Returns the minimum, exactly where elements share a scale. ``options`` as of `sum`."""
-        return self._reduce(jnp.min, axis, keepdims, options)
-
-    # -- what has no scale to keep: methods of the value, with plain results ------------------
+    sum, mean, max, min = map(reduction, (jnp.sum, jnp.mean, jnp.max, jnp.min))
 
     all = of_value("all")
     any = of_value("any")
@@ -526,3 +405,21 @@ class ScaledArray:
     def block_until_ready(self) -> "ScaledArray":
         """Waits until data and scale are computed, and returns this array."""
         return jax.block_until_ready(self)
+
+
+def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
+    """Whether ``x`` is a ScaledArray: the ``is_leaf`` of `jax.tree.map`."""
+    return isinstance(x, ScaledArray)
+
+
+def value_of(x: Any) -> Any:
+    """Returns the value of a ScaledArray in float32 or wider; anything else as it is."""
+    return widen(x.value) if is_scaled(x) else x
+
+
+def loss_value(out: Any, has_aux: bool) -> Any:
+    """Replaces a loss that is a ScaledArray by its value, for JAX to differentiate."""
+    if not has_aux:
+        return value_of(out)
+    value, *aux = out  # another length is an error that JAX reports
+    return value_of(value), *aux

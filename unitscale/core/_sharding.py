@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._compat import varying
-from ._scaled_array import ScaledArray
+from ._scaled_array import is_scaled
 
 # A part of the keys of JAX's caches, so that what was traced inside is not used outside.
 _AXES: Any = jax.make_user_context(None)
@@ -23,21 +23,14 @@ def batch_over(axis_name: str | Sequence[str]) -> Iterator[None]:
     """Names the mapped axes that divide the batch, while a function is traced.
 
     Scaling:
-        Factors that contain a batch size (gradients of kernels, biases, gains and tables, and
-        losses that keep the 1/N of a mean out of the backward pass) mean the global batch. The mean
-        over devices of such gradients is then the gradient on one device. Under `jax.jit` with
-        shardings, ops see the whole batch. Inside `jax.shard_map` they see a part of it, and the
-        number of parts comes from
-
-        - without this context: JAX's types. The batch is divided over the axes that activations
-          vary over. Under ``check_vma=False`` JAX has no such types, and the batch counts as
-          undivided.
-        - with this context: the axes named here, and with ``check_vma=True`` only those of them
-          that activations vary over. Use it under ``check_vma=False``, and where activations vary
-          over an axis that does not divide the batch, such as experts or parts of a tensor.
-
+        Factors that contain a batch size (gradients of parameters, and losses that keep the 1/N of
+        a mean out of the backward pass) mean the global batch, so that the mean of such gradients
+        over devices is the gradient on one device. Under `jax.jit` ops see the whole batch. Inside
+        `jax.shard_map` they see a part, and multiply by the sizes of the axes that activations
+        vary over, by JAX's types. This context restricts these to the axes named here. Use it where
+        activations vary over an axis that does not divide the batch (experts, parts of a tensor),
+        and under ``check_vma=False``, which has no such types: there all axes named here count.
         `jax.vmap` without ``axis_name`` hides its axis: each example counts as a batch of its own.
-        Give it an ``axis_name`` and name that here.
 
         A loss without its 1/N has n times the gradient of its part, because the mean over n parts
         divides by n. In narrow formats differentiate `jax.lax.pmean` of the loss, so that
@@ -72,10 +65,9 @@ def batch_size(items: int) -> Iterator[None]:
     """Sets the batch size that factors assume, while a function is traced.
 
     Scaling:
-        The gradient of a weight sums over the items that it meets and is scaled by
-        (number of items)^-1/2; a mean loss keeps its 1/N out of the backward pass. If a loss
-        applies the same weights to inputs of several sizes (an encoder of queries and documents, a
-        head on several resolutions), each use would have a constant of its own, and the gradient
+        The gradient of a weight is scaled by (number of items)^-1/2; a mean loss keeps its 1/N out
+        of the backward pass. If a loss applies the same weights to inputs of several sizes (queries
+        and documents, several resolutions), each use would have another constant, and the gradient
         another direction. Within this context all uses have the same constant.
 
     Args:
@@ -126,18 +118,17 @@ def num_batch_shards(*activations: jax.Array) -> int:
 def _is_untracked(axis: str) -> bool:
     """Whether an axis is mapped and JAX does not track what varies over it."""
     try:
-        index = lax.axis_index(axis)
+        return axis not in varying(lax.axis_index(axis))
     except NameError:
         return False
-    return axis not in varying(index)
 
 
 BATCH_AXES = ("fsdp", "data")
 """Names of the mesh axes that divide a batch, for `constrain_sharding`."""
 CONTEXT_AXES = ("context",)
-"""Names of those that divide the tokens of a sequence, for `constrain_sharding`."""
+"""Names of the mesh axes that divide the tokens of a sequence, for `constrain_sharding`."""
 TENSOR_AXES = ("tensor",)
-"""Names of those that divide hidden units and heads, for `constrain_sharding`."""
+"""Names of the mesh axes that divide hidden units and heads, for `constrain_sharding`."""
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
@@ -181,14 +172,12 @@ def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.A
     sizes = _auto_axes()
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     for axis, names in enumerate(dimensions):
-        if names is not None and not names:
-            spec[axis] = None
-            continue
-        if own := dividing_axes(names or (), sizes, x.shape[axis]):
-            spec[axis] = own
+        if names is not None:
+            own = dividing_axes(names, sizes, x.shape[axis])
+            spec[axis] = own or (PartitionSpec.UNCONSTRAINED if names else None)
     if not sizes or all(part is PartitionSpec.UNCONSTRAINED for part in spec):
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    return lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
@@ -198,11 +187,10 @@ def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax
     """
     if sharding is None:
         return x
-    own = isinstance(sharding, NamedSharding)
-    mesh: Any = sharding.mesh if own else jax.sharding.get_abstract_mesh()
+    mesh: Any = getattr(sharding, "mesh", None) or jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def shard_activations(x: Any) -> Any:
@@ -210,7 +198,7 @@ def shard_activations(x: Any) -> Any:
 
     Then weights are gathered, in the format that they are multiplied in, rather than activations.
     """
-    if isinstance(x, ScaledArray):
+    if is_scaled(x):
         return x.map_data(shard_activations)
     return constrain_sharding(x, BATCH_AXES, CONTEXT_AXES)
 

@@ -1,4 +1,4 @@
-"""The gradient of a divided batch is that of the whole one, whoever divides it."""
+"""Gradients of divided batches are those of the whole one; arrays lie over the named mesh axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.batching import compute, entry
-from tests.parallel.devices import mesh_of, relative_error
+from tests.parallel.devices import explicit_mesh, mesh_of, relative_error
 from unitscale import ops
-from unitscale.core import batch_over, num_batch_shards, to_array
+from unitscale.core import (
+    BATCH_AXES,
+    CONTEXT_AXES,
+    axes_size,
+    batch_over,
+    batch_size,
+    constrain_sharding,
+    global_batch_size,
+    num_batch_shards,
+    reshard,
+    to_array,
+)
 
 BATCH, TIME, WIDTH, VOCAB = 16, 3, 4, 6
 RNG = np.random.default_rng(0)
@@ -49,18 +60,14 @@ def squares(pred: Any, d: Any) -> Any:
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
-    "dense": lambda p, d: cross_entropy(ops.dense(d["x"], p["kernel"], p["bias"]), d),
-    "readout": lambda p, d: cross_entropy(ops.readout(d["x"], p["kernel"], p["bias"]), d),
-    "mse": lambda p, d: ops.mse_loss(ops.dense(d["x"], p["kernel"]), d["y"]),
-    "embed": lambda p, d: cross_entropy(ops.dense(ops.embed(d["ids"], p["table"]), p["kernel"]), d),
     "conv": lambda p, d: cross_entropy(
-        ops.dense(ops.conv(d["x"], p["filter"], p["shift"]), p["kernel"]), d
+        ops.readout(ops.conv(d["x"], p["filter"], p["shift"]), p["kernel"], p["bias"]), d
     ),
-    "layer norm": lambda p, d: cross_entropy(
-        ops.dense(ops.layer_norm(d["x"], p["gain"], p["shift"]), p["kernel"]), d
+    "embed": lambda p, d: ops.mse_loss(
+        ops.dense(ops.embed(d["ids"], p["table"]), p["kernel"]), d["y"]
     ),
-    "rms norm": lambda p, d: cross_entropy(
-        ops.dense(ops.rms_norm(d["x"], p["gain"]), p["kernel"]), d
+    "norms": lambda p, d: cross_entropy(
+        ops.dense(ops.rms_norm(ops.layer_norm(d["x"], p["gain"], p["shift"])), p["kernel"]), d
     ),
     "positions": lambda p, d: cross_entropy(
         ops.dense(ops.add(d["x"], p["positions"], constraint=None), p["kernel"]), d
@@ -70,11 +77,9 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
         ops.dense(d["x"], p["kernel"]), d["labels"], where=d["labels"] > 1
     ),
     "ours under a plain mean": lambda p, d: squares(ops.dense(d["x"], p["kernel"], p["bias"]), d),
-    "plain under our mean": lambda p, d: cross_entropy(d["x"] @ p["kernel"] + p["bias"], d),
     "both under our mean": lambda p, d: cross_entropy(
         to_array(ops.dense(jnp.tanh(d["x"] * p["gain"]), p["kernel"])) + p["bias"], d
     ),
-    "plain": lambda p, d: squares(d["x"] @ p["kernel"], d),
     "one loss for each": lambda p, d: jnp.mean(
         ops.softmax_cross_entropy(ops.dense(d["x"], p["kernel"]), d["labels"], reduction="none")
     ),
@@ -183,25 +188,130 @@ COUNTS = [  # axes of the context, spec of the array, account kept, parts
 ]
 
 
-@pytest.mark.parametrize(("axes", "spec", "check", "parts"), COUNTS)
-def test_parts_that_are_counted(axes: Any, spec: Any, check: bool, parts: int) -> None:
-    assert counted(axes, spec, check_vma=check) == parts
-
-
-def test_nothing_is_divided_outside() -> None:
-    assert num_batch_shards(jnp.ones(3)) == 1
+def test_parts_that_are_counted() -> None:
+    for axes, spec, check, parts in COUNTS:
+        with entry((axes, spec, check)):
+            assert counted(axes, spec, check_vma=check) == parts
     with batch_over(("data", "tensor")):
-        assert num_batch_shards(jnp.ones(3)) == 1
+        assert num_batch_shards(jnp.ones(3)) == 1  # nothing is divided outside
 
 
 def test_what_was_traced_inside_is_not_used_outside() -> None:
-    """The context is a part of the keys of JAX's caches."""
+    """The contexts are a part of the keys of JAX's caches."""
     grad = jax.jit(jax.grad(lambda w, x: ops.dense(x, w).data.sum()))
     each = jax.vmap(grad, (None, 0), axis_name="part")
     w, x = jnp.ones((2, 2)), jnp.ones((4, 1, 2))
     plain = each(w, x)
     with batch_over("part"):
         inside = each(w, x)
+    with batch_size(16):
+        larger = each(w, x)
+        assert global_batch_size(3) == 16
     np.testing.assert_array_equal(plain, np.ones((4, 2, 2)))
     np.testing.assert_array_equal(inside, np.full((4, 2, 2), 0.5))
+    np.testing.assert_array_equal(larger, np.full((4, 2, 2), 0.25))
     np.testing.assert_array_equal(each(w, x), plain)
+    assert (global_batch_size(3), global_batch_size(0)) == (3, 1)
+
+
+@pytest.mark.parametrize("items", [0, -1, 2.0, True, None])
+def test_batch_sizes_are_positive_integers(items: Any) -> None:
+    with pytest.raises(ValueError, match=r"unitscale\.batch_size: items"), batch_size(items):
+        pass
+
+
+X = np.arange(8 * 4 * 6, dtype=np.float32).reshape(8, 4, 6)
+
+
+def primitives(f: Any, *args: Any) -> list[str]:
+    return [equation.primitive.name for equation in jax.make_jaxpr(f)(*args).eqns]
+
+
+@pytest.mark.parametrize(
+    ("axes", "dimensions", "spec"),
+    [
+        ({"data": 4}, (BATCH_AXES,), P("data")),
+        ({"data": 2, "fsdp": 2}, (BATCH_AXES,), P(("fsdp", "data"))),
+        ({"fsdp": 2, "context": 2}, (BATCH_AXES, CONTEXT_AXES), P("fsdp", "context")),
+        ({"fsdp": 2, "tensor": 2}, (BATCH_AXES, CONTEXT_AXES), P("fsdp")),
+        ({"data": 2, "context": 2}, (None, ("context",)), P(None, "context")),
+        ({"context": 8}, (BATCH_AXES, CONTEXT_AXES), None),  # 8 does not divide 4
+        ({"tensor": 2}, (BATCH_AXES,), None),
+        ({"tensor": 2}, ((),), P(None)),
+        ({"data": 1}, (BATCH_AXES,), None),
+    ],
+    ids=str,
+)
+def test_dimensions_lie_over_the_axes_that_divide_them(axes: Any, dimensions: Any, spec: Any):
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P()))
+        y = jax.jit(lambda x: constrain_sharding(x, *dimensions) + 0)(x)
+        asked = primitives(lambda x: constrain_sharding(x, *dimensions), x)
+    np.testing.assert_array_equal(y, X)
+    assert asked == ([] if spec is None else ["sharding_constraint"])
+    if spec is not None:
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+
+
+def test_dimensions_may_be_whole_or_stay_where_they_lie() -> None:
+    mesh = mesh_of(data=2, context=2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data", "context")))
+        y = jax.jit(lambda x: constrain_sharding(x, BATCH_AXES, (), CONTEXT_AXES) + 0)(x)
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        z = jax.jit(lambda x: constrain_sharding(x, None, ("context",)) + 0)(x)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "context")), 3)
+    assert z.sharding.spec == P("data", "context")
+
+
+def test_the_gradient_lies_there_too() -> None:
+    mesh = mesh_of(data=4)
+    with jax.set_mesh(mesh):
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(constrain_sharding(x, BATCH_AXES))))
+        found = primitives(gradient, X)
+        value = jax.jit(gradient)(X)
+    assert found.count("sharding_constraint") == 2
+    np.testing.assert_allclose(value, np.cos(X), rtol=1e-6, atol=1e-6)
+
+
+def test_mapped_functions() -> None:
+    """Under vmap the mapped dimension is left to the compiler; manual axes divide already."""
+    mesh = mesh_of(data=2, fsdp=2)
+    with jax.set_mesh(mesh):
+        each = jax.jit(jax.vmap(lambda x: constrain_sharding(x, ("data",)) * 2))(X)
+        local = jax.jit(
+            jax.shard_map(
+                lambda x: constrain_sharding(x, BATCH_AXES) * axes_size(BATCH_AXES),
+                in_specs=P("fsdp"),
+                out_specs=P("fsdp"),
+                axis_names={"fsdp"},
+            )
+        )(X)
+    np.testing.assert_array_equal(each, 2 * X)
+    np.testing.assert_array_equal(local, 2 * X)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_what_is_left_alone(explicit: bool) -> None:
+    assert constrain_sharding(jnp.asarray(X), BATCH_AXES) is not None
+    assert primitives(lambda x: constrain_sharding(x, BATCH_AXES), X) == []
+    mesh = (explicit_mesh if explicit else mesh_of)(data=2)
+    with jax.set_mesh(mesh):
+        x = jnp.asarray(X)
+        assert constrain_sharding(x, BATCH_AXES) is x  # not traced
+        assert axes_size(BATCH_AXES) == (1 if explicit else 2)
+        if explicit:
+            assert primitives(lambda x: constrain_sharding(x, BATCH_AXES), x) == []
+
+
+def test_resharding_to_the_sharding_of_a_call() -> None:
+    x = jnp.asarray(X)
+    assert reshard(x, None) is x
+    for make_mesh in (explicit_mesh, mesh_of):
+        mesh = make_mesh(data=2)
+        with jax.set_mesh(mesh):
+            for sharding in (P("data"), NamedSharding(mesh, P("data"))):
+                y = jax.jit(lambda x: reshard(x, sharding) * 1)(x)  # noqa: B023
+                assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+                np.testing.assert_array_equal(y, X)

@@ -1,0 +1,232 @@
+"""Static factors, custom_vjp, and gradients by the values of ScaledArrays."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import unitscale
+from unitscale.core import (
+    ScaledArray,
+    as_scaled,
+    custom_vjp,
+    multiply,
+    rebalance,
+    scale,
+    scale_bwd,
+    scale_fwd,
+    to_array,
+)
+
+
+class TestScale:
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
+    def test_multiplies_once_each_way(self, dtype: str, wrap: Any) -> None:
+        x, dy = jnp.float32([[0.7, -1.3], [5.0, 0.0]]), jnp.float32([[0.011, 0.02], [-0.03, 0.05]])
+        x, dy = x.astype(dtype), dy.astype(dtype)
+        for fwd, bwd in ((2.0, 0.25), (1.0, 3.0), (0.3, 1.0), (1e-6, 1e6)):
+            y, vjp = jax.vjp(wrap(partial(scale, fwd=fwd, bwd=bwd)), x)
+            assert y.dtype == dtype
+            for got, source, factor in ((y, x, fwd), (vjp(dy)[0], dy, bwd)):
+                expected = (np.float32(source) * np.float32(factor)).astype(x.dtype)
+                np.testing.assert_array_equal(got, expected)
+
+    def test_each_direction_alone(self) -> None:
+        for fn, expected in ((scale_fwd, (8, 1)), (scale_bwd, (2, 4))):
+            assert jax.value_and_grad(lambda x: fn(x, 4.0))(2.0) == expected  # noqa: B023
+
+    def test_scaled_array_keeps_its_scale(self) -> None:
+        x = ScaledArray(jnp.ones(3, jnp.float16), 8.0)
+        y, vjp = jax.vjp(lambda x: scale(x, 2.0, 5.0), x)
+        assert (y.dtype, float(y.scale)) == (jnp.float16, 8)
+        np.testing.assert_array_equal(y.data, [2, 2, 2])
+        dx = vjp(jax.tree.map(jnp.ones_like, y))[0]
+        np.testing.assert_array_equal(dx.data, [5, 5, 5])
+
+    def test_8_bits_saturate(self) -> None:
+        x = jnp.full(1, 300, jnp.float8_e4m3fn)
+        y, vjp = jax.vjp(lambda x: scale(x, 2.0, -3.0), x)
+        assert (y.item(), vjp(x)[0].item()) == (448, -448)
+
+    @pytest.mark.parametrize(
+        "args",
+        [*[(1.0, 1.0, f) for f in (jnp.float32(2), "2", None, 2j, np.ones(1))],
+         *[(x, 2.0) for x in (1, jnp.arange(3), True)]],
+    )  # fmt: skip
+    def test_wrong_arguments(self, args: tuple) -> None:
+        match = "bwd must be a static" if len(args) == 3 else "x must be a floating array"
+        with pytest.raises(TypeError, match=rf"unitscale\.ops\.scale: {match}"):
+            scale(*args)
+
+    def test_numbers_of_numpy_are_factors(self) -> None:
+        for number in (2, np.float32(2), np.float64(2), np.int32(2)):
+            assert float(scale(jnp.float32(3), number, number)) == 6
+
+    def test_multiply_rounds_once_and_a_factor_of_1_is_nothing(self) -> None:
+        x = jnp.asarray([1e-4, 6e4], jnp.float16)
+        expected = (np.asarray(x, np.float32) * np.float32(1e-3)).astype(np.float16)
+        np.testing.assert_array_equal(multiply(x, 1e-3), expected)
+        assert not jax.make_jaxpr(lambda x: multiply(x, 1.0))(x).eqns
+
+
+@partial(custom_vjp, nondiff_argnums=(1,))
+def _triple(x, factor):
+    """Three times."""
+    return 3 * x
+
+
+_triple.defvjp(
+    lambda x, factor: (3 * x, x.shape), lambda factor, shape, dy: (factor * jnp.ones(shape),)
+)
+
+
+class TestCustomVjp:
+    def test_rules_are_used(self) -> None:
+        value, vjp = jax.vjp(lambda x: _triple(x, 7.0), jnp.ones(2))
+        np.testing.assert_array_equal(value, [3, 3])
+        np.testing.assert_array_equal(vjp(jnp.ones(2))[0], [7, 7])
+        assert (_triple.__name__, _triple.__doc__) == ("_triple", "Three times.")
+
+    @pytest.mark.parametrize(
+        "differentiate",
+        [
+            lambda f, x: jax.jvp(f, (x,), (x,)),
+            lambda f, x: jax.jacfwd(f)(x),
+            lambda f, x: jax.vmap(lambda x: jax.jvp(f, (x,), (x,)))(x),
+        ],
+        ids=["jvp", "jacfwd", "vmap"],
+    )
+    def test_forward_mode_says_what_to_do(self, differentiate: Any) -> None:
+        with pytest.raises(TypeError, match=r"unitscale: triple defines its backward.*jax\.vjp"):
+            differentiate(lambda x: _triple(x, 2.0), jnp.ones(2))
+
+    def test_the_advice_is_right(self) -> None:
+        """The transpose of the transpose is the Jacobian-vector product of the rule's Jacobian."""
+
+        @custom_vjp
+        def linear(x):
+            return 3 * x
+
+        linear.defvjp(lambda x: (3 * x, None), lambda _, dy: (5 * dy,))
+        x, v = jnp.ones(2), jnp.asarray([1.0, -2.0])
+        jvp = jax.vjp(lambda u: jax.vjp(linear, x)[1](u)[0], jnp.zeros(2))[1](v)[0]
+        np.testing.assert_array_equal(jvp, 5 * v)
+
+    def test_other_errors_pass_through(self) -> None:
+        @custom_vjp
+        def fails(x):
+            raise TypeError("my own message")
+
+        fails.defvjp(lambda x: (x, None), lambda _, dy: (dy,))
+        with pytest.raises(TypeError, match="my own message"):
+            fails(1.0)
+
+    def test_arguments_that_vary_over_different_devices(self) -> None:
+        """Inside shard_map the gradient of what is replicated is summed, as JAX does by itself."""
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        @custom_vjp
+        def product(x, y):
+            return x * y
+
+        product.defvjp(lambda x, y: (x * y, (x, y)), lambda xy, dy: (dy * xy[1], dy * xy[0]))
+
+        def gradients(f):
+            def local(x, y):
+                return jax.grad(lambda *a: jnp.sum(f(*a)), argnums=(0, 1))(x, y)
+
+            specs = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+            split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs)
+            return jax.jit(split)(jnp.arange(8.0), jnp.full(1, 3.0))
+
+        jax.tree.map(np.testing.assert_array_equal, gradients(product), gradients(jnp.multiply))
+
+
+VALUE = jnp.asarray(np.random.default_rng(0).uniform(0.5, 2, (4, 6)), jnp.float32)
+SCALES = {
+    "none": None,
+    "tensor": jnp.float32(2.0**-7),
+    "channel": jnp.asarray(2.0 ** np.arange(-3, 3), jnp.float32),
+    "e8m0": jnp.float32(2.0**5).astype(jnp.float8_e8m0fnu),
+}
+
+
+def loss(params):
+    return jnp.sum(jnp.sin(to_array(params)["w"])) + jnp.sum(to_array(params)["b"] ** 2)
+
+
+def params_of(kind: str, dtype: str = "float32") -> dict[str, Any]:
+    scale = SCALES[kind]
+    data = VALUE if scale is None else VALUE / np.asarray(scale).astype(np.float32)
+    return {"w": ScaledArray(data.astype(dtype), scale), "b": jnp.ones(3)}
+
+
+class TestValueAndGrad:
+    @pytest.mark.parametrize("kind", SCALES)
+    def test_is_that_of_the_value(self, kind: str) -> None:
+        for dtype in ("float32", "float16", "float8_e4m3fn"):
+            params = params_of(kind, dtype)
+            value, grads = jax.jit(unitscale.value_and_grad(loss))(params)
+            plain = to_array(params, jnp.float32)
+            assert jax.tree.structure(grads) == jax.tree.structure(plain)
+            assert grads["w"].dtype == jnp.float32
+            np.testing.assert_allclose(value, loss(plain), rtol=1e-6)
+            np.testing.assert_allclose(grads["w"], np.cos(plain["w"]), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(grads["b"], 2 * plain["b"])
+
+    def test_blocks(self) -> None:
+        scale = jnp.asarray([[2.0, 4.0, 8.0], [0.5, 1.0, 16.0]])
+        full = np.kron(scale, np.ones((2, 2)))
+        params = {"w": ScaledArray(VALUE / full, scale, block_shape=(2, 2)), "b": jnp.ones(3)}
+        np.testing.assert_allclose(unitscale.grad(loss)(params)["w"], np.cos(VALUE), rtol=1e-6)
+
+    def test_does_not_depend_on_the_scale(self) -> None:
+        params = params_of("tensor")
+        for power in (-12, 5):
+            moved = params | {"w": rebalance(params["w"], 2.0**power)}
+            grads = (unitscale.grad(loss)(p)["w"] for p in (params, moved))
+            np.testing.assert_array_equal(*grads)
+        w = ScaledArray(jnp.ones(2, jnp.float16), 2.0**10)
+        f = lambda w: 100 * jnp.sum(w.value)  # noqa: E731
+        assert np.isinf(jax.grad(f)(w).data).all()
+        np.testing.assert_array_equal(unitscale.grad(f)(w), [100, 100])
+
+    def test_arguments_are_those_of_jax(self) -> None:
+        w, x = ScaledArray(jnp.ones(3), 2.0), jnp.arange(3.0)
+
+        def f(w, x, *, power=1):
+            y = jnp.sum(to_array(w) ** power * x)
+            return y, {"y": y, "power": power}
+
+        (value, aux), (dx, dw) = unitscale.value_and_grad(f, (1, 0), has_aux=True)(w, x, power=2)
+        assert (float(value), float(aux["y"]), aux["power"]) == (12, 12, 2)
+        np.testing.assert_array_equal(dx, [4, 4, 4])
+        np.testing.assert_array_equal(dw, [0, 4, 8])
+        last, aux = unitscale.grad(f, -1, has_aux=True)(w, x)
+        np.testing.assert_array_equal(last, [2, 2, 2])
+        assert aux["power"] == 1
+        with pytest.raises(TypeError, match=r"argnums .* got 2 for 2 positional"):
+            unitscale.grad(f, 2)(w, x)
+        with pytest.raises(TypeError, match="int32"):
+            unitscale.grad(lambda n: n.sum() * 1.0)(jnp.arange(3))
+        tree = {"w": w, "n": jnp.arange(3)}
+        grads = unitscale.grad(lambda p: p["w"].value.sum(), allow_int=True)(tree)
+        assert grads["n"].dtype == jax.dtypes.float0
+
+    def test_a_scaled_loss_is_taken_by_its_value(self) -> None:
+        x = jnp.array([1.0, 3.0])
+        value, gradient = unitscale.value_and_grad(lambda x: (as_scaled(x, 4.0) ** 2).sum())(x)
+        np.testing.assert_allclose((value, *gradient), (10, 2, 6))
+
+    @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+    def test_inside_and_outside_of_other_transformations(self, wrap: Any) -> None:
+        w = ScaledArray(jnp.ones((2, 3)), 4.0)
+        f = wrap(lambda w: jnp.sum(to_array(w) ** 3))
+        np.testing.assert_allclose(jax.jit(unitscale.grad(f))(w), np.full((2, 3), 48))
+        # Twice: the Hessian's diagonal of a sum of cubes is 6 w.
+        twice = unitscale.grad(lambda w: jnp.sum(unitscale.grad(f)(w)))(w)
+        np.testing.assert_allclose(twice, np.full((2, 3), 24))
