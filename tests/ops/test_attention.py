@@ -321,7 +321,7 @@ ERRORS = [
     (ValueError, lambda: call(x[0], x, x), r"q must be .*got q \(3, 2, 4\)"),
     (ValueError, lambda: call(x, three, three), "kv_heads dividing heads"),
     (ValueError, lambda: call(x, x, x[:, :2]), r"dot_product_attention: q must be"),
-    (ValueError, lambda: call(x, x[..., :2], x[..., :2]), "Split the features into heads first"),
+    (ValueError, lambda: call(x, x[..., :2], x[..., :2]), "q must be"),
     (TypeError, lambda: call(x, x > 0, x), r"dot_product_attention: k must be a floating array"),
     (TypeError, lambda: call(x, x, x, mask=jnp.ones((3, 3))), "mask must .* dtype float"),
     (

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of
 from unitscale import ops
-from unitscale.ops._attention import shard_heads, shard_tokens
+from unitscale.ops._attention import move_shards
 from unitscale.ops._attention_path import tracing, whole_heads
 
 TIME, HEADS, SIZE = 16, 4, 8
@@ -57,9 +57,11 @@ def test_heads_are_moved_where_devices_divide_them() -> None:
     with jax.set_mesh(mesh):
         assert [whole_heads(8, n) for n in (8, 4, 2)] == [True, True, False]
         x = jax.device_put(jnp.ones((2, 8, 4, 3)), NamedSharding(mesh, P(None, "context")))
-        y = jax.jit(lambda x: shard_heads(x) + 0)(x)
-        back = jax.jit(lambda y: shard_tokens(y) + 0)(y)
-        found = collectives(jax.jit(lambda x: shard_tokens(shard_heads(x) + 1)).lower(x).compile())
+        y = jax.jit(lambda x: move_shards(x, True) + 0)(x)
+        back = jax.jit(lambda y: move_shards(y, False) + 0)(y)
+        found = collectives(
+            jax.jit(lambda x: move_shards(move_shards(x, True) + 1, False)).lower(x).compile()
+        )
     heads = NamedSharding(mesh, P(None, None, ("tensor", "context")))
     assert y.sharding.is_equivalent_to(heads, 4)
     assert back.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "context", "tensor")), 4)

@@ -329,7 +329,7 @@ ERRORS = [
     (ValueError, lambda: ops.readout(x, good[None]), r"ops\.readout: kernel must be"),
     (ValueError, lambda: ops.dense(x, good, jnp.ones(5)), r"bias must be .*; got bias \(5,\)"),
     (TypeError, lambda: ops.dense(x, good, jnp.ones(4, int)), "bias must be a floating array"),
-    (TypeError, lambda: ops.dense(x.astype(int), good), r"dense: x must .* dtype int32"),
+    (TypeError, lambda: ops.dense(x.astype(int), good), r"dense: x must .* int32"),
     (TypeError, lambda: ops.readout(x, good > 0), r"ops\.readout: kernel must be a floating"),
     (ValueError, lambda: ops.dense(jnp.ones(()), good), r"ops\.dense: kernel must be"),
     (ValueError, lambda: ops.dense(x, good, constraint="to_output_scal"), "'to_output_scale'"),

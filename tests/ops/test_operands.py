@@ -94,7 +94,7 @@ def test_scale_argument() -> None:
 
 @pytest.mark.parametrize(
     ("x", "got"),
-    [(DATA > 0, "dtype bool"), (np.arange(2), "dtype int"), (None, "NoneType"), ("x", "str")],
+    [(DATA > 0, "bool"), (np.arange(2), "int"), (None, "NoneType"), ("x", "str")],
 )
 def test_not_floating(x, got) -> None:
     with pytest.raises(TypeError, match=rf"unitscale\.ops\.op: name must be a floating.*got {got}"):
