@@ -46,8 +46,8 @@ def unpack(
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
     except (TypeError, ValueError):
-        data, scale = x, None
-    if not is_floating(data):
+        data, scale = None, None
+    if data is None or not is_floating(data):
         raise TypeError(
             f"unitscale.ops.{op}: {name} must be a floating array or a ScaledArray; got "
             f"{getattr(data, 'dtype', type(x).__name__)}. Cast it first, for example by astype."
@@ -77,7 +77,8 @@ def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
 
 def output_dtype(*operands: Any) -> Any:
     """Returns the promoted dtype of operands, 8-bit data counting as bfloat16."""
-    return result_dtype(*(x if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands))
+    arrays = (x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
+    return result_dtype(*arrays)
 
 
 def scale_argument(scale: Scale) -> jax.Array | None:
@@ -110,10 +111,10 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 
 
-def shape_error(op: str, expected: str, advice: str = "", **shapes: tuple[int, ...]) -> ValueError:
+def shape_error(op: str, expected: str, hint: str = "", /, **shapes: tuple[int, ...]) -> ValueError:
     """Builds the error for operands whose shapes do not fit."""
     got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-    return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {advice}".rstrip())
+    return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {hint}".rstrip())
 
 
 @partial(custom_vjp, nondiff_argnums=(0, 1, 2, 3))

@@ -161,11 +161,6 @@ def fan_out(x: ArrayLike, count: int) -> tuple[ScaledArray, ...]:
     Scaling: Identities. Gradients are added in the order of the outputs, so that XLA accumulates
     them inside the matmuls (cuBLAS's beta term).
 
-    Example:
-        >>> q, k, v = fan_out(jnp.ones(2), 3)
-        >>> print((q + k + v).data)
-        [3. 3.]
-
     References:
         NVIDIA, cuBLAS library, cublasLtMatmul: D = alpha * A B + beta * C.
     """

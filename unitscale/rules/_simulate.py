@@ -164,14 +164,15 @@ def simulate(
 
     with compile_time():
         keys = jax.random.split(jax.random.key(0), seeds)
-        means, squares, *gradients = np.asarray(jax.jit(lambda k: jax.lax.map(draw, k))(keys)).T
-    mean = means.mean(dtype=np.float64)
-    variances = squares.astype(np.float64) - 2 * mean * means + mean**2
+        draws = jax.jit(lambda k: jax.lax.map(draw, k))(keys)
+    means, squares, *gradients = np.asarray(draws, np.float64).T
+    mean = means.mean()
+    variances = squares - 2 * mean * means + mean**2
     fwd, fwd_interval = 1.0, (1.0, 1.0)
     if not is_loss:
         fwd, fwd_interval = _factor(where, "its result", variances, float(np.mean(squares)))
     names = (f"the gradient of argument {i}" for i in floats)
-    both = [_factor(where, *x, 0.0) for x in zip(names, np.float64(gradients), strict=True)]
+    both = [_factor(where, *x, 0.0) for x in zip(names, gradients, strict=True)]
     bwd, bwd_intervals = zip(*both, strict=True)
     return Simulation(Factors(fwd, bwd), fwd_interval, bwd_intervals, is_loss)
 

@@ -173,8 +173,7 @@ class SoftmaxMoments(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
     """Return the moments of the softmax of `size` logits with standard deviation `spread`."""
-    square, gradient = moments_by_size(np.asarray([size]), spread)
-    return SoftmaxMoments(float(square[0]), float(gradient[0]))
+    return SoftmaxMoments(*(float(x[0]) for x in moments_by_size(np.asarray([size]), spread)))
 
 
 @functools.lru_cache(maxsize=4096)
