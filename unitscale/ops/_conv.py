@@ -62,7 +62,7 @@ def conv(
         >>> print(y.shape, round(float(y.data[0, 0, 0]), 3))
         (1, 3, 2) 3.464
     """
-    how = {"strides": strides, "dilation": dilation, "input_dilation": input_dilation}
+    how = ("strides", strides), ("dilation", dilation), ("input_dilation", input_dilation)
     operands, last = (x, kernel, bias), (constraint, config, state)
     return _convolve("conv", *operands, how, padding, feature_group_count, *last)
 
@@ -91,7 +91,7 @@ def conv_transpose(
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """
     # Strides of the result are gaps between the inputs of a plain convolution.
-    how = {"strides": 1, "dilation": dilation, "input_dilation": strides}
+    how = ("strides", 1), ("dilation", dilation), ("strides", strides)
     operands, last = (x, kernel, bias), (constraint, config, state)
     return _convolve("conv_transpose", *operands, how, padding, 1, *last)
 
@@ -114,7 +114,7 @@ def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, sta
             f"unitscale.ops.{op}: feature_group_count must divide the output channels; got "
             f"{groups} groups, kernel {w.shape}"
         )
-    strides, dilation, gaps = (_per_axis(op, name, n, rank) for name, n in how.items())
+    strides, dilation, gaps = (_per_axis(op, name, n, rank) for name, n in how)
     window = tuple((n - 1) * step + 1 for n, step in zip(w.shape, dilation, strict=False))
     if isinstance(padding, str) and padding.upper() in _PAD_MODES and op == "conv":
         sides = ((0, 0), *(((n - 1) // 2, n // 2) for n in window), (0, 0))
