@@ -104,31 +104,22 @@ def check(
 ) -> None:
     """Checks value and gradients of an op, under each transformation of JAX.
 
-    Args:
-        op: function of one array or ScaledArray per argument.
-        reference: the unscaled function of the values, in NumPy.
-        args: float64 data, rounded to the dtype before it is used.
-        fwd: the value must be `fwd * reference(values)`.
-        bwd: gradient i, in data space, must be `bwd[i]` times the derivative of the unscaled
-            function, that is of `reference(values) / scale of the output`.
-        dtype: dtype of the data.
-        scales: one per argument; None for plain arrays.
-        transforms: which ways to run it, of those in `TRANSFORMS`.
-        slack: multiplies the tolerance; one for all dtypes, or one of each.
-        step: of the finite differences, in the value; a large one is exact for a linear op.
+    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
+    derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
+    first; ``slack`` multiplies the tolerance; ``step`` is that of the finite differences.
     """
     scales = (None,) * len(args) if scales is None else scales
     slack = slack[dtype] if isinstance(slack, Mapping) else slack
     # Two examples, for vmap and scan.
     pairs = [np.stack([rounded(a, dtype), rounded(a[..., ::-1], dtype)]) for a in args]
-    values = [1.0 if s is None else np.asarray(s, np.float64) for s in scales]
+    factors = [1.0 if s is None else np.asarray(s, np.float64) for s in scales]
 
     def apply(*data: jax.Array) -> tuple[jax.Array, jax.Array]:
         wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, scales, strict=True))
         return _data_and_scale(op(*wrapped))
 
     def true(*data: np.ndarray) -> np.ndarray:
-        return reference(*(d * v for d, v in zip(data, values, strict=True)))
+        return reference(*(d * v for d, v in zip(data, factors, strict=True)))
 
     expected_values = [true(*(p[i] for p in pairs)) for i in (0, 1)]
     cotangents = rounded(normal("cotangent", (2, *expected_values[0].shape))[0], dtype)
@@ -168,7 +159,7 @@ def check(
                     lambda *data, divisor=divisor: true(*data) / divisor,
                     [p[i] for p in pairs],
                     cotangents[i],
-                    [step / np.where(v > 0, v, 1) for v in values],
+                    [step / np.where(v > 0, v, 1) for v in factors],
                 )
             for j, (grad, derivative) in enumerate(zip(grads, true_grads[i], strict=True)):
                 what = f"gradient {j} under {name}, example {i}"
@@ -213,6 +204,17 @@ def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **o
     return test
 
 
+def scaled(args: Sequence[np.ndarray], scales: Sequence[Any], dtype: Any = jnp.float32) -> list:
+    """Arrays, and ScaledArrays where there is a scale."""
+    arrays = (jnp.asarray(a, dtype) for a in args)
+    return [a if s is None else ScaledArray(a, s) for a, s in zip(arrays, scales, strict=True)]
+
+
+def values(args: Sequence[np.ndarray], scales: Sequence[Any]) -> list[np.ndarray]:
+    """The values of `scaled` in float64."""
+    return [a if s is None else a * s for a, s in zip(args, scales, strict=True)]
+
+
 def assert_scales_are_constants(op: Callable[..., Any], *args: ScaledArray) -> None:
     """The cotangent of every scale is zero, also where the output's scale depends on it."""
 
@@ -235,8 +237,7 @@ def assert_unit(
 ) -> None:
     """Output and gradients of standard normal inputs have mean square 1.
 
-    Independent trials give independent estimates; the tolerance is five standard errors of their
-    mean, plus a stated bias where the rule is an approximation.
+    The tolerance is five standard errors of the mean over trials, plus a stated bias.
     """
 
     def apply(*args: jax.Array) -> jax.Array:

@@ -1,101 +1,157 @@
-"""Dot-product attention."""
+"""Dot-product attention, all weights at once and in chunks, against NumPy in float64."""
 
 import functools
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tests.refusals import refuses
-from unitscale import ops, rules
+from unitscale import as_scaled, ops, rules, scalify, to_array
+from unitscale.analysis import check_gradients
 from unitscale.core import ScaledArray
-from unitscale.ops import _attention_kernels
+from unitscale.ops import _attention_kernels as kernels
 from unitscale.parallel import make_mesh
 
 from .conformance import (
-    DTYPES,
     TRANSFORMS,
+    assert_close,
     assert_scales_are_constants,
     assert_unit,
     check,
     normal,
     pulled,
+    rounded,
+    scaled,
 )
 
-BATCH, TIME, HEADS, DIM = 1, 3, 2, 4
-SHAPE = (BATCH, TIME, HEADS, DIM)
-MASK = np.array([[True, False, True], [True, True, False], [False, True, True]])
+BATCH, TIME, SOURCE, DIM = 2, 11, 6, 4
+SHAPE = (1, 3, 2, 4)
 # Logits, weights and result are each rounded to 16 bits.
-SLACK = {"float32": 1, "float16": 4, "bfloat16": 4}
+SLACK = {"float64": 1, "float32": 1, "float16": 4, "bfloat16": 4}
+attend = ops.dot_product_attention
+IMPLEMENTATIONS = ["plain", "chunked"]
 
 
-def attention(q, k, v, mask=None, is_causal=False, mult=1.0):
-    groups = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, groups, 2), np.repeat(v, groups, 2)
-    logits = mult / q.shape[-1] * np.einsum("bthd,bshd->bhts", q, k)
-    allowed = np.ones(logits.shape, bool) if mask is None else np.broadcast_to(mask, logits.shape)
-    if is_causal:
-        allowed = allowed & np.tril(np.ones(logits.shape[-2:], bool))
-    weights = np.exp(logits - logits.max(-1, keepdims=True)) * allowed
-    return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 4 queries and 4 keys: of the table three and two, the last with rows to spare."""
+    monkeypatch.setattr(kernels, "_CHUNK", {"cpu": 4})
 
 
-CASES = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "mask": {"mask": MASK, "mult": 4.0},
-    "causal mask": {"mask": MASK | np.eye(3, dtype=bool), "is_causal": True, "mult": 2.0},
+def drawn(shape: tuple[int, ...], share: float) -> np.ndarray:
+    return np.random.default_rng(len(shape)).random(shape) < share
+
+
+HIDDEN = drawn((BATCH, 4, TIME, SOURCE), 0.5)
+HIDDEN[:, :, 2] = HIDDEN[0, 1, 7:] = False  # rows with nothing to attend to
+LATE = HIDDEN.copy()
+LATE[:, :, :3, :4] = False  # keys that come later than the query alone
+PER_ITEM = np.float32([2, 0.25]).reshape(2, 1, 1, 1)
+NONE = (None, None, None)
+# Query heads, key heads, mask, causal, scales of q, k and v.
+TABLE: dict[str, tuple[int, int, np.ndarray | None, bool, tuple[Any, Any, Any]]] = {
+    "full": (4, 4, None, False, NONE),
+    "grouped": (4, 2, None, False, NONE),
+    "grouped causal": (4, 1, None, True, NONE),
+    "mask": (4, 4, HIDDEN, False, NONE),
+    "mask causal": (4, 4, LATE, True, NONE),
+    "mask grouped": (4, 2, HIDDEN, False, NONE),
+    "mask of keys": (4, 2, drawn((BATCH, 1, 1, SOURCE), 0.6), False, NONE),
+    "mask of queries": (4, 2, drawn((TIME, 1), 0.6), True, NONE),
+    "mask of heads": (4, 2, drawn((4, 1, SOURCE), 0.6), False, NONE),
+    "scales": (4, 2, HIDDEN, False, (4.0, 0.5, 2.0**10)),
+    "scales of items": (4, 2, None, True, (PER_ITEM, np.float32(0.5), PER_ITEM)),
 }
 
 
-def factors(source: int = TIME, **kwargs):
-    kwargs = {"is_causal": False, **kwargs}
-    kwargs.pop("mask", None)
-    return rules.dot_product_attention(DIM, source, **kwargs)
+def reference(q, k, v, ct, mask=None, is_causal=False, mult=1.0):
+    """Attention and its gradients for a cotangent, by the book."""
+    groups, factor = q.shape[2] // k.shape[2], mult / q.shape[-1]
+    wide_k, wide_v = np.repeat(k, groups, 2), np.repeat(v, groups, 2)
+    logits = factor * np.einsum("bthd,bshd->bhts", q, wide_k)
+    allowed = np.broadcast_to(True if mask is None else mask, logits.shape)
+    if is_causal:
+        allowed = allowed & np.tril(np.ones(logits.shape[-2:], bool))
+    nothing = ~allowed.any(-1, keepdims=True)
+    weights = np.where(allowed, np.exp(logits - logits.max(-1, keepdims=True)), 0) + nothing
+    weights /= weights.sum(-1, keepdims=True)
+    by_weights = np.einsum("bthd,bshd->bhts", ct, wide_v)
+    mean = (weights * by_weights).sum(-1, keepdims=True)
+    by_logits = factor * weights * (by_weights - mean) * allowed
+    dk, dv = (
+        np.einsum("bhts,bthd->bshd", a, b).reshape(*k.shape[:3], groups, -1).sum(3)
+        for a, b in ((by_logits, q), (weights, ct))
+    )
+    dq = np.einsum("bhts,bshd->bthd", by_logits, wide_k)
+    return np.einsum("bhts,bshd->bthd", weights, wide_v), dq, dk, dv
 
 
-def attends(q, k, v, dtype="float32", mult=1.0, mask=None, is_causal=False, **options) -> None:
-    """Checks attention against the reference; more options are those of `check`."""
-    given = {"mask": mask, "is_causal": is_causal, "mult": mult}
-    found = factors(k[1], mult=mult, is_causal=is_causal)
+def attention(q, k, v, **options):
+    return reference(q, k, v, np.zeros(q.shape), **options)[0]
+
+
+def factors(length: int = SOURCE, **options):
+    return rules.dot_product_attention(DIM, length, **{"is_causal": False, **options})
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", SLACK)
+def test_values_and_gradients(implementation: str, dtype: str) -> None:
+    def program(arguments: dict[str, Any]) -> dict[str, Any]:
+        results = {}
+        for name, (*args, ct) in arguments.items():
+            *_, mask, is_causal, scales = TABLE[name]
+            how = {"mask": mask, "is_causal": is_causal, "implementation": implementation}
+            y, vjp = jax.vjp(
+                lambda *a, s=scales, how=how: attend(*scaled(a, s, dtype), **how).data, *args
+            )
+            results[name] = (y, *vjp(ct))
+        return results
+
+    given = {}
+    for name, (heads, kv_heads, *_) in TABLE.items():
+        q, kv = (BATCH, TIME, heads, DIM), (BATCH, SOURCE, kv_heads, DIM)
+        given[name] = tuple(rounded(a, dtype) for a in normal(name, q, kv, kv, q))
+    with jax.enable_x64(dtype == "float64"):
+        typed = {n: tuple(jnp.asarray(a, dtype) for a in arrays) for n, arrays in given.items()}
+        found = jax.jit(program)(typed)
+        found = jax.tree.map(lambda x: (np.asarray(x).astype(np.float64), x.dtype), found)
+    for name, (q, k, v, ct) in given.items():
+        *_, mask, is_causal, (qs, ks, _) = TABLE[name]
+        logit_scale = np.float64(1 if qs is None else qs) * np.float64(1 if ks is None else ks)
+        fwd = factors(is_causal=is_causal).fwd
+        y, dq, dk, dv = reference(q * logit_scale, k, v, ct, mask, is_causal)
+        # Gradients are those of data: of q and k before their scales.
+        wanted = (y, dq * logit_scale, dk, dv)
+        for what, (got, kind), want in zip("yqkv", found[name], wanted, strict=True):
+            assert kind == dtype
+            assert_close(got, fwd * want, dtype, f"{what} of {name}", SLACK[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_transformation(implementation: str) -> None:
+    given = {"mask": drawn((3, 3), 0.5) | np.eye(3, dtype=bool), "is_causal": True, "mult": 2.0}
+    fwd = factors(3, is_causal=True, mult=2.0).fwd
     check(
-        functools.partial(ops.dot_product_attention, **given),
+        functools.partial(attend, implementation=implementation, **given),
         functools.partial(attention, **given),
-        normal("attends", q, k, v),
-        fwd=found.fwd,
-        bwd=(found.fwd,) * 3,
-        dtype=dtype,
-        **{"slack": SLACK[dtype], **options},
+        normal("transforms", SHAPE, SHAPE, SHAPE),
+        fwd=fwd,
+        bwd=(fwd,) * 3,
+        transforms=TRANSFORMS["float32"],
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_attention(name: str, dtype: str) -> None:
-    every_way = name == "causal mask" and dtype != "bfloat16"
-    transforms = TRANSFORMS["float32"] if every_way else ("jit",)
-    attends(SHAPE, SHAPE, SHAPE, dtype, transforms=transforms, **CASES[name])
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "source", "dtype"),
-    [(4, 2, 3, "float32"), (2, 1, 5, "float32"), (3, 3, 2, "float32"), (4, 2, 5, "float16")],
-)
-def test_grouped_queries_and_cross_attention(heads, kv_heads, source, dtype) -> None:
-    kv = (BATCH, source, kv_heads, DIM)
-    attends((BATCH, TIME, heads, DIM), kv, kv, dtype)
-
-
-@pytest.mark.parametrize(
-    ("constraint", "dtype"),
-    [("to_output_scale", "float32"), ("gmean", "float32"), (None, "float32"), (None, "float16")],
-)
+@pytest.mark.parametrize(("constraint", "dtype"), [("gmean", "float32"), (None, "float16")])
 def test_constraint(constraint, dtype) -> None:
-    found = factors(mult=2.0, constraint=constraint)
+    found = factors(3, mult=2.0, constraint=constraint)
     check(
-        functools.partial(ops.dot_product_attention, mult=2.0, constraint=constraint),
+        functools.partial(attend, mult=2.0, constraint=constraint),
         functools.partial(attention, mult=2.0),
         normal("constraint", SHAPE, SHAPE, SHAPE),
         fwd=found.fwd,
@@ -105,26 +161,25 @@ def test_constraint(constraint, dtype) -> None:
     )
 
 
-SCALED = [
-    (4.0, 0.5, 2.0**12),
-    (2.0**-6, 2.0**6, None),
-    (None, 2.0, 1),
-    (np.float32([0.5, 1, 2, 4]), np.float32([[1], [0.5]]), np.float32([1, 2, 4, 8])),
-]
-
-
-@pytest.mark.parametrize(
-    ("scales", "dtype"),
-    [*((s, "float32") for s in SCALED), (SCALED[0], "float16"), (SCALED[-1], "float16")],
-)
-def test_scales(scales, dtype) -> None:
-    attends(SHAPE, SHAPE, SHAPE, dtype, scales=scales, slack=2 * SLACK[dtype])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_scales_that_vary(dtype: str) -> None:
+    fwd = factors(3).fwd
+    check(
+        attend,
+        attention,
+        normal("vary", SHAPE, SHAPE, SHAPE),
+        fwd=fwd,
+        bwd=(fwd,) * 3,
+        dtype=dtype,
+        scales=(np.float32([0.5, 1, 2, 4]), np.float32([[1], [0.5]]), np.float32([1, 2, 4, 8])),
+        slack=2 * SLACK[dtype],
+    )
 
 
 def test_scale_and_dtype_of_the_output() -> None:
-    q = jnp.ones((2, *SHAPE[1:]), jnp.float16)
+    q = jnp.ones((2, 3, 2, 4), jnp.float16)
     per_item = jnp.array([2.0, 4.0]).reshape(2, 1, 1, 1)
-    y = ops.dot_product_attention(ScaledArray(q, per_item), q, ScaledArray(q, per_item))
+    y = attend(ScaledArray(q, per_item), q, ScaledArray(q, per_item))
     np.testing.assert_array_equal(y.scale, per_item)
     assert y.dtype == jnp.float16
     per_head = ScaledArray(q, jnp.array([[1.0], [2.0]]))
@@ -134,169 +189,124 @@ def test_scale_and_dtype_of_the_output() -> None:
         ((wide, wide, q), jnp.float16),
         ((byte, byte, byte), jnp.bfloat16),
     ):
-        assert jax.eval_shape(ops.dot_product_attention, *args).dtype == dtype
-    scaled = [ScaledArray(wide, s) for s in (2.0, 4.0, 8.0)]
-    assert_scales_are_constants(ops.dot_product_attention, *scaled)
+        assert jax.eval_shape(attend, *args).dtype == dtype
+    assert_scales_are_constants(attend, *scaled([wide] * 3, (2.0, 4.0, 8.0)))
 
 
 def test_scales_beyond_float16() -> None:
     """q.scale * q.data would be 2^24; the logits are one-hot, as those of float32."""
     (q,) = normal("q", SHAPE)
-    scaled = [ScaledArray(jnp.asarray(q, jnp.float16), s) for s in (2.0**12, 2.0**12, 1)]
-    y = ops.dot_product_attention(*scaled)
-    values = [np.float64(np.float16(q)) * s for s in (2.0**12, 2.0**12, 1)]
-    np.testing.assert_allclose(y.data, factors().fwd * attention(*values), rtol=2**-9)
+    scales = (2.0**12, 2.0**12, 1)
+    values = [np.float64(np.float16(q)) * s for s in scales]
+    y = attend(*scaled([q] * 3, scales, jnp.float16))
+    np.testing.assert_allclose(y.data, factors(3).fwd * attention(*values), rtol=2**-9)
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"is_causal": True}, {"mask": MASK}, {"mask": MASK, "is_causal": True}], ids=str
-)
-def test_float16_takes_the_plain_path_to_the_same_result(kwargs) -> None:
-    args = [np.float16(a) for a in normal("path", (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))]
-    (ct,) = normal("ct", args[0].shape)
-    results = []
-    for dtype in (jnp.float16, jnp.float32):
-        q, k, v = (jnp.asarray(a, dtype) for a in args)
-        f = functools.partial(ops.dot_product_attention, **kwargs)
-        y, grads = pulled(f, q, k, v, cotangent=jnp.asarray(ct, dtype))
-        results.append([y, *grads])
-    for half, single in zip(*results, strict=True):
-        assert half.dtype == jnp.float16
-        # Roundings of the weights, the result, its factor and the cotangent.
-        scale = np.abs(single).max()
-        np.testing.assert_allclose(np.float32(half), single, atol=4 * 2**-10 * scale, rtol=0)
+FAR = [(100, -100, 0, dtype) for dtype in ("float32", "float16", "bfloat16")]
+FAR += [(p, p, -p, dtype) for p in (100, -100) for dtype in ("float32", "bfloat16")]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"mask": MASK}], ids=str)
-@pytest.mark.parametrize("implementation", ["plain", "chunked"])
-def test_strict_promotion(implementation, kwargs) -> None:
+@pytest.mark.parametrize(("q_power", "k_power", "shift", "dtype"), FAR)
+def test_scales_far_from_1(q_power: int, k_power: int, shift: int, dtype: str) -> None:
+    """Their product may be out of float32's range where the logits are not."""
+    q, k, v = (jnp.asarray(a, dtype) for a in normal("far", SHAPE, SHAPE, SHAPE))
+    powers = (2.0**q_power, 2.0**k_power, None)
+    far = scaled((q * 2.0 ** float(shift), k * 2.0 ** float(shift), v), powers, dtype)
+    both = (
+        np.asarray(f(*a).value, np.float32)
+        for f, a in ((jax.jit(attend), far), (attend, (q, k, v)))
+    )
+    # What is compiled in one program is rounded as what is run op by op up to the last place.
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(*both, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_strict_promotion(implementation: str) -> None:
     """Where it is lowered too: JAX's own attention then promotes bfloat16."""
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in normal("strict", *[(2, 3, 4, 8)] * 3))
-    f = functools.partial(ops.dot_product_attention, implementation=implementation, **kwargs)
-    expected = pulled(f, q, k, v)
-    with jax.numpy_dtype_promotion("strict"):
-        value, pull = jax.vjp(jax.jit(lambda *x: f(*x).value), q, k, v)
-        found = [value, *pull(jnp.ones_like(value))]
-    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        a, e = (np.asarray(x, np.float32) for x in (a, e))
-        np.testing.assert_allclose(a, e, rtol=0, atol=2**-6 * np.abs(e).max())
+    for how in ({}, {"is_causal": True}, {"mask": drawn((3, 3), 0.5)}):
+        f = functools.partial(attend, implementation=implementation, **how)
+        expected = pulled(f, q, k, v)
+        with jax.numpy_dtype_promotion("strict"):
+            value, pull = jax.vjp(jax.jit(lambda *x, f=f: f(*x).value), q, k, v)
+            found = [value, *pull(jnp.ones_like(value))]
+        for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            a, e = (np.asarray(x, np.float32) for x in (a, e))
+            np.testing.assert_allclose(a, e, rtol=0, atol=2**-6 * np.abs(e).max())
 
 
-def test_float16_gradients_overflow_only_where_they_are_beyond_its_range() -> None:
-    """The weights' gradient, a sum over the head, is larger than those of q, k and v."""
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_float16_gradients_overflow_only_where_they_are_beyond_its_range(implementation) -> None:
+    """Those of weights and logits are sums over the head, larger than those of q, k and v."""
     shape = (1, 64, 2, 64)
     q, k, v, ct = (np.float16(a) for a in normal("range", shape, shape, shape, shape))
-    v, ct = np.float16(2) * abs(v), np.float16(400) * abs(ct)
-    grads = []
-    for dtype in (jnp.float16, jnp.float32):
-        inputs = [jnp.asarray(a, dtype) for a in (3 * q, 3 * k, v)]
-        ct = jnp.asarray(ct, dtype)
-        grads.append(pulled(ops.dot_product_attention, *inputs, cotangent=ct)[1])
-    for half, single in zip(*grads, strict=True):
-        largest = np.abs(single).max()
-        assert 1000 < largest < jnp.finfo(jnp.float16).max
-        np.testing.assert_allclose(np.float32(half), single, atol=4 * 2**-10 * largest, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_fully_masked_rows_are_finite(dtype: str, is_causal: bool) -> None:
-    mask = np.ones((TIME, TIME), bool)
-    mask[0] = mask[1, :2] = False  # under a causal mask, row 1 sees nothing either
-    q, k, v = (jnp.asarray(a, dtype) for a in normal("masked", SHAPE, SHAPE, SHAPE))
-    f = functools.partial(ops.dot_product_attention, mask=mask, is_causal=is_causal)
-    y, grads = pulled(f, q, k, v)
-    assert all(np.isfinite(np.float32(a)).all() for a in (y, *grads))
-    empty = (0, 1) if is_causal else (0,)
-    mean = np.float32(v).mean(1) * factors(is_causal=is_causal).fwd
-    for row in empty:
-        np.testing.assert_allclose(np.float32(y)[:, row], mean, atol=2**-6)
-
-
-MASKS = [(3, 3), (1, 3), (2, 1, 3), (4, 3, 3), (2, 1, 1, 3), (2, 4, 3, 3), (1, 1, 3, 3)]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("shape", MASKS, ids=str)
-def test_masks_broadcast(shape, dtype) -> None:
-    q, k, v = normal("masks", (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))
-    mask = np.random.default_rng(0).random(shape) < 0.5
-    mask[..., 0] = True
-    if len(shape) == 3:  # (heads or 1, time, source)
-        mask = mask[:1] if shape[0] not in (1, 4) else mask
-    f = jax.jit(functools.partial(ops.dot_product_attention, mask=mask))
-    y = f(*(jnp.asarray(a, dtype) for a in (q, k, v)))
-    expected = rules.dot_product_attention(8, 3, is_causal=False).fwd * attention(q, k, v, mask)
-    np.testing.assert_allclose(
-        np.float64(y.data), expected, atol=1e-5 if dtype == "float32" else 0.02
+    v, ct = np.float16(4) * abs(v), np.float16(400) * abs(ct)
+    half, single = (
+        pulled(
+            functools.partial(attend, implementation=implementation),
+            *(jnp.asarray(a, d) for a in (3 * q, 3 * k, v)),
+            cotangent=jnp.asarray(ct, d),
+        )[1]
+        for d in (jnp.float16, jnp.float32)
     )
+    assert np.abs(np.einsum("bthd,bshd->bhts", *map(np.float32, (ct, v)))).max() > 65504
+    for got, wanted in zip(half, single, strict=True):
+        largest = np.abs(wanted).max()
+        assert 1000 < largest < 65504
+        np.testing.assert_allclose(np.float32(got), wanted, atol=4 * 2**-10 * largest, rtol=0)
 
 
-def test_causality_seen_through_gradients() -> None:
-    for dtype in ("float32", "float16"):
-        q, k, v = (jnp.asarray(a, dtype) for a in normal("causal", SHAPE, SHAPE, SHAPE))
-
-        def f(k, v, q=q, t=1):
-            y = ops.dot_product_attention(q, k, v, is_causal=True)
-            return jnp.sum(y.data[:, t].astype(jnp.float32))
-
-        for grad in map(np.asarray, jax.jit(jax.grad(f, (0, 1)))(k, v)):
-            assert (grad[:, :2] != 0).any()
-            np.testing.assert_array_equal(grad[:, 2:], 0)
+def test_large_logits_that_are_equal() -> None:
+    """The logarithm of a sum of two is lost beside a logit of 2^24."""
+    q, v = jnp.full((1, 1, 1, 1), 2.0**24), jnp.asarray([1.0, 3.0]).reshape(1, 2, 1, 1)
+    f = functools.partial(attend, implementation="chunked")
+    y, (_, _, dv) = pulled(f, q, jnp.ones((1, 2, 1, 1)), v)
+    fwd = rules.dot_product_attention(1, 2, is_causal=False).fwd
+    np.testing.assert_allclose(y.ravel(), [2 * fwd], rtol=1e-6)
+    np.testing.assert_allclose(dv.ravel(), [0.5 * fwd] * 2, rtol=1e-6)
 
 
 def test_scale_length_and_scale_causal() -> None:
-    q, k, v = (jnp.asarray(a, jnp.float32) for a in normal("length", SHAPE, SHAPE, SHAPE))
-    plain = ops.dot_product_attention(q, k, v, is_causal=True).data
-    fixed = ops.dot_product_attention(q, k, v, is_causal=True, scale_length=64).data
-    ratio = factors(64, is_causal=True).fwd / factors(TIME, is_causal=True).fwd
+    q, k, v = scaled(normal("length", SHAPE, SHAPE, SHAPE), NONE)
+    plain = attend(q, k, v, is_causal=True).data
+    fixed = attend(q, k, v, is_causal=True, scale_length=64).data
+    ratio = factors(64, is_causal=True).fwd / factors(3, is_causal=True).fwd
     np.testing.assert_allclose(fixed, ratio * plain, rtol=1e-5)
     # Causality that comes in through the mask, as with a cache of keys.
-    mask = np.tril(np.ones((TIME, TIME), bool))
-    masked = ops.dot_product_attention(q, k, v, mask=mask, scale_causal=True).data
+    masked = attend(q, k, v, mask=np.tril(np.ones((3, 3), bool)), scale_causal=True).data
     np.testing.assert_allclose(masked, plain, rtol=1e-5)
+    given = attend(q, k, v, mean_square=0.25).data
+    np.testing.assert_allclose(given, 2 / factors(3).fwd * attend(q, k, v).data, rtol=1e-5)
 
 
 def test_dropout() -> None:
-    q, k, v = (jnp.asarray(a, jnp.float32) for a in normal("dropout", *[(2, 8, 2, 4)] * 3))
-    key, rate = jax.random.key(0), 0.36
-    f = functools.partial(ops.dot_product_attention, q, k, dropout_rate=rate)
-    plain = ops.dot_product_attention(q, k, v).data
+    q, k, v = scaled(normal("dropout", *[(2, 8, 2, 4)] * 3), NONE)
+    f = functools.partial(attend, q, k, v, dropout_rate=0.36)
+    plain = attend(q, k, v).data
     # Evaluation gives the expected value, which training averages to.
-    np.testing.assert_allclose(f(v).data, 0.8 * plain, rtol=1e-5)
-    keys = jax.random.split(key, 64)
-    draws = jax.jit(jax.vmap(lambda key: f(v, dropout_key=key, deterministic=False).data))(keys)
+    np.testing.assert_allclose(f().data, 0.8 * plain, rtol=1e-5)
+    keys = jax.random.split(jax.random.key(0), 64)
+    draws = jax.jit(jax.vmap(lambda key: f(dropout_key=key, deterministic=False).data))(keys)
     error = draws.std(0, ddof=1) / 8
     assert (np.abs(draws.mean(0) - 0.8 * plain) < 6 * error).all()
     assert (np.asarray(error) > 0.01).any()
-    no_rate = ops.dot_product_attention(q, k, v, deterministic=False)
-    np.testing.assert_array_equal(no_rate.data, plain)
+    np.testing.assert_array_equal(attend(q, k, v, deterministic=False).data, plain)
 
 
 @pytest.mark.parametrize(
     ("dtype", "rate", "implementation"),
-    [
-        ("float16", 0.0, "plain"),
-        ("float32", 0.5, "plain"),
-        ("bfloat16", 0.5, "plain"),
-        ("float32", 0.0, "chunked"),
-        ("bfloat16", 0.0, "chunked"),
-    ],
+    [("float16", 0.0, "plain"), ("bfloat16", 0.5, "plain"), ("float32", 0.0, "chunked")],
 )
-def test_operands_that_vary_differently_in_shard_map(
-    dtype: str, rate: float, implementation: ops.Implementation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operands_that_vary_differently_in_shard_map(dtype, rate, implementation) -> None:
     """Queries of each device meet the values of all, whose gradient is summed over the devices."""
-    monkeypatch.setattr(_attention_kernels, "_CHUNK", {"cpu": 2})
-    q, v = (jnp.asarray(a, dtype) for a in normal("shard", (2, 4, 2, 4), (1, 4, 2, 4)))
-    key = jax.random.key(0)
+    q, v = (jnp.asarray(a, dtype) for a in normal("shard", (2, 8, 2, 4), (1, 8, 2, 4)))
     options = {"is_causal": not rate, "dropout_rate": rate, "implementation": implementation}
+    options |= {"dropout_key": jax.random.key(0), "deterministic": False}
 
     def grads(q, v):
-        f = functools.partial(
-            ops.dot_product_attention, dropout_key=key, deterministic=False, **options
-        )
-        return jax.grad(lambda *args: f(q, *args).data.astype("float32").sum(), (0, 1))(v, v)
+        f = lambda *kv: attend(q, *kv, **options).data.astype("float32").sum()  # noqa: E731
+        return jax.grad(f, (0, 1))(v, v)
 
     mesh = make_mesh({"d": 2}, devices=jax.devices()[:2])
     mapped = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P("d"), P()), out_specs=P()))
@@ -307,56 +317,78 @@ def test_operands_that_vary_differently_in_shard_map(
         np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=tolerance, rtol=0)
 
 
+def test_unit_variance() -> None:
+    for is_causal in (False, True):
+        f = functools.partial(attend, is_causal=is_causal, constraint=None)
+        # At this width the logits are normal up to terms of order 1 / d.
+        assert_unit(f, *[(1, 16, 2, 64)] * 3, bias=2 / 64)
+
+
+def test_other_transformations_see_the_same_function() -> None:
+    """Scalify walks the loop; the check of gradients differentiates what is in it."""
+    (x,) = (jnp.asarray(a, jnp.float32) for a in normal("walk", (1, 5, 2, 2)))
+    params = {"q": jnp.float32(1.0), "k": jnp.float32(2.0), "v": jnp.float32(3.0)}
+
+    def loss(params, x):
+        q, k, v = (x * params[name] for name in "qkv")
+        return jnp.sum(jnp.square(attend(q, k, v, is_causal=True, implementation="chunked").value))
+
+    assert check_gradients(loss, params, x)
+    wanted = jax.jit(jax.value_and_grad(loss))(params, x)
+    found = jax.jit(scalify(jax.value_and_grad(loss)))(as_scaled(params), as_scaled(x))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), to_array(found), wanted)
+    with pytest.raises(TypeError, match="reverse mode"):
+        jax.jvp(lambda x: kernels.attend_in_chunks(x, x, x, None, True, 1.0), (x,), (x,))
+
+
+def test_nothing_to_attend_from() -> None:
+    for shape in ((0, 3, 2, 4), (2, 0, 2, 4)):
+        q, kv = jnp.ones(shape), jnp.ones((shape[0], 3, 2, 4))
+        f = functools.partial(attend, implementation="chunked", is_causal=True)
+        y, (_, dk, _) = pulled(f, q, kv, kv)
+        assert y.shape == shape
+        np.testing.assert_array_equal(dk, 0)
+
+
+def test_batch_and_heads_divided_over_devices_need_no_exchange() -> None:
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
+    place = NamedSharding(mesh, P("data", None, "tensor"))
+    q, kv, ct = (
+        jax.ShapeDtypeStruct((2, 8, heads, 4), jnp.float32, sharding=place) for heads in (4, 2, 4)
+    )
+
+    def grads(q, k, v, ct):
+        f = functools.partial(attend, implementation="chunked", is_causal=True)
+        y, vjp = jax.vjp(lambda *args: f(*args).data, q, k, v)
+        return y, vjp(ct)
+
+    program = jax.jit(grads).lower(q, kv, kv, ct).compile()
+    assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", program.as_text())
+    assert all(s.is_equivalent_to(place, 4) for s in jax.tree.leaves(program.output_shardings))
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernels, "_CHUNK", {"cpu": 128})
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_unit_variance(is_causal: bool) -> None:
-    f = functools.partial(ops.dot_product_attention, is_causal=is_causal, constraint=None)
-    # At this width the logits are normal up to terms of order 1 / d.
-    assert_unit(f, *[(1, 16, 2, 64)] * 3, bias=2 / 64)
+def test_no_array_of_all_weights(is_causal: bool) -> None:
+    """What the compiled program holds at once, forward and backward, is not quadratic."""
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32)
+    bytes_of_weights = 2 * 2048**2 * 4
 
+    def temporaries(implementation: str) -> int:
+        def f(x, ct):
+            options = {"is_causal": is_causal, "implementation": implementation}
+            y, vjp = jax.vjp(lambda x: attend(x, x, x, **options).data, x)
+            return y, vjp(ct)
 
-x = jnp.ones(SHAPE)
-three = jnp.ones((BATCH, TIME, 3, DIM))
-call = ops.dot_product_attention
-ERRORS = [
-    (ValueError, lambda: call(x[0], x, x), r"q must be .*got q \(3, 2, 4\)"),
-    (ValueError, lambda: call(x, three, three), "kv_heads dividing heads"),
-    (ValueError, lambda: call(x, x, x[:, :2]), r"dot_product_attention: q must be"),
-    (ValueError, lambda: call(x, x[..., :2], x[..., :2]), "Split the features into heads first"),
-    (TypeError, lambda: call(x, x > 0, x), r"dot_product_attention: k must be a floating array"),
-    (TypeError, lambda: call(x, x, x, mask=jnp.ones((3, 3))), "mask must .* dtype float"),
-    (
-        ValueError,
-        lambda: call(x, x, x, mask=jnp.ones((3, 4), bool)),
-        r"\(1, 2, 3, 3\); got mask \(3, 4\)",
-    ),
-    (ValueError, lambda: call(x, x, x, mask=jnp.ones((1,) * 5, bool)), "mask must broadcast"),
-    (ValueError, lambda: call(x, x, x, dropout_rate=0.1, deterministic=False), "dropout_key"),
-    (ValueError, lambda: call(x, x, x, dropout_rate=1.0), r"rate must be in \[0, 1\)"),
-    (ValueError, lambda: call(x, x, x, mult=-1.0), "mult must be positive"),
-    (ValueError, lambda: call(x, x, x, scale_length=0), "key_length must be at least 1"),
-    (ValueError, lambda: call(x, x, x, constraint="to_left_grad_scale"), "to_left_grad_scale"),
-]
+        return jax.jit(f).lower(x, x).compile().memory_analysis().temp_size_in_bytes
 
-
-test_errors = refuses(ERRORS)
-
-
-FAR = [(100, -100, 0, "float32"), (100, -100, 0, "float16"), (100, -100, 0, "bfloat16")]
-FAR += [(p, p, -p, dtype) for p in (100, -100) for dtype in ("float32", "bfloat16")]
-
-
-@pytest.mark.parametrize(("q_power", "k_power", "shift", "dtype"), FAR)
-def test_scales_far_from_1(q_power: int, k_power: int, shift: int, dtype: str) -> None:
-    """Their product may be out of float32's range where the logits are not."""
-    q, k, v = (jnp.asarray(a, dtype) for a in normal("far", SHAPE, SHAPE, SHAPE))
-    wanted = ops.dot_product_attention(q, k, v).value
-    far = (
-        ScaledArray(a * 2.0 ** float(shift), jnp.float32(2.0**power))
-        for a, power in ((q, q_power), (k, k_power))
-    )
-    found = jax.jit(ops.dot_product_attention)(*far, v).value
-    # What is compiled in one program is rounded as what is run op by op up to the last place.
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(
-        np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=4 * eps, atol=4 * eps
-    )
+    assert temporaries("plain") >= bytes_of_weights
+    assert temporaries("chunked") < 0.2 * bytes_of_weights

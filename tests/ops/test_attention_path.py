@@ -1,25 +1,32 @@
-"""Which implementation a call of attention takes: the table, and that the op follows it."""
-
-from __future__ import annotations
+"""Which implementation a call of attention takes, the fused kernels, and tokens over devices."""
 
 import functools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.wire import collectives
+from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.core._compat import cudnn_of
-from unitscale.ops import AttentionPath, _attention_path as paths, attention_path, attention_paths
+from unitscale.ops import AttentionPath, attention_path, attention_paths
+from unitscale.ops._attention import move_shards
+from unitscale.ops._attention_kernels import splash
+from unitscale.ops._attention_path import tracing, whole_heads
 
-LONG = (2, 1024, 8, 64)
-SHORT = (2, 96, 8, 64)
+LONG, SHORT = (2, 1024, 8, 64), (2, 96, 8, 64)
+call = ops.dot_product_attention
+x = jnp.ones((2, 8, 4, 16), jnp.bfloat16)
 
 
 @contextmanager
@@ -41,7 +48,7 @@ def shaped(features: int, length: int = 96) -> tuple[int, ...]:
 
 # Shapes of q and k, dtype, options, what is taken on a GPU, and a part of the reason.
 ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, str]] = [
-    (SHORT, SHORT, "bfloat16", {}, "cudnn", "fused kernel of the NVIDIA GPU"),
+    (SHORT, SHORT, "bfloat16", {}, "cudnn", "fused kernel"),
     (LONG, LONG, "float16", {"is_causal": True}, "cudnn", "fused kernel"),
     (SHORT, (2, 78, 2, 64), "bfloat16", {"is_causal": True}, "cudnn", "fused"),
     (SHORT, (2, 77, 2, 64), "bfloat16", {}, "plain", "Unsupported sequence length Q 96, KV 77"),
@@ -50,7 +57,6 @@ ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, s
     (SHORT, SHORT, "float16", {"scaled": True}, "plain", "scales of q and k may leave"),
     (SHORT, SHORT, "float32", {}, "plain", "float16 and bfloat16, not float32"),
     (LONG, LONG, "float32", {}, "chunked", "1,024 x 1,024 weights .* not float32"),
-    (SHORT, SHORT, "float64", {}, "plain", "not float64"),
     (SHORT, SHORT, "bfloat16", {"mask": True}, "plain", "no exact masks but the causal one"),
     (LONG, LONG, "bfloat16", {"mask": True}, "chunked", "no exact masks"),
     (LONG, LONG, "bfloat16", {"dropout_rate": 0.1}, "plain", "dropout needs all weights"),
@@ -64,44 +70,69 @@ ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, s
 ]
 
 
-@pytest.mark.parametrize(("q", "k", "dtype", "options", "taken", "reason"), ON_GPU)
-def test_on_an_nvidia_gpu(q, k, dtype, options, taken, reason) -> None:
+def test_on_an_nvidia_gpu() -> None:
     with gpu():
-        path = attention_path(q, k, dtype, **options)
+        for q, k, dtype, options, taken, reason in ON_GPU:
+            path = attention_path(q, k, dtype, **options)
+            assert path.implementation == taken, (q, k, dtype, options)
+            assert re.search(reason, path.reason), path.reason
+
+
+ELSEWHERE: list[tuple[Callable[[], Any], tuple[int, ...], dict[str, Any], str, str]] = [
+    (lambda: gpu("7.5"), LONG, {}, "chunked", "compute capability 7.5"),
+    (lambda: gpu("7.5"), SHORT, {}, "plain", "compute capability 7.5"),
+    (lambda: gpu(platform_version="rocm 70000"), SHORT, {}, "plain", "gpu, no NVIDIA GPU"),
+    (nullcontext, (1, 128, 2, 8), {}, "chunked", "default backend is cpu, no NVIDIA GPU"),
+    (nullcontext, (1, 127, 2, 8), {}, "plain", "weights of a head are few"),
+    (nullcontext, (1, 256, 2, 8), {"mask": True, "is_causal": True}, "chunked", "no NVIDIA GPU"),
+    (nullcontext, (1, 4096, 2, 8), {"dropout_rate": 0.5}, "plain", "dropout"),
+]
+
+
+@pytest.mark.parametrize(("machine", "shape", "options", "taken", "reason"), ELSEWHERE)
+def test_on_other_machines(machine, shape, options, taken, reason) -> None:
+    with machine():
+        path = attention_path(shape, shape, "bfloat16", **options)
     assert path.implementation == taken
-    assert re.search(reason, path.reason), path.reason
-
-
-@pytest.mark.parametrize(
-    ("fake", "reason"),
-    [
-        (lambda: gpu("7.5"), "compute capability 7.5"),
-        (lambda: gpu(platform_version="rocm 70000"), "default backend is gpu, no NVIDIA GPU"),
-    ],
-    ids=["old", "not NVIDIA"],
-)
-def test_on_other_gpus(fake: Callable[[], Any], reason: str) -> None:
-    with fake():
-        assert attention_path(LONG, LONG, "bfloat16").implementation == "chunked"
-        path = attention_path(SHORT, SHORT, "bfloat16")
-    assert path.implementation == "plain"
     assert reason in path.reason
 
 
-@pytest.mark.parametrize(
-    ("time", "source", "options", "taken"),
-    [
-        (128, 128, {}, "chunked"),
-        (127, 128, {}, "plain"),
-        (1, 4096, {"mask": True}, "plain"),
-        (64, 256, {"mask": True, "is_causal": True}, "chunked"),
-        (4096, 4096, {"dropout_rate": 0.5}, "plain"),
-    ],
-)
-def test_on_a_cpu(time: int, source: int, options: dict[str, Any], taken: str) -> None:
-    path = attention_path((1, time, 2, 8), (1, source, 2, 8), "bfloat16", **options)
-    assert path.implementation == taken
-    assert "default backend is cpu, no NVIDIA GPU" in path.reason
+# Options on a TPU, for queries of a shape, and why the kernel is not taken.
+ON_TPU: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
+    (LONG, {}, None),
+    (LONG, {"is_causal": True}, None),
+    (LONG, {"dtype": "float16"}, "it takes bfloat16, not float16"),
+    ((2, 200, 8, 64), {}, "lengths that 128 divides, not 200 and 1024"),
+    (LONG, {"mask": True}, "no exact masks"),
+    (LONG, {"dropout_rate": 0.1}, "no dropout"),
+]
+
+
+@pytest.mark.parametrize(("q", "options", "reason"), ON_TPU)
+def test_on_a_tpu(q, options, reason) -> None:
+    options = {"dtype": "bfloat16", **options}
+    with tracing(target="tpu"):
+        path = attention_path(q, LONG, **options)
+        assert (path.implementation == "splash") == (reason is None)
+        assert (reason or "a fused kernel") in path.reason
+        if reason is not None:
+            with pytest.raises(ValueError, match=f"'splash' does not support .*{reason}"):
+                attention_path(q, LONG, implementation="splash", **options)
+
+
+def test_several_devices_of_a_tpu_need_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    path = attention_path(LONG, LONG, jnp.bfloat16)
+    assert path.implementation == "chunked"
+    assert "devices and no mesh of jax.set_mesh" in path.reason
+
+    def inside(x: jax.Array) -> jax.Array:
+        assert "inside of jax.shard_map" in attention_path(LONG, LONG, jnp.bfloat16).reason
+        return x
+
+    with jax.set_mesh(mesh_of(data=2)):
+        assert attention_path(LONG, LONG, jnp.bfloat16).implementation == "splash"
+        jax.shard_map(inside, in_specs=P("data"), out_specs=P("data"))(jnp.ones(2))
 
 
 def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,77 +146,51 @@ def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         path = attention_path(SHORT, SHORT, "bfloat16")
         assert path.implementation == "plain"
         assert path.reason.endswith("no cuDNN: needs cuDNN 99")
-        with pytest.raises(ValueError, match=r"'cudnn' was .* needs cuDNN 99; use impl"):
+        with pytest.raises(ValueError, match=r"'cudnn' does not .* needs cuDNN 99; use impl"):
             attention_path(SHORT, SHORT, "bfloat16", implementation="cudnn")
 
 
-x = jnp.ones((2, 8, 4, 16), jnp.bfloat16)
-call = ops.dot_product_attention
+half = x.astype("float16")
 MASK = jnp.ones((8, 8), bool)
 DROPOUT: dict[str, Any] = {
     "dropout_rate": 0.1,
     "dropout_key": jax.random.key(0),
     "deterministic": False,
 }
-ERRORS = [
-    (
-        lambda: call(x, x, x, implementation="flash"),
-        "one of auto, plain, chunked, cudnn, splash; got 'fl",
-    ),
-    (lambda: call(x, x, x, implementation="cudnn", mask=MASK), "no exact masks"),
-    (
-        lambda: call(x, x, x, implementation="cudnn", **DROPOUT),
-        "'cudnn' was asked for, and cannot be had: it has no dropout",
-    ),
-    (
-        lambda: call(x, x, x, implementation="chunked", **DROPOUT),
-        "'chunked' was asked for, and cannot be had: dropout needs all weights at once",
-    ),
-    (lambda: call(*[x.astype("float32")] * 3, implementation="cudnn"), "not float32"),
-    (lambda: call(*[x[..., :12]] * 3, implementation="cudnn"), "head sizes that 8 divides"),
-    (
-        lambda: call(
-            ScaledArray(x.astype("float16"), 2.0),
-            *[x.astype("float16")] * 2,
-            implementation="cudnn",
-        ),
-        "scales of q and k",
-    ),
+ERRORS: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (x, "cudnn", {"mask": MASK}, "no exact masks"),
+    (x, "cudnn", DROPOUT, "'cudnn' does not support this call: it has no dropout"),
+    (x, "chunked", DROPOUT, "'chunked' does not support this call: dropout needs all weights"),
+    (x[..., :12], "cudnn", {}, "head sizes that 8 divides"),
+    (ScaledArray(half, 2.0), "cudnn", {}, "scales of q and k"),
 ]
 
 
-@pytest.mark.parametrize(("f", "match"), ERRORS)
-def test_errors(f: Callable[[], Any], match: str) -> None:
+@pytest.mark.parametrize(("q", "implementation", "options", "match"), ERRORS)
+def test_errors(q, implementation, options, match) -> None:
+    plain = q.data if isinstance(q, ScaledArray) else q
     with cudnn_of((9, 0), 91200), pytest.raises(ValueError, match=match):
-        f()
+        call(q, plain, plain, implementation=implementation, **options)
 
 
-def primitives(f: Callable[..., Any], *args: Any) -> str:
-    return str(jax.make_jaxpr(f)(*args))
+def grads_of(implementation: str, **options: Any) -> Callable[..., Any]:
+    f = functools.partial(call, implementation=implementation, **options)
+    return jax.grad(lambda *a: f(*a).data.astype(jnp.float32).sum(), (0, 1, 2))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_op_traces_the_kernel_forward_and_backward(dtype: str) -> None:
     """On this machine without a GPU, as for a program that is compiled ahead of time."""
-
-    def grads(q, k, v, implementation):
-        def f(q, k, v):
-            y = call(q, k, v, is_causal=True, implementation=implementation).data
-            return y.astype(jnp.float32).sum()
-
-        return jax.grad(f, (0, 1, 2))(q, k, v)
-
     args = x.astype(dtype), *[x[:, :6, :2].astype(dtype)] * 2
+    auto = functools.partial(grads_of, "auto", is_causal=True)  # JAX traces a function once
     with cudnn_of((9, 0), 91200):
-        program = primitives(lambda *args: grads(*args, "cudnn"), *args)
-        shapes = jax.eval_shape(lambda *args: grads(*args, "cudnn"), *args)
-        with paths.tracing(target="gpu"):
-            chosen = primitives(lambda *args: grads(*args, "auto"), *args)
-    assert [s.shape for s in shapes] == [a.shape for a in args]
+        program = str(jax.make_jaxpr(grads_of("cudnn", is_causal=True))(*args))
+        with tracing(target="gpu"):
+            chosen = str(jax.make_jaxpr(auto())(*args))
     for text in (program, chosen):
         assert "dot_product_attention_fwd" in text
         assert "dot_product_attention_bwd" in text
-    assert "dot_product_attention_fwd" not in primitives(lambda *args: grads(*args, "auto"), *args)
+    assert "dot_product_attention_fwd" not in str(jax.make_jaxpr(auto())(*args))
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)])
@@ -217,8 +222,109 @@ def test_calls_are_listed_and_may_be_forced() -> None:
     assert outer[1] == AttentionPath("chunked", "asked for")
     trace()
     assert len(outer) == 6
-
-
-def test_an_unknown_one_cannot_be_forced() -> None:
     with attention_paths("flash"), pytest.raises(ValueError, match="got 'flash'"):  # type: ignore[arg-type]
         call(x, x, x)
+
+
+def operands(kv_heads: int = 2, source: int = 128, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = (2, 128, 4, 16), (2, source, kv_heads, 16), (2, source, kv_heads, 16)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def with_gradients(attend: Any, *args: jax.Array) -> Any:
+    def loss(*args: jax.Array) -> Any:
+        y = attend(*args)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*args)
+    return [y, *grads]
+
+
+def interpreted(is_causal: bool) -> Any:
+    return lambda q, k, v: splash(q, k, v, is_causal, 0.25, interpret=True)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 2.0**-6) -> None:
+    """Results in bfloat16 have a few roundings behind them."""
+    for a, e in zip(found, expected, strict=True):
+        e = np.asarray(e, np.float32)
+        np.testing.assert_allclose(np.asarray(a, np.float32), e, atol=tolerance * np.abs(e).max())
+
+
+@pytest.mark.parametrize(("is_causal", "kv_heads", "source"), [(True, 4, 128), (False, 1, 256)])
+def test_splash_is_plain_attention(is_causal: bool, kv_heads: int, source: int) -> None:
+    args = operands(kv_heads, source)
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, scale=0.25)
+    wide = [x.astype(jnp.float32) for x in args]
+    assert_close(with_gradients(interpreted(is_causal), *args), with_gradients(plain, *wide))
+    if is_causal:
+        q, k, v = args
+        found = jax.vmap(interpreted(True), (0, None, None))(jnp.stack([q, 2 * q]), k, v)
+        assert_close([found[0]], [interpreted(True)(q, k, v)])
+
+
+@pytest.mark.parametrize(
+    ("make", "axes"),
+    [
+        (mesh_of, {"data": 2, "tensor": 2}),
+        (explicit_mesh, {"fsdp": 2, "context": 2}),
+        (explicit_mesh, {"x": 2}),
+    ],
+)
+def test_splash_on_each_device(axes: dict[str, int], make: Any) -> None:
+    """Whatever divides the batch and the heads; an axis of another name divides nothing."""
+    args = operands()
+    expected = with_gradients(interpreted(True), *args)
+    mesh = make(**axes)
+    place = NamedSharding(mesh, P(next(iter(axes))))
+    with jax.set_mesh(mesh):
+        found = with_gradients(interpreted(True), *(jax.device_put(x, place) for x in args))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}], ids=str)
+def test_the_op_is_lowered_for_tpus(axes: dict[str, int]) -> None:
+    grads = jax.jit(grads_of("auto", is_causal=True))
+    with tracing(target="tpu"), jax.set_mesh(mesh_of(**axes)) if axes else nullcontext():
+        exported = jax.export.export(grads, platforms=["tpu"])(*operands())
+    assert exported.mlir_module().count("@tpu_custom_call") == 3  # forward, by q, by k and v
+
+
+@pytest.mark.parametrize("implementation", ["plain", "chunked"])
+@pytest.mark.parametrize(
+    ("axes", "kv_heads"),
+    [({"context": 4}, 4), ({"data": 2, "context": 2}, 1), ({"context": 2, "tensor": 2}, 2)],
+    ids=str,
+)
+def test_tokens_over_devices(axes: dict[str, int], kv_heads: int, implementation: str) -> None:
+    def attend(*args: jax.Array) -> jax.Array:
+        return call(*args, is_causal=True, implementation=implementation).value
+
+    args = [a[:, :16] for a in operands(kv_heads, dtype=jnp.float32)]
+    expected = with_gradients(attend, *args)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, P("data" if "data" in axes else None, "context"))
+        found = with_gradients(attend, *(jax.device_put(x, place) for x in args))
+    assert_close(found, expected, 1e-4)
+
+
+def test_heads_are_moved_where_devices_divide_them() -> None:
+    assert whole_heads(8, 8) is None
+    mesh = mesh_of(context=2, tensor=2)
+    with jax.set_mesh(mesh):
+        assert [whole_heads(8, n) for n in (8, 4, 2)] == [True, True, False]
+        x = jax.device_put(jnp.ones((2, 8, 4, 3)), NamedSharding(mesh, P(None, "context")))
+        y = jax.jit(lambda x: move_shards(x, to_heads=True) + 0)(x)
+        both = jax.jit(lambda x: move_shards(move_shards(x, to_heads=True) + 1, to_heads=False))
+        found, back = collectives(both.lower(x).compile()), both(x)
+    heads = NamedSharding(mesh, P(None, None, ("tensor", "context")))
+    assert y.sharding.is_equivalent_to(heads, 4)
+    assert back.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "context", "tensor")), 4)
+    assert {c.kind for c in found} == {"all-to-all"}
+    shape = (2, 64, 6, 64)
+    with tracing(target="gpu"), jax.set_mesh(mesh_of(context=4)):
+        path = ops.attention_path(shape, shape, jnp.bfloat16, is_causal=True)
+        assert path.implementation != "cudnn"
+        assert "context and tensor do not divide 6 heads" in path.reason

@@ -1,4 +1,4 @@
-"""Convolution, channels last."""
+"""Convolution and pooling, channels last."""
 
 import functools
 
@@ -7,48 +7,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.refusals import refuses
-from unitscale import ops
+from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
 
 from .conformance import (
     assert_scales_are_constants,
     assert_unit,
+    case,
     in_every_dtype,
     linear,
     normal,
+    pulled,
     rounded,
+    scaled,
     under_scales,
 )
 
 
-def apart(x, gaps):
-    """Puts zeros between the positions of ``x``."""
-    steps = (slice(None), *(slice(None, None, gap) for gap in gaps), slice(None))
-    shape = (1 + (np.array(x.shape[1:-1]) - 1) * gaps, x.shape[-1])
-    dilated = np.zeros((x.shape[0], *shape[0], shape[1]))
-    dilated[steps] = x
-    return dilated
+def sides(padding, size, reach, strides):
+    """Padding as pairs; ``reach`` is the dilated size of a window less one."""
+    if padding == "SAME":
+        total = np.maximum((-(-size // strides) - 1) * strides + reach + 1 - size, 0)
+        return [(t // 2, t - t // 2) for t in total]
+    if padding in ("CIRCULAR", "REFLECT"):
+        return [(r // 2, r - r // 2) for r in reach]
+    return {"VALID": [(0, 0)] * len(size), "CAUSAL": [(r, 0) for r in reach]}.get(padding, padding)
 
 
 def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, input_dilation=1, groups=1):
     """One product per tap of the kernel and per group."""
     *window, fan, out = kernel.shape
     rank = len(window)
-    x = apart(x, np.broadcast_to(input_dilation, rank))
+    gaps = np.broadcast_to(input_dilation, rank)
+    apart = np.zeros((len(x), *(1 + (np.array(x.shape[1:-1]) - 1) * gaps), x.shape[-1]))
+    apart[(slice(None), *(slice(None, None, gap) for gap in gaps))] = x
     strides, dilation = np.broadcast_to(strides, rank), np.broadcast_to(dilation, rank)
-    size = np.array(x.shape[1:-1])
     reach = (np.array(window) - 1) * dilation
+    pads = sides(padding, np.array(apart.shape[1:-1]), reach, strides)
     mode = {"CIRCULAR": "wrap", "REFLECT": "reflect"}.get(padding, "constant")
-    if mode != "constant":
-        pads = [(r // 2, r - r // 2) for r in reach]
-    elif padding == "SAME":
-        total = np.maximum((-(-size // strides) - 1) * strides + reach + 1 - size, 0)
-        pads = [(t // 2, t - t // 2) for t in total]
-    else:
-        pads = {"VALID": [(0, 0)] * rank, "CAUSAL": [(r, 0) for r in reach]}.get(padding, padding)
-    x = np.pad(x, [(0, 0), *pads, (0, 0)], mode)
+    x = np.pad(apart, [(0, 0), *pads, (0, 0)], mode)
     shape = (np.array(x.shape[1:-1]) - reach - 1) // strides + 1
     y = np.zeros((x.shape[0], *shape, out))
     for tap in np.ndindex(*window):
@@ -61,29 +59,25 @@ def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, input_di
     return y + bias
 
 
-CASES = {
+CONVS = {
     # x, kernel, options
     "1d": ((2, 5, 3), (3, 3, 4), {}),
-    "1d valid": ((2, 5, 3), (2, 3, 4), {"padding": "VALID"}),
     "1d causal dilated": ((1, 6, 2), (3, 2, 3), {"padding": "CAUSAL", "dilation": 2}),
     "1d strided pairs": ((1, 7, 2), (3, 2, 3), {"padding": ((2, 1),), "strides": 2}),
     "1d circular dilated": ((2, 5, 2), (4, 2, 3), {"padding": "CIRCULAR", "dilation": 2}),
     "2d reflected": ((1, 3, 4, 2), (3, 2, 2, 3), {"padding": "REFLECT", "strides": (2, 1)}),
     "1d depthwise": ((2, 5, 4), (3, 1, 4), {"groups": 4}),
-    "2d": ((1, 3, 4, 2), (2, 3, 2, 3), {}),
     "2d all": (
         (1, 4, 5, 4),
         (2, 2, 2, 4),
         {"strides": (2, 1), "dilation": (1, 2), "groups": 2, "padding": "VALID"},
     ),
     "3d": ((1, 2, 3, 2, 2), (2, 1, 2, 2, 2), {}),
-    "1d of zeros between": ((2, 5, 2), (3, 2, 3), {"input_dilation": 2, "padding": ((2, 1),)}),
     "2d of zeros between": (
         (1, 3, 4, 4),
         (2, 3, 2, 4),
         {"input_dilation": (2, 3), "padding": "VALID", "strides": (1, 2), "groups": 2},
     ),
-    "1d transposed": ((2, 5, 2), (3, 2, 3), {"transposed": 2, "padding": ((2, 1),)}),
     "2d transposed": (
         (1, 3, 4, 2),
         (2, 3, 2, 3),
@@ -93,83 +87,166 @@ CASES = {
 
 
 def arguments(name: str):
-    x, kernel, options = CASES[name]
-    given, options = dict(options), dict(options)
-    if "groups" in given:
-        given["feature_group_count"] = given.pop("groups")
-    op = ops.conv
+    """Op and reference, and the roots of the number of terms that each of three products sums."""
+    x, kernel, options = CONVS[name]
+    given = {"feature_group_count" if k == "groups" else k: v for k, v in options.items()}
+    options, op = dict(options), ops.conv
     if "transposed" in options:
         op = ops.conv_transpose
         options["input_dilation"] = given["strides"] = given.pop("transposed")
         del options["transposed"]
-    return x, kernel, functools.partial(op, **given), functools.partial(conv, **options)
-
-
-def factors(name: str):
-    """Roots of the number of terms that each of the three products sums."""
-    x, kernel, _, reference = arguments(name)
-    options = reference.keywords
-    y = reference(np.zeros(x), np.zeros(kernel))
-    window = np.prod(kernel[:-2])
+    y = conv(np.zeros(x), np.zeros(kernel), **options)
     strides, gaps = (
         np.prod(np.broadcast_to(options.get(name, 1), len(x) - 2))
         for name in ("strides", "input_dilation")
     )
+    window = np.prod(kernel[:-2])
     dx = window * kernel[-1] / options.get("groups", 1) / strides
-    fan_in, positions = window * kernel[-2] / gaps, np.prod(y.shape[:-1]) / gaps
-    return fan_in**-0.5, dx**-0.5, positions**-0.5
+    terms = window * kernel[-2] / gaps, dx, np.prod(y.shape[:-1]) / gaps
+    both = functools.partial(op, **given), functools.partial(conv, **options)
+    return *both, *(n**-0.5 for n in terms)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONVS)
 def test_conv(name: str) -> None:
-    x, kernel, op, reference = arguments(name)
-    fwd, dx, weight = factors(name)
+    op, reference, fwd, dx, weight = arguments(name)
+    args = normal(name, *CONVS[name][:2])
     op = functools.partial(op, constraint=None)
-    linear(op, reference, normal(name, x, kernel), fwd=fwd, bwd=(dx, weight))()
+    linear(op, reference, args, fwd=fwd, bwd=(dx, weight))()
 
 
-FWD, _, WEIGHT = factors("1d")
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize("strides", [1, 2, 3])
+def test_a_transposed_convolution_is_that_of_jax(window: int, strides: int) -> None:
+    x, kernel = (np.float32(a) for a in normal("transposed", (1, 4, 2), (window, 2, 3)))
+    fwd = rules.conv(kernel.shape, 1, 1, input_dilation=strides).fwd
+    for padding in ("SAME", "VALID"):
+        found = ops.conv_transpose(x, kernel, strides=strides, padding=padding).data
+        dims = ("NHC", "HIO", "NHC")
+        expected = jax.lax.conv_transpose(x, kernel, (strides,), padding, dimension_numbers=dims)
+        np.testing.assert_allclose(found, fwd * expected, rtol=1e-5, atol=1e-6)
+
+
+POOLS = {"avg": (ops.avg_pool, rules.avg_pool), "max": (ops.max_pool, rules.max_pool)}
+
+
+def pool(x, window, strides=None, padding="VALID", count_include_pad=True, *, f):
+    """Window by window."""
+    rank = len(window)
+    strides = np.array(strides or (1,) * rank)
+    pads = sides(padding, np.array(x.shape[-1 - rank : -1]), np.array(window) - 1, strides)
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1 - rank) + [*pads, (0, 0)], constant_values=np.nan)
+    shape = (np.array(x.shape[-1 - rank : -1]) - window) // strides + 1
+    y = np.zeros((*x.shape[: -1 - rank], *shape, x.shape[-1]))
+    axes = tuple(range(-1 - rank, -1))
+    for position in np.ndindex(*shape):
+        starts = np.array(position) * strides
+        part = x[(..., *map(slice, starts, starts + window), slice(None))]
+        total = np.nanmax(part, axes) if f == "max" else np.nansum(part, axes) / np.prod(window)
+        y[(..., *position, slice(None))] = (
+            np.nanmean(part, axes) if f == "avg" and not count_include_pad else total
+        )
+    return y
+
+
+def pools(f: str, shape, *arguments, **options):
+    """A check of a pool with the factors of its rule."""
+    op, rule = POOLS[f]
+    factors = rule(*arguments[:2], **options)
+    return case(
+        lambda x: op(x, *arguments, **options),
+        lambda x: pool(x, *arguments, f=f),
+        normal("pool", shape),
+        fwd=factors.fwd,
+        bwd=factors.bwd,
+        step=1e-5 if f == "max" else 1.0,
+    )
+
+
+POOLED = [
+    ((2, 7, 2), (3,), (2,)),
+    ((1, 3, 5, 2), (2, 3), (2, 1), "SAME"),
+    ((2, 3, 4, 1), (2, 2), (1, 2), ((1, 0), (1, 1))),
+    ((4, 5, 2), (2, 2), (2, 1)),
+    ((2, 1, 4, 3, 2), (2, 3)),
+    ((1, 2, 3, 2, 2), (2, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("f", POOLS)
+@pytest.mark.parametrize("arguments", POOLED, ids=str)
+def test_pool(arguments, f: str) -> None:
+    pools(f, *arguments, constraint=None)()
+
+
+def test_mean_without_padding() -> None:
+    for padding in ("SAME", ((1, 1), (0, 2))):
+        pools("avg", (2, 3, 5, 2), (2, 3), (1, 2), padding, False)()
+    y = ops.avg_pool(jnp.ones((2, 1)), (2,), padding=((2, 0),), count_include_pad=False)
+    np.testing.assert_allclose(y.data.ravel(), np.array([0, 1, 1]) * 2**0.5, rtol=1e-6)
+
+
+_, _, FWD, _, WEIGHT = arguments("1d")
 # By default the gradient of x is exactly the true one.
-ONE = linear(ops.conv, conv, normal("1d", *CASES["1d"][:2]), fwd=FWD, bwd=(FWD, WEIGHT))
-test_transforms = in_every_dtype({"1d": ONE})
-
-
-@pytest.mark.parametrize("constraint", ["to_grad_input_scale", "gmean"])
-def test_constraint(constraint) -> None:
-    x, kernel, op, reference = arguments("1d valid")
-    fwd, dx, weight = factors("1d valid")
-    shared = dx if constraint == "to_grad_input_scale" else (fwd * dx) ** 0.5
-    op = functools.partial(op, constraint=constraint)
-    linear(op, reference, normal("1d", x, kernel), fwd=shared, bwd=(shared, weight))()
-
-
+ONE = linear(ops.conv, conv, normal("1d", *CONVS["1d"][:2]), fwd=FWD, bwd=(FWD, WEIGHT))
+SAME = {f: pools(f, (2, 3, 4, 2), (2, 2), (2, 1), "SAME") for f in POOLS}
+test_in_every_dtype = in_every_dtype({"1d": ONE, **SAME})
+BIASED = linear(
+    ops.conv,
+    lambda x, kernel, bias: conv(x, kernel, bias / FWD),
+    normal("scales", *CONVS["1d"][:2], (4,)),
+    fwd=FWD,
+    bwd=(FWD, WEIGHT, WEIGHT * FWD),
+)
 SCALED = [
     (2.0**12, 2.0**-12, None),
-    (0.5, None, 4.0),
     (np.float32([[[2]], [[8]]]), 2.0, 1),  # one per example
     (np.float32([1, 4, 0.5]), None, None),  # one per input channel
     (None, np.float32([1, 4, 0.5, 2]), 2.0),  # one per output channel
 ]
-
-
-BIASED = linear(
-    ops.conv,
-    lambda x, kernel, bias: conv(x, kernel, bias / FWD),
-    normal("scales", *CASES["1d"][:2], (4,)),
-    fwd=FWD,
-    bwd=(FWD, WEIGHT, WEIGHT * FWD),
-)
 test_scales_and_bias = under_scales(SCALED, {"1d": BIASED})
+SCALED = [
+    np.float32([[[[2]]], [[[8]]]]),  # one per example
+    np.float32([1, 4, 0.5]),  # one per channel
+    np.float32([[[1], [4], [0.5], [2]]]),  # varies within windows
+]
+POOL_SCALES = {f: pools(f, (2, 3, 4, 3), (2, 2)) for f in POOLS}
+test_scales_of_pools = under_scales([(s,) for s in SCALED], POOL_SCALES)
+
+
+def test_constraint() -> None:
+    op, reference, fwd, dx, weight = arguments("1d causal dilated")
+    for constraint, shared in (("to_grad_input_scale", dx), ("gmean", (fwd * dx) ** 0.5)):
+        args = normal("constraint", *CONVS["1d causal dilated"][:2])
+        given = functools.partial(op, constraint=constraint)
+        linear(given, reference, args, fwd=shared, bwd=(shared, weight))()
 
 
 def test_scale_and_dtype() -> None:
     x, w = jnp.ones((2, 5, 3), jnp.float16), jnp.ones((3, 3, 4), jnp.float32)
     y = ops.conv(ScaledArray(x, 4.0), ScaledArray(w, 0.5), ScaledArray(jnp.ones(4), 8.0))
-    assert y.scale == 2
-    assert y.dtype == jnp.float16
-    assert ops.conv(ScaledArray(x, jnp.arange(1.0, 4.0)), w).dtype == jnp.float16
-    assert ops.conv(x.astype(jnp.float8_e4m3fn), w).dtype == jnp.bfloat16
+    assert (y.scale, y.dtype) == (2, jnp.float16)
     assert_scales_are_constants(ops.conv, ScaledArray(x, 4.0), ScaledArray(w, 2.0))
+    pooled = [functools.partial(op, window_shape=(2,)) for op, _ in POOLS.values()]
+    for op in (lambda x: ops.conv(x, w), *pooled):
+        assert op(ScaledArray(x, jnp.arange(1.0, 4.0))).dtype == jnp.float16
+        assert op(x.astype(jnp.float8_e4m3fn)).dtype == jnp.bfloat16
+    for op in pooled:
+        y = op(ScaledArray(x, 4.0))
+        assert (y.scale, y.dtype, y.shape) == (4, jnp.float16, (2, 4, 3))
+        assert_scales_are_constants(op, ScaledArray(x, 4.0))
+
+
+def test_integers_as_padding_and_steps() -> None:
+    x, kernel = (np.float32(a) for a in normal("steps", (1, 5, 6, 2), (3, 3, 2, 4)))
+    pairs = ((1, 1), (1, 1))
+    conv_of = functools.partial(ops.conv, x, kernel)
+    pool_of = functools.partial(ops.max_pool, x, (2, 2))
+    for f in (conv_of, pool_of):
+        for padding in (1, (1, 1), (1, (1, 1))):
+            np.testing.assert_array_equal(f(padding=padding).data, f(padding=pairs).data)
+    np.testing.assert_array_equal(conv_of().value, conv_of(strides=1).value)
+    np.testing.assert_array_equal(pool_of().value, pool_of(strides=(1, 1)).value)
 
 
 def test_float16_is_summed_wide() -> None:
@@ -177,104 +254,62 @@ def test_float16_is_summed_wide() -> None:
     x, w = jnp.full((1, 8, 16), 50.0, jnp.float16), jnp.full((3, 16, 1), 40.0, jnp.float16)
     y = ops.conv(x, w, padding="VALID")
     np.testing.assert_array_equal(y.data, np.float16(96000 * 48**-0.5))
+    y = ops.avg_pool(jnp.full((4, 1), 30000.0, jnp.float16), (4,))
+    np.testing.assert_array_equal(y.data, 60000)
 
 
 def test_bfloat16_stays_bfloat16() -> None:
     """Operands of all three products; sums are float32, so that only results are rounded."""
-    given = normal("bfloat16", (2, 6, 64), (3, 64, 32), (2, 6, 32))
+    args = scaled(
+        normal("bfloat16", (2, 6, 64), (3, 64, 32), (2, 6, 32)), (None,) * 3, jnp.bfloat16
+    )
 
     def pull(x, w, ct):
         y, vjp = jax.vjp(lambda x, w: ops.conv(x, w).data, x, w)
         return y, *vjp(ct)
 
-    x, w, ct = (jnp.asarray(a, jnp.bfloat16) for a in given)
-    program = jax.jit(pull).lower(x, w, ct).as_text()
-    products = [line for line in program.splitlines() if "stablehlo.convolution" in line]
+    text = jax.jit(pull).lower(*args).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     assert len(products) == 3
     assert not any("f32>" in line.rpartition(" : ")[2] for line in products)
-    wide = jax.jit(pull)(*(a.astype(jnp.float32) for a in (x, w, ct)))
-    for found, expected in zip(jax.jit(pull)(x, w, ct), wide, strict=True):
-        assert found.dtype == jnp.bfloat16
+    wide = jax.jit(pull)(*(a.astype(jnp.float32) for a in args))
+    for found, expected in zip(jax.jit(pull)(*args), wide, strict=True):
         # Half an eps for the result, another half for its product with the factor.
-        np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-7, atol=1e-6)
+        np.testing.assert_allclose(np.float32(found), expected, rtol=2**-7, atol=1e-6)
 
 
 def test_quantized() -> None:
-    x, w = normal("fp8", (1, 6, 4), (3, 4, 2))
+    x, w, ct = normal("fp8", (1, 6, 4), (3, 4, 2), (1, 6, 2))
     x[0, 0, 0] = 500.0  # saturates
-    config = MatmulConfig()
-
-    def op(x, w):
-        return ops.conv(x, w, config=config).data
-
-    y, vjp = jax.vjp(op, jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
+    op = functools.partial(ops.conv, config=MatmulConfig())
+    y, (_, dw) = pulled(op, *(np.float32(a) for a in (x, w)), cotangent=np.float32(ct))
     x[0, 0, 0] = 448.0
     qx, qw = rounded(np.float32(x), "float8_e4m3fn"), rounded(np.float32(w), "float8_e4m3fn")
     np.testing.assert_allclose(y, 12**-0.5 * conv(qx, qw), rtol=1e-5, atol=1e-4)
     # Cotangents are not quantized: dkernel is the exact product with the quantized input.
-    (ct,) = normal("ct", y.shape)
-    _, dw = vjp(jnp.asarray(ct, jnp.float32))
     padded = np.pad(qx, [(0, 0), (1, 1), (0, 0)])
     expected = np.stack([padded[0, t : t + 6].T @ ct[0] for t in range(3)])
     np.testing.assert_allclose(dw, 6**-0.5 * expected, rtol=1e-5, atol=1e-3)
 
 
+def test_maxima_of_nan_and_of_equal_entries() -> None:
+    x = jnp.array([[np.nan], [1.0], [2.0], [np.inf]])
+    found = np.isnan(ops.max_pool(x, (2,)).data.ravel())
+    np.testing.assert_array_equal(found, [True, False, False])
+    assert np.isposinf(ops.avg_pool(x, (2,)).data[-1, 0])
+    _, (grad,) = pulled(lambda x: ops.max_pool(x, (2,), constraint=None), jnp.ones((2, 1)))
+    np.testing.assert_array_equal(grad.ravel(), [1, 0])
+
+
 def test_unit_variance() -> None:
-    assert_unit(
-        lambda x, w: ops.conv(x, w, padding="VALID", constraint=None),
-        (2, 64, 8),
-        (3, 8, 16),
-        # Each of the two borders misses 2 of 3 taps at one pixel and 1 at the next.
-        bias=2 / 64,
-    )
-
-
-@pytest.mark.parametrize(("window", "strides"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 3)])
-def test_unit_variance_transposed(window: int, strides: int) -> None:
-    """On average over the outputs, which have different numbers of inputs."""
-    assert_unit(
-        lambda x, w: ops.conv_transpose(x, w, strides=strides, constraint=None),
-        (2, 64, 8),
-        (window, 8, 16),
-        bias=window / 64,
-    )
-
-
-x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
-ERRORS = [
-    (ValueError, lambda: ops.conv(x, w[0]), r"ops\.conv: x must .* x \(2, 6, 6, 4\), kernel"),
-    (ValueError, lambda: ops.conv(x, w[:, :, :2]), "feature_group_count is 1"),
-    (ValueError, lambda: ops.conv(x[0, 0], w[0]), r"ops\.conv: x must be \(batch, \*spatial, in\)"),
-    (ValueError, lambda: ops.conv(x, w[..., :1, :6], feature_group_count=4), "got 4 groups"),
-    (ValueError, lambda: ops.conv(x, w, strides=(1, 2, 3)), "strides must be"),
-    (ValueError, lambda: ops.conv(x, w, dilation=0), "dilation must be a positive integer"),
-    (ValueError, lambda: ops.conv(x, w, padding="CAUSAL"), "padding must be 'SAME'.*got 'CAUSAL'"),
-    (ValueError, lambda: ops.conv(x, w, padding=((1, 1),)), "padding must be 'SAME'"),
-    (ValueError, lambda: ops.conv(x, w, input_dilation=2), "got input_dilation 2; .*transpose"),
-    (
-        ValueError,
-        lambda: ops.conv_transpose(x[0], w[0], padding="CAUSAL"),
-        r"conv_transpose: padding must be 'SAME', 'VALID', an integer.*got 'CAUSAL'",
-    ),
-    (ValueError, lambda: ops.conv_transpose(x, w, strides=(2,)), "conv_transpose: strides must"),
-    (ValueError, lambda: ops.conv_transpose(x, w[:, :, :2]), "conv_transpose: x must be"),
-    (ValueError, lambda: ops.conv(x, w, jnp.ones(3)), r"conv: bias must .* got bias"),
-    (ValueError, lambda: ops.conv(x, w, constraint="to_output"), "to_output_scale"),
-    (TypeError, lambda: ops.conv(x > 0, w), r"ops\.conv: x must be a floating array"),
-    (TypeError, lambda: ops.conv(x, w.astype(int)), r"ops\.conv: kernel must be a floating array"),
-]
-
-
-test_errors = refuses(ERRORS)
-
-
-@pytest.mark.parametrize("padding", [1, (1, 1), (1, (1, 1))])
-def test_padding_by_integers(padding) -> None:
-    x, kernel = jnp.ones((1, 5, 6, 2)), jnp.ones((3, 3, 2, 4))
-    expected = ops.conv(x, kernel, padding=((1, 1), (1, 1)))
-    np.testing.assert_array_equal(ops.conv(x, kernel, padding=padding).data, expected.data)
-
-
-def test_a_step_of_one_by_default() -> None:
-    x, w = jnp.arange(12.0).reshape(1, 6, 2), jnp.ones((3, 2, 4))
-    np.testing.assert_array_equal(ops.conv(x, w).value, ops.conv(x, w, strides=1).value)
+    free = functools.partial(ops.conv, padding="VALID", constraint=None)
+    # Each of the two borders misses 2 of 3 taps at one pixel and 1 at the next.
+    assert_unit(free, (2, 64, 8), (3, 8, 16), bias=2 / 64)
+    # On average over the outputs, which have different numbers of inputs.
+    for window, strides in ((1, 2), (3, 2), (5, 3)):
+        op = functools.partial(ops.conv_transpose, strides=strides, constraint=None)
+        assert_unit(op, (2, 64, 8), (window, 8, 16), bias=window / 64)
+    # Of windows of 2 at strides of 1, an entry at the border is in one, every other in two.
+    for stride, size, bias in ((1, 64, 2 / 64), (2, 64, 0), (3, 60, 0)):
+        pool = lambda x, s=stride: ops.avg_pool(x, (2, 2), (s, s), constraint=None)  # noqa: E731
+        assert_unit(pool, (size, size, 2), bias=bias)

@@ -1,4 +1,4 @@
-"""Losses: ordinary values, unit-scaled gradients."""
+"""Losses: ordinary values, unit-scaled gradients; with a readout, whatever the chunks."""
 
 import functools
 from typing import Any
@@ -7,34 +7,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tests.refusals import refuses
-from unitscale import ops
-from unitscale.core import ScaledArray, dithered, format_of
-from unitscale.ops._loss import (
-    in_one_pass,
-    in_two_passes,
-    normalizer,
-    token_gradients,
-    wide_logits,
-)
+from tests.batching import chunks, compute, entry
+from tests.parallel.devices import mesh_of, relative_error
+from unitscale import batch_over, ops
+from unitscale.core import ScaledArray, format_of
+from unitscale.ops._loss import in_one_pass, in_two_passes, normalizer, token_gradients
+from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, QuantState, Static
 
 from .conformance import (
-    SCALES,
+    TRANSFORMS,
+    assert_close,
     assert_scales_are_constants,
     case,
     check,
     in_every_dtype,
     normal,
     pulled,
+    scaled,
     under_scales,
 )
 
-VOCAB = 5
+BATCH, IN, VOCAB, TOKENS = (2, 3), 6, 5, 6
 LABELS = np.array([[0, 3, 1], [4, 4, 2]])
-TOKENS = LABELS.size
 WHERE = np.array([[True, False, True], [False, False, True]])
 FACTOR = VOCAB / (VOCAB - 1) ** 0.5
+# Of the readout, backward over forward, for x and the kernel.
+OF_X, OF_KERNEL = IN / VOCAB**0.5, IN / TOKENS**0.5
 
 
 def cross_entropy(logits, mult=1.0, where=None, reduction="mean"):
@@ -49,16 +50,27 @@ def cross_entropy(logits, mult=1.0, where=None, reduction="mean"):
     return total if reduction == "sum" else total / where.sum()
 
 
-def loss(logits, **kwargs):
-    return ops.softmax_cross_entropy(logits, LABELS, **kwargs)
+def through(x, kernel, *, transposed=False, **options):
+    return cross_entropy(x @ (kernel.T if transposed else kernel) / IN, **options)
 
 
-def logits(*shape):
-    return normal("logits", shape or (2, 3, VOCAB))
+def loss(logits, **options):
+    return ops.softmax_cross_entropy(logits, LABELS, **options)
 
 
-# The 1/N of the mean is kept out of the backward.
-MEAN = case(loss, cross_entropy, logits(), fwd=1.0, bwd=(FACTOR * TOKENS,))
+def fused(x, kernel, **options):
+    return ops.readout_cross_entropy(x, kernel, LABELS, **options)
+
+
+def kept(where=None, reduction="mean", mult=1.0) -> float:
+    """The factor undoes mult; the 1/N of the mean is kept out of the backward."""
+    counted = TOKENS if where is None else where.sum()
+    return FACTOR / mult * (counted if reduction == "mean" else 1)
+
+
+LOGITS = normal("logits", (*BATCH, VOCAB))
+X, KERNEL = (np.float32(a) for a in normal("readout", (*BATCH, IN), (IN, VOCAB)))
+MEAN = case(loss, cross_entropy, LOGITS, fwd=1.0, bwd=(kept(),))
 SQUARE = case(
     ops.mse_loss,
     lambda p, t: np.mean((p - t) ** 2),
@@ -67,41 +79,180 @@ SQUARE = case(
     bwd=(12 * 8**-0.5, 12 * 8**-0.5),
 )
 test_means = in_every_dtype({"cross_entropy": MEAN, "mse": SQUARE})
+SCALED = [(8.0, 8.0), (2.0**-12, None), (None, 4.0), (np.float32([1, 2, 3, 4]), 1)]
+test_scales_of_mse = under_scales(SCALED, {"mse": SQUARE})
+SCALED = [2.0**12, 2.0**-12, np.float32([[[1], [2], [0.5]]]), np.float32([3] * 5)]
+test_scales = under_scales([(s,) for s in SCALED], {"cross_entropy": MEAN}, slack=4)
 
 
 @pytest.mark.parametrize("where", [None, WHERE], ids=["all", "where"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("mult", [1.0, 0.25])
-def test_reductions(mult: float, reduction, where) -> None:
-    counted = TOKENS if where is None else where.sum()
-    kwargs = {"mult": mult, "where": where, "reduction": reduction}
-    # The factor undoes mult: the gradient of unit scale is the same for every temperature.
-    bwd = FACTOR / mult * (counted if reduction == "mean" else 1)
-    op, reference = (functools.partial(f, **kwargs) for f in (loss, cross_entropy))
-    check(op, reference, logits(), fwd=1.0, bwd=(bwd,))
+def test_reductions(reduction, where) -> None:
+    how = {"mult": 0.25, "where": where, "reduction": reduction}
+    op, reference = (functools.partial(f, **how) for f in (loss, cross_entropy))
+    check(op, reference, LOGITS, fwd=1.0, bwd=(kept(**how),))
 
 
-@pytest.mark.parametrize("scale", [*SCALES, np.float32([[[1], [2], [0.5]]]), np.float32([3] * 5)])
-def test_scale_is_folded_in(scale) -> None:
-    MEAN(scales=(scale,), slack=4)
-    assert_scales_are_constants(loss, ScaledArray(jnp.asarray(logits()[0]), scale))
+# dtype, tied, where, tokens of a chunk (4 does not divide 6), scales, further options.
+PER_TOKEN = np.float32([[[1], [2], [0.5]], [[4], [1], [2**-3]]])
+PER_CLASS = np.float32([[1, 2, 4, 0.5, 1]])
+TABLE: list[tuple[Any, ...]] = [
+    ("float32", False, None, None, None, {}),
+    ("float32", True, WHERE, 4, None, {}),
+    ("float16", False, WHERE, 3, None, {}),
+    ("bfloat16", True, None, 4, None, {}),
+    ("float32", False, None, 2, (2.0**12, 2.0**-12), {}),
+    ("float32", False, WHERE, 4, (PER_TOKEN, PER_CLASS), {}),
+    ("float32", True, None, None, (None, PER_CLASS.T), {}),
+    ("float32", True, WHERE, 4, None, {"reduction": "sum", "mult": 2.0}),
+    ("float32", False, WHERE, 4, (4.0, 0.5), {"reduction": "none", "mult": 0.25}),
+    ("float16", True, None, 2, None, {"reduction": "none"}),
+]
 
 
-def test_value_is_float32_and_gradient_is_that_of_the_logits() -> None:
-    x = jnp.zeros((2, 3, VOCAB), jnp.bfloat16)
+@pytest.mark.parametrize(("dtype", "tied", "where", "chunk", "scales", "options"), TABLE)
+def test_readout_cross_entropy(dtype, tied, where, chunk, scales, options) -> None:
+    how = {"where": where, **options}
+    check(
+        functools.partial(fused, chunk_size=chunk, transposed=tied, **how),
+        functools.partial(through, transposed=tied, **how),
+        normal("readout", (*BATCH, IN), (VOCAB, IN) if tied else (IN, VOCAB)),
+        fwd=1.0,
+        bwd=(kept(**how) * OF_X, kept(**how) * OF_KERNEL),
+        dtype=dtype,
+        scales=scales,
+        transforms=TRANSFORMS["float32"] if (chunk, dtype) == (4, "float32") else ("jit",),
+        slack=4,
+    )
+
+
+CONFIGS = {
+    "plain": None,
+    "unit": MatmulConfig(),
+    "unit, e5m2": MatmulConfig(cotangent="float8_e5m2"),
+    "dynamic": MatmulConfig(cotangent="float8_e5m2", strategy=Dynamic()),
+    "channel": MatmulConfig(strategy=Dynamic("channel")),
+    "static": MatmulConfig(strategy=Static(0.5)),
+    "delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
+    "block": MatmulConfig(strategy=Block(4)),
+}
+HOW = ("float32", True, 4), ("bfloat16", False, 3), ("float16", True, None)
+POLICIES = [
+    (config, dtype, tied, chunk)
+    for config in CONFIGS
+    for dtype, tied, chunk in [
+        ("float32", True, 4),
+        ("bfloat16", False, 3),
+        ("float16", True, None),
+    ]
+]
+
+
+def both(config: str, dtype: str, tied: bool, chunk: int | None) -> Any:
+    """Value and gradients by x, kernel and state: in one op, and in two."""
+    how = CONFIGS[config]
+    stateful = how is not None and isinstance(how.strategy, Delayed)
+    state = QuantState.create(how.strategy) if stateful else None
+    where = WHERE if dtype == "float32" else None
+
+    def one(x, kernel, state):
+        options = {"chunk_size": chunk, "transposed": tied, "config": how, "state": state}
+        return fused(x, kernel, where=where, **options)
+
+    def two(x, kernel, state):
+        kernel = kernel.T if tied else kernel
+        return loss(ops.readout(x, kernel, config=how, state=state), where=where)
+
+    def run(x, kernel, state):
+        kernel = kernel.T if tied else kernel
+        return tuple(jax.value_and_grad(f, (0, 1, 2))(x, kernel, state) for f in (one, two))
+
+    return run, jnp.asarray(X, dtype), jnp.asarray(KERNEL, jnp.float32 if how else dtype), state
+
+
+@pytest.fixture
+def undithered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients as of two ops, of which the loss does not know how its gradient is rounded."""
+    monkeypatch.setattr("unitscale.ops._readout_cross_entropy._mantissa_bits", lambda config: None)
+
+
+@pytest.mark.usefixtures("undithered")
+@pytest.mark.parametrize("rows", chunks(POLICIES, 8))
+def test_every_policy_is_that_of_the_two_ops(rows) -> None:
+    for row, (one, two) in compute({row: both(*row) for row in rows}).items():
+        with entry(row):
+            (value, grads), (expected, wanted) = one, two
+            np.testing.assert_allclose(value, expected, rtol=4 * 2**-23)
+            for name, got, right in zip(("x", "kernel"), grads, wanted, strict=False):
+                assert got.dtype == right.dtype
+                if row[3] is None:
+                    np.testing.assert_array_equal(got, right)
+                else:
+                    assert_close(got, np.asarray(right, np.float64), row[1], name)
+
+
+def test_the_state_sees_what_it_sees_of_the_two_ops() -> None:
+    run, *args = both("delayed", "float32", True, 4)
+    (_, (*_, one)), (_, (*_, two)) = jax.jit(run)(*args)
+    ours, theirs = (args[-1].advance(seen) for seen in (one, two))
+    np.testing.assert_array_equal((one.scale, two.scale), 0)
+    # Two chunks of three tokens have as many elements as one of six; the kernel is seen once.
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.usefixtures("undithered")
+@pytest.mark.parametrize(("chunk", "reduction"), [(None, "mean"), (4, "mean"), (4, "none")])
+def test_logits_in_a_dtype_of_their_own(chunk: int | None, reduction: Any) -> None:
+    """The loss is that of plain products; gradients are quantized products of its cotangent."""
+    config = MatmulConfig(cotangent="float8_e5m2")
+
+    def mixed(x, kernel):
+        how = {"chunk_size": chunk, "reduction": reduction, "config": config}
+        return fused(x, kernel, logits_dtype="float32", **how).sum()
+
+    def total(logits):
+        return loss(logits, reduction=reduction).sum()
+
+    found, gradients = jax.value_and_grad(mixed, (0, 1))(X, KERNEL)
+    plain = ops.readout(X, KERNEL)
+    np.testing.assert_allclose(found, total(plain), rtol=1e-6)
+    assert abs(found - total(ops.readout(X, KERNEL, config=config))) > 1e-3
+    cotangent = jax.grad(lambda data: total(plain.map_data(lambda _: data)))(plain.data)
+    _, vjp = jax.vjp(lambda *args: ops.readout(*args, config=config).data, X, KERNEL)
+    for one, other in zip(gradients, vjp(cotangent), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_dtypes_and_scales() -> None:
+    x = jnp.zeros((*BATCH, VOCAB), jnp.bfloat16)
     value, grad = jax.jit(jax.value_and_grad(loss))(x)
-    assert value.dtype == jnp.float32
-    assert value.shape == ()
+    assert (value.dtype, value.shape, grad.dtype) == (jnp.float32, (), jnp.bfloat16)
     np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
-    assert grad.dtype == jnp.bfloat16
+    assert_scales_are_constants(loss, ScaledArray(x, PER_TOKEN))
+    assert_scales_are_constants(fused, *scaled((X, KERNEL), (PER_TOKEN, 4.0)))
+    with jax.enable_x64(True):
+        x, kernel = normal("x64", (*BATCH, IN), (IN, VOCAB))
+        f = functools.partial(fused, chunk_size=4)
+        value, (dx, dkernel) = jax.jit(jax.value_and_grad(f, (0, 1)))(x, kernel)
+        assert value.dtype == dx.dtype == dkernel.dtype == jnp.float64
+        np.testing.assert_allclose(value, through(x, kernel), rtol=1e-14)
+    p = jnp.full((100,), 300.0, jnp.float16)
+    value, grad = jax.jit(jax.value_and_grad(ops.mse_loss))(p, -p)
+    assert (value, value.dtype) == (600.0**2, jnp.float32)
+    np.testing.assert_array_equal(grad, np.float16(1200 * 8**-0.5))
 
 
-def test_gradient_is_unit_for_small_logits() -> None:
-    """As at initialisation: the RMS over all tokens is 1, whatever their number."""
+def test_gradients_are_unit_at_initialization() -> None:
+    """The RMS over all tokens is 1, whatever their number."""
     for tokens in (1, 64):
         labels = jnp.arange(tokens) % 16
         grad = jax.jit(jax.grad(ops.softmax_cross_entropy))(jnp.zeros((tokens, 16)), labels)
         np.testing.assert_allclose(np.mean(np.square(grad)), 1.0, rtol=1e-5)
+    p, t = np.float32(normal("unit", (2, 16, 1024))[0])
+    gradients = jax.vmap(jax.grad(ops.mse_loss, (0, 1)))(p, t)
+    squares = np.stack([np.mean(np.square(g), -1) for g in gradients])
+    error = squares.std(1, ddof=1) / 4
+    assert (np.abs(squares.mean(1) - 1) <= 5 * error).all()
 
 
 def test_small_gradients_survive_float16() -> None:
@@ -113,174 +264,186 @@ def test_small_gradients_survive_float16() -> None:
     np.testing.assert_allclose(np.float64(grad[0, 1]), p * vocab / (vocab - 1) ** 0.5, rtol=2**-10)
 
 
-def test_no_token_counts() -> None:
-    nothing = jnp.zeros(LABELS.shape, bool)
-    for reduction in ("mean", "sum", "none"):
-        f = functools.partial(loss, where=nothing, reduction=reduction)
-        value, (grad,) = pulled(f, jnp.ones((2, 3, VOCAB)))
-        np.testing.assert_array_equal(value, 0)
-        np.testing.assert_array_equal(grad, 0)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_of_no_token_at_all(reduction: Any) -> None:
-    labels = jnp.zeros((0, 3), jnp.int32)
-
-    def whole(x: Any) -> Any:
-        return ops.softmax_cross_entropy(x, labels, reduction=reduction).sum()
-
-    def chunked(x: Any, kernel: Any) -> Any:
-        return ops.readout_cross_entropy(x, kernel, labels, reduction=reduction).sum()
-
-    x, kernel = jnp.ones((0, 3, VOCAB)), jnp.ones((VOCAB, VOCAB))
-    assert jax.value_and_grad(whole)(x)[0] == 0
-    value, (_, grad) = jax.value_and_grad(chunked, (0, 1))(x, kernel)
-    assert value == 0
-    np.testing.assert_array_equal(grad, jnp.zeros_like(kernel))
+def test_no_token_counts_or_is_there(reduction: Any) -> None:
+    how = {"where": jnp.zeros(BATCH, bool), "reduction": reduction}
+    none = jnp.zeros((0, 3), jnp.int32)
+    for f, args in (
+        (functools.partial(loss, **how), LOGITS),
+        (functools.partial(fused, **how), (X, KERNEL)),
+        (functools.partial(fused, chunk_size=4, **how), (X, KERNEL)),
+        (
+            lambda z: ops.softmax_cross_entropy(z, none, reduction=reduction),
+            (jnp.ones((0, 3, VOCAB)),),
+        ),
+        (
+            lambda x, k: ops.readout_cross_entropy(x, k, none, reduction=reduction),
+            (jnp.ones((0, 3, IN)), KERNEL),
+        ),
+    ):
+        for array in jax.tree.leaves(pulled(f, *(np.float32(a) for a in args))):
+            np.testing.assert_array_equal(array, 0)
 
 
 def test_tokens_that_do_not_count_may_hold_anything() -> None:
     x, labels = jnp.ones((2, VOCAB)).at[1].set(jnp.nan), jnp.array([0, -100])
-    where = jnp.array([True, False])
-    for reduction in ("mean", "sum"):
-        f = functools.partial(ops.softmax_cross_entropy, where=where, reduction=reduction)
-        value, grad = jax.jit(jax.value_and_grad(f))(x, labels)
-        np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
-        assert np.isfinite(np.asarray(grad)).all()
-        np.testing.assert_array_equal(np.asarray(grad)[1], 0)
+    how = {"where": jnp.array([True, False])}
+    value, grad = jax.value_and_grad(ops.softmax_cross_entropy)(x, labels, **how)
+    np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
+    assert np.isfinite(np.asarray(grad)).all()
+    np.testing.assert_array_equal(np.asarray(grad)[1], 0)
+    labels, how = np.where(WHERE, LABELS, -100), {"where": WHERE, "chunk_size": 4}
+    f = functools.partial(ops.readout_cross_entropy, labels=labels, **how)
+    value, grad = jax.value_and_grad(f)(X, KERNEL)
+    np.testing.assert_allclose(value, through(X, KERNEL, where=WHERE), rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(grad)[~WHERE], 0)
 
 
 @pytest.mark.parametrize("scale", [None, 4.0, 0.25])
 def test_infinite_logits(scale) -> None:
     """A class masked by -inf has probability and gradient 0; the others share the rest."""
     x = jnp.asarray([[0.0, -jnp.inf, 0.0, -jnp.inf, 0.0]], jnp.float16)
-    scaled = x if scale is None else ScaledArray(x, scale)
-    value, grad = jax.jit(jax.value_and_grad(ops.softmax_cross_entropy))(scaled, jnp.array([2]))
+    masked = x if scale is None else ScaledArray(x, scale)
+    value, grad = jax.jit(jax.value_and_grad(ops.softmax_cross_entropy))(masked, jnp.array([2]))
     np.testing.assert_allclose(value, np.log(3), rtol=1e-6)
     expected = FACTOR * (scale or 1) * np.array([[1 / 3, 0, -2 / 3, 0, 1 / 3]])
     np.testing.assert_allclose(getattr(grad, "data", grad), expected, rtol=2**-10)
-    impossible = ops.softmax_cross_entropy(x, jnp.array([1]))
-    assert np.isposinf(np.asarray(impossible))
+    assert np.isposinf(ops.softmax_cross_entropy(x, jnp.array([1])))
 
 
-SCALED = [(8.0, 8.0), (2.0**-12, None), (None, 4.0), (np.float32([1, 2, 3, 4]), 1)]
+def test_labels() -> None:
+    """Of any integer type; negative ones from the end; no class, not even padding, is NaN."""
+    x, kernel = (np.float32(a) for a in normal("labels", (3, IN), (IN, 300)))
+    ends = functools.partial(ops.readout_cross_entropy, x, kernel, reduction="none")
+    logits = ops.readout(x, kernel)
+    for f in (ends, functools.partial(ops.softmax_cross_entropy, logits, reduction="none")):
+        right = np.array([0, 1, 127])
+        for dtype in ("uint8", "int8", "int16", "uint32"):
+            np.testing.assert_array_equal(f(right.astype(dtype)), f(right))
+        np.testing.assert_array_equal(f(np.array([-300, -299, -173], np.int16)), f(right))
+        found = f(np.array([299, 300, -301]))
+        np.testing.assert_array_equal(np.isfinite(found), [True, False, False])
+    found = ends(np.array([289, 290, -291]), vocab=290)
+    np.testing.assert_array_equal(np.isfinite(found), [True, False, False])
+    last = ends(np.array([-1] * 3), vocab=290), ends(np.array([289] * 3), vocab=290)
+    np.testing.assert_array_equal(*last)
 
 
-test_mse_scales = under_scales(SCALED, {"mse": SQUARE})
+@pytest.mark.parametrize(("tied", "chunk"), [(False, 4), (True, None)])
+def test_padding_has_no_probability_and_no_gradient(tied: bool, chunk: int | None) -> None:
+    """Not even if it holds something."""
+    wide = jnp.pad(KERNEL, ((0, 0), (0, 8 - VOCAB)), constant_values=50.0)
+    turned = (lambda a: a.T) if tied else (lambda a: a)
+    run = functools.partial(fused, transposed=tied, chunk_size=chunk)
+    run = jax.jit(jax.value_and_grad(run, (0, 1)), static_argnames="vocab")
+    expected, (dx, dkernel) = run(X, turned(KERNEL))
+    value, (own_dx, own) = run(X, turned(wide), vocab=VOCAB)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(own_dx, dx, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(turned(own)[:, :VOCAB], turned(dkernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(turned(own)[:, VOCAB:], 0)
 
 
-def test_mse_unit_variance() -> None:
-    gradients, squares = jax.jit(jax.grad(ops.mse_loss, (0, 1))), []
-    for seed in range(16):
-        p, t = np.random.default_rng(seed).standard_normal((2, 1024)).astype(np.float32)
-        squares.append([np.mean(np.square(g)) for g in gradients(p, t)])
-    error = np.std(squares, 0, ddof=1) / 4
-    assert (np.abs(np.mean(squares, 0) - 1) <= 5 * error).all()
+@pytest.mark.parametrize("checked", [True, False])
+def test_over_devices(checked: bool) -> None:
+    """The mean of the devices' gradients is that of the batch."""
+    x, kernel = (np.float32(a) for a in normal("devices", (8, 3, IN), (VOCAB, IN)))
+    labels, where = np.arange(24).reshape(8, 3) % VOCAB, np.arange(24).reshape(8, 3) % 3 < 2
+
+    def own(x, kernel, labels, where):
+        how = {"where": where, "transposed": True, "chunk_size": 2}
+        return ops.readout_cross_entropy(x, kernel, labels, **how)
+
+    def local(*args):
+        if checked:
+            return jax.grad(lambda *args: lax.pmean(own(*args), "data"), (0, 1))(*args)
+        with batch_over("data"):
+            dx, dkernel = jax.grad(own, (0, 1))(*args)
+        return dx / 4, lax.pmean(dkernel, "data")
+
+    each = P("data")
+    specs = {"in_specs": (each, P(), each, each), "out_specs": (each, P())}
+    mapped = jax.shard_map(local, mesh=mesh_of(data=4), check_vma=checked, **specs)
+    whole = jax.jit(jax.grad(own, (0, 1)))(x, kernel, labels, where)
+    for ours, expected in zip(jax.jit(mapped)(x, kernel, labels, where), whole, strict=True):
+        assert relative_error(ours, expected) < 2**-20
 
 
-def test_mse_is_summed_wide() -> None:
-    p = jnp.full((100,), 300.0, jnp.float16)
-    value, grad = jax.jit(jax.value_and_grad(ops.mse_loss))(p, -p)
-    assert value == 600.0**2
-    assert value.dtype == jnp.float32
-    np.testing.assert_array_equal(grad, np.float16(1200 * 8**-0.5))
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_divided_by_the_compiler(axes: dict[str, int]) -> None:
+    """The batch over devices, and the classes too: the numbers of one device."""
+    x, kernel = (np.float32(a) for a in normal("divided", (8, 3, IN), (IN, 6)))
+    labels = np.arange(24).reshape(8, 3) % 5
+
+    def own(x, kernel, labels):
+        return ops.readout_cross_entropy(x, kernel, labels, chunk_size=6, vocab=5)
+
+    step, mesh = jax.value_and_grad(own, (0, 1)), mesh_of(**axes)
+    batch = NamedSharding(mesh, P("data"))
+    columns = NamedSharding(mesh, P(None, "tensor" if "tensor" in axes else None))
+    divided = jax.jit(step, in_shardings=(batch, columns, batch))
+    found, expected = divided(x, kernel, labels), jax.jit(step)(x, kernel, labels)
+    for ours, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(ours, one) < 2**-20
+    # Parts of what is on several devices would be sent from one to another.
+    whole = jax.jit(functools.partial(ops.readout_cross_entropy, vocab=5))
+    with jax.set_mesh(mesh):
+        text = whole.trace(x, kernel, labels).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.slice" in text) == ("tensor" not in axes)
 
 
-x = jnp.ones((2, 3, VOCAB))
-ERRORS = [
-    (ValueError, lambda: loss(x, reduction="avg"), "reduction must .* got 'avg'"),
-    (ValueError, lambda: loss(x[0]), r"got logits \(3, 5\), labels \(2, 3\).*class indices"),
-    (ValueError, lambda: loss(x, where=WHERE[0]), r"where \(3,\)"),
-    (ValueError, lambda: loss(x[..., :1]), "vocab must be at least 2"),
-    (ValueError, lambda: loss(x, mult=0), "mult must be positive"),
-    (TypeError, lambda: loss(x, where=WHERE.astype(int)), "where must be boolean; got dtype int32"),
-    (TypeError, lambda: ops.softmax_cross_entropy(x, x[..., 0]), "labels must be integers; got"),
-    (TypeError, lambda: loss(x > 0), r"softmax_cross_entropy: logits must be a floating array"),
-    (ValueError, lambda: ops.mse_loss(x, x[0]), r"mse_loss: pred and target must"),
-    (TypeError, lambda: ops.mse_loss(x, x > 0), r"ops\.mse_loss: target must be a floating array"),
-]
-
-
-test_errors = refuses(ERRORS)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
-def test_labels_of_any_integer_type(dtype: str) -> None:
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 300)), jnp.float32)
-    labels = jnp.array([0, 1, 127])
-
-    def loss(labels):
-        return lambda logits: ops.softmax_cross_entropy(logits, labels)
-
-    (expected, dz), (found, own) = (
-        jax.value_and_grad(loss(x))(logits) for x in (labels, labels.astype(dtype))
-    )
-    assert found == expected
-    np.testing.assert_array_equal(own, dz)
-
-
-def test_a_negative_label_counts_from_the_end() -> None:
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5)), jnp.float32)
-    both = (
-        jax.value_and_grad(lambda z, y=y: ops.softmax_cross_entropy(z, y))(logits)
-        for y in (jnp.array([-1, 2]), jnp.array([4, 2]))
-    )
-    for found, expected in zip(*both, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("cotangent", [None, 0.25])
-@pytest.mark.parametrize("bits", [2, 3])
-def test_gradients_are_dithered_for_8_bits(bits: int, cotangent: float | None) -> None:
-    z = wide_logits(jnp.asarray(logits(2, 3, VOCAB)[0]), 1.0, None)
-    labels, norm = jnp.asarray(LABELS), normalizer(z)
-    by = None if cotangent is None else jnp.asarray(cotangent)
-    exact, found = (token_gradients(z, labels, norm, None, None, 3.0, by, n) for n in (None, bits))
-    np.testing.assert_array_equal(found, dithered(exact, bits))
-    assert np.all(np.asarray(found) != np.asarray(exact))
+def drift(bits: int | None, dtype: str, tokens: int = 2048, classes: int = 64) -> float:
+    """The mean over tokens of what the gradients of one add up to, in standard errors."""
+    z = 2 * jnp.asarray(normal("drift", (tokens, classes))[0], jnp.float32)
+    labels = jnp.arange(tokens) % classes
+    grad = token_gradients(z, labels, normalizer(z), None, None, float(classes), None, bits)
+    sums = np.asarray(grad.astype(dtype), np.float64).sum(-1)
+    return sums.mean() / (sums.std() / tokens**0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
-def test_gradients_in_8_bits_leave_all_logits_together_where_they_are(dtype: str) -> None:
+def test_gradients_in_8_bits_are_right_on_average(dtype: str) -> None:
     """Those of a token add up to 0; rounded to the nearest, to less than 0 for most tokens."""
-    tokens, classes = 2048, 64
-    rng = np.random.default_rng(0)
-    z = jnp.asarray(2 * rng.standard_normal((tokens, classes)), jnp.float32)
-    labels, norm = jnp.asarray(rng.integers(0, classes, tokens)), normalizer(z)
+    assert abs(drift(format_of(dtype).mantissa_bits, dtype)) < 4
+    assert drift(None, dtype) < -8
+    # The gradient of labels is about the same for each token, between numbers of the format.
+    x = jnp.asarray(1 + 0.02 * normal("labels", (2**13, 16))[0], "bfloat16")
+    kernel = 0.1 * jnp.asarray(normal("dither", (16, 64))[0], "float32").at[:, 0].set(30.0)
 
-    def drift(bits: int | None) -> float:
-        """The mean over tokens of what the gradients of one add up to, in standard errors."""
-        gradients = token_gradients(z, labels, norm, None, None, float(classes), None, bits)
-        sums = np.asarray(gradients.astype(dtype), np.float64).sum(-1)
-        return sums.mean() / (sums.std() / tokens**0.5)
+    def of_labels(cotangent: str, reduction: Any) -> jax.Array:
+        config = MatmulConfig(lhs="bfloat16", rhs="bfloat16", cotangent=cotangent)
+        how: Any = {"labels": jnp.zeros(2**13, int), "reduction": reduction, "config": config}
+        f = lambda kernel: ops.readout_cross_entropy(x, kernel, **how).sum()  # noqa: E731
+        return jax.grad(f)(kernel)[:, 0]
 
-    assert abs(drift(format_of(dtype).mantissa_bits)) < 4
-    assert drift(None) < -8
+    for reduction in ("mean", "none"):
+        found, wide = of_labels(dtype, reduction), of_labels("bfloat16", reduction)
+        np.testing.assert_allclose(found, wide, rtol=3e-3)
 
 
 LOWEST = float(np.finfo(np.float32).min)
-ROWS_OF_LOGITS = {
-    "rising": np.linspace(-90, 90, 1000),
-    "falling": np.linspace(90, -90, 1000),
-    "beyond the range of exp": [300.0, -300.0, 299.0, 0.0],
-    "far below": [-300.0, -301.0, -1e30],
-    "padded": [-3.0, -2.0, LOWEST, LOWEST],
-    "all alike": [5.0] * 7,
-    "one": [-2.5],
-    "some that can not be": [1.0, -np.inf, 2.0, -np.inf],
-    "none that can be": [-np.inf, -np.inf],
-    "infinite": [1.0, np.inf, 2.0],
-    "infinite twice": [np.inf, 0.0, np.inf],
-    "not a number": [1.0, np.nan, 2.0],
-    "not a number, infinite": [np.nan, np.inf],
-}
+ROWS_OF_LOGITS = [
+    np.linspace(-90, 90, 1000),
+    np.linspace(90, -90, 1000),
+    [300.0, -300.0, 299.0, 0.0],
+    [-300.0, -301.0, -1e30],
+    [-3.0, -2.0, LOWEST, LOWEST],
+    [5.0] * 7,
+    [-2.5],
+    [1.0, -np.inf, 2.0, -np.inf],
+    [-np.inf, -np.inf],
+    [1.0, np.inf, 2.0],
+    [np.inf, 0.0, np.inf],
+    [1.0, np.nan, 2.0],
+    [np.nan, np.inf],
+]
 
 
-@pytest.mark.parametrize("row", ROWS_OF_LOGITS.values(), ids=ROWS_OF_LOGITS)
-def test_the_normalizer_of_one_pass_is_that_of_two(row) -> None:
+def test_the_normalizer_of_one_pass_is_that_of_two() -> None:
     """A sum that has met a larger logit is rounded once more: as often as there are such logits."""
-    z = jnp.asarray([row, row[::-1]], jnp.float32)
-    one, two = (f(z) for f in (jax.jit(in_one_pass), jax.jit(in_two_passes)))
-    np.testing.assert_array_equal(one.largest, two.largest)
-    eps = np.finfo(np.float32).eps
-    np.testing.assert_allclose(one.log_total, two.log_total, rtol=eps, atol=4 * len(row) * eps)
+    for row in ROWS_OF_LOGITS:
+        z = jnp.asarray([row, row[::-1]], jnp.float32)
+        one, two = (f(z) for f in (jax.jit(in_one_pass), jax.jit(in_two_passes)))
+        np.testing.assert_array_equal(one.largest, two.largest)
+        eps = np.finfo(np.float32).eps
+        np.testing.assert_allclose(one.log_total, two.log_total, rtol=eps, atol=4 * len(row) * eps)

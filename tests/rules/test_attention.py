@@ -211,7 +211,9 @@ def test_the_average_of_a_covariance() -> None:
     wanted = average @ (pair + np.diag(own)) @ average.T
     apart = ~np.eye(length, dtype=bool)
     np.testing.assert_allclose(found.pair[apart], wanted[apart], rtol=1e-12)
-    square, _ = module.moments_by_size(seen.sum(1), spread)
+    square, _ = __import__("unitscale.rules._softmax", fromlist=[""]).moments_by_size(
+        seen.sum(1), spread
+    )
     variance = np.diag(average @ pair @ average.T) + square * (average @ own)
     np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
 

@@ -112,7 +112,7 @@ def test_conv_is_unit_without_borders(groups, stride, gap, assert_unit) -> None:
 
 
 def test_conv_accepts_a_spatial_shape_and_is_dense_for_a_window_of_one() -> None:
-    assert rules.conv((3, 3, 4, 8), 2, (5, 7)) == rules.conv((3, 3, 4, 8), 2, 35)
+    assert rules.conv((3, 3, 4, 8), 2, 35) == rules.conv((3, 3, 4, 8), 70, 1)
     assert rules.conv((1, 16, 64), 2, 10) == rules.dense(16, 64, 20)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unitscale import rules
-from unitscale.rules._normalization import (
+from unitscale.rules._softmax import (
     causal_softmax_moments,
     gate_moments,
     moments_by_size,

@@ -62,7 +62,6 @@ def dot_product_attention(
         dropout_key: `jax.random` key for it.
         deterministic: whether dropout applies its expected value.
         scale_length: static sequence length of the forward factor; by default the number of keys.
-            Set it if one function serves many lengths, as with a KV cache.
         scale_causal: whether the forward factor is that of a causal mask; by default ``is_causal``.
         mean_square: static mean square of the averaged values, if these are correlated between
             positions (`rules.AttentionContext`); by default that of independent values.
@@ -122,7 +121,7 @@ def dot_product_attention(
     logit_factor = rules.logit_factor(qd.shape[-1], mult)
     moves = whole_heads(qd.shape[2], kd.shape[2])
     if moves:
-        qd, kd, vd = map(shard_heads, (qd, kd, vd))
+        qd, kd, vd = (move_shards(x, to_heads=True) for x in (qd, kd, vd))
     if path == "cudnn":
         y = attend_by_cudnn(qd, kd, vd, is_causal, logit_factor)
     elif path == "splash":
@@ -131,7 +130,7 @@ def dot_product_attention(
         y = attend_in_chunks(qd, kd, vd, mask, is_causal, logit_factor, tuple(scales))
     else:
         y = _plain(qd, kd, vd, mask, is_causal, logit_factor, scales, rate, dropout_key)
-    y = scale(shard_tokens(y) if moves else y, factors.fwd, common)
+    y = scale(move_shards(y, to_heads=False) if moves else y, factors.fwd, common)
     return ScaledArray(y.astype(dtype), vs)
 
 
@@ -149,7 +148,6 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             "dot_product_attention",
             "q must be (batch, time, heads, d) and k, v (batch, source, kv_heads, d) with "
             "kv_heads dividing heads",
-            "Split the features into heads first.",
             q=q.shape,
             k=k.shape,
             v=v.shape,
@@ -168,22 +166,17 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
         )
     if not broadcasts_to(mask.shape, shape):
         expected = f"mask must broadcast to (batch, heads, time, source) {shape}"
-        advice = "Insert dimensions of size 1."
-        raise shape_error("dot_product_attention", expected, advice, mask=mask.shape)
+        raise shape_error("dot_product_attention", expected, mask=mask.shape)
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def shard_heads(x: jax.Array) -> jax.Array:
-    """Reshards (batch, time, heads, d) from tokens to heads by an all-to-all, as in Ulysses."""
+def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
+    """Reshards (batch, time, heads, d) between tokens and heads by an all-to-all, as in Ulysses."""
     # Constrain both sides, so that XLA does not reshard the matmuls before and after.
-    x = constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
-    return constrain_sharding(x, BATCH_AXES, (), HEAD_AXES)
-
-
-def shard_tokens(x: jax.Array) -> jax.Array:
-    """Inverts `shard_heads`."""
-    x = constrain_sharding(x, BATCH_AXES, (), HEAD_AXES)
-    return constrain_sharding(x, BATCH_AXES, CONTEXT_AXES, TENSOR_AXES)
+    steps = ((CONTEXT_AXES, TENSOR_AXES), ((), HEAD_AXES))
+    for axes in steps if to_heads else reversed(steps):
+        x = constrain_sharding(x, BATCH_AXES, *axes)
+    return x
 
 
 def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):

@@ -77,11 +77,6 @@ def attention_path(
         dropout_rate: rate of dropout on the attention weights.
         scaled: whether q or k is a ScaledArray that has a scale.
         implementation: as for the op.
-
-    Example:
-        >>> shape = (1, 4096, 8, 64)
-        >>> attention_path(shape, shape, "float32").implementation
-        'chunked'
     """
     dtype = jnp.dtype(getattr(dtype, "dtype", dtype))
     q_shape, k_shape = (tuple(getattr(x, "shape", x)) for x in (q_shape, k_shape))
@@ -106,24 +101,20 @@ def attention_path(
     if wanted != "auto":
         if (refusal := refusal_of(wanted)) is not None:
             raise ValueError(
-                f"{_NAME}: implementation {wanted!r} was asked for, and cannot be had: "
-                f'{refusal.rstrip(".")}; use implementation="auto", which takes another one.'
+                f"{_NAME}: implementation {wanted!r} does not support this call: "
+                f'{refusal.rstrip(".")}; use implementation="auto".'
             )
         return AttentionPath(wanted, "asked for")
-    if target() == "tpu":
-        kernel, refusal = "splash", _unknown_devices() or refusal_of("splash")
-        if refusal is None:
-            return AttentionPath("splash", "a fused kernel of JAX for the TPU")
-    else:
-        kernel, refusal = "cuDNN", (None if settings.target else _no_gpu()) or refusal_of("cudnn")
-        if refusal is None:
-            return AttentionPath("cudnn", "a fused kernel of the NVIDIA GPU")
+    kernel, name = ("splash", "splash") if target() == "tpu" else ("cudnn", "cuDNN")
+    missing = _unknown_devices() if kernel == "splash" else None if settings.target else _no_gpu()
+    refusal = missing or refusal_of(kernel)
+    if refusal is None:
+        return AttentionPath(kernel, "a fused kernel for this device")
     time, source = q_shape[1], k_shape[1]
-    if no_chunks is None and time * source >= _LONG.get(target(), _LONG_ELSEWHERE):
-        reason = f"{time:,} x {source:,} weights of a head are not held at once"
-        return AttentionPath("chunked", f"{reason}; no {kernel}: {refusal}")
-    reason = no_chunks or f"{time:,} x {source:,} weights of a head are few"
-    return AttentionPath("plain", f"{reason}; no {kernel}: {refusal}")
+    is_long = time * source >= _LONG.get(target(), _LONG_ELSEWHERE)
+    size = f"{time:,} x {source:,} weights of a head are {'many' if is_long else 'few'}"
+    chosen = "chunked" if is_long and no_chunks is None else "plain"
+    return AttentionPath(chosen, f"{no_chunks or size}; no {name}: {refusal}")
 
 
 @contextmanager

@@ -17,35 +17,7 @@ from ._linear import add_bias
 from ._operands import ArrayLike, multiply_scales, output_dtype, shape_error, unpack, wide_op
 
 Padding = str | int | Sequence[int | tuple[int, int]]
-_Pairs = str | tuple[tuple[int, int], ...]
-_Operand = tuple[jax.Array, Any]
 _PAD_MODES: dict[str, Any] = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
-
-
-def _conv(strides, padding, dilation, input_dilation, groups, x, kernel):
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        strides,
-        padding,
-        lhs_dilation=input_dilation,
-        rhs_dilation=dilation,
-        dimension_numbers=_channels_last(x.ndim),
-        feature_group_count=groups,
-    )
-
-
-def _conv_transpose(strides, padding, dilation, x, kernel):
-    numbers = _channels_last(x.ndim)
-    return lax.conv_transpose(x, kernel, strides, padding, dilation, dimension_numbers=numbers)
-
-
-def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
-    axes = tuple(range(1, ndim - 1))
-    image = (0, ndim - 1, *axes)
-    return lax.ConvDimensionNumbers(
-        image, (ndim - 1, ndim - 2, *(axis - 1 for axis in axes)), image
-    )
 
 
 def conv(
@@ -90,37 +62,9 @@ def conv(
         >>> print(y.shape, round(float(y.data[0, 0, 0]), 3))
         (1, 3, 2) 3.464
     """
-    (data, x_scale), (w, w_scale) = _operands("conv", x, kernel, feature_group_count)
-    if w.shape[-1] % feature_group_count:
-        raise ValueError(
-            "unitscale.ops.conv: feature_group_count must divide the output channels; got "
-            f"{feature_group_count} groups, kernel {w.shape}"
-        )
-    rank = data.ndim - 2
-    strides = _per_axis("conv", "strides", strides, rank)
-    dilation = _per_axis("conv", "dilation", dilation, rank)
-    gaps = _per_axis("conv", "input_dilation", input_dilation, rank)
-    if isinstance(padding, str) and padding.upper() in _PAD_MODES:
-        beyond = [(n - 1) * step for n, step in zip(w.shape, dilation, strict=False)]
-        sides = ((0, 0), *((n // 2, n - n // 2) for n in beyond), (0, 0))
-        data, padding = jnp.pad(data, sides, mode=_PAD_MODES[padding.upper()]), "VALID"
-    around = _sides("conv", padding, w.shape, dilation)
-    if max(gaps) > 1 and around == "SAME":
-        raise ValueError(
-            "unitscale.ops.conv: padding 'SAME' needs inputs that are not dilated; got "
-            f"input_dilation {input_dilation}; give (low, high) pairs, or use conv_transpose"
-        )
-    around = ((0, 0),) * rank if around == "VALID" else around
-    f = partial(_conv, strides, around, dilation, gaps, feature_group_count)
-    rule = partial(
-        rules.conv,
-        strides=strides,
-        input_dilation=gaps,
-        feature_group_count=feature_group_count,
-        constraint=constraint,
-    )
-    operands = (data, x_scale), (w, w_scale)
-    return _scaled("conv", f, operands, bias, rule, output_dtype(x), config, state)
+    how = ("strides", strides), ("dilation", dilation), ("input_dilation", input_dilation)
+    operands, last = (x, kernel, bias), (constraint, config, state)
+    return _convolve("conv", *operands, how, padding, feature_group_count, *last)
 
 
 def conv_transpose(
@@ -146,36 +90,47 @@ def conv_transpose(
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """
-    operands = _operands("conv_transpose", x, kernel, 1)
-    (data, _), (w, _) = operands
-    strides = _per_axis("conv_transpose", "strides", strides, data.ndim - 2)
-    dilation = _per_axis("conv_transpose", "dilation", dilation, data.ndim - 2)
-    around = _sides("conv_transpose", padding, w.shape, dilation)
-    f = partial(_conv_transpose, strides, around, dilation)
-    rule = partial(rules.conv, input_dilation=strides, constraint=constraint)
-    return _scaled("conv_transpose", f, operands, bias, rule, output_dtype(x), config, state)
+    # Strides of the result are gaps between the inputs of a plain convolution.
+    how = ("strides", 1), ("dilation", dilation), ("strides", strides)
+    operands, last = (x, kernel, bias), (constraint, config, state)
+    return _convolve("conv_transpose", *operands, how, padding, 1, *last)
 
 
-def _operands(name: str, x: ArrayLike, kernel: ArrayLike, groups: int) -> tuple[_Operand, _Operand]:
-    rank = jnp.ndim(unpack(name, "x", x)[0])
-    data, x_scale = unpack(name, "x", x, tuple(range(1, rank)))
-    w, w_scale = unpack(name, "kernel", kernel, ...)
-    if data.ndim < 3 or w.ndim != data.ndim or w.shape[-2] * groups != data.shape[-1]:
+def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, state) -> ScaledArray:
+    """Convolves with the strides and dilations ``how``."""
+    rank = getattr(x, "ndim", 0) - 2
+    data, x_scale = unpack(op, "x", x, tuple(range(1, rank + 2)))
+    w, w_scale = unpack(op, "kernel", kernel, ...)
+    if rank < 1 or w.ndim != data.ndim or w.shape[-2] * groups != data.shape[-1]:
         raise shape_error(
-            name,
+            op,
             "x must be (batch, *spatial, in) and kernel (*spatial, in / groups, out)",
             f"feature_group_count is {groups}.",
             x=data.shape,
             kernel=w.shape,
         )
-    return (data, x_scale), (w, w_scale)
-
-
-def _scaled(op, f, operands, bias, rule, out_dtype, config, state) -> ScaledArray:
-    """Convolves by ``f``, with the factors of a rule for the operands' shapes."""
-    (data, x_scale), (w, w_scale) = operands
+    if w.shape[-1] % groups:
+        raise ValueError(
+            f"unitscale.ops.{op}: feature_group_count must divide the output channels; got "
+            f"{groups} groups, kernel {w.shape}"
+        )
+    strides, dilation, gaps = (_per_axis(op, name, n, rank) for name, n in how)
+    window = tuple((n - 1) * step + 1 for n, step in zip(w.shape, dilation, strict=False))
+    if isinstance(padding, str) and padding.upper() in _PAD_MODES and op == "conv":
+        sides = ((0, 0), *(((n - 1) // 2, n // 2) for n in window), (0, 0))
+        data, padding = jnp.pad(data, sides, mode=_PAD_MODES[padding.upper()]), "VALID"
+    sides = _sides(op, padding, window, gaps)
+    f = partial(_conv, strides, sides, dilation, gaps, groups)
     out = jax.eval_shape(f, *(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (data, w)))
-    factors = rule(w.shape, global_batch_size(math.prod(out.shape[:-1]), data), 1)
+    factors = rules.conv(
+        w.shape,
+        global_batch_size(math.prod(out.shape[:-1]), data),
+        1,
+        strides=strides,
+        input_dilation=gaps,
+        feature_group_count=groups,
+        constraint=constraint,
+    )
     if config is not None:
         axes = tuple(range(1, data.ndim)), tuple(range(data.ndim - 1))
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
@@ -184,9 +139,24 @@ def _scaled(op, f, operands, bias, rule, out_dtype, config, state) -> ScaledArra
         # With the range of float32, factors can follow the rounding, as in `quant.contract`.
         y = scale(f(scale_bwd(data, bwd[0]), scale_bwd(w, bwd[1])), factors.fwd)
     else:
-        own = Factors(factors.fwd, bwd)
-        y = wide_op(f.func, data, w, factors=own, static=f.args, out_dtype=out_dtype)
+        own, out_dtype = Factors(factors.fwd, bwd), output_dtype(x)
+        y = wide_op(_conv, data, w, factors=own, static=f.args, out_dtype=out_dtype)
     return add_bias(op, multiply_scales(y, x_scale, w_scale), bias, factors.bwd[2])
+
+
+def _conv(strides, padding, dilation, input_dilation, groups, x, kernel):
+    axes = tuple(range(1, x.ndim - 1))
+    image, window = (0, x.ndim - 1, *axes), (x.ndim - 1, x.ndim - 2, *(axis - 1 for axis in axes))
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        padding,
+        lhs_dilation=input_dilation,
+        rhs_dilation=dilation,
+        dimension_numbers=lax.ConvDimensionNumbers(image, window, image),
+        feature_group_count=groups,
+    )
 
 
 def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
@@ -198,21 +168,31 @@ def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tupl
     return sizes
 
 
-def _sides(op: str, padding: Padding, window: Sequence[int], dilation: Sequence[int]) -> _Pairs:
-    """Returns padding as "SAME", "VALID" or one (low, high) pair for each spatial dimension."""
-    rank, causal = len(dilation), op != "conv_transpose"
-    if isinstance(padding, str):
-        name = padding.upper()
-        if name == "CAUSAL" and causal and rank == 1:
-            return (((window[0] - 1) * dilation[0], 0),)
-        if name in ("SAME", "VALID"):
-            return name
-    else:
+def _sides(op: str, padding: Padding, window: Sequence[int], gaps: Sequence[int] = (1,)) -> Any:
+    """Returns padding as "SAME" or one (low, high) pair for each spatial dimension."""
+    rank, name = len(window), padding.upper() if isinstance(padding, str) else None
+    transposed = op == "conv_transpose"
+    if name == "CAUSAL" and rank == 1 and not transposed:
+        return ((window[0] - 1, 0),)
+    if name in ("SAME", "VALID") and transposed:
+        longest = gaps if name == "SAME" else map(max, window, gaps)
+        sums = [(n, n + more - 2) for n, more in zip(window, longest, strict=True)]
+        return tuple((low := min(n - 1, -(-both // 2)), both - low) for n, both in sums)
+    if name == "VALID":
+        return ((0, 0),) * rank
+    if name == "SAME":
+        if max(gaps) > 1:
+            raise ValueError(
+                f"unitscale.ops.{op}: padding 'SAME' needs inputs that are not dilated; got "
+                f"input_dilation {gaps}; give (low, high) pairs, or use conv_transpose"
+            )
+        return name
+    if name is None:
         each = (padding,) * rank if isinstance(padding, int) else padding
         pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in each]
         if len(pairs) == rank and all(len(pair) == 2 for pair in pairs):
             return tuple((int(low), int(high)) for low, high in pairs)
-    more = "'CAUSAL' (one spatial dimension), " if causal else ""
+    more = "" if transposed else "'CAUSAL' (one spatial dimension), "
     more += "'CIRCULAR', 'REFLECT', " if op == "conv" else ""
     raise ValueError(
         f"unitscale.ops.{op}: padding must be 'SAME', 'VALID', {more}an integer, or one integer or "
@@ -223,7 +203,7 @@ def _sides(op: str, padding: Padding, window: Sequence[int], dilation: Sequence[
 class _Windows(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    padding: _Pairs
+    padding: Any
 
     def reduce(self, x: jax.Array, init: float, f: Callable[..., jax.Array]) -> jax.Array:
         ones = (1,) * (x.ndim - len(self.shape) - 1)
@@ -268,9 +248,6 @@ def avg_pool(
         count_include_pad: whether the zeros of the padding count as entries of the mean.
         constraint: see `unitscale.ops`.
 
-    Returns:
-        ScaledArray (..., *output spatial, features).
-
     Example:
         >>> print(avg_pool(jnp.ones((1, 4, 4, 3)), (2, 2), (2, 2)).data[0, 0, 0])
         [2. 2. 2.]
@@ -306,13 +283,12 @@ def _windows(op, x, window_shape, strides, padding) -> _Windows:
         raise shape_error(
             op,
             "x must be (..., *spatial, features) with a spatial dimension for each of window_shape",
-            "Channels are last.",
             x=data.shape,
             window_shape=window,
         )
     window = _per_axis(op, "window_shape", window, len(window))
     strides = _per_axis(op, "strides", 1 if strides is None else strides, len(window))
-    return _Windows(window, strides, _sides(op, padding, window, (1,) * len(window)))
+    return _Windows(window, strides, _sides(op, padding, window))
 
 
 def _pool(op, f, x, windows, factors, *options) -> ScaledArray:

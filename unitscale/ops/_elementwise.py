@@ -124,13 +124,7 @@ def _gated(f, mult, x, gate, scale):
 def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
     (a, a_scale), (b, b_scale) = unpack(op, "x", x), unpack(op, "gate", gate)
     if a.shape != b.shape:
-        raise shape_error(
-            op,
-            "x and gate must have the same shape",
-            "Project both to the hidden size.",
-            x=a.shape,
-            gate=b.shape,
-        )
+        raise shape_error(op, "x and gate must have the same shape", x=a.shape, gate=b.shape)
     factors, dtype = rules.glu(f, mult=mult, constraint=constraint), result_dtype(a, b)
     static, constants = (f, float(mult)), (scale_argument(b_scale),)
     y = wide_op(_gated, a, b, factors=factors, static=static, constants=constants, out_dtype=dtype)
@@ -216,11 +210,6 @@ def dropout(
         key: `jax.random` key, unless deterministic or rate is 0.
         deterministic: whether to apply the expected value in place of a random mask.
         broadcast_dims: dimensions along which all elements are dropped together.
-
-    Example:
-        >>> y = dropout(jnp.ones(1000), 0.75, key=jax.random.key(0))
-        >>> print(sorted(set(y.data.tolist())))
-        [0.0, 2.0]
 
     References:
         Srivastava et al., "Dropout", JMLR 2014.

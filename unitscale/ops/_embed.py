@@ -62,13 +62,6 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
         ids: integer array of any shape, in [0, vocab); an id outside gives a row of NaN.
         table: (vocab, features), floating.
         vocab: number of rows if the table has more, as padding; None for all.
-
-    Returns:
-        ScaledArray (*ids.shape, features).
-
-    Example:
-        >>> print(embed(jnp.array([1, 1]), jnp.array([[1.0], [2.0]])).data.ravel())
-        [2. 2.]
     """
     data, ids, factor, scale = _look_up("embed", ids, table, vocab)
     return ScaledArray(_take(data, ids, factor, _specs(data, ids))[0], scale)
@@ -102,9 +95,7 @@ def _look_up(
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"unitscale.ops.{op}: ids must be integers; got dtype {ids.dtype}")
     if data.ndim != 2:
-        raise shape_error(
-            op, "table must be (vocab, features)", "Reshape the table.", table=data.shape
-        )
+        raise shape_error(op, "table must be (vocab, features)", table=data.shape)
     rows = data.shape[0]
     vocab = rows if vocab is None else vocab
     if vocab > rows:
@@ -163,14 +154,8 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
     data, scale = unpack("rotary", "x", x, (-1,))
     positions = jnp.asarray(positions)
     if data.ndim < 3 or data.shape[-1] % 2:
-        raise shape_error(
-            "rotary",
-            "x must be (..., time, heads, d) with even d",
-            "Split the features into heads first.",
-            x=data.shape,
-        )
+        raise shape_error("rotary", "x must be (..., time, heads, d) with even d", x=data.shape)
     if not broadcasts_to(positions.shape, data.shape[:-2]):
-        shapes, advice = {"x": data.shape, "positions": positions.shape}, "One per time step."
-        raise shape_error("rotary", "positions must broadcast to (..., time)", advice, **shapes)
-    dtype = jnp.dtype(output_dtype(x))
-    return ScaledArray(_rotate(data, positions, float(base), 1.0, dtype), scale)
+        shapes = {"x": data.shape, "positions": positions.shape}
+        raise shape_error("rotary", "positions must broadcast to (..., time)", **shapes)
+    return ScaledArray(_rotate(data, positions, float(base), 1.0, output_dtype(x)), scale)

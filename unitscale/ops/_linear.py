@@ -49,13 +49,6 @@ def matmul(
         constraint: see `unitscale.ops`.
         config: formats of a quantized matmul, or None.
         state: scales of a strategy with state, such as `quant.Delayed`, which requires it.
-
-    Returns:
-        ScaledArray (..., m, n).
-
-    Example:
-        >>> print(matmul(jnp.ones((2, 16)), jnp.ones((16, 3))).data[0])
-        [4. 4. 4.]
     """
     x, x_scale = unpack("matmul", "left", left, (-1,))
     y, y_scale = unpack("matmul", "right", right, (-2,))
@@ -173,7 +166,7 @@ def affine(
         raise shape_error(
             op,
             "kernel must be (in, out) with in == x.shape[-1]",
-            "Transpose the kernel?" if x.shape[-1:] == w.shape[-1:] else "Check the feature sizes.",
+            "Transpose the kernel?" if x.shape[-1:] == w.shape[-1:] else "",
             x=x.shape,
             kernel=w.shape,
         )
@@ -209,8 +202,7 @@ def add_bias(
     shape, axes = y[0].shape, (y[0].ndim - 1,) if axes is None else axes
     own = tuple(shape[axis] for axis in axes)
     if b.shape != own:
-        advice = "Give one bias per output feature."
-        raise shape_error(op, f"bias must be {own}", advice, bias=b.shape, output=shape)
+        raise shape_error(op, f"bias must be {own}", bias=b.shape, output=shape)
     b = b.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)])
     return combine(y, (b, b_scale), bwd=(1.0, factor))
 
@@ -260,13 +252,8 @@ def einsum(
     size = dict(zip(spec.lhs + spec.rhs, data.shape + w.shape, strict=False))
     fits = len(spec.lhs) == data.ndim and len(spec.rhs) == w.ndim
     if not fits or any(size[c] != n for c, n in zip(spec.lhs, data.shape, strict=True)):
-        raise shape_error(
-            "einsum",
-            f"x and kernel must have the axes of {subscripts!r}",
-            "The same label has the same size.",
-            x=data.shape,
-            kernel=w.shape,
-        )
+        expected = f"x and kernel must have the axes of {subscripts!r}, equal for equal labels"
+        raise shape_error("einsum", expected, x=data.shape, kernel=w.shape)
     inputs = math.prod(size[c] for c in spec.summed)
     outputs = math.prod(size[c] for c in spec.rhs if c not in spec.lhs)
     batch = global_batch_size(math.prod(size[c] for c in spec.lhs if c not in spec.rhs), data)
@@ -299,10 +286,6 @@ def lora(
 
     Returns:
         ScaledArray (..., out), at the scale and in the dtype of ``base`` if there is one.
-
-    Example:
-        >>> print(lora(jnp.ones((1, 16)), jnp.ones((16, 4)), jnp.ones((4, 2))).data)
-        [[8. 8.]]
     """
     data, x_scale = unpack("lora", "x", x, (-1,))
     down, a_scale = unpack("lora", "a", a, (0, 1))
@@ -310,12 +293,8 @@ def lora(
     shapes = {"x": data.shape, "a": down.shape, "b": up.shape}
     two = down.ndim == up.ndim == 2
     if not two or data.shape[-1:] != down.shape[:1] or down.shape[1:] != up.shape[:1]:
-        raise shape_error(
-            "lora",
-            "x must be (..., in), a (in, rank) and b (rank, out)",
-            "Check the feature sizes.",
-            **shapes,
-        )
+        expected = "x must be (..., in), a (in, rank) and b (rank, out)"
+        raise shape_error("lora", expected, **shapes)
     rows = ascii_lowercase[: data.ndim - 1]
     batch = global_batch_size(math.prod(data.shape[:-1]), data)
     spec, dtype = Contraction(rows + "y", "yz", rows + "z"), output_dtype(x, a, b)
@@ -329,5 +308,5 @@ def lora(
     total = unpack("lora", "base", base)
     if total[0].shape != data.shape:
         shapes["base"] = total[0].shape
-        raise shape_error("lora", "base must be (..., out)", "Check the feature sizes.", **shapes)
+        raise shape_error("lora", "base must be (..., out)", **shapes)
     return combine(total, update)

@@ -297,8 +297,8 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
     p, p_scale = unpack("mse_loss", "pred", pred)
     t, t_scale = unpack("mse_loss", "target", target)
     if p.shape != t.shape:
-        expected, advice = "pred and target must have the same shape", "Broadcast the target first?"
-        raise shape_error("mse_loss", expected, advice, pred=p.shape, target=t.shape)
+        expected = "pred and target must have the same shape"
+        raise shape_error("mse_loss", expected, pred=p.shape, target=t.shape)
     scales = (scale_argument(p_scale), scale_argument(t_scale))
     count = max(math.prod(p.shape), 1)
     items = batch_size_override()

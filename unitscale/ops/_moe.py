@@ -90,13 +90,8 @@ def grouped_dense(
     w, w_scale = unpack("grouped_dense", "kernel", kernel, ...)
     count = groups.sizes.shape[0]
     if w.ndim != 3 or data.ndim != 2 or w.shape[:2] != (count, data.shape[1]):
-        raise shape_error(
-            "grouped_dense",
-            f"x must be (rows, in) and kernel ({count}, in, out), one for each group",
-            "Reshape x, and stack the kernels.",
-            x=data.shape,
-            kernel=w.shape,
-        )
+        expected = f"x must be (rows, in) and kernel ({count}, in, out), one for each group"
+        raise shape_error("grouped_dense", expected, x=data.shape, kernel=w.shape)
     rows, (_, inputs, outputs) = max(groups.rows, 1), w.shape
     factors = rules.grouped_dense(inputs, outputs, rows, groups.groups, constraint=constraint)
     dtype, both = output_dtype(x, kernel) if config is None else output_dtype(x), factors.bwd[:2]
@@ -108,7 +103,7 @@ def grouped_dense(
     b, b_scale = unpack("grouped_dense", "bias", bias, ...)
     if b.shape != (count, outputs):
         expected = f"bias must be ({count}, {outputs}), one row for each group"
-        raise shape_error("grouped_dense", expected, "Stack the biases.", bias=b.shape)
+        raise shape_error("grouped_dense", expected, bias=b.shape)
     of_rows = jnp.take(widen(b), groups.of_rows(y.shape[0]), axis=0, mode="fill", fill_value=0)
     return combine(result, (of_rows, b_scale), bwd=(1.0, factors.bwd[2]))
 
@@ -295,9 +290,6 @@ def mixture(
             over the axis, of this device's experts.
         expert_axis: name of the mesh axis that shards the experts, if there is one.
 
-    Returns:
-        ScaledArray (..., out features), in the dtype that ``fn`` returns.
-
     Example:
         >>> routing = route(jnp.ones((3, 4)), jnp.eye(4), 1)
         >>> kernel = jnp.ones((4, 4, 2))
@@ -310,12 +302,8 @@ def mixture(
     data, scale = unpack("mixture", "x", x, ...)
     tokens, count = routing.logits.shape
     if data.ndim < 1 or math.prod(data.shape[:-1]) != tokens:
-        raise shape_error(
-            "mixture",
-            f"x must be (..., features) with the {tokens} tokens of the routing",
-            "Route the same tokens.",
-            x=data.shape,
-        )
+        expected = f"x must be (..., features) with the {tokens} tokens of the routing"
+        raise shape_error("mixture", expected, x=data.shape)
     factors = rules.mixture(
         count, routing.top_k, mult=routing.mult, renormalize=routing.renormalize
     )
@@ -354,8 +342,6 @@ _attach.defvjp(
 
 def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
     """Returns ``x``, and adds the gradient of ``weight * loss`` in the backward pass.
-
-    A layer can so have a loss of its own without returning it.
 
     Args:
         x: operand between the parameters of ``loss`` and the model's loss.

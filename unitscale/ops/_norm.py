@@ -139,7 +139,7 @@ def _norm(op, x, gain, bias, how, uniform=(-1,), given=()) -> ScaledArray:
         affine.append(p)
         scales.append(scale_argument(p_scale))
     batch = global_batch_size(data.size // max(features, 1), data)
-    factors, dtype = rules.norm(features, features * batch), jnp.dtype(output_dtype(x))
+    factors, dtype = rules.norm(features, features * batch), output_dtype(x)
     constants = (scale_argument(scale), *scales)
     if not given:
         return ScaledArray(_normalized(how, factors, dtype, data, tuple(affine), constants))
@@ -164,14 +164,14 @@ def _standardized(eps, x, gain, bias, x_scale, gain_scale, bias_scale, mean, var
 
 def _check_features(op: str, x: ArrayLike, name: str, array: jax.Array) -> None:
     if array.shape != x.shape[-1:]:
-        shapes, advice = {"x": x.shape, name: array.shape}, "Give one entry per feature."
-        raise shape_error(op, f"{name} must be (features,)", advice, **shapes)
+        shapes = {"x": x.shape, name: array.shape}
+        raise shape_error(op, f"{name} must be (features,)", **shapes)
 
 
 def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
     shape = unpack(op, "x", x)[0].shape
     if len(shape) < least:
-        raise shape_error(op, f"x must be {expected}", "Axes are missing.", x=shape)
+        raise shape_error(op, f"x must be {expected}", x=shape)
     return len(shape)
 
 

@@ -47,11 +47,10 @@ def unpack(
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
     except (TypeError, ValueError):
         data, scale = None, None
-    if data is None or not jnp.issubdtype(data.dtype, jnp.floating):
-        got = type(x).__name__ if data is None else f"dtype {data.dtype}"
+    if data is None or not is_floating(data):
         raise TypeError(
-            f"unitscale.ops.{op}: {name} must be a floating array or a ScaledArray; got {got}. "
-            f"Cast it first, for example {name}.astype(jnp.float32)."
+            f"unitscale.ops.{op}: {name} must be a floating array or a ScaledArray; got "
+            f"{getattr(data, 'dtype', type(x).__name__)}. Cast it first, for example by astype."
         )
     if scale is None or uniform is None:
         return data, scale
@@ -103,7 +102,7 @@ def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError:
-        raise shape_error(op, expected, "Insert dimensions of size 1.", **shapes) from None
+        raise shape_error(op, expected, **shapes) from None
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
@@ -112,10 +111,10 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 
 
-def shape_error(op: str, expected: str, advice: str, **shapes: tuple[int, ...]) -> ValueError:
+def shape_error(op: str, expected: str, hint: str = "", /, **shapes: tuple[int, ...]) -> ValueError:
     """Builds the error for operands whose shapes do not fit."""
     got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-    return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {advice}")
+    return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {hint}".rstrip())
 
 
 @partial(custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -284,13 +283,10 @@ def unit_scaled(
         cut: positions of arguments that are cut edges, such as weights.
         seeds: number of random draws.
 
-    Returns:
-        `UnitScaled`, a function of arrays and ScaledArrays.
-
     Raises:
         TypeError: if JAX cannot trace ``fn``, or the result is not one floating array.
-        ValueError: if no argument is floating, ``cut`` names one that is not, ``fn`` has side
-            effects, or the result or a gradient is constant or not finite.
+        ValueError: if no argument is floating, ``cut`` names one that is not, or the result or a
+            gradient is constant.
 
     Example:
         >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])

@@ -231,7 +231,7 @@ def readout_cross_entropy(
             f"kernel must be {'(V, in)' if transposed else '(in, V)'} with in == x.shape[-1]",
             f"Set transposed={not transposed}?"
             if data.shape[-1:] == w.shape[1 - contracted :][:1]
-            else "Check the feature sizes.",
+            else "",
             x=data.shape,
             kernel=w.shape,
         )
@@ -266,7 +266,7 @@ def readout_cross_entropy(
         Contraction("ty", "zy" if transposed else "yz", "tz"),
         (readout.fwd, readout.bwd[0], readout.bwd[1]),
         config,
-        jnp.dtype(output_dtype(x, kernel) if config is None else output_dtype(x)),
+        output_dtype(x, kernel) if config is None else output_dtype(x),
         float(mult),
         loss.bwd[0] * (num_batch_shards(data, labels) if first == "mean" else 1),
         first,

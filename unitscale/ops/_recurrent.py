@@ -30,11 +30,7 @@ def _gated(op: str, weight: float, **operands: ArrayLike) -> ScaledArray:
     pairs = {name: unpack(op, name, x) for name, x in operands.items()}
     shapes = {name: data.shape for name, (data, _) in pairs.items()}
     if len(set(shapes.values())) > 1:
-        expected, advice = (
-            f"{', '.join(operands)} must have the same shape",
-            "Project them?",
-        )
-        raise shape_error(op, expected, advice, **shapes)
+        raise shape_error(op, f"{', '.join(operands)} must have the same shape", **shapes)
     constants = tuple(scale_argument(scale) for _, scale in pairs.values())
     arrays = (data for data, _ in pairs.values())
     return ScaledArray(wide_op(_gates, *arrays, static=(weight,), constants=constants))
@@ -171,14 +167,8 @@ def _split(op: str, state: ArrayLike, name: str, x: ArrayLike, count: int) -> li
     data, scale = unpack(op, name, x)
     size, times = state.shape[-1], f"{count} * " if count > 1 else ""
     if data.shape != (*state.shape[:-1], count * size):
-        raise shape_error(
-            op,
-            f"{name} must be (..., {times}features) for a state of (..., features)",
-            "Project to the size of the state, for all gates at once.",
-            state=state.shape,
-            **{name: data.shape},
-        )
+        expected = f"{name} must be (..., {times}features) for a state of (..., features)"
+        raise shape_error(op, expected, state=state.shape, **{name: data.shape})
     whole = ScaledArray(data, scale)
-    if count == 1:
-        return [whole]
-    return [whole[..., i * size : (i + 1) * size] for i in range(count)]
+    parts = (slice(i * size, (i + 1) * size) for i in range(count))
+    return [whole] if count == 1 else [whole[..., part] for part in parts]

@@ -7,9 +7,8 @@ returns `Factors`: the forward factor and one backward factor per operand.
 Arguments mean the same in every rule. `in_features` is the contracted dimension, `out_features`
 the last dimension of the output; `batch`, `rows` and `tokens` are products of all leading
 dimensions; `mult` multiplies a function's argument (for softmax, the inverse temperature);
-`constraint` is the name of a constraint (see `constrain`) that makes the factors of non-cut edges
-equal. Rules raise TypeError if a size or number is not static, and ValueError if it is out of range
-or does not fit the other arguments.
+`constraint` makes the factors of non-cut edges equal (see `constrain`). Rules raise TypeError if a
+size or number is not static, and ValueError if it is out of range or does not fit the others.
 
 Papers: *Unit Scaling* is Blake, Orr, Luschi, "Unit Scaling: Out-of-the-Box Low-Precision Training",
 ICML 2023, arXiv 2303.11257; *u-muP* is Blake et al., "u-muP: The Unit-Scaled Maximal Update
@@ -26,27 +25,26 @@ from ._attention import (
     dot_product_attention as dot_product_attention,
     logit_factor as logit_factor,
 )
-from ._elementwise import dropout as dropout, elementwise as elementwise, glu as glu
-from ._factors import Constraint as Constraint, Factors as Factors, constrain as constrain
+from ._elementwise import (
+    avg_pool as avg_pool,
+    dropout as dropout,
+    elementwise as elementwise,
+    glu as glu,
+    max_pool as max_pool,
+)
 from ._linear import (
+    Constraint as Constraint,
+    Factors as Factors,
+    constrain as constrain,
     conv as conv,
     dense as dense,
     embed as embed,
     grouped_dense as grouped_dense,
     lora as lora,
     matmul as matmul,
-    mixture as mixture,
+    norm as norm,
     readout as readout,
     recurrent_kernel as recurrent_kernel,
-    router as router,
-)
-from ._normalization import (
-    avg_pool as avg_pool,
-    max_pool as max_pool,
-    mse_loss as mse_loss,
-    norm as norm,
-    softmax as softmax,
-    softmax_cross_entropy as softmax_cross_entropy,
 )
 from ._residual import (
     RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
@@ -67,4 +65,11 @@ from ._simulate import (
     closed_form as closed_form,
     is_floating as is_floating,
     simulate as simulate,
+)
+from ._softmax import (
+    mixture as mixture,
+    mse_loss as mse_loss,
+    router as router,
+    softmax as softmax,
+    softmax_cross_entropy as softmax_cross_entropy,
 )

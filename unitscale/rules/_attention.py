@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from ._elementwise import correlation_kernel, dropout
-from ._factors import Constraint, Factors, check_choice, check_sizes, constrain, positive_number
-from ._normalization import causal_softmax_moments, moments_by_size, softmax_moments
+from ._linear import Constraint, Factors, check_choice, check_sizes, constrain, positive_number
 from ._residual import residual
+from ._softmax import causal_softmax_moments, moments_by_size, softmax_moments
 
 NormPlacement = Literal["pre", "post", "none"]
 """Where an `AttentionContext`'s branches have their norm: before, after the sum, or nowhere."""
@@ -53,14 +53,9 @@ def dot_product_attention(
         output's mean square is `E[sum p^2]` over the keys a query sees: `key_length` of them, or,
         when causal, the average over 1, 2, ..., key_length. Forward is its inverse root, times `(1
         - dropout_rate)^1/2`. Before the constraint v has the forward factor, and q and k `1 / RMS`
-        of the softmax's gradient times the logits' standard deviation (for a single key, the
-        forward factor). Assumes as many queries as keys, and no mask except the causal one. If
-        values at different positions are not independent, pass the output's mean square before
-        factor and dropout as `mean_square`: see `AttentionContext`.
-
-    Example:
-        >>> round(dot_product_attention(64, 256, is_causal=False).fwd, 1)
-        15.9
+        of the softmax's gradient times the logits' standard deviation. Assumes as many queries as
+        keys, and no mask except the causal one. `mean_square` replaces `E[sum p^2]` where values at
+        different positions are not independent: see `AttentionContext`.
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled dot-product attention, whose empirical fit in
@@ -83,18 +78,16 @@ def dot_product_attention(
 class AttentionContext:
     """The residual branches below an attention layer: attention, MLP, attention, MLP, ...
 
-    `dot_product_attention` assumes independent values at different positions, as in the first layer
-    of a stack. Further up, tokens share a component, which averaging does not shrink, and a factor
-    for independent values is several times too large.
+    Above the first layer, tokens share a component that averaging does not shrink, and the factor
+    of `dot_product_attention` for independent values would be several times too large.
 
     Scaling:
         Let `S` be the covariance of the residual stream at two positions, at first the identity,
         and `R` the same after a norm. Each branch adds a covariance `B`, `S <- (tau^2 B + S) / (1 +
         tau^2)`. For attention, `B = A R A^T` over its mean diagonal, with `A` the averaging weights
-        (for a causal query at t, `1 / t` for every key it sees; on the diagonal their mean square
-        is exact). For the MLP, `B = E[f(x) f(y)]` for normal x and y with correlation `R`. The mean
-        square of attention's output is then the mean diagonal of `A R A^T`, and its factor the
-        inverse root.
+        (on the diagonal their mean square is exact). For the MLP, `B = E[f(x) f(y)]` for normal x
+        and y with correlation `R`. The mean square of attention's output is the mean diagonal of `A
+        R A^T`.
 
     Args:
         taus_below: Residual weights of the branches below, alternately attention and MLP; an even
@@ -102,8 +95,7 @@ class AttentionContext:
         activation: The MLPs' function from a scalar to a scalar, such as `jax.nn.gelu`.
         gated: Whether the activation gates a second projection.
         mlp_mult: Multiplier of the activation's argument.
-        norm_placement: "pre", "post" or "none". Without norms the result is an estimate: it takes
-            MLPs to be homogeneous, and ignores that larger keys are attended to more.
+        norm_placement: "pre", "post" or "none", for which the result is only an estimate.
 
     Example:
         >>> for layer in range(3):
@@ -114,8 +106,7 @@ class AttentionContext:
         0.37
 
     References:
-        Mehler's formula for the MLP; the rest follows from the rules for attention (u-muP, arXiv
-        2407.17465) and residual branches.
+        Mehler's formula for the MLP, and u-muP, arXiv 2407.17465, for attention and residuals.
     """
 
     taus_below: tuple[float, ...] = ()
@@ -166,8 +157,12 @@ class _Attention(NamedTuple):
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of positions in each group. Without a causal mask all positions are alike."""
-        return _groups(self.length) if self.is_causal else np.array([float(self.length)])
+        """Number of positions in each group of neighbours: 1 at first, then growing."""
+        if not self.is_causal:  # all positions are alike
+            return np.array([float(self.length)])
+        first = np.arange(min(self.length, _SINGLE_POSITIONS) + 1)
+        later = np.round(np.geomspace(first[-1], self.length, _GROUPS)).astype(int)
+        return np.diff(np.unique(np.concatenate([first, later]))).astype(np.float64)
 
     def __call__(self, values: _Covariance) -> _Covariance:
         count, square, earlier = _keys(self)
@@ -198,14 +193,6 @@ def _keys(attention: _Attention) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = attention._sum_seen(np.ones(groups.size))
     square, _ = moments_by_size(count, attention.spread)
     return count, square, np.minimum.outer(groups, groups)
-
-
-@functools.lru_cache(maxsize=64)
-def _groups(length: int) -> np.ndarray:
-    """Return sizes of groups of neighbours treated alike: 1 at first, then growing."""
-    first = np.arange(min(length, _SINGLE_POSITIONS) + 1)
-    later = np.round(np.geomspace(first[-1], length, _GROUPS)).astype(int)
-    return np.diff(np.unique(np.concatenate([first, later]))).astype(np.float64)
 
 
 @functools.lru_cache(maxsize=128)

@@ -1,10 +1,10 @@
-"""Factors of element-wise functions, computed by quadrature, so that any function can have them."""
+"""Factors of element-wise functions and of pooling, by quadrature over unit normal values."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from ._factors import Constraint, Factors, constrain, positive_number, real_number
+from ._linear import Constraint, Factors, constrain, per_dimension, positive_number, real_number
 
 _LIMIT = 12.0
 _HERMITE_TERMS = 24
@@ -49,8 +49,7 @@ def elementwise(
     if std == 0:
         raise ValueError(
             f"unitscale.rules.elementwise: {_name(f)} is constant on unit normal inputs "
-            f"(mult={mult}), so no factor makes its output unit. "
-            "Use it outside the unit-scaled graph."
+            f"(mult={mult}), so no factor makes its output unit."
         )
     output, x = constrain(constraint, 1 / std, 1 / (slope or std))
     return Factors(output, (x,))
@@ -65,10 +64,6 @@ def glu(
         Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
         gate))`, under `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right.
         Assumes independent unit x and gate of zero mean.
-
-    Example:
-        >>> round(glu(jax.nn.silu).fwd, 3)
-        1.677
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled gated SiLU.
@@ -90,21 +85,77 @@ def dropout(rate: float) -> Factors:
         Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit
         `x`, so both factors are `(1 - rate)^1/2`: the op is `x * mask * (1 - rate)^-1/2`.
 
-    Example:
-        >>> dropout(0.75)
-        Factors(fwd=0.5, bwd=(0.5,))
-
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
     """
     rate = real_number("dropout", "rate", rate)
     if not 0 <= rate < 1:
-        raise ValueError(
-            f"unitscale.rules.dropout: rate must be in [0, 1); got {rate}. "
-            "It is the probability of dropping, not of keeping."
-        )
+        raise ValueError(f"unitscale.rules.dropout: rate must be in [0, 1); got {rate}.")
     factor = math.sqrt(1 - rate)
     return Factors(factor, (factor,))
+
+
+def avg_pool(
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    *,
+    constraint: Constraint = "to_output_scale",
+) -> Factors:
+    """Return the factors of the mean over windows, with `bwd = (x,)`.
+
+    Scaling:
+        Forward `n^1/2` with `n = prod(window_shape)`, as the mean of n independent unit values has
+        RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n` of
+        the cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
+        Assumes interior windows, without padding.
+
+    References:
+        Unit Scaling, arXiv 2303.11257, the unit-variance rule.
+    """
+    entries, step = _window("avg_pool", window_shape, strides)
+    output, x = constrain(constraint, math.sqrt(entries), math.sqrt(entries * step))
+    return Factors(output, (x,))
+
+
+def max_pool(
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    *,
+    constraint: Constraint = "to_output_scale",
+) -> Factors:
+    """Return the factors of the maximum over windows, with `bwd = (x,)`.
+
+    Scaling:
+        Forward `1 / std` of the largest of `n = prod(window_shape)` independent unit normal values,
+        whose density is `n phi(x) Phi(x)^(n-1)`; its mean is not removed. The cotangent of every
+        window goes to one entry, so before the constraint the input gradient has
+        `prod(strides)^1/2`. Assumes interior windows.
+
+    References:
+        Unit Scaling, arXiv 2303.11257, factors of activations; David, Nagaraja, "Order
+        Statistics", 2003, equation 2.1.6 (density of the maximum).
+    """
+    entries, step = _window("max_pool", window_shape, strides)
+    output, x = constrain(constraint, 1 / _std_of_maximum(entries), math.sqrt(step))
+    return Factors(output, (x,))
+
+
+def _window(rule: str, shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, int]:
+    shape = per_dimension(rule, "window_shape", shape, len(shape))
+    strides = per_dimension(rule, "strides", 1 if strides is None else strides, len(shape))
+    return math.prod(shape), math.prod(strides)
+
+
+@functools.lru_cache(maxsize=256)
+def _std_of_maximum(n: int) -> float:
+    """Return the standard deviation of the maximum of n independent unit normal values."""
+    nodes, weights = quadrature()
+    above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in nodes])
+    # P(all others are below), in logarithms: above is tiny where the maximum of many values lies.
+    with np.errstate(divide="ignore"):
+        density = n * weights * np.exp((n - 1) * np.log1p(-above)) if n > 1 else weights
+    mean = density @ nodes
+    return math.sqrt(density @ (nodes - mean) ** 2)
 
 
 @functools.lru_cache(maxsize=256)
@@ -188,9 +239,8 @@ def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
     for squares in (deviation**2, dy**2):
         if weights[edge] @ squares[edge] > 1e-4 * (weights @ squares):
             raise ValueError(
-                f"unitscale.rules.elementwise: {_name(f)} grows too fast (mult={mult}): its "
-                "variance under unit normal inputs comes from values no batch contains. "
-                "Lower mult or bound the function."
+                f"unitscale.rules.elementwise: {_name(f)} grows too fast (mult={mult}): rare "
+                "values make up its variance. Lower mult or bound the function."
             )
     noise = 8 * float(np.finfo(np.float32).eps) * rms
     return (std if std > noise else 0.0), rms, slope_rms

@@ -1,25 +1,107 @@
-"""Factors of linear ops: matmul, dense, readout, LoRA, convolution, embedding, experts.
+"""Factors and their constraints; the rules of linear ops; checks of arguments.
 
-All follow one rule: a sum of `k` products of independent unit values has RMS `k^1/2`, so each of
-the three matmuls of a linear op (output, input gradient, weight gradient) is multiplied by the
-inverse root of the number of terms in its sums.
+A sum of `k` products of independent unit values has RMS `k^1/2`, so each of the three matmuls of a
+linear op (output, input gradient, weight gradient) is multiplied by the inverse root of the number
+of terms in its sums.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
-from ._factors import (
-    Constraint,
-    Factors,
-    check_per_dimension,
-    check_sizes,
-    constrain,
-    positive_number,
-)
-from ._normalization import gate_moments
+Constraint: TypeAlias = Literal[
+    "to_output_scale",
+    "to_grad_input_scale",
+    "to_left_grad_scale",
+    "to_right_grad_scale",
+    "gmean",
+    "hmean",
+    "amean",
+    None,
+]
+"""Name of a constraint of `constrain`, or None to leave the ideal factors unequal."""
+
+_ONE_GRADIENT = {
+    "to_grad_input_scale": (1, 1),
+    "to_left_grad_scale": (2, 1),
+    "to_right_grad_scale": (2, 2),
+}
+"""Number of constrained operands of such an op, and the index of the factor that all share."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The static floats that an op multiplies in, forward and backward; hashable.
+
+    Scaling:
+        The op computes `fwd * f(x, ...)`, and multiplies the cotangent of operand `i` of the
+        *unscaled* `f` by `bwd[i]`. A backward factor equal to `fwd` gives the true derivative; any
+        other is only correct on a cut edge.
+
+    References:
+        Unit Scaling, arXiv 2303.11257, scaled ops.
+    """
+
+    fwd: float
+    bwd: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fwd", float(self.fwd))
+        object.__setattr__(self, "bwd", tuple(float(factor) for factor in self.bwd))
+        for factor in (self.fwd, *self.bwd):
+            if not (math.isfinite(factor) and factor > 0):
+                raise ValueError(
+                    "unitscale.rules.Factors: factors must be positive and finite; got "
+                    f"fwd={self.fwd}, bwd={self.bwd}."
+                )
+
+
+def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tuple[float, ...]:
+    """Make the forward factor and the backward factors of non-cut edges equal.
+
+    On a cut edge, such as a weight, they may differ: its gradient is then a constant times the true
+    one. On any other edge a difference would weight the paths through the network unequally.
+
+    Scaling:
+        `to_output_scale` uses the output's factor for all; `to_grad_input_scale` that of the only
+        operand; `to_left_grad_scale` and `to_right_grad_scale` that of one of two operands;
+        `gmean`, `hmean` and `amean` the geometric, harmonic and arithmetic mean of all; None
+        changes nothing. The arguments are the ideal factors.
+
+    Example:
+        >>> constrain("gmean", 4.0, 1.0)
+        (2.0, 2.0)
+
+    References:
+        Unit Scaling, arXiv 2303.11257, constrained ops and cut edges.
+    """
+    factors = (output, *grad_inputs)
+    if constraint is None:
+        return factors
+    check_choice("constrain", "constraint", constraint, get_args(Constraint))
+    count = len(grad_inputs)
+    needed, index = _ONE_GRADIENT.get(constraint, (count, 0))
+    if needed != count:
+        fitting = [repr(name) for name, (operands, _) in _ONE_GRADIENT.items() if operands == count]
+        raise ValueError(
+            f"unitscale.rules.constrain: {constraint!r} is for ops with {needed} constrained "
+            f"operand(s); this op has {count}: use "
+            f"{' or '.join(fitting) or repr('to_output_scale')} instead."
+        )
+    if constraint == "gmean":
+        shared = math.exp(math.fsum(math.log(factor) for factor in factors) / len(factors))
+    elif constraint == "hmean":
+        shared = len(factors) / math.fsum(1 / factor for factor in factors)
+    elif constraint == "amean":
+        shared = math.fsum(factors) / len(factors)
+    else:
+        shared = factors[index]
+    return (shared,) * len(factors)
 
 
 def matmul(
@@ -35,13 +117,8 @@ def matmul(
 
     Scaling:
         Forward `k^-1/2`. Before the constraint, the left gradient has `(n * left_repeats)^-1/2` and
-        the right gradient `(m * right_repeats)^-1/2`: each counts the terms of its own sum, with
-        the number of times that batch broadcasting repeats the operand. Assumes independent
-        operands of zero mean and unit variance.
-
-    Example:
-        >>> matmul(4, 16, 64, constraint=None)
-        Factors(fwd=0.25, bwd=(0.125, 0.5))
+        the right gradient `(m * right_repeats)^-1/2`, where batch broadcasting repeats an operand
+        that many times. Assumes independent operands of zero mean and unit variance.
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -82,14 +159,9 @@ def readout(
     """Return the factors of the layer that computes the logits, with `bwd = (x, kernel, bias)`.
 
     Scaling:
-        Forward `in^-1`, so that logits do not grow with width: their RMS is `in^-1/2` at
-        initialization. Input gradient `out^-1/2`; kernel and bias gradients `batch^-1/2`.
-        Constraint None is correct if the readout's input is a cut edge: the only path from the loss
-        to the rest of the model.
-
-    Example:
-        >>> readout(16, 64, 4)
-        Factors(fwd=0.0625, bwd=(0.125, 0.5, 0.5))
+        Forward `in^-1`, so that logits do not grow with width in training. Input gradient
+        `out^-1/2`; kernel and bias gradients `batch^-1/2`. Constraint None is correct if the input
+        is a cut edge: the only path from the loss to the rest of the model.
 
     References:
         u-muP, arXiv 2407.17465, table 2 (output weights).
@@ -110,15 +182,10 @@ def lora(
     """Return the factors of both matmuls of `x @ a @ b`, the low-rank update of a dense layer.
 
     Scaling:
-        Forward that of `dense` for `x @ a`, then `rank^-1/2` for `h @ b`. The gradient of `h` has
-        `out^-1/2`, which makes it and the gradient of `a` unit. The input is not a cut edge,
-        because the dense layer reads it too, so over both matmuls its gradient has the factor of
-        `dense` times `rank^-1/2`. Gradients of `a` and `b` have `batch^-1/2`. The results have `bwd
-        = (x, a)` and `bwd = (h, b)`. Assumes independent unit inputs, weights and cotangents.
-
-    Example:
-        >>> lora(16, 4, 64, 4)
-        (Factors(fwd=0.25, bwd=(1.0, 0.5)), Factors(fwd=0.5, bwd=(0.125, 0.5)))
+        Forward that of `dense` for `h = x @ a`, then `rank^-1/2` for `h @ b`; the results have `bwd
+        = (x, a)` and `bwd = (h, b)`. The gradient of `h` has `out^-1/2`, those of `a` and `b`
+        `batch^-1/2`. The dense layer reads the input too, so it is not a cut edge, and over both
+        matmuls its gradient has the factor of `dense` times `rank^-1/2`.
 
     References:
         Hu et al., "LoRA", 2021, arXiv 2106.09685; Unit Scaling, arXiv 2303.11257, scaling factors
@@ -135,7 +202,7 @@ def lora(
 def conv(
     kernel_shape: Sequence[int],
     batch: int,
-    output_spatial_size: int | Sequence[int],
+    output_spatial_size: int,
     *,
     strides: int | Sequence[int] = 1,
     input_dilation: int | Sequence[int] = 1,
@@ -154,33 +221,26 @@ def conv(
     Args:
         kernel_shape: `(*spatial, in / groups, out)`.
         batch: Number of examples.
-        output_spatial_size: Number of output positions per example, or the output's spatial shape.
+        output_spatial_size: Number of output positions per example.
         strides: One stride for all spatial dimensions, or one for each.
         input_dilation: Likewise; n for a transposed convolution of stride n, whose strides are 1.
         feature_group_count: Number of channel groups.
         constraint: See `constrain`.
 
-    Example:
-        >>> conv((2, 2, 4, 16), batch=1, output_spatial_size=(8, 8))
-        Factors(fwd=0.25, bwd=(0.25, 0.125, 0.125))
-
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
     """
-    kernel_shape = tuple(kernel_shape)
-    if len(kernel_shape) < 2:
-        raise ValueError(
-            "unitscale.rules.conv: kernel_shape must be (*spatial, in / groups, out); got "
-            f"{kernel_shape}."
-        )
+    rank = len(kernel_shape) - 2
+    per_dimension("conv", "kernel_shape", kernel_shape, max(rank, 0) + 2)
     *spatial, in_features, out_features = kernel_shape
-    rank = len(spatial)
-    strides, gaps = _per_dimension(strides, rank), _per_dimension(input_dilation, rank)
-    positions = _per_dimension(output_spatial_size, 1)
-    check_sizes("conv", batch=batch, feature_group_count=feature_group_count)
-    check_per_dimension("conv", rank + 2, kernel_shape=kernel_shape)
-    check_per_dimension("conv", len(positions), output_spatial_size=positions)
-    check_per_dimension("conv", rank, strides=strides, input_dilation=gaps)
+    strides = per_dimension("conv", "strides", strides, rank)
+    gaps = per_dimension("conv", "input_dilation", input_dilation, rank)
+    check_sizes(
+        "conv",
+        batch=batch,
+        output_spatial_size=output_spatial_size,
+        feature_group_count=feature_group_count,
+    )
     if out_features % feature_group_count:
         raise ValueError(
             "unitscale.rules.conv: feature_group_count must divide the output channels; got "
@@ -190,7 +250,7 @@ def conv(
     taps = out_features // feature_group_count * window / math.prod(strides)
     terms = window * in_features / math.prod(gaps)
     output, x = constrain(constraint, _rsqrt(terms), _rsqrt(taps))
-    total = batch * math.prod(positions)
+    total = batch * output_spatial_size
     return Factors(output, (x, _rsqrt(total / math.prod(gaps)), _rsqrt(total)))
 
 
@@ -201,10 +261,6 @@ def embed(vocab: int, tokens: int) -> Factors:
         Forward 1. With `vocab` rows, a row's gradient sums the cotangents of its occurrences,
         `tokens / vocab` on average, so the table's gradient has `(vocab / tokens)^1/2`. Its RMS
         over the whole table is then 1 for any distribution of the tokens.
-
-    Example:
-        >>> embed(64, 16)
-        Factors(fwd=1.0, bwd=(2.0,))
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.
@@ -218,8 +274,7 @@ def recurrent_kernel(steps: int) -> Factors:
 
     Scaling:
         Forward 1; backward `steps^-1/2`, because the gradient sums that many contributions, each
-        already scaled by `dense` for the batch. The weight is a cut edge. Assumes that
-        contributions of different steps are independent.
+        already scaled by `dense` for the batch. Assumes that they are independent.
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -239,9 +294,9 @@ def grouped_dense(
     """Return the factors of a dense layer with a kernel for each group of rows.
 
     Scaling:
-        As `dense`, but a kernel's gradient sums over the rows of its group, `rows / groups` on
-        average: kernels and biases, which are cut edges, have `(groups / rows)^1/2`. The RMS over
-        all kernels is then 1 for any group sizes.
+        As `dense`, but the gradients of a kernel and its bias sum over the rows of their group,
+        `rows / groups` on average, and have `(groups / rows)^1/2`. The RMS over all kernels is then
+        1 for any group sizes.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.
@@ -252,87 +307,85 @@ def grouped_dense(
     return Factors(one.fwd, (one.bwd[0], weight, weight))
 
 
-def mixture(experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = True) -> Factors:
-    """Return the factors of the sum of the chosen experts' outputs, weighted by their gates.
+def norm(features: int, size: int) -> Factors:
+    """Return the factors of a layer, RMS, group or batch norm, with `bwd = (x, gain, bias)`.
 
     Scaling:
-        Forward `c = E[sum g^2]^-1/2` over the gates g of a token: 1 for a single gate of 1, `k^1/2`
-        for k equal ones. The expectation over independent unit normal logits is exact. Gates have
-        the true derivative, factor `c`. The cotangent of an expert's output, `c g dy`, has RMS
-        `k^-1/2` and is multiplied by a further `k^1/2`, so that gradients inside the experts are
-        unit; the gradient of the expert's input is multiplied by `k^-1/2` to undo it, on top of the
-        derivative of copying the token: `bwd = (expert's output, gate, expert's input)`. If
-        `renormalize`, gates are the softmax over the chosen experts only, and so sum to 1;
-        otherwise they are entries of the softmax over all. Assumes independent unit experts.
-
-    Example:
-        >>> mixture(8, 1)
-        Factors(fwd=1.0, bwd=(1.0, 1.0, 1.0))
-        >>> round(mixture(8, 2).fwd, 2)
-        1.34
+        Forward 1, input gradient 1. For an input of `size` elements whose last axis has `features`,
+        gain and bias are cut edges whose gradients sum over `size / features` rows: `(features /
+        size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
 
     References:
-        Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
-        u-muP, arXiv 2407.17465, appendix G (the factor applied at the split).
+        Unit Scaling, arXiv 2303.11257, the rule for cut edges.
     """
-    mult = _check_experts("mixture", experts, top_k, mult)
-    output = 1 / math.sqrt(gate_moments(experts, top_k, mult, renormalize).square)
-    return Factors(output, (output * math.sqrt(top_k), output, 1 / math.sqrt(top_k)))
-
-
-def router(
-    in_features: int,
-    experts: int,
-    tokens: int,
-    *,
-    top_k: int,
-    out_features: int | None = None,
-    mult: float = 1.0,
-    renormalize: bool = True,
-    constraint: Constraint = "to_output_scale",
-) -> Factors:
-    """Return the factors of the matmul that computes router logits, with `bwd = (x, kernel)`.
-
-    Scaling:
-        Forward `in^-1/2`, which makes the logits unit for any width, constrained together with the
-        input gradient (ideally `experts^-1/2`), as the token goes to the experts too. A gate's
-        gradient is `c <f, dy>`, of RMS `c out^1/2` for unit outputs f and cotangents dy, with c the
-        forward factor of `mixture`. The mean square of a logit's gradient is then `(c mult)^2 out /
-        experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]` (for renormalized gates); the kernel, a cut
-        edge, has its inverse root times `tokens^-1/2`. If the gates are constant (one renormalized
-        gate), the kernel has `tokens^-1/2`. Experts have `out_features` outputs, by default as many
-        as inputs; the other arguments are those of `mixture`.
-
-    Example:
-        >>> router(16, 8, 4, top_k=1).fwd
-        0.25
-
-    References:
-        Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
-        u-muP, arXiv 2407.17465, table 2 (hidden weights).
-    """
-    mult = _check_experts("router", experts, top_k, mult)
-    width = in_features if out_features is None else out_features
-    check_sizes("router", in_features=in_features, tokens=tokens, out_features=width)
-    output, x = constrain(constraint, _rsqrt(in_features), _rsqrt(experts))
-    moments = gate_moments(experts, top_k, mult, renormalize)
-    slope = mult * math.sqrt(width * moments.gradient / moments.square / experts)
-    return Factors(output, (x, _rsqrt(tokens) / (slope or 1.0)))
-
-
-def _check_experts(rule: str, experts: int, top_k: int, mult: float) -> float:
-    check_sizes(rule, experts=experts, top_k=top_k)
-    if top_k > experts:
+    check_sizes("norm", features=features, size=size)
+    if size % features:
         raise ValueError(
-            f"unitscale.rules.{rule}: top_k must be at most the number of experts; got {top_k} of "
-            f"{experts}."
+            f"unitscale.rules.norm: size must be a multiple of features; got {size}, {features}."
         )
-    return positive_number(rule, "mult", mult)
+    weight = math.sqrt(features / size)
+    return Factors(1.0, (1.0, weight, weight))
+
+
+def check_sizes(rule: str, **sizes: Any) -> None:
+    """Check that every named size is a positive static integer."""
+    for name, size in sizes.items():
+        try:
+            value = operator.index(size)
+        except TypeError as error:
+            raise TypeError(
+                f"unitscale.rules.{rule}: {name} must be a static integer; got {size!r} of type "
+                f"{type(size).__name__}. Take sizes from .shape, not from array values. If the "
+                "batch size is symbolic, as in jax.export, trace inside unitscale.batch_size(n): "
+                "n only affects gradients."
+            ) from error
+        if value < 1:
+            raise ValueError(f"unitscale.rules.{rule}: {name} must be at least 1; got {value}.")
+
+
+def per_dimension(rule: str, name: str, sizes: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return one positive static integer for each dimension, given those or one for all."""
+    values = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,) * rank
+    check_sizes(rule, **{f"{name}[{i}]": size for i, size in enumerate(values)})
+    if len(values) != rank:
+        raise ValueError(
+            f"unitscale.rules.{rule}: {name} must have one entry for each of the {rank} "
+            f"spatial dimensions; got {values}."
+        )
+    return values
+
+
+def check_choice(rule: str, name: str, value: object, choices: Sequence[str | None]) -> None:
+    """Check that an argument is one of a few names."""
+    if value not in choices:
+        names = [str(choice) for choice in choices]
+        near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+        raise ValueError(
+            f"unitscale.rules.{rule}: {name} must be one of {', '.join(names)}; got {value!r}."
+            f"{f' Did you mean {near[0]!r}?' if near else ''}"
+        )
+
+
+def real_number(rule: str, name: str, value: Any) -> float:
+    """Return a static real number as a Python float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"unitscale.rules.{rule}: {name} must be a static real number; got "
+            f"{type(value).__name__}. Factors are fixed at trace time."
+        ) from error
+
+
+def positive_number(rule: str, name: str, value: Any) -> float:
+    """Return a static, positive and finite number as a Python float."""
+    number = real_number(rule, name, value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(
+            f"unitscale.rules.{rule}: {name} must be positive and finite; got {value!r}."
+        )
+    return number
 
 
 def _rsqrt(terms: float) -> float:
     return 1 / math.sqrt(terms)
-
-
-def _per_dimension(sizes: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    return tuple(sizes) if isinstance(sizes, Sequence) else (operator.index(sizes),) * rank

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._elementwise import correlation_kernel, glu
-from ._factors import (
+from ._linear import (
     Constraint,
     Factors,
     check_choice,
@@ -47,10 +47,6 @@ def add(
         cotangents: 1 for an operand that is not broadcast. The constraint covers both operands,
         because a broadcast one need not be a cut edge, as in `x + mean(x)`.
 
-    Example:
-        >>> add(right_repeats=4, constraint=None).bwd
-        (1.0, 0.5)
-
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
     """
@@ -65,13 +61,8 @@ def weighted_add(weights: Sequence[float]) -> Factors:
     """Return the factors of `sum(w * x)`, with one (equal) backward factor per operand.
 
     Scaling:
-        Forward and backward `1 / norm(weights)`. The backward is the true derivative: the cotangent
-        of operand `i` is multiplied by its weight and by this factor, that is by
-        `normalized_weights(weights)[i]`. Assumes independent unit operands.
-
-    Example:
-        >>> weighted_add((3.0, 4.0))
-        Factors(fwd=0.2, bwd=(0.2, 0.2))
+        Forward and backward `1 / norm(weights)`, the true derivative: the cotangent of operand `i`
+        is multiplied by its weight too. Assumes independent unit operands.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
@@ -103,13 +94,9 @@ def residual(tau: float) -> ResidualFactors:
     """Return the weights of `(tau * branch + skip) / (1 + tau^2)^1/2`.
 
     Scaling:
-        Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`. Assumes independent unit branch
-        and skip. The branch's factor is applied to the cotangent at the split, not at the sum: the
-        total gradient stays true, and gradients inside the branch are unit.
-
-    Example:
-        >>> residual(0.75)
-        ResidualFactors(branch=0.6, skip=0.8)
+        Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`, for independent unit branch and
+        skip. Backward, both multiply the cotangents at the split: the total gradient stays true,
+        and gradients inside the branch are unit.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
@@ -131,9 +118,9 @@ def residual_taus(
     """Return the tau of every residual branch of a network, first to last.
 
     Scaling:
-        `fixed`: `tau` for all; the default 0.5 gives a branch a fifth of the variance of the sum.
-        `running_mean`: `tau_l^2 = 1 / l`, l = 1..L, so that the embedding and all branches
-        contribute equally.
+        `fixed`: `tau` for all. `running_mean`: `tau_l^2 = 1 / l`, l = 1..L, so that the embedding
+        and all branches contribute equally.
+
         `depth`: branches alternate attention, MLP, ...; with `a_mlp^2 = 2 mult^2 / (attn_ratio^2 +
         1)`, `a_attn^2 = attn_ratio^2 a_mlp^2` and `k = floor((l - 1) / 2)`, `tau_l^2 = a_attn^2 /
         (L/2 + k a_attn^2 + k a_mlp^2)` for odd l and `tau_l^2 = a_mlp^2 / (L/2 + (k + 1) a_attn^2 +
@@ -146,10 +133,6 @@ def residual_taus(
         tau: Ratio of every branch to the skip; only for "fixed".
         mult: Ratio of all branches together to the embedding; only for "depth".
         attn_ratio: Ratio of attention branches to MLP branches; only for "depth".
-
-    Example:
-        >>> residual_taus("running_mean", 4)[3]
-        0.5
 
     References:
         Unit Scaling, arXiv 2303.11257, residual schemes.
@@ -188,22 +171,14 @@ def umup_learning_rate(
     Scaling:
         weight: `fan_in^-1/2`; embedding: `fan_out^-1/2`; readout, bias and norm: 1. Each times
         `depth^-1/2`, depth being the number of residual branches of the stack that the parameter is
-        in (1 outside any). With these the best global learning rate does not change with width or
-        depth. For weights of unit variance with updates of unit size: those of Adam, and those of
-        SGD if gradients are unit scaled.
+        in (1 outside any). The best global learning rate then does not change with width or depth,
+        for weights of unit variance with updates of unit size: those of `optimizer` "adam", and
+        those of "sgd", proportional to gradients, if these are unit scaled.
 
-        With SGD and a readout constrained `to_output_scale`, all gradients except the readout's
-        have the factor of its input gradient, `width^-1` instead of the free one. Parameters before
-        the readout are therefore multiplied by their width: weights then have `fan_in^1/2`,
-        embeddings `fan_out^1/2`, biases and norms `fan_out`. A bias of the readout itself has no
-        such factor: do not pass readout_constraint for it.
-
-        `optimizer` is "adam" if the size of updates does not depend on that of gradients, "sgd" if
-        it is proportional to it.
-
-    Example:
-        >>> umup_learning_rate("weight", fan_in=64, fan_out=256, depth=4)
-        0.0625
+        With SGD and a readout constrained `to_output_scale`, all gradients before the readout have
+        the factor `width^-1` of its input gradient. Their parameters are therefore multiplied by
+        their width: weights have `fan_in^1/2`, embeddings `fan_out^1/2`, biases and norms
+        `fan_out`. Do not pass readout_constraint for a bias of the readout itself.
 
     References:
         u-muP, arXiv 2407.17465, table 2 (learning rates) and appendix G (depth); unit-scaling,
@@ -224,31 +199,22 @@ def umup_learning_rate(
 def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) -> float:
     """Return the weight of the candidate in `gate * state + (1 - gate) * weight * candidate`.
 
-    A factor on the whole update of a recurrent state would be multiplied in at every step, so only
-    the weight of the candidate can be chosen. It leaves every gradient true.
+    Only this weight is free: a factor on the whole state would be multiplied in at every step.
 
     Scaling:
         The weight that makes the variance of the stationary state 1, for a logistic gate of a unit
-        normal and a unit tanh candidate. With `q = E[sigmoid^2]`, `weight^2 q + q + 2 weight (1/2 -
-        q) c = 1`, where c is the covariance of candidate and state. If candidates of different
-        steps were independent, c would be 0 and the weight `(1 / q - 1)^1/2 = 1.552`. But the same
-        kernel reads a slowly changing state at each step, so they are correlated: with `R(k)` the
-        autocorrelation of the state and K that of tanh of a normal (Mehler), `R_n(k) = K(share
-        R(k))`, `S(k) = weight / 2 * sum_j 2^-j R_n(k + j)`, `R(k) = weight / 2 * S(k) + R(k - 1) /
-        2` and `c = S(1)`, solved together. Assumes wide layers, white inputs and gates that are
-        independent over time; the more slowly gates change, the smaller the variance (by a tenth if
-        they never change).
+        normal and a unit tanh candidate: with `q = E[sigmoid^2]`, `weight^2 q + q + 2 weight (1/2 -
+        q) c = 1`. The covariance c of candidate and state is not 0, as the same kernel reads a
+        slowly changing state at each step: with `R(k)` the autocorrelation of the state and K that
+        of tanh of a normal (Mehler), `R_n(k) = K(share R(k))`, `S(k) = weight / 2 * sum_j 2^-j
+        R_n(k + j)`, `R(k) = weight / 2 * S(k) + R(k - 1) / 2` and `c = S(1)`, solved together.
+        Assumes wide layers, white inputs and gates that are independent over time.
 
     Args:
         share: Share of the variance of the candidate's argument that comes from the state.
         reset: Whether a second gate multiplies what the candidate reads of the state, as in a GRU.
-            It makes candidates less correlated, and a little smaller.
-        period: Number of updates after which the same kernel is used again: the depth of a
-            recurrent highway cell.
-
-    Example:
-        >>> round(gated_update(0.5, reset=True), 3)
-        1.38
+        period: Number of updates after which the same kernel is used again, as in a recurrent
+            highway cell.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Cho et al., 2014,
@@ -270,10 +236,6 @@ def gated_sum(share: float = 0.5) -> float:
     Scaling:
         As `gated_update` with two independent logistic gates, whose product has mean 1/4: the
         weight that solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
-
-    Example:
-        >>> round(gated_sum(), 3)
-        1.29
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Hochreiter,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -12,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._elementwise import compile_time, elementwise
-from ._factors import Factors
-from ._linear import matmul
-from ._normalization import softmax
+from ._linear import Factors, matmul
 from ._residual import add
+from ._softmax import softmax
 
 _NORMAL = 1.959964  # quantile of a two-sided 95 percent interval
 
@@ -25,7 +25,7 @@ class Simulation:
     """Ideal factors of a function, estimated from draws.
 
     Attributes:
-        factors: The estimates; `bwd` has one factor per floating argument. Unconstrained.
+        factors: The estimates; `bwd` has one factor per floating argument.
         fwd_interval: 95 percent confidence interval of the forward factor.
         bwd_intervals: The interval of each backward factor.
         is_loss: Whether the result is a scalar, whose forward factor is 1.
@@ -48,14 +48,11 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
 
     Scaling:
         Known are matmul (of matrices), softmax, add, and every element-wise function of one array
-        (`elementwise`): one whose value and derivative at an array equal those at each of its
-        entries alone. All arguments must be floating; of `example`, only the shapes count.
+        (`elementwise`). All arguments must be floating; of `example`, only the shapes count.
 
     Example:
         >>> round(closed_form(lambda x: jnp.tanh(x), [np.zeros(3)]).fwd, 3)
         1.593
-        >>> closed_form(jnp.cumsum, [np.zeros(3)]) is None
-        True
     """
     if not all(map(is_floating, example)):
         return None
@@ -67,10 +64,8 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
     if fn in (jnp.add, jax.lax.add) and len(shapes) == 2 and shapes[0] == shapes[1]:
         return add(constraint=None)
     if len(shapes) == 1 and _is_elementwise(fn, shapes[0]):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             return elementwise(fn, constraint=None)
-        except (TypeError, ValueError):
-            return None
     return None
 
 
@@ -106,16 +101,13 @@ def simulate(
 
     Args:
         fn: Differentiable function of arrays, returning one floating array.
-        example: Its arguments. Floating arrays are replaced by draws of their shape; others are
-            passed unchanged.
+        example: Its arguments. Floating ones are replaced by draws of their shape.
         seeds: Number of draws, at least 2.
         name: Name of the caller in messages.
 
     Raises:
-        TypeError: If `fn` is not a function that JAX can trace, `example` is one array, or the
-            result is not one floating array.
-        ValueError: If no argument is floating, there are fewer than two seeds, the function has
-            side effects, or the result or a gradient is constant or not finite.
+        TypeError: If JAX cannot trace `fn`, or the result is not one floating array.
+        ValueError: If no argument is floating, or the result or a gradient is constant.
 
     Example:
         >>> found = simulate(jnp.matmul, [np.zeros((64, 16)), np.zeros((16, 64))])
@@ -138,15 +130,12 @@ def simulate(
     floats = [i for i, x in enumerate(example) if is_floating(x)]
     if not floats:
         raise ValueError(
-            f"{where}: expected a floating argument; got {len(example)} arguments, none floating. "
-            "Factors belong to functions that have a gradient."
+            f"{where}: expected a floating argument; got {len(example)} arguments, none floating"
         )
 
     def of_floats(*xs: jax.Array) -> Any:
-        full = list(example)
-        for i, x in zip(floats, xs, strict=True):
-            full[i] = x
-        return fn(*full)
+        given = dict(zip(floats, xs, strict=True))
+        return fn(*(given.get(i, x) for i, x in enumerate(example)))
 
     shapes = [jax.ShapeDtypeStruct(np.shape(example[i]), np.float32) for i in floats]
     try:
@@ -154,19 +143,14 @@ def simulate(
     except jax.errors.JAXTypeError as error:
         raise TypeError(
             f"{where}: expected a function that JAX can trace; got one that needs the values of "
-            f"its arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where for "
-            "choices."
+            f"its arguments ({str(error).splitlines()[0]})"
         ) from error
     if closed.effects:
         raise ValueError(
-            f"{where}: expected a function without side effects; got one that every draw would "
-            "repeat. Remove jax.debug.print, callbacks and Refs from it."
+            f"{where}: expected a function without side effects, such as those of jax.debug.print"
         )
     if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
-        raise TypeError(
-            f"{where}: expected a function that returns one floating array; got {out}. Return the "
-            "array alone."
-        )
+        raise TypeError(f"{where}: expected a function that returns one floating array; got {out}")
     is_loss = out.shape == ()
 
     def draw(key: jax.Array) -> jax.Array:
@@ -180,18 +164,17 @@ def simulate(
 
     with compile_time():
         keys = jax.random.split(jax.random.key(0), seeds)
-        means, squares, *gradients = np.asarray(jax.jit(lambda k: jax.lax.map(draw, k))(keys)).T
-    mean = means.mean(dtype=np.float64)
-    variances = squares.astype(np.float64) - 2 * mean * means + mean**2
+        draws = jax.jit(lambda k: jax.lax.map(draw, k))(keys)
+    means, squares, *gradients = np.asarray(draws, np.float64).T
+    mean = means.mean()
+    variances = squares - 2 * mean * means + mean**2
     fwd, fwd_interval = 1.0, (1.0, 1.0)
     if not is_loss:
         fwd, fwd_interval = _factor(where, "its result", variances, float(np.mean(squares)))
-    bwd = [
-        _factor(where, f"the gradient of argument {i}", g.astype(np.float64), 0.0)
-        for i, g in zip(floats, gradients, strict=True)
-    ]
-    factors = Factors(fwd, tuple(factor for factor, _ in bwd))
-    return Simulation(factors, fwd_interval, tuple(interval for _, interval in bwd), is_loss)
+    names = (f"the gradient of argument {i}" for i in floats)
+    both = [_factor(where, *x, 0.0) for x in zip(names, gradients, strict=True)]
+    bwd, bwd_intervals = zip(*both, strict=True)
+    return Simulation(Factors(fwd, bwd), fwd_interval, bwd_intervals, is_loss)
 
 
 def _factor(
@@ -201,17 +184,14 @@ def _factor(
     mean = float(squares.mean())
     if not math.isfinite(mean):
         raise ValueError(
-            f"{where}: {what} is not finite for unit normal inputs. Restrict the function's "
-            "domain, for example by softplus or abs inside it."
+            f"{where}: {what} is not finite for unit normal inputs. Restrict the function's domain."
         )
     if mean <= 8 * float(np.finfo(np.float32).eps) ** 2 * noise or mean == 0:
         raise ValueError(
-            f"{where}: {what} is constant for unit normal inputs, so no factor makes it unit. "
-            "Close over an argument that has no gradient."
+            f"{where}: {what} is constant for unit normal inputs, so no factor makes it unit"
         )
     freedom = squares.size - 1
     quantile = _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * freedom)
     half = quantile * float(squares.std(ddof=1)) / math.sqrt(squares.size)
-    low = mean + half
-    high = max(mean - half, mean * 1e-6)
-    return 1 / math.sqrt(mean), (1 / math.sqrt(low), 1 / math.sqrt(high))
+    most = max(mean - half, mean * 1e-6)
+    return 1 / math.sqrt(mean), (1 / math.sqrt(mean + half), 1 / math.sqrt(most))

@@ -1,4 +1,4 @@
-"""Factors of norms, softmax, losses and pooling, and the moments of softmax and gates.
+"""Factors of softmax, losses and mixtures of experts, and the moments of softmax and gates.
 
 Softmax moments are exact: the normalizer `Z = sum(e^z)` is removed by `Z^-k = int s^(k-1) e^(-s Z)
 ds / (k-1)!`, which turns a moment of independent normal logits into a one-dimensional integral of
@@ -10,50 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ._elementwise import quadrature
-from ._factors import (
-    Constraint,
-    Factors,
-    check_per_dimension,
-    check_sizes,
-    constrain,
-    positive_number,
-)
+from ._linear import Constraint, Factors, check_sizes, constrain, positive_number
 
 _LARGEST_SPREAD = 24.0  # of logits; beyond it softmax moments follow their asymptote in 1 / spread
 _STEP = 0.25  # of the integral over u = log s
 _WIDTH = 10.0  # of the normal distribution, in standard deviations
 _GATE_WIDTH, _GATE_STEP = 8.0, 0.02
-
-
-def norm(features: int, size: int) -> Factors:
-    """Return the factors of a layer, RMS, group or batch norm, with `bwd = (x, gain, bias)`.
-
-    Scaling:
-        Forward 1, input gradient 1. For an input of `size` elements whose last axis has `features`,
-        gain and bias are cut edges whose gradients sum over `size / features` rows: `(features /
-        size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
-
-    Example:
-        >>> norm(64, 1024)
-        Factors(fwd=1.0, bwd=(1.0, 0.25, 0.25))
-
-    References:
-        Unit Scaling, arXiv 2303.11257, the rule for cut edges.
-    """
-    check_sizes("norm", features=features, size=size)
-    if size % features:
-        raise ValueError(
-            "unitscale.rules.norm: size must be a multiple of features; got "
-            f"size={size}, features={features}. Pass the input's total number of elements."
-        )
-    weight = math.sqrt(features / size)
-    return Factors(1.0, (1.0, weight, weight))
 
 
 def softmax(
@@ -66,8 +32,7 @@ def softmax(
         `var(p) = E[sum p^2] / n - 1 / n^2`. Backward `1 / RMS(dx)` before the constraint: `dx =
         mult * p * (g - sum(p g))`, so for unit g its mean square is `mult^2 / n * E[sum p^2 - 2 p^3
         + (sum p^2)^2]`. The expectations over independent unit normal logits are exact; for large n
-        the factors tend to `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`. A softmax
-        over a single entry is the constant 1; its factors are 1.
+        the factors tend to `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`.
 
     Example:
         >>> round(softmax(4096).fwd / 4096, 3)
@@ -78,16 +43,13 @@ def softmax(
     """
     check_sizes("softmax", axis_size=axis_size)
     mult = positive_number("softmax", "mult", mult)
-    if axis_size == 1:
-        output, x = constrain(constraint, 1.0, 1.0)
-        return Factors(output, (x,))
-    moments = softmax_moments(int(axis_size), mult)
-    if mult < 1e-3:
-        # The difference below would cancel; here p is linear in x to within mult^2.
-        std = mult * math.sqrt(axis_size - 1) / axis_size**1.5
-    else:
-        std = math.sqrt((moments.square - 1 / axis_size) / axis_size)
-    slope = mult * math.sqrt(moments.gradient / axis_size)
+    std = slope = 1.0
+    if axis_size > 1:
+        moments = softmax_moments(int(axis_size), mult)
+        slope = mult * math.sqrt(moments.gradient / axis_size)
+        std = math.sqrt(max(moments.square - 1 / axis_size, 0) / axis_size)
+        if mult < 1e-3:  # the difference cancels; p is linear in x to within mult^2
+            std = mult * math.sqrt(axis_size - 1) / axis_size**1.5
     output, x = constrain(constraint, 1 / std, 1 / slope)
     return Factors(output, (x,))
 
@@ -96,15 +58,10 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
     """Return the factors of the softmax cross entropy of `mult * logits`, `bwd = (logits,)`.
 
     Scaling:
-        Forward 1: the value is the ordinary loss. The gradient of one example's loss is `mult * (p
-        - y)`; for uniform `p` over `V = vocab` classes (at least 2) its mean square is `mult^2 (V -
-        1) / V^2`, so the backward factor is `V / ((V - 1)^1/2 * mult)`. It may differ from the
-        forward factor because a loss ends the graph. Assumes small logits, as those of `readout` at
+        Forward 1. The gradient of one example's loss is `mult * (p - y)`; for uniform `p` over `V =
+        vocab` classes (at least 2) its mean square is `mult^2 (V - 1) / V^2`, so the backward
+        factor is `V / ((V - 1)^1/2 * mult)`. Assumes small logits, as those of `readout` at
         initialization, and that the op omits the `1 / N` of a mean from the backward pass.
-
-    Example:
-        >>> softmax_cross_entropy(2).bwd
-        (2.0,)
 
     References:
         Unit Scaling, arXiv 2303.11257, softmax cross entropy.
@@ -114,8 +71,7 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
     mult = positive_number("softmax_cross_entropy", "mult", mult)
     if vocab < 2:
         raise ValueError(
-            "unitscale.rules.softmax_cross_entropy: vocab must be at least 2; got "
-            f"{vocab}. The loss of a single class is always zero."
+            f"unitscale.rules.softmax_cross_entropy: vocab must be at least 2; got {vocab}."
         )
     return Factors(1.0, (vocab / math.sqrt(vocab - 1) / mult,))
 
@@ -124,9 +80,8 @@ def mse_loss() -> Factors:
     """Return the factors of the mean squared error, with `bwd = (pred, target)`.
 
     Scaling:
-        Forward 1. The gradient of one squared error is `2 (pred - target)`; the difference of two
-        independent unit values has variance 2, so its RMS is `8^1/2` and both backward factors are
-        `8^-1/2`. Assumes that the op omits the `1 / N` of the mean from the backward pass.
+        Forward 1. The gradient `2 (pred - target)` of one squared error has RMS `8^1/2` for
+        independent unit values, so both backward factors are `8^-1/2`. The op omits the mean's 1/N.
 
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
@@ -134,76 +89,73 @@ def mse_loss() -> Factors:
     return Factors(1.0, (1 / math.sqrt(8),) * 2)
 
 
-def avg_pool(
-    window_shape: Sequence[int],
-    strides: Sequence[int] | None = None,
-    *,
-    constraint: Constraint = "to_output_scale",
-) -> Factors:
-    """Return the factors of the mean over windows, with `bwd = (x,)`.
+def mixture(experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = True) -> Factors:
+    """Return the factors of the sum of the chosen experts' outputs, weighted by their gates.
 
     Scaling:
-        Forward `n^1/2` with `n = prod(window_shape)`, as the mean of n independent unit values has
-        RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n` of
-        the cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
-        Assumes interior windows, without padding.
+        `bwd = (expert's output, gate, expert's input)`. Forward `c = E[sum g^2]^-1/2` over the
+        gates g of a token, exact for independent unit normal logits. Gates have the true
+        derivative, factor `c`. The cotangent of an expert's output, `c g dy`, has RMS `k^-1/2` and
+        is multiplied by a further `k^1/2`, so that gradients inside the experts are unit; `k^-1/2`
+        on the gradient of the expert's input undoes it. If `renormalize`, gates are the softmax
+        over the chosen experts only; otherwise entries of that over all. Assumes independent unit
+        experts.
 
     Example:
-        >>> avg_pool((2, 2), (2, 2), constraint=None)
-        Factors(fwd=2.0, bwd=(4.0,))
+        >>> round(mixture(8, 2).fwd, 2)
+        1.34
 
     References:
-        Unit Scaling, arXiv 2303.11257, the unit-variance rule.
+        Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
+        u-muP, arXiv 2407.17465, appendix G (the factor applied at the split).
     """
-    entries, step = _window("avg_pool", window_shape, strides)
-    output, x = constrain(constraint, math.sqrt(entries), math.sqrt(entries * step))
-    return Factors(output, (x,))
+    mult = _check_experts("mixture", experts, top_k, mult)
+    output = 1 / math.sqrt(gate_moments(experts, top_k, mult, renormalize).square)
+    return Factors(output, (output * math.sqrt(top_k), output, 1 / math.sqrt(top_k)))
 
 
-def max_pool(
-    window_shape: Sequence[int],
-    strides: Sequence[int] | None = None,
+def router(
+    in_features: int,
+    experts: int,
+    tokens: int,
     *,
+    top_k: int,
+    out_features: int | None = None,
+    mult: float = 1.0,
+    renormalize: bool = True,
     constraint: Constraint = "to_output_scale",
 ) -> Factors:
-    """Return the factors of the maximum over windows, with `bwd = (x,)`.
+    """Return the factors of the matmul that computes router logits, with `bwd = (x, kernel)`.
 
     Scaling:
-        Forward `1 / std` of the largest of `n = prod(window_shape)` independent unit normal values,
-        whose density is `n phi(x) Phi(x)^(n-1)`; its mean is not removed. The cotangent of every
-        window goes to one entry, so before the constraint the input gradient has
-        `prod(strides)^1/2`. Assumes interior windows.
-
-    Example:
-        >>> round(max_pool((2, 1)).fwd, 3)  # the variance is 1 - 1 / pi
-        1.211
+        Forward `in^-1/2`, constrained together with the input gradient (ideally `experts^-1/2`), as
+        the token goes to the experts too. A gate's gradient is `c <f, dy>`, of RMS `c out^1/2` for
+        unit outputs f and cotangents dy, with c the forward factor of `mixture`. The mean square of
+        a logit's gradient is then `(c mult)^2 out / experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]`
+        (for renormalized gates); the kernel, a cut edge, has its inverse root times `tokens^-1/2`,
+        or `tokens^-1/2` if the gates are constant. Experts have `out_features` outputs, by default
+        as many as inputs.
 
     References:
-        Unit Scaling, arXiv 2303.11257, factors of activations; David, Nagaraja, "Order
-        Statistics", 2003, equation 2.1.6 (density of the maximum).
+        Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
+        u-muP, arXiv 2407.17465, table 2 (hidden weights).
     """
-    entries, step = _window("max_pool", window_shape, strides)
-    output, x = constrain(constraint, 1 / _std_of_maximum(entries), math.sqrt(step))
-    return Factors(output, (x,))
+    mult = _check_experts("router", experts, top_k, mult)
+    width = in_features if out_features is None else out_features
+    check_sizes("router", in_features=in_features, tokens=tokens, out_features=width)
+    output, x = constrain(constraint, 1 / math.sqrt(in_features), 1 / math.sqrt(experts))
+    moments = gate_moments(experts, top_k, mult, renormalize)
+    slope = mult * math.sqrt(width * moments.gradient / moments.square / experts)
+    return Factors(output, (x, 1 / math.sqrt(tokens) / (slope or 1.0)))
 
 
-def _window(rule: str, shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, int]:
-    shape = tuple(shape)
-    strides = (1,) * len(shape) if strides is None else tuple(strides)
-    check_per_dimension(rule, len(shape), window_shape=shape, strides=strides)
-    return math.prod(shape), math.prod(strides)
-
-
-@functools.lru_cache(maxsize=256)
-def _std_of_maximum(n: int) -> float:
-    """Return the standard deviation of the maximum of n independent unit normal values."""
-    nodes, weights = quadrature()
-    above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in nodes])
-    # P(all others are below), in logarithms: above is tiny where the maximum of many values lies.
-    with np.errstate(divide="ignore"):
-        density = n * weights * np.exp((n - 1) * np.log1p(-above)) if n > 1 else weights
-    mean = density @ nodes
-    return math.sqrt(density @ (nodes - mean) ** 2)
+def _check_experts(rule: str, experts: int, top_k: int, mult: float) -> float:
+    check_sizes(rule, experts=experts, top_k=top_k)
+    if top_k > experts:
+        raise ValueError(
+            f"unitscale.rules.{rule}: top_k must be at most experts; got {top_k} of {experts}."
+        )
+    return positive_number(rule, "mult", mult)
 
 
 class SoftmaxMoments(NamedTuple):
@@ -221,8 +173,7 @@ class SoftmaxMoments(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
     """Return the moments of the softmax of `size` logits with standard deviation `spread`."""
-    square, gradient = moments_by_size(np.asarray([size]), spread)
-    return SoftmaxMoments(float(square[0]), float(gradient[0]))
+    return SoftmaxMoments(*(float(x[0]) for x in moments_by_size(np.asarray([size]), spread)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,335 @@
+"""Activations, gated linear units, softmax, dropout, and functions made ops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.draws import check_unit
+from unitscale import as_scaled, ops, rules
+from unitscale.core import ScaledArray
+from unitscale.ops._elementwise import _gelu
+
+from .conformance import (
+    SCALES,
+    assert_scales_are_constants,
+    assert_unit,
+    case,
+    check,
+    in_every_dtype,
+    linear,
+    normal,
+    pulled,
+    under_scales,
+)
+
+KEY = jax.random.key(3)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x):
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softmax(x, axis=-1, mult=1.0):
+    z = np.exp(mult * (x - x.max(axis, keepdims=True)))
+    return z / z.sum(axis, keepdims=True)
+
+
+sine = functools.partial(ops.elementwise, jnp.sin)
+# op, reference, JAX's own, and the published forward factor and unconstrained backward factor.
+ACTIVATIONS = {
+    "gelu": (ops.gelu, gelu, jax.nn.gelu, 1.701, 1.481),
+    "silu": (ops.silu, silu, jax.nn.silu, 1.787, 1.623),
+    "tanh": (ops.tanh, np.tanh, jnp.tanh, 1.593, 1.467),
+    "sigmoid": (ops.sigmoid, sigmoid, jax.nn.sigmoid, 4.802, 4.723),
+    "relu": (ops.relu, lambda x: np.maximum(x, 0), jax.nn.relu, 1.713, 1.414),
+    # var(sin z) = (1 - e^-2) / 2 and E[cos^2 z] = (1 + e^-2) / 2 in closed form.
+    "sine": (sine, np.sin, jnp.sin, ((1 - np.exp(-2)) / 2) ** -0.5, ((1 + np.exp(-2)) / 2) ** -0.5),
+}
+GATES = {
+    "silu_glu": (ops.silu_glu, silu, jax.nn.silu),
+    "gelu_glu": (ops.gelu_glu, gelu, jax.nn.gelu),
+    "sigmoid_glu": (ops.sigmoid_glu, sigmoid, jax.nn.sigmoid),
+}
+FWD = {name: rules.elementwise(row[2]).fwd for name, row in ACTIVATIONS.items()}
+# The default constraint: the gradient is exactly the true derivative of the output.
+CASES = {
+    name: case(op, reference, normal(name, (3, 4)), fwd=FWD[name], bwd=(FWD[name],))
+    for name, (op, reference, *_) in ACTIVATIONS.items()
+}
+CASES |= {
+    name: case(
+        op,
+        lambda x, gate, f=f: x * f(gate),
+        normal(name, (3, 4), (3, 4)),
+        fwd=rules.glu(base).fwd,
+        bwd=(rules.glu(base).fwd,) * 2,
+    )
+    for name, (op, f, base) in GATES.items()
+}
+CASES |= {
+    f"softmax {axis}": case(
+        functools.partial(ops.softmax, axis=axis),
+        functools.partial(softmax, axis=axis),
+        normal("softmax", (4, 3)),
+        fwd=rules.softmax((4, 3)[axis]).fwd,
+        bwd=(rules.softmax((4, 3)[axis]).fwd,),
+    )
+    for axis in (-1, 0)
+}
+MASK = np.asarray(ops.dropout(jnp.ones((4, 5)), 0.75, key=KEY).data) != 0
+CASES["dropout"] = linear(
+    functools.partial(ops.dropout, rate=0.75, key=KEY),
+    lambda x: x * MASK / 0.25,
+    normal("dropout", (4, 5)),
+    fwd=0.5,
+    bwd=(0.5,),
+)
+CASES["expected dropout"] = linear(
+    functools.partial(ops.dropout, rate=0.36, deterministic=True),
+    lambda x: x,
+    normal("dropout", (4, 5)),
+    fwd=0.8,
+    bwd=(0.8,),
+    transforms=("jit",),
+)
+test_value_and_gradients = in_every_dtype(CASES)
+
+
+OF_EACH = [*SCALES, np.array([0.5, 1.0, 4.0, 64.0], np.float32)]
+test_scales = under_scales(
+    [(s,) for s in OF_EACH], {n: CASES[n] for n in ("gelu", "relu")}, dtype="float16"
+)
+test_scales_of_gates = under_scales(
+    [(2.0**12, 2.0**-12), (None, 8.0), (0.25, None)], {"glu": CASES["silu_glu"]}
+)
+
+
+@pytest.mark.parametrize("scale", [2.0**12, np.float32([1, 8, 0.5]), np.float32([[1]] * 3 + [[9]])])
+def test_scales_of_logits(scale) -> None:
+    # A product of 2^12 and data is rounded at 2^12 epsilons of its exponential.
+    CASES["softmax -1"](scales=(scale,), slack=2**6 if np.max(scale) > 100 else 4)
+
+
+def test_scale_of_the_output() -> None:
+    x = ScaledArray(jnp.asarray(normal("scale", (3, 4))[0]), 8.0)
+    dropout = functools.partial(ops.dropout, rate=0.5, key=KEY)
+    kept = {op: op(x).scale for op in (ops.gelu, ops.softmax, ops.relu, dropout)}
+    assert list(kept.values()) == [None, None, 8, 8]
+    assert ops.silu_glu(x, ScaledArray(x.data, 4.0)).scale == 8
+    for op in kept:
+        assert_scales_are_constants(op, x)
+    zero = ScaledArray(jnp.zeros(3), 2.0)
+    np.testing.assert_array_equal(ops.gelu(zero).value, 0)
+    np.testing.assert_allclose(ops.sigmoid(zero).value, 0.5 * 4.802, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_published_constants(name: str) -> None:
+    op, _, plain, fwd, bwd = ACTIVATIONS[name]
+    (y, (dy,)), (own, (slope,)) = (
+        pulled(f, jnp.ones(())) for f in (functools.partial(op, constraint=None), plain)
+    )
+    np.testing.assert_allclose((y / own, dy / slope), (fwd, bwd), rtol=4e-4)
+
+
+@pytest.mark.parametrize(
+    "constraint", ["to_grad_input_scale", "to_right_grad_scale", "gmean", None]
+)
+def test_constraint_and_mult(constraint) -> None:
+    given = {"mult": 0.5, "constraint": constraint}
+    glu = functools.partial(ops.silu_glu, **given)
+    if constraint != "to_grad_input_scale":
+        found = rules.glu(jax.nn.silu, **given)
+        tried = case(glu, lambda x, gate: x * silu(0.5 * gate), normal("glu", (3, 4), (3, 4)))
+        tried(fwd=found.fwd, bwd=found.bwd)
+    if constraint == "to_right_grad_scale":
+        return
+    for op, reference, found in (
+        (ops.tanh, np.tanh, rules.elementwise(jnp.tanh, **given)),
+        (ops.relu, ACTIVATIONS["relu"][1], rules.elementwise(jax.nn.relu, **given)),
+        (ops.softmax, softmax, rules.softmax(4, **given)),
+    ):
+        half = functools.partial(op, **given)
+        args = normal("constraint", (3, 4))
+        check(half, lambda x, f=reference: f(0.5 * x), args, fwd=found.fwd, bwd=found.bwd)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid", "relu"])
+def test_float16_is_rounded_once(name: str) -> None:
+    """Every float16 in [-8, 8]: the exact value rounded, but for the error of float32."""
+    op, reference, *_ = ACTIVATIONS[name]
+    fwd = FWD[name]
+    bits = np.arange(2**15, dtype=np.uint16).view(np.float16)
+    bits = bits[bits <= 8]
+    x = np.concatenate([-bits[::-1], bits])
+    y, (grad,) = pulled(op, jnp.asarray(x))
+    exact = fwd * reference(x.astype(np.float64))
+    h = 1e-4
+    slope = fwd * (reference(x + np.float64(h)) - reference(x - np.float64(h))) / (2 * h)
+    away = np.abs(x.astype(np.float64)) > h if name == "relu" else np.ones(x.shape, bool)
+    for actual, expected in ((y, exact), (grad, slope)):
+        actual = np.asarray(actual)
+        nearest = expected.astype(np.float16)
+        ulp = np.spacing(np.abs(nearest)).astype(np.float64)
+        wide = 2.0**-20 * fwd  # a few float32 roundings and the finite difference
+        error = np.abs(actual.astype(np.float64) - expected)[away]
+        assert (error <= (0.5 * ulp + wide)[away]).all()
+        assert np.mean(actual[away] == nearest[away]) > 0.95
+
+
+def test_the_backward_factor_is_applied_before_rounding() -> None:
+    """A gradient below float16's range that the factor brings into it is kept."""
+    slope = 4.802 * np.exp(-9.0) / (1 + np.exp(-9.0)) ** 2
+    _, (grad,) = pulled(ops.sigmoid, jnp.float16([-9.0]), cotangent=jnp.float16([6e-4]))
+    # Without the factor: 7.4e-8, one unit of the smallest subnormal; with it: six units.
+    assert grad == np.float16(slope * np.float64(np.float16(6e-4)))
+
+
+def test_dtypes_and_what_is_kept_for_the_backward_pass() -> None:
+    y, grads = pulled(ops.gelu_glu, jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float32))
+    assert [a.dtype for a in (y, *grads)] == [jnp.float32, jnp.bfloat16, jnp.float32]
+    # Gradients in 8 bits saturate.
+    y, (grad,) = pulled(ops.relu, jnp.full(3, 2.0, jnp.float8_e4m3fn), cotangent=1e6)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(grad), 448)
+    _, vjp = jax.vjp(lambda x: ops.gelu(x).data, jnp.ones((4, 8), jnp.float16))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(vjp)} == {"float16"}
+
+
+@pytest.mark.parametrize("x", [-1e3, -20.0, -9.7, -1.0, 0.0, 3.0, 20.0])
+def test_the_second_derivative_of_gelu_is_finite(x: float) -> None:
+    """Also where the exponential in it is not."""
+    found = jax.grad(jax.grad(_gelu))(x)
+    with jax.enable_x64(True):
+        wanted = jax.grad(jax.grad(jax.nn.gelu))(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_masked_logits() -> None:
+    y, (grad,) = pulled(ops.softmax, jnp.float16([[0.0, -jnp.inf, 0.0]]))
+    fwd = rules.softmax(3).fwd
+    np.testing.assert_array_equal(y, [np.float16([fwd / 2, 0, fwd / 2])])
+    assert np.isfinite(np.asarray(grad)).all()
+
+
+def test_dropout_of_large_numbers_and_by_chance() -> None:
+    y = ops.dropout(ScaledArray(jnp.full(8, jnp.inf, jnp.float16), 8.0), 0.5, key=KEY)
+    assert y.dtype == jnp.float16
+    assert set(np.asarray(y.data).tolist()) == {0.0, np.inf}
+    byte = ops.dropout(jnp.full(8, 448.0, jnp.float8_e4m3fn), 0.5, key=KEY)
+    assert byte.dtype == jnp.bfloat16
+    assert np.isfinite(np.float32(byte.data)).all()
+    x = ScaledArray(jnp.ones(2), 8.0)
+    np.testing.assert_array_equal(ops.dropout(x, 0.0).value, x.value)
+    n, rate = 40000, 0.3
+    zeros = np.mean(np.asarray(ops.dropout(jnp.ones(n), rate, key=KEY).data) == 0)
+    assert abs(zeros - rate) < 5 * (rate * (1 - rate) / n) ** 0.5
+    rows = ops.dropout(jnp.ones((64, 8)), 0.5, key=KEY, broadcast_dims=(1,)).data
+    assert {len(set(row)) for row in np.asarray(rows).tolist()} == {1}
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "relu", "sine", "softmax"])
+def test_unit_variance(name: str) -> None:
+    op = ops.softmax if name == "softmax" else ACTIVATIONS[name][0]
+
+    def centred(x):
+        # Factors divide by the standard deviation, and leave the mean where it is.
+        y = op(x, constraint=None).data
+        return y - jax.lax.stop_gradient(y.mean())
+
+    assert_unit(centred, (32, 64), bias=1 / 64 if name == "softmax" else 1 / 2048)
+
+
+def test_unit_variance_of_gates_and_dropout() -> None:
+    for op, *_ in GATES.values():
+        assert_unit(functools.partial(op, constraint=None), (1024,), (1024,))
+    dropout = functools.partial(ops.dropout, rate=0.6, key=KEY)
+    assert_unit(dropout, (4096,), bias=5 * (1.5 / 4096) ** 0.5)
+
+
+JVP = {
+    "wide_op": lambda x: ops.gelu(x).data,
+    "matmul": lambda x: ops.dense(x, x).data,
+    "combine": lambda x: ops.add(x, x).data,
+    "scale": lambda x: ops.scale_bwd(x, 2.0),
+    "take": lambda x: ops.embed(jnp.arange(2), x).data,
+    "cross_entropy": lambda x: ops.softmax_cross_entropy(x, jnp.arange(2)),
+    "mean_square": lambda x: ops.mse_loss(x, x),
+}
+
+
+@pytest.mark.parametrize("name", JVP)
+def test_forward_mode_says_what_to_use_and_that_works(name: str) -> None:
+    x, v = jnp.array([[0.3, -1.2], [0.7, 2.0]]), jnp.array([[1.0, 0.5], [-0.25, 2.0]])
+    f = JVP[name]
+    with pytest.raises(TypeError, match=rf"unitscale: {name} .*use jax.vjp, jax.grad or"):
+        jax.jvp(f, (x,), (x,))
+
+    def both_ways(x, v):
+        y, vjp = jax.vjp(f, x)
+        (advised,) = jax.vjp(lambda u: jax.vjp(f, x)[1](u)[0], jnp.zeros_like(y))[1](v)
+        # <1, J v> = <J^T 1, v>, with the backward factors in J.
+        return jnp.sum(advised), jnp.sum(vjp(jnp.ones_like(y))[0] * v)
+
+    np.testing.assert_allclose(*jax.jit(both_ways)(x, v), rtol=1e-5)
+
+
+OF_8_BITS = {
+    "dropout": lambda x: ops.dropout(x, 0.01, key=KEY),
+    "attention": lambda x: ops.dot_product_attention(*[x.reshape(1, 2, 1, 2)] * 3),
+    "experts": lambda x: ops.mixture(
+        lambda rows, params, groups: rows, x, ops.route(x, jnp.eye(4), 2), ()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_8_BITS)
+def test_cotangents_of_8_bit_inputs_saturate(name: str) -> None:
+    _, (found,) = pulled(OF_8_BITS[name], jnp.ones((1, 4), jnp.float8_e4m3fn), cotangent=3000)
+    assert found.dtype == jnp.float8_e4m3fn
+    assert jnp.abs(found.astype(jnp.float32)).max() == 448
+
+
+def smooth(x, w):
+    return jnp.cumsum(x @ w, axis=0)
+
+
+def square(pred, target, labels):
+    return jnp.mean(jnp.square(pred - target) * labels)
+
+
+def test_a_function_made_an_op_is_unit() -> None:
+    example = [np.zeros((64, 32), np.float32), np.zeros((32, 48), np.float32)]
+    op = ops.unit_scaled(smooth, example, constraint=None)
+    check_unit(lambda x, w: op(x, w).data, example, seeds=32)
+    example = [np.zeros(256, np.float32), np.zeros(256, np.float32), np.ones(256, np.int32)]
+    loss = ops.unit_scaled(square, example)
+    assert loss.is_loss
+    check_unit(loss, example, seeds=32)
+    args = *(jnp.asarray(a, jnp.float32) for a in normal("loss", (256,), (256,))), example[2]
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*args)
+    np.testing.assert_allclose(value, square(*args), rtol=1e-6)
+    np.testing.assert_allclose(grads[0], -grads[1], rtol=1e-6)
+
+
+def test_its_gradients_are_the_true_ones_and_cut_ones_a_multiple() -> None:
+    x, w, g = (jnp.asarray(a, jnp.float32) for a in normal("cut", (8, 4), (4, 6), (8, 6)))
+    op = ops.unit_scaled(smooth, [x, w], cut=[1])
+    own, true = (pulled(f, x, w, cotangent=g)[1] for f in (op, smooth))
+    for found, expected, factor in zip(own, true, op.factors.bwd, strict=True):
+        np.testing.assert_allclose(found, factor * expected, rtol=1e-5, atol=1e-6)
+    assert op.factors.bwd[0] == op.factors.fwd != op.factors.bwd[1]
+    y = op(x.astype(jnp.float16), w.astype(jnp.float16))
+    assert (type(y), y.dtype) == (ScaledArray, jnp.float16)
+    np.testing.assert_allclose(op(as_scaled(4 * x), w).data, op(4 * x, w).data, rtol=1e-5)

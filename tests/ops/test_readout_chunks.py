@@ -1,0 +1,199 @@
+"""Chunks of tokens: logits are never whole, and devices keep their own sums until the end."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from recipes.bench.wire import collectives
+from tests.parallel.devices import explicit_mesh, mesh_of
+from unitscale import ops
+from unitscale.ops import _readout_cross_entropy as readout
+from unitscale.quant import Delayed, MatmulConfig, QuantState
+
+OPTIMIZED = True
+WIDTH, VOCAB, CHUNK = 8, 4096, 32
+entropy = functools.partial(ops.readout_cross_entropy, transposed=True)
+
+
+def compiled(tokens: int, chunk: int | None, config: MatmulConfig | None = None) -> Any:
+    f = functools.partial(entropy, chunk_size=chunk, config=config)
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    return jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile()
+
+
+def largest(program: Any) -> int:
+    """Elements of the largest array that an optimized program names."""
+    shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\w*\[([\d,]+)\]", program.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@pytest.mark.parametrize("config", [None, MatmulConfig()], ids=["float32", "fp8"])
+def test_memory_does_not_grow_with_the_logits(config: MatmulConfig | None) -> None:
+    few, many = (compiled(n * CHUNK, CHUNK, config) for n in (4, 64))
+    bytes_of = [program.memory_analysis().temp_size_in_bytes for program in (few, many)]
+    # What does grow is what there is of each token: x, dx and a number or two, in chunks and not.
+    own = 60 * CHUNK * (4 * WIDTH + 4) * 4
+    assert bytes_of[1] <= bytes_of[0] + own
+    assert own < 60 * CHUNK * VOCAB  # a byte of each logit
+    assert largest(many) < CHUNK * VOCAB * 2
+    whole = compiled(64 * CHUNK, 64 * CHUNK, config)
+    assert largest(whole) >= 64 * CHUNK * VOCAB
+    assert whole.memory_analysis().temp_size_in_bytes > 10 * bytes_of[1]
+
+
+def test_large_logits_are_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 64 * VOCAB
+    monkeypatch.setattr(readout, "MOST_LOGITS", limit)
+    assert largest(compiled(64, None)) == limit
+    assert largest(compiled(1024, None)) == limit
+
+
+@pytest.mark.parametrize(
+    ("explicit", "spec", "count"),
+    # Axes that are left to the compiler say no more than what they are called.
+    [(False, P("data"), 2), (True, P("data", "context"), 4)],
+    ids=str,
+)
+def test_every_device_has_as_many_logits_as_one_would(
+    monkeypatch: pytest.MonkeyPatch, explicit: bool, spec: P, count: int
+) -> None:
+    """Fewer chunks: each of them adds to a sum over all devices."""
+    monkeypatch.setattr(readout, "MOST_LOGITS", 8 * VOCAB)
+    x, table, labels = jnp.ones((8, 8, WIDTH)), jnp.ones((VOCAB, WIDTH)), jnp.zeros((8, 8), int)
+    grad = jax.grad(functools.partial(entropy, labels=labels), argnums=(0, 1))
+
+    def chunks(*args: Any) -> int:
+        # Functions are traced once; a new one each time.
+        text = str(jax.make_jaxpr(lambda *args: grad(*args))(*args))
+        return 1 + int((re.findall(r"length=(\d+)", text) or ["0"])[0])
+
+    assert chunks(x, table) == 8
+    mesh = (explicit_mesh if explicit else mesh_of)(data=2, context=2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec)), jax.device_put(table, P())
+        assert chunks(*placed) == count
+        found = jax.jit(grad)(*placed)
+    for a, e in zip(found, grad(x, table), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "reduction"), [("none", "mean"), ("e5m2", "none"), ("delayed", "mean")]
+)
+def test_chunks_of_every_device_give_what_one_device_gives(
+    name: str, reduction: Any, axes: dict[str, int]
+) -> None:
+    """Sums that devices keep until the end; what delayed scaling has seen, too."""
+    strategy = Delayed()
+    config = {
+        "none": None,
+        "e5m2": MatmulConfig(cotangent="float8_e5m2"),
+        "delayed": MatmulConfig(strategy=strategy),
+    }[name]
+    state = QuantState.create(strategy) if name == "delayed" else None
+    rng = np.random.default_rng(0)
+    x, table = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 16), (64, 16)))
+    labels = rng.integers(0, 64, (8, 6))
+
+    @jax.jit
+    def gradients(x: Any, table: Any, state: Any) -> Any:
+        def loss(x: Any, table: Any, state: Any) -> jax.Array:
+            how: dict[str, Any] = {"config": config, "state": state, "reduction": reduction}
+            losses = entropy(x, table, labels, chunk_size=16, **how)
+            return jnp.sum(losses * jnp.arange(1.0, 7.0) if reduction == "none" else losses)
+
+        value, (*grads, seen) = jax.value_and_grad(loss, argnums=(0, 1, 2))(x, table, state)
+        return value, grads, None if state is None else state.advance(seen)
+
+    expected = gradients(x, table, state)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        found = gradients(jax.device_put(x, NamedSharding(mesh, P("data"))), table, state)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        most = np.max(np.abs(e), where=np.isfinite(e), initial=0)
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4 * most)
+
+
+TOKENS = 24
+X = np.random.default_rng(0).normal(size=(TOKENS, 3)).astype(np.float32)
+KERNEL = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+
+
+def program(chunks: int) -> Any:
+    """The gradient of a kernel by a sum of squares, and a number for each token."""
+
+    def run(x: jax.Array, kernel: jax.Array) -> Any:
+        def body(rows: dict[str, Any]) -> tuple[Any, Any]:
+            y = rows["x"] @ kernel
+            return (rows["x"].T @ y, None), (jnp.sum(y, 1), rows["index"])
+
+        rows = {"x": x, "index": jnp.arange(x.shape[0]), "absent": None}
+        return readout.over_chunks(body, rows, chunks)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("chunks", [1, 5, 30])
+@pytest.mark.parametrize("axes", [{}, {"data": 4}, {"data": 2, "context": 2}, {"data": 5}], ids=str)
+def test_sums_and_joins_over_chunks(axes: dict[str, int], chunks: int) -> None:
+    mesh = mesh_of(**(axes or {"data": 1}))
+    for tokens in (TOKENS,) if axes else (TOKENS, 23, 1):
+        with jax.set_mesh(mesh):
+            place = NamedSharding(mesh, P("data" if axes != {"data": 5} else None))
+            found = program(chunks)(jax.device_put(X[:tokens], place), KERNEL)
+        (total, none), (sums, index) = found
+        y = X[:tokens].astype(float) @ KERNEL
+        assert none is None
+        np.testing.assert_allclose(total, X[:tokens].T @ y, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(sums, y.sum(1), rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(index, np.arange(tokens))
+
+
+def test_devices_are_added_once() -> None:
+    mesh = mesh_of(data=4)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(X, NamedSharding(mesh, P("data")))
+        compiled = program(3).lower(rows, KERNEL).compile()
+    assert [c.kind for c in collectives(compiled)].count("all-reduce") == 1
+    # None stands in the body of the loop.
+    bodies = [part for part in compiled.as_text().split("\n\n") if "ENTRY" not in part]
+    assert not any("all-reduce(" in body for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis_names"),
+    [
+        ({"data": 4}, ("fsdp", "data")),
+        ({"fsdp": 2, "context": 2}, ("context", "fsdp", "data")),
+        ({"context": 8}, ("fsdp", "data")),  # which does not divide 12 tokens
+    ],
+    ids=str,
+)
+def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[str, ...]) -> None:
+    lead, x = (4, 12), np.arange(4 * 12 * 3).reshape(4, 12, 3)
+    mesh, join = mesh_of(**axes), jax.jit(lambda x: readout.join_tokens(x, lead))
+    with jax.set_mesh(mesh):
+        spec = P(next((a for a in ("fsdp", "data") if a in axes), None))
+        spec = P(*spec, "context" if axes.get("context", 8) < 8 else None)
+        program = join.lower(jax.device_put(x, NamedSharding(mesh, spec)))
+        rows = join(x)
+        back = jax.jit(lambda x: readout.split_tokens(readout.join_tokens(x, lead), lead))(x)
+        assert readout.token_axes(lead) == axis_names
+    np.testing.assert_array_equal(back, x)
+    assert sorted(rows[:, 0].tolist()) == x[..., 0].ravel().tolist()
+    if axes != {"context": 8}:
+        over = tuple(name for name in axis_names if name in axes)
+        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P(over)), 2)
+    assert not collectives(program.compile())  # every device has its own

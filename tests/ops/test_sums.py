@@ -1,0 +1,313 @@
+"""Sums: add, weighted add, residual branches, fan-out, and the gates of recurrent cells."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from unitscale import ops, rules
+from unitscale.core import ScaledArray
+
+from .conformance import (
+    assert_scales_are_constants,
+    assert_unit,
+    case,
+    in_every_dtype,
+    linear,
+    normal,
+    pulled,
+    scaled,
+    under_scales,
+)
+
+HALF = 0.5**0.5
+TAU = 0.75  # weights 0.6 and 0.8
+TANH, GLU = rules.elementwise(jnp.tanh).fwd, rules.glu(jax.nn.sigmoid).fwd
+UPDATE, SUM = rules.gated_update(), rules.gated_sum()
+PAIR = normal("add", (3, 4), (3, 4))
+SHAPE = (3, 4)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def update(state, candidate, gate, weight=UPDATE):
+    return sigmoid(gate) * state + (1 - sigmoid(gate)) * weight * candidate
+
+
+def gated_sum(state, candidate, forget, input_gate):
+    return sigmoid(forget) * state + sigmoid(input_gate) * SUM * candidate
+
+
+def gru(state, x, h):
+    (x_r, x_z, x_n), (h_r, h_z, h_n) = np.split(x, 3, -1), np.split(h, 3, -1)
+    r = GLU * sigmoid((x_r + h_r) / 2**0.5)
+    candidate = TANH * np.tanh((x_n + r * h_n) / 2**0.5)
+    return update(state, candidate, (x_z + h_z) / 2**0.5, rules.gated_update(reset=True))
+
+
+def lstm(cell, x, h):
+    i, f, g, o = np.split((x + h) / 2**0.5, 4, -1)
+    cell = gated_sum(cell, TANH * np.tanh(g), f, i)
+    return np.concatenate([cell, GLU * sigmoid(o) * TANH * np.tanh(cell)], -1)
+
+
+def highway(state, x, h):
+    gate, candidate = np.split((x + h) / 2**0.5, 2, -1)
+    return update(state, TANH * np.tanh(candidate), gate, rules.gated_update(period=3))
+
+
+def deeper(state, h):
+    gate, candidate = np.split(h, 2, -1)
+    return update(state, TANH * np.tanh(candidate), gate, rules.gated_update(1.0, period=3))
+
+
+def joined(cell, x, h):
+    cell, hidden = ops.lstm(cell, x, h)
+    return ScaledArray(jnp.concatenate([cell.data, hidden.data], -1), cell.scale)
+
+
+residual_rnn = functools.partial(ops.simple_rnn, residual=True)
+# op, reference, shapes of the operands, how many more roundings its chain has than one op
+CELLS = {
+    "gated_update": (ops.gated_update, update, (SHAPE,) * 3, 1),
+    "gated_sum": (ops.gated_sum, gated_sum, (SHAPE,) * 4, 1),
+    "gru": (ops.gru, gru, (SHAPE, (3, 12), (3, 12)), 6),
+    "lstm": (joined, lstm, (SHAPE, (3, 16), (3, 16)), 6),
+    "highway": (lambda s, x, h: ops.highway(s, h, x, depth=3), highway, (SHAPE, (3, 8), (3, 8)), 6),
+    "deeper": (lambda s, h: ops.highway(s, h, depth=3), deeper, (SHAPE, (3, 8)), 6),
+    "simple": (
+        ops.simple_rnn,
+        lambda state, x, h: TANH * np.tanh((x + h) / 2**0.5),
+        (SHAPE,) * 3,
+        3,
+    ),
+    "simple, residual": (
+        residual_rnn,
+        lambda state, x, h: TANH * np.tanh((x + h + state) / 3**0.5),
+        (SHAPE,) * 3,
+        3,
+    ),
+}
+SUMS = {
+    "add": linear(ops.add, np.add, PAIR, fwd=HALF, bwd=(HALF, HALF)),
+    "weighted_add": linear(
+        functools.partial(ops.weighted_add, weights=(3, -4)),
+        lambda x, y: 3 * x - 4 * y,
+        PAIR,
+        fwd=0.2,
+        bwd=(0.2, 0.2),
+    ),
+    # Forward weights 0.6 and 0.8; backward the identity, which is the derivative without them.
+    "residual_add": linear(
+        functools.partial(ops.residual_add, tau=TAU),
+        lambda branch, skip: 0.6 * branch + 0.8 * skip,
+        PAIR,
+        fwd=1.0,
+        bwd=(1 / 0.6, 1 / 0.8),
+        transforms=("jit",),
+    ),
+}
+SPLITS = {
+    f"part {i} of residual_split": linear(
+        lambda x, i=i: ops.residual_split(x, TAU)[i],
+        lambda x: x,
+        PAIR[:1],
+        fwd=1.0,
+        bwd=(weight,),
+        transforms=("jit",),
+    )
+    for i, weight in enumerate((0.6, 0.8))
+}
+RESIDUAL = case(
+    lambda x: ops.residual(ops.tanh, x, TAU),
+    lambda x: 0.6 * TANH * np.tanh(x) + 0.8 * x,
+    PAIR[:1],
+    fwd=1.0,
+    bwd=(1.0,),
+    # Two roundings of the branch, two of the gradients and one of their sum.
+    slack=2,
+)
+FAN_OUT = case(
+    lambda x: (lambda q, k, v: q.value * 2.0 + k.value * jnp.sin(v.value))(*ops.fan_out(x, 3)),
+    lambda x: x * 2.0 + x * np.sin(x),
+    PAIR[:1],
+    fwd=1.0,
+    bwd=(1.0,),
+    slack=4,
+    transforms=("jit",),
+)
+TRUE = {
+    name: case(
+        op,
+        reference,
+        normal(name, *shapes),
+        fwd=1.0,
+        bwd=(1.0,) * len(shapes),
+        slack=slack,
+        transforms=("jit", "scan") if name in ("gru", "lstm") else ("jit",),
+    )
+    for name, (op, reference, shapes, slack) in CELLS.items()
+}
+test_value_and_gradients = in_every_dtype(
+    SUMS | SPLITS | TRUE | {"residual": RESIDUAL, "fan_out": FAN_OUT}
+)
+SCALED = [
+    (2.0**12, 2.0**-12),
+    (None, 8.0),
+    (0.25, None),
+    (3.0, 0.7),
+    (np.array([1, 2, 4, 8], np.float32), np.array([[16], [1], [0.5]], np.float32)),
+]
+test_scales_meet = under_scales(SCALED, {k: SUMS[k] for k in ("add", "weighted_add")})
+test_scales_of_residuals = under_scales(
+    [(8.0, 8.0), (4.0, 2.0**-12)], {"add": SUMS["residual_add"], "residual": RESIDUAL, **SPLITS}
+)
+
+
+@pytest.mark.parametrize("name", ["gated_sum", "gru", "lstm", "highway", "simple, residual"])
+def test_scales_are_folded_into_a_state_without_one(name) -> None:
+    op, _, args = TRUE[name].args
+    scales = (0.25, 4.0, 0.5, 2.0)[: len(args)]
+    TRUE[name](scales=scales)
+    operands = scaled(args, scales)
+    assert jax.jit(op)(*operands).scale is None
+    assert_scales_are_constants(op, *operands)
+
+
+# The means of the factors 2^-1/2 (output), 1 and 1 (both gradients).
+CONSTRAINTS = {
+    "to_output_scale": HALF,
+    "to_left_grad_scale": 1.0,
+    "to_right_grad_scale": 1.0,
+    "gmean": 2 ** (-1 / 6),
+    "hmean": 3 / (2**0.5 + 2),
+    "amean": (HALF + 2) / 3,
+    None: None,
+}
+
+
+def test_constraint() -> None:
+    for constraint, shared in CONSTRAINTS.items():
+        op = functools.partial(ops.add, constraint=constraint)
+        linear(op, np.add, PAIR, fwd=shared or HALF, bwd=(shared or 1.0,) * 2)()
+
+
+@pytest.mark.parametrize("constraint", ["to_output_scale", None])
+def test_only_without_constraint_broadcasting_changes_a_factor(constraint) -> None:
+    for shapes in (((2, 3, 4), (4,)), ((1, 3, 1), (2, 1, 4)), ((1,), (3, 4))):
+        size = np.prod(np.broadcast_shapes(*shapes))
+        bwd = [HALF if constraint else (np.prod(s) / size) ** 0.5 for s in shapes]
+        op = functools.partial(ops.add, constraint=constraint)
+        linear(op, np.add, normal("add", *shapes), fwd=HALF, bwd=bwd)()
+
+
+def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
+    x, weights = (np.float32(a) for a in normal("mean", (6, 4), (6, 4)))
+    own, true = (
+        pulled(lambda x, f=f: f(x, x.mean(0)), x, cotangent=weights)[1][0]
+        for f in (ops.add, jnp.add)
+    )
+    np.testing.assert_allclose(own, HALF * true, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [None, 8.0, np.float32([[1], [2], [4]])])
+def test_a_number_is_added_as_it_is(scale) -> None:
+    for op in (
+        lambda x: ops.add(3, x),
+        lambda x: ops.add(np.float32(3), x),
+        lambda x: ops.add(x, np.int64(3)),
+    ):
+        linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,), scales=(scale,))()
+    if isinstance(scale, float):
+        assert ops.add(ScaledArray(jnp.ones(2), scale), 3.0).scale == scale
+
+
+def test_scale_and_dtype_of_the_sum() -> None:
+    x = jnp.ones(2)
+    assert ops.add(x, x).scale is None
+    assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 8.0)).scale == 8  # sqrt(128) = 11.3, rounded
+    assert ops.add(ScaledArray(x, 8.0), x).scale == 8
+    assert ops.residual(lambda x: x, ScaledArray(x, 8.0), 1.0).scale == 8
+    for op in (
+        ops.add,
+        ops.weighted_add,
+        functools.partial(ops.residual_add, tau=TAU),
+        lambda x, y: ops.residual(ops.gelu, x, TAU),
+    ):
+        assert_scales_are_constants(op, ScaledArray(x, 8.0), ScaledArray(x, 2.0))
+    half = x.astype(jnp.float16)
+    assert ops.add(half, 2.5).dtype == ops.add(half, half).dtype == jnp.float16
+    y, grads = pulled(ops.add, half, x)
+    assert [a.dtype for a in (y, *grads)] == [jnp.float32, jnp.float16, jnp.float32]
+    # The stream's dtype is that of the skip connection.
+    assert ops.residual_add(half, x, TAU).dtype == jnp.float32
+    assert ops.residual_add(x, half, TAU).dtype == jnp.float16
+    y, (dx,) = pulled(lambda x: ops.add(x, 1.0), x.astype(jnp.float8_e4m3fn), cotangent=1e4)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(dx), 448)
+
+
+def test_float16_is_summed_wide() -> None:
+    x = jnp.full(2, 40000.0, jnp.float16)
+    np.testing.assert_array_equal(ops.add(x, x).data, np.float16(80000 * HALF))
+    # 100 cotangents of 1000 sum to more than 65504 before the factor 100^-1/2.
+    op = functools.partial(ops.add, jnp.ones((100, 2), jnp.float16), constraint=None)
+    _, (grad,) = pulled(op, x, cotangent=1000.0)
+    np.testing.assert_array_equal(grad, np.float16(1e5 * 0.1))
+
+
+def test_gradients_inside_the_branch_do_not_see_tau() -> None:
+    x, w = (jnp.asarray(a, jnp.float32) for a in normal("branch", (8, 4), (4, 4)))
+    for tau in (0.01, rules.ResidualFactors(*(jnp.float32(f) for f in (0.6, 0.8)))):
+        branch = lambda w: ops.dense(x, w)  # noqa: E731
+        whole = lambda w, tau=tau: ops.residual(lambda x: ops.dense(x, w), x, tau)  # noqa: E731
+        (_, (alone,)), (_, (inside,)) = pulled(branch, w), pulled(whole, w)
+        np.testing.assert_allclose(inside, alone, rtol=1e-6)
+    # Factors that are arrays, as those of a layer in a scan, are those that are numbers.
+    for f in (ops.residual_split, lambda x, tau: [ops.residual_add(ops.tanh(x), x, tau)]):
+        for one, other in zip(f(x, tau), f(x, TAU), strict=True):
+            np.testing.assert_allclose(one.value, other.value, rtol=1e-6)
+    own, other = (pulled(lambda x, t=t: ops.residual(ops.tanh, x, t), x)[1] for t in (tau, TAU))
+    np.testing.assert_allclose(own[0], other[0], rtol=1e-5)
+
+
+def test_gradients_of_a_fan_out_are_added_in_order_and_saturate() -> None:
+    """Of three numbers whose sum depends on the order: 2^24 + 1 is 2^24 in float32."""
+
+    def gradient(*weights: float) -> float:
+        op = lambda x: sum(w * y.data for w, y in zip(weights, ops.fan_out(x, 3), strict=True))  # noqa: E731
+        return jax.grad(op)(1.0)
+
+    assert gradient(1.0, 1.0, 2.0**24) == 2**24 + 2
+    assert gradient(2.0**24, 1.0, 1.0) == 2**24
+    for fan in (lambda x: ops.residual_split(x, 1.0), lambda x: ops.fan_out(x, 3)):
+        y, vjp = jax.vjp(lambda x: [e.data for e in fan(x)], jnp.ones(1, jnp.float8_e4m3fn))  # noqa: B023
+        assert vjp([jnp.full(1, 320, jnp.float8_e4m3fn)] * len(y))[0].item() == 448
+
+
+def test_a_shut_gate_keeps_the_state_and_an_open_one_takes_the_candidate() -> None:
+    state, candidate = jnp.float16([1.5, -2.0]), jnp.float16([0.5, 0.25])
+    shut, opened = (jnp.full(2, g, jnp.float16) for g in (60.0, -60.0))
+    np.testing.assert_array_equal(ops.gated_update(state, candidate, shut).data, state)
+    found = ops.gated_update(state, candidate, opened).data
+    np.testing.assert_array_equal(found, np.float16(np.float32(candidate) * np.float32(UPDATE)))
+    # 1 - sigmoid(20) is 0 in float32, its true value 2e-9 is not.
+    tiny = ops.gated_update(jnp.zeros(1), jnp.ones(1), jnp.full(1, 20.0))
+    assert float(tiny.data[0]) == pytest.approx(UPDATE * np.exp(-20.0), rel=1e-5)
+
+
+def test_unit_variance() -> None:
+    assert_unit(functools.partial(ops.add, constraint=None), (32, 32), (32, 32))
+    assert_unit(functools.partial(ops.add, constraint=None), (16, 64), (64,))
+    # The gradients of a weighted sum are the true ones: its weights, whose squares sum to 1.
+    weighted = functools.partial(ops.weighted_add, weights=(1, 3))
+    assert_unit(weighted, (32, 32), (32, 32), unit=[True, False, False])
+    for tau in (0.1, 3.0):
+        assert_unit(functools.partial(ops.residual_add, tau=tau), (32, 32), (32, 32))
+    for f in (jnp.tanh, jnp.sin):
+        op = functools.partial(residual_rnn, activation=f)
+        assert_unit(op, *((64, 64),) * 3, unit=(True, False, False, False))
