@@ -220,10 +220,6 @@ def fake(a, b, s):
     return dot(a.astype(BF16) * s.astype(BF16), b.astype(BF16) * s.astype(BF16))
 
 
-def scaled_in_float32(a, b, s):
-    return dot((a.astype(jnp.float32) * s).astype(BF16), (b.astype(jnp.float32) * s).astype(BF16))
-
-
 def rows_before(a, b, s):
     return dot(a.astype(BF16) * s.astype(BF16), b.astype(BF16))
 
@@ -237,10 +233,6 @@ def fused_output(a, b, s):
     return jnp.clip(y, -448, 448).astype(E4), jnp.max(jnp.abs(y))
 
 
-def rectified(a, b, s):
-    return jax.nn.relu(direct(a, b, s))
-
-
 def batched(a, b, s):
     return jax.vmap(dot, (0, None))(jnp.reshape(a, (4, -1, a.shape[1])), b) * s.astype(BF16)
 
@@ -248,12 +240,6 @@ def batched(a, b, s):
 def scanned(a, b, s):
     rows = jnp.reshape(a, (4, -1, a.shape[1]))
     return lax.scan(lambda c, x: (c, direct(x, b, s)), 0, rows)[1]
-
-
-def heads(a, b, s):
-    left = jnp.reshape(a.astype(BF16) * s.astype(BF16), (4, -1, 16, 64))
-    right = jnp.reshape(b.astype(BF16) * s.astype(BF16), (-1, 16, 64))
-    return jnp.einsum("bthd,nhd->btn", left, right)
 
 
 M, N, K, ROWS = 512, 2048, 1024, (512, 1)
@@ -265,19 +251,15 @@ M, N, K, ROWS = 512, 2048, 1024, (512, 1)
     [
         (direct, M, (E4, E4), (), ""),
         (direct, M, (E5, E4), (), ""),
-        (direct, M, (E4, E5), (), ""),
         (direct, 500, (E4, E4), (), ""),
         (fake, M, (E4, E4), (), ""),
         (direct, M, (E4, E4), ROWS, ""),
         (fused_output, M, (E4, E4), (), ""),
-        (rectified, M, (E4, E4), (), ""),
         (batched, M, (E4, E4), (), ""),
         (scanned, M, (E4, E4), (), ""),
         (direct, M, (E5, E5), (), "both operands are E5M2"),
         (direct, M, (jnp.float8_e4m3fnuz,) * 2, (), "NVIDIA GPUs do not multiply f8e4m3fnuz"),
-        (direct, M, (jnp.float8_e4m3,) * 2, (), "NVIDIA GPUs do not multiply f8e4m3:"),
         (one_sided, M, (E4, BF16), (), "only one operand is FP8"),
-        (scaled_in_float32, M, (E4, E4), (), "the FP8 operands are converted or scaled first"),
         (rows_before, M, (E4, E4), ROWS, "the FP8 operands are converted or scaled first"),
     ],
 )
@@ -296,7 +278,7 @@ def test_every_known_form(form, m, types, scale, reason: str) -> None:
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize(("form", "fp8"), [(direct, True), (fake, False), (heads, False)])
+@pytest.mark.parametrize(("form", "fp8"), [(direct, True), (fake, False)])
 def test_triton_keeps_what_is_multiplied_directly(form, fp8: bool) -> None:
     """With XLA's default flags; the form that scales first loses its operands there."""
     args = Spec((M, K), E4), Spec((N, K), E4), Spec((), jnp.float32)

@@ -459,6 +459,25 @@ def test_the_right_operand_of_chunks_is_gathered(config: MatmulConfig | None) ->
     assert {c.kind for c in found} == {"all-gather"}
 
 
+@pytest.mark.parametrize("strategy", [Dynamic(), Dynamic("channel"), Block(4)], ids=str)
+def test_dynamic_scales_are_those_of_the_whole_tensor(strategy) -> None:
+    """The sum is over four devices, one of which has the largest element of each operand."""
+    mesh = mesh_of(data=2, model=4)
+    x = jnp.full((4, 8), 1e-3).at[1, 2].set(-3e4)
+    w = jnp.full((8, 8), 1e-5).at[2, 0].set(600.0)
+    dy = jnp.full((4, 8), 1e-7).at[1, 0].set(3.0)
+    run = jit(three_products(MatmulConfig(cotangent="e5m2", strategy=strategy), DENSE))
+    *whole, _ = run(x, w, dy)
+    places = P("data", "model"), P("model", "data"), P("data", "model")
+    shards = [NamedSharding(mesh, place) for place in places]
+    *parts, _ = run(*map(jax.device_put, (x, w, dy), shards))
+    for a, b in zip(parts, whole, strict=True):
+        assert np.all(np.isfinite(a))
+        assert np.any(a)
+        # float32 sums of at most 8 terms, in another order.
+        np.testing.assert_allclose(a, b, rtol=0, atol=8 * 2.0**-24 * np.max(np.abs(b)))
+
+
 EXPLICIT = {
     "none": None,
     "unit": MatmulConfig(),

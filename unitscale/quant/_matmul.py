@@ -121,15 +121,14 @@ def scaled_matmul(
                 f"unitscale.quant.scaled_matmul: an operand {labels!r} must have {len(labels)} "
                 f"dimensions; got shape {tuple(x.shape)}. Reshape it, or give it other labels."
             )
-        if (scale := x.scale if is_scaled(x) else None) is None:
-            operands.append(_lowering.data_of(x))
-            continue
         summed = [axis for axis, c in enumerate(labels) if c in spec.summed]
-        if x.block_shape or (scale.ndim and any(scale.shape[axis] > 1 for axis in summed)):
+        if not isinstance(x, ScaledArray) or (scale := x.scale) is None:
+            operands.append(_lowering.data_of(x))
+        elif x.block_shape or (scale.ndim and any(scale.shape[axis] > 1 for axis in summed)):
             operands.append(dequantize(x))
-            continue
-        operands.append(x.data)
-        scales.append(_scale_in_result(to_float(scale), labels, spec.out))
+        else:
+            operands.append(x.data)
+            scales.append(_scale_in_result(to_float(scale), labels, spec.out))
 
     left, right = operands
     dtype, out_dtype = result_dtype(left, right), jnp.dtype(out_dtype)

@@ -155,8 +155,9 @@ def state_gradient(
     rows = zip(*(one or none for one in seen), strict=True)
     bins, saturated = (jnp.stack(row)[:, None] for row in rows)
     one_hot = (jnp.arange(_SATURATED) == bins).astype(jnp.float32)
-    elements = np.float32([0 if s is None else n for s, n in zip(seen, sizes, strict=True)])
-    tally = jnp.concatenate([one_hot, saturated, elements[:, None]], axis=1)
+    elements = np.array([0 if s is None else n for s, n in zip(seen, sizes, strict=True)])
+    columns = [one_hot, saturated, jnp.asarray(elements[:, None], jnp.float32)]
+    tally = jnp.concatenate(columns, axis=1)
     return dataclasses.replace(jax.tree.map(jnp.zeros_like, state), tally=tally)
 
 
