@@ -35,7 +35,7 @@ def loss(model, x):
 # Compiled once for all tests of the same structure of model.
 STEP = nnx.jit(nn.value_and_grad(loss))
 ACCUMULATE = nnx.jit(nn.value_and_grad(loss, advance=False))
-# It does not move the scales, and says so: `tests/quant/test_watch.py`.
+# It does not move the scales, and says so: `tests/quant/test_state.py`.
 PLAIN = nnx.jit(nnx.value_and_grad(loss))
 
 

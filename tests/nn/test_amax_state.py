@@ -15,7 +15,7 @@ from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, Unit
 
 from .delayed import ACCUMULATE, CONFIG, PLAIN, STEP, Net, X, loss, same, scale_of, scales, states
 
-pytestmark = pytest.mark.filterwarnings("ignore::unitscale.quant.StandingScalesWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::unitscale.quant.StaleScalesWarning")
 
 
 def test_is_a_drop_in_for_nnx_value_and_grad() -> None:

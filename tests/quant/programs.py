@@ -115,34 +115,6 @@ calls=%gemm_computation, backend_config={{"fusion_backend_config":{{"kind":"{kin
 """
 
 
-VECTOR = f"""\
-%add (x: f32[], y: f32[]) -> f32[] {{
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}}
-
-%fused_reduce (v: f8e4m3fn[1,64], m: f8e4m3fn[16,64]) -> bf16[16] {{
-  %v = f8e4m3fn[1,64]{{1,0}} parameter(0)
-  %flat = f8e4m3fn[64]{{0}} bitcast(%v)
-  %left = bf16[64]{{0}} convert(%flat)
-  %rows = bf16[16,64]{{1,0}} broadcast(%left), dimensions={{1}}
-  %m = f8e4m3fn[16,64]{{1,0}} parameter(1)
-  %right = bf16[16,64]{{1,0}} convert(%m)
-  %mul = bf16[16,64]{{1,0}} multiply(%rows, %right), {METADATA}
-  %wide = f32[16,64]{{1,0}} convert(%mul)
-  %zero = f32[] constant(0)
-  %red = f32[16]{{0}} reduce(%wide, %zero), dimensions={{1}}, to_apply=%add, {METADATA}
-  ROOT %narrow = bf16[16]{{0}} convert(%red)
-}}
-
-ENTRY %main.1 (a.1: f8e4m3fn[1,64], b.1: f8e4m3fn[16,64]) -> bf16[16] {{
-  %a = f8e4m3fn[1,64]{{1,0}} parameter(0)
-  %b = f8e4m3fn[16,64]{{1,0}} parameter(1)
-  ROOT %out = bf16[16]{{0}} fusion(%a, %b), kind=kInput, calls=%fused_reduce
-}}
-"""
-
 # The maximum of |x| in two steps, a softmax's maximum of x, a cast and a transposed copy.
 STATISTICS = """\
 %max (x: f32[], y: f32[]) -> f32[] {

@@ -1,79 +1,130 @@
-"""MatmulConfig: names, pairs, errors."""
+"""Strategies and `MatmulConfig` are values; every function refuses bad input."""
 
 import dataclasses
+import math
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 import pytest
 
-from unitscale.quant import MatmulConfig, Unit
-
-
-def test_defaults() -> None:
-    config = MatmulConfig()
-    assert (config.lhs, config.rhs, config.cotangent) == ("float8_e4m3fn",) * 3
-    assert config.strategy == Unit()
-
-
-def test_names_become_canonical_so_that_equal_configs_are_equal() -> None:
-    config = MatmulConfig(lhs="e4m3fn", cotangent="e5m2")
-    assert config == MatmulConfig(cotangent=ml_dtypes.float8_e5m2)
-    assert hash(config) == hash(MatmulConfig(cotangent="float8_e5m2"))
-    assert config.cotangent == "float8_e5m2"
-    assert MatmulConfig(lhs="E4M3").lhs == "E4M3"
-    assert MatmulConfig(lhs="bfloat16").lhs == "bfloat16"
-
-
-def test_is_frozen_and_keyword_only() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MatmulConfig().lhs = "float16"
-    with pytest.raises(TypeError, match="positional"):
-        MatmulConfig("float8_e4m3fn")
-    with pytest.raises(TypeError, match="cotangents"):
-        MatmulConfig(cotangents="float8_e5m2")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "pair"),
-    [
-        ({"lhs": "e5m2", "rhs": "float8_e5m2"}, "lhs and rhs"),
-        ({"rhs": "e5m2", "cotangent": "e5m2"}, "rhs and cotangent"),
-        ({"lhs": "e5m2", "cotangent": "e5m2"}, "lhs and cotangent"),
-    ],
+from unitscale.core import ScaledArray
+from unitscale.quant import (
+    Block,
+    Contraction,
+    Delayed,
+    Dynamic,
+    MatmulConfig,
+    Multiplier,
+    QuantState,
+    Static,
+    Unit,
+    contract,
+    dot_general,
+    einsum,
+    fake_quantize_operands,
+    grouped,
+    is_stateful,
+    quantize,
+    scaled_matmul,
 )
-def test_e5m2_twice(kwargs, pair) -> None:
-    with pytest.raises(ValueError, match=rf"MatmulConfig: {pair} are both E5M2.*E4M3 x E5M2"):
-        MatmulConfig(**kwargs)
+
+STRATEGIES = [Unit(), Dynamic("channel", 1), Delayed(2), Static((0.5, 4.0, 1.0)), Block(4, 2)]
 
 
-@pytest.mark.parametrize("single", ["lhs", "rhs", "cotangent"])
-def test_e5m2_once(single) -> None:
-    assert getattr(MatmulConfig(**{single: "e5m2"}), single) == "float8_e5m2"
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_strategies_and_configs_are_hashable_values(strategy) -> None:
+    config, same = MatmulConfig(strategy=strategy), dataclasses.replace(strategy)
+    assert (hash(same), same) == (hash(strategy), strategy)
+    assert hash(config) == hash(MatmulConfig(strategy=same))
+    for frozen, name in ((strategy, "margin"), (config, "lhs")):
+        with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+            setattr(frozen, name, 1)
+    assert is_stateful(strategy) == isinstance(strategy, Delayed)
 
 
-@pytest.mark.parametrize("wide", ["float16", "bfloat16"])
-def test_formats_of_16_bits_twice(wide) -> None:
-    """float16 has as many bits of exponent as E5M2."""
-    assert MatmulConfig(lhs=wide, rhs=wide).rhs == wide
+def test_names_and_numbers_become_canonical() -> None:
+    config = MatmulConfig(lhs="e4m3fn", cotangent="e5m2")
+    assert (config.lhs, config.rhs, config.cotangent) == ("float8_e4m3fn",) * 2 + ("float8_e5m2",)
+    assert (config, config.strategy) == (MatmulConfig(cotangent=ml_dtypes.float8_e5m2), Unit())
+    assert MatmulConfig(lhs="E4M3", rhs="bfloat16").lhs == "E4M3"
+    # float16 has as many bits of exponent as E5M2, of which a matmul takes one.
+    assert MatmulConfig(lhs="float16", rhs="float16").rhs == "float16"
+    assert Block() == Block(32, 1, "e8m0")
+    assert Static(4.0) == Static((4, 4.0, 4)) == Static(np.float32(4)) == Static(np.int64(4))
+    assert Static(2.0**126).scales[0] == 1 / Static(2.0**-126).scales[0]
+    assert is_stateful(Static())
 
 
-@pytest.mark.parametrize("wrong", ["e4m2", "float7", "int8"])
-def test_unknown_format(wrong) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        MatmulConfig(rhs=wrong)
+SPEC, X = Contraction("bk", "kn", "bn"), jnp.ones((2, 2))
+DELAYED = MatmulConfig(strategy=Delayed())
+STATE = QuantState.create(Delayed())
+STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), STATE)
+multiplier = partial(Multiplier, X, SPEC, (1.0, 1.0, 1.0), DELAYED, "float32", 1)
+BAD = [
+    (lambda: Dynamic("row"), r"Dynamic: granularity .* got 'row'"),
+    (lambda: Dynamic(margin=-1), r"Dynamic: margin .* got -1"),
+    (lambda: Dynamic(margin=0.5), r"Dynamic: margin .* got 0.5"),
+    (lambda: Delayed(history=0), r"Delayed: history .* got 0"),
+    (lambda: Delayed(history=True), r"Delayed: history .* got True"),
+    (lambda: Delayed(margin=-2), r"Delayed: margin .* got -2"),
+    (lambda: Delayed(use="mean"), r"Delayed: use .* got 'mean'"),
+    (lambda: Static(0.0), r"Static: scales .* got 0.0"),
+    (lambda: Static(3.0), r"Static: scales .* got 3.0"),
+    (lambda: Static((1.0, 2.0)), r"Static: scales .* got \(1.0, 2.0\)"),
+    (lambda: Static((1.0, 2.0, math.nan)), r"Static: scales .* nan"),
+    (lambda: Static(margin=-1), r"Static: margin .* got -1"),
+    (lambda: Block(0), r"Block: size .* got 0"),
+    (lambda: Block(32, 3), r"Block: dims .* got 3"),
+    (lambda: Block(scale_format="bfloat16"), r"Block: scale_format .* got 'bfloat16'"),
+    (lambda: MatmulConfig(lhs="e5m2", rhs="e5m2"), r"MatmulConfig: lhs and rhs are both E5M2"),
+    (lambda: MatmulConfig(rhs="e5m2", cotangent="e5m2"), r"rhs and cotangent are both"),
+    (lambda: MatmulConfig(rhs="e4m2"), r"e4m2"),
+    (lambda: MatmulConfig(rhs="int8"), r"int8"),
+    (lambda: MatmulConfig(rhs="e5m2fnuz"), r"MatmulConfig: rhs .* got 'float8_e5m2fnuz'"),
+    (lambda: MatmulConfig(rhs="e8m0"), r"MatmulConfig: rhs .* got 'float8_e8m0fnu'"),
+    (lambda: MatmulConfig(strategy="unit"), r"MatmulConfig: strategy .* got 'unit'"),
+    (lambda: Contraction("bkm", "kn", "bn"), r"Contraction: .* got 'm' in"),
+    (lambda: Contraction("bk", "kn", "bz"), r"Contraction: .* got 'n' in"),
+    (lambda: Contraction("bb", "bn", "n"), r"Contraction: .* got 'b' in"),
+    (lambda: scaled_matmul(X, X[0], SPEC, 1.0, "float32"), r"'kn' must have 2 .* \(2,\)"),
+    (lambda: quantize(X, "e4m4fn"), r"e4m4fn"),
+    (lambda: quantize(X, "e4m3fn", "dynamic"), r"quantize: strategy .* got 'dynamic'"),
+    (lambda: quantize(X.astype(int), "e4m3fn"), r"got dtype int32"),
+    (lambda: quantize(X, "e4m3fn", Delayed()), r"one scale; got Delayed"),
+    (lambda: quantize(X, "e4m3fn", Static()), r"one scale; got Static"),
+    (lambda: quantize(X, "e4m3fn", Static((1.0, 2.0, 4.0))), r"one scale; got Static"),
+    (lambda: quantize(X, "e4m3fn", Dynamic("channel"), axis=2), r"axis .* got 2"),
+    (lambda: quantize(ScaledArray(X, 2.0), "e4m3fn", Dynamic()), r"takes an array, .* x.value"),
+    (lambda: dot_general("fp8"), r"dot_general: config .* got 'fp8'"),
+    (lambda: dot_general(DELAYED), r"dot_general: Delayed.*QuantState.create"),
+    (lambda: dot_general(DELAYED, QuantState.create(Static())), r"Static.*but .* is Delayed"),
+    (lambda: dot_general(MatmulConfig(), STATE), r"one of Delayed.*but the strategy is Unit"),
+    (lambda: contract(X, X, SPEC, config=DELAYED), r"contract: Delayed.*keeps its scales"),
+    (lambda: contract(X, X, SPEC, state=STATE), r"contract: .* the strategy is None"),
+    (lambda: contract(X, X, SPEC, config=DELAYED, state=STACKED), r"state\.scale .* \(2, 3\)"),
+    (lambda: contract(X, X, SPEC, config=DELAYED, state={}), r"state .* got dict"),
+    (lambda: fake_quantize_operands(X, X, DELAYED), r"fake_quantize_operands: .* keeps its"),
+    (lambda: multiplier(), r"Multiplier: Delayed.*keeps its scales"),
+    (lambda: multiplier(QuantState.create(Delayed(margin=1))), r"but the strategy is"),
+    (lambda: grouped(X, X[None], jnp.array([2]), config=DELAYED), r"grouped: .* keeps its"),
+    (lambda: grouped(X, X[None], jnp.array([1, 1])), r"grouped: sizes .* got shape \(2,\)"),
+    (lambda: grouped(X, X[None], jnp.ones(1)), r"grouped: sizes .* got float32"),
+    (lambda: QuantState.create(Dynamic()), r"QuantState: strategy .* got Dynamic"),
+    (lambda: QuantState.create(Static(1.0)), r"QuantState: strategy .* got Static"),
+    (lambda: einsum(MatmulConfig())("ij,jk", X, X), r"einsum: subscripts .* 'ij,jk': .* no ->"),
+    (lambda: einsum(MatmulConfig())("ij,jk,k->i", X, X, X[0]), r"einsum: .* not two operands"),
+]
 
 
-@pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz"])
-def test_fnuz_formats_have_no_products(name) -> None:
-    match = rf"MatmulConfig: rhs is float8_{name}, .*supported pairs are E4M3 x E4M3.*float8_e5m2"
-    with pytest.raises(ValueError, match=match):
-        MatmulConfig(rhs=name)
+@pytest.mark.parametrize(("call", "match"), BAD, ids=[match for _, match in BAD])
+def test_bad_input(call, match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        call()
 
 
-def test_formats_without_negative_numbers() -> None:
-    with pytest.raises(ValueError, match="rhs is float8_e8m0fnu, which has no negative numbers"):
-        MatmulConfig(rhs="float8_e8m0fnu")
-
-
-def test_unknown_strategy() -> None:
-    with pytest.raises(TypeError, match=r"strategy must be Unit.*Block.*; got 'unit'"):
-        MatmulConfig(strategy="unit")
+def test_config_is_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        MatmulConfig("float8_e4m3fn")  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Products of groups of rows, against float64 products of operands cast by ml_dtypes."""
+"""Matmuls of groups of rows, against float64 matmuls row by row."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from unitscale.quant import (
     MatmulConfig,
     QuantState,
     Static,
+    Unit,
     group_of,
     grouped,
     quantize,
@@ -28,11 +29,6 @@ SIZES = {
     "rows of none": ([3, 0, 2], 9),
     "nothing": ([0, 0], 4),
 }
-
-
-def cast(x: np.ndarray, dtype) -> np.ndarray:
-    top = float(jnp.finfo(dtype).max)
-    return np.clip(x, -top, top).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def draw(seed: int, *shapes) -> list[np.ndarray]:
@@ -75,34 +71,28 @@ def test_groups_of_any_size(name: str) -> None:
     assert not found[2][np.asarray(sizes) == 0].any()
 
 
-@pytest.mark.parametrize("cotangent", ["float8_e4m3fn", "float8_e5m2"])
-def test_three_quantized_products(cotangent: str) -> None:
-    sizes, rows = SIZES["many blocks"]
-    lhs, rhs, dy = draw(1, (rows, K), (len(sizes), K, N), (rows, N))
-    lhs[0, 0], dy[0, 0] = 500.0, 1e6  # they saturate, and are not NaN
-    found = run(lhs, rhs, dy, sizes, config=MatmulConfig(cotangent=cotangent))
-    narrow = cast(lhs, "float8_e4m3fn"), cast(rhs, "float8_e4m3fn"), cast(dy, cotangent)
-    for got, wanted, factor in zip(found, expected(*narrow, sizes), FACTORS, strict=True):
-        np.testing.assert_allclose(got, factor * wanted, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("strategy", [Dynamic(), Dynamic("channel"), Block(4), Static((2, 4, 8))])
+@pytest.mark.parametrize(
+    "strategy", [Unit(), Dynamic(), Dynamic("channel"), Block(4), Static((2, 4, 8))]
+)
 def test_strategies(strategy) -> None:
-    """Each product is that of the values that the strategy's formats hold."""
-    sizes, rows = SIZES["even"]
+    """Each matmul is that of the values that the strategy's formats hold."""
+    sizes, rows = SIZES["many blocks"]
     lhs, rhs, dy = draw(2, (rows, K), (len(sizes), K, N), (rows, N))
-    found = run(lhs, rhs, dy, sizes, config=MatmulConfig(strategy=strategy))
+    lhs[0, 0], dy[0, 0] = 500.0, 1e6  # they saturate at a scale of 1, and are not NaN
+    config = MatmulConfig(cotangent="e5m2", strategy=strategy)
+    found = run(lhs, rhs, dy, sizes, config=config)
 
     def values(x, which, axis):
-        if isinstance(strategy, Static):
-            return cast(x / strategy.scales[which], "float8_e4m3fn") * strategy.scales[which]
-        return np.asarray(quantize(jnp.asarray(x), "e4m3fn", strategy, axis=(axis,)).value)
+        own = Static(strategy.scales[which]) if isinstance(strategy, Static) else strategy
+        name = "e5m2" if which == 2 else "e4m3fn"
+        return np.float64(quantize(jnp.asarray(x), name, own, axis=(axis,)).value)
 
     left, right = values(lhs, 0, 1), values(rhs, 1, 1)
     wanted = expected(left, right, values(dy, 2, 1), sizes)[:2]
     wanted.append(expected(left, right, values(dy, 2, 0), sizes)[2])
     for got, want, factor in zip(found, wanted, FACTORS, strict=True):
-        np.testing.assert_allclose(got, factor * want, rtol=1e-5, atol=1e-5)
+        scale = 1e-6 * np.max(np.abs(want))
+        np.testing.assert_allclose(got, factor * want, rtol=1e-5, atol=scale)
 
 
 def test_a_state_sees_all_three_tensors() -> None:
@@ -122,8 +112,6 @@ def test_a_state_sees_all_three_tensors() -> None:
     tensors = 1000 * np.abs(lhs).max(), np.abs(rhs).max(), 1e-3 * np.abs(dy).max()
     for found, largest in zip(scale, tensors, strict=True):
         assert 224 < largest / found <= 448
-    with pytest.raises(ValueError, match=r"grouped: Delayed.* keeps its scales in a state"):
-        grouped(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes), config=config)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -168,21 +156,22 @@ def test_group_of() -> None:
     np.testing.assert_array_equal(found, [*np.repeat(np.arange(3), sizes), 3])
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_rows_of_others_are_not_in_a_product(wrong: float) -> None:
+def test_rows_of_other_groups_are_not_in_a_matmul() -> None:
     x, w, dy = draw(3, (6, K), (2, K, N), (6, N))
     sizes, finite = jnp.array([2, 3]), np.where(np.arange(6)[:, None] < 2, x, 0)
 
-    def gradient(x, w, sizes):
-        return jax.grad(lambda w: jnp.sum(grouped(x, w, sizes) * dy))(w)
+    @jit
+    def run(x, w):
+        y, vjp = jax.vjp(lambda w: grouped(x, w, sizes), w)
+        return y, vjp(dy)[0]
 
-    rows = x.copy()
-    rows[2:] = wrong  # of the second group, and of none
-    np.testing.assert_array_equal(gradient(rows, w, sizes)[0], gradient(finite, w, sizes)[0])
-    rows = x.copy()
-    rows[5] = wrong
-    assert np.isfinite(gradient(rows, w, sizes)).all()
-    assert np.isfinite(grouped(rows, w, sizes)).all()
+    for wrong in (np.nan, np.inf):
+        rows = x.copy()
+        rows[2:] = wrong  # of the second group, and of none
+        np.testing.assert_array_equal(run(rows, w)[1][0], run(finite, w)[1][0])
+        rows = x.copy()
+        rows[5] = wrong
+        assert all(np.isfinite(leaf).all() for leaf in run(rows, w))
 
 
 def test_rows_of_none_do_not_count_for_a_scale() -> None:
@@ -198,7 +187,3 @@ def test_sizes() -> None:
         np.testing.assert_array_equal(
             grouped(x, w, jnp.array([100, 100], dtype)), np.full((200, N), K)
         )
-    with pytest.raises(ValueError, match=r"each of the 2 matrices of rhs; got shape \(3,\)"):
-        grouped(x, w, jnp.array([1, 1, 1]))
-    with pytest.raises(TypeError, match="sizes must be integers; got float32"):
-        grouped(x, w, jnp.ones(2))

@@ -72,24 +72,16 @@ def test_all_three_products_are_fp8(cotangent: str, transform) -> None:
     operands = sorted(sorted(types) for _, types, _ in products)
     forward, backward = ["f8e4m3fn"] * 2, sorted(["f8e4m3fn", SHORT[cotangent]])
     assert operands == sorted([forward, backward, backward])
-
-
-def test_tokens_are_turned_by_words() -> None:
-    """Both operands of the weight's gradient, four tokens to a word; the weight itself by bytes."""
-    text = program("float8_e4m3fn", direct)
-    shapes = re.findall(r" = f8e4m3fn\[([\d,]*)\].* transpose\(", text)
-    turned = [shape for shape in shapes if shape not in (f"{IN},{OUT}", f"{OUT},{IN}")]
-    assert sorted(turned) == [f"{n},{BATCH},{TIME // 4},4" for n in (IN, OUT)]
-
-
-@pytest.mark.parametrize("cotangent", SHORT)
-def test_factors_are_inside_the_products(cotangent: str) -> None:
-    text = program(cotangent, direct)
-    # Forward and dx share in^-1/2; dkernel, in float32 as the kernel, has batch^-1/2.
+    if transform is not direct:
+        return
+    # Factors are inside: forward and dx share in^-1/2; dkernel, in float32, has batch^-1/2.
     found = sorted((result, factor) for result, _, factor in gemms(text))
     shared, weight = IN**-0.5, (BATCH * TIME) ** -0.5
     assert [result for result, _ in found] == ["bf16", "bf16", "f32"]
     assert [factor for _, factor in found] == pytest.approx([shared, shared, weight], rel=1e-6)
+    # Both operands of the weight gradient are transposed in words of four tokens, not in bytes.
+    shapes = re.findall(rf" = {SHORT[cotangent]}\[([\d,]*)\].* transpose\(", text)
+    assert f"{OUT},{BATCH},{TIME // 4},4" in shapes
 
 
 def test_factors_of_several_products_are_inside_them_and_not_rounded() -> None:
@@ -127,79 +119,36 @@ def test_the_backward_reads_8_bit_residuals() -> None:
     assert library_calls(program.as_text()) == [FP8_GEMM] * 2
 
 
-def test_an_exempt_readout_stays_in_16_bits() -> None:
-    def readout(x, w):
-        return ops.readout(x, w).data
-
-    args = Spec((BATCH, TIME, IN), jnp.bfloat16), Spec((IN, OUT), jnp.bfloat16)
-    assert library_calls(compile_h200(readout, *args).as_text()) == ["__cublas$lt$matmul"]
+STRATEGIES = [Unit(), Static((2.0, 4.0, 2.0**-10)), Static(), Delayed(), Dynamic()]
 
 
-STRATEGIES = [
-    Unit(),
-    Static((2.0, 4.0, 2.0**-10)),
-    Static(),
-    Delayed(),
-    Dynamic(),
-    Dynamic("channel"),
-]
-
-
-def train_program(strategy: Any, cotangent: str = "float8_e5m2") -> str:
-    """The three products of a layer, and what its state sees of them."""
-    config = MatmulConfig(cotangent=cotangent, strategy=strategy)
-    return compile_h200(
+@pytest.mark.parametrize("strategy", [*STRATEGIES, Dynamic("channel")], ids=str)
+def test_scales_of_every_strategy_leave_fp8_kernels(strategy: Any) -> None:
+    config = MatmulConfig(cotangent="float8_e5m2", strategy=strategy)
+    text = compile_h200(
         three_products(config, Contraction("btk", "kn", "btn")),
         Spec((BATCH, TIME, IN), jnp.bfloat16),
         Spec((IN, OUT), jnp.float32),
         Spec((BATCH, TIME, OUT), jnp.bfloat16),
         state_of(strategy),
     ).as_text()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_scales_of_every_strategy_leave_fp8_kernels(strategy: Any) -> None:
-    text = train_program(strategy)
     assert library_calls(text) == [FP8_GEMM] * 3
     operands = sorted(sorted(types) for _, types, _ in gemms(text))
     mixed = ["f8e4m3fn", "f8e5m2"]
     assert operands == [["f8e4m3fn"] * 2, mixed, mixed]
-
-
-def results_of_gemms(text: str) -> list[str]:
-    """Names of the arrays that the products write."""
+    # Only strategies of amax read tensors for statistics.
+    measured = isinstance(strategy, Dynamic) or strategy in (Delayed(), Static())
+    assert (" reduce(" in text) == measured
+    if strategy == Dynamic("channel"):
+        return
+    # Scales per tensor are inside the matmuls: only the program's result takes what they write.
     calls = re.findall(r"%(\S+) = [^\n]*" + re.escape(FP8_GEMM), text)
-    return [
-        element
-        for call in calls
-        for element in re.findall(
-            rf"%(\S+) = \S+ get-tuple-element\(%{re.escape(call)}\), index=0", text
-        )
-    ]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[:-1], ids=str)
-def test_scales_per_tensor_are_inside_the_products(strategy: Any) -> None:
-    """Nothing but the program's result takes what a product has written."""
-    text = train_program(strategy)
-    results = results_of_gemms(text)
-    assert len(results) == 3
-    for result in results:
-        users = [
-            line
-            for line in text.splitlines()
-            if re.search(rf"%{re.escape(result)}\b(?![.\d])(?! =)", line) and " = " in line
-        ]
+    assert len(calls) == 3
+    for call in map(re.escape, calls):
+        (result,) = re.findall(rf"%(\S+) = \S+ get-tuple-element\(%{call}\), index=0", text)
+        use = re.compile(rf"%{re.escape(result)}\b(?![.\d])(?! =)")
+        users = [line for line in text.splitlines() if use.search(line) and " = " in line]
         assert all(re.search(r"= \S+ bitcast\(|ROOT .* tuple\(", line) for line in users), users
-
-
-@pytest.mark.parametrize(
-    ("strategy", "reduces"),
-    [(Unit(), False), (Static(1.0), False), (Dynamic(), True), (Delayed(), True)],
-    ids=str,
-)
-def test_only_strategies_of_amax_read_tensors_for_statistics(strategy: Any, reduces: bool) -> None:
-    assert (" reduce(" in train_program(strategy)) == reduces
 
 
 def test_a_hook_of_flax_becomes_fp8_kernels() -> None:

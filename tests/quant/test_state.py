@@ -1,16 +1,19 @@
 """Amax state: whatever is done to gradients, the history gets the largest amax of a step."""
 
 import dataclasses
+import warnings
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests.exported import assert_is_read_again
 from tests.gradients import jit
-from unitscale import ops
+from tests.parallel.devices import mesh_of
 from unitscale.quant import (
     TENSORS,
     Contraction,
@@ -18,14 +21,16 @@ from unitscale.quant import (
     Dynamic,
     MatmulConfig,
     QuantState,
+    StaleScalesWarning,
     Static,
     contract,
+    fake_quantize_operands,
+    grouped,
 )
 
 SPEC = Contraction("bk", "kn", "bn")
-STRATEGY = Delayed(history=4)
-CONFIG = MatmulConfig(cotangent="e5m2", strategy=STRATEGY)
-START = QuantState.create(STRATEGY)
+CONFIG = MatmulConfig(cotangent="e5m2", strategy=Delayed(history=4))
+START = QuantState.create(Delayed(history=4))
 TOP = {"lhs": 448.0, "rhs": 448.0, "cotangent": 57344.0}
 
 
@@ -43,9 +48,7 @@ def weighted(x, w, dy, state):
     return jnp.sum(layer(x, w, state) * dy)
 
 
-def seen(loss, *args) -> QuantState:
-    """The gradient by the state, which is the last argument."""
-    return jit(jax.grad(loss, argnums=len(args)))(*args, START)
+gradient = jit(jax.grad(weighted, argnums=3))
 
 
 def scales(state: QuantState) -> list[float]:
@@ -64,23 +67,21 @@ def microbatch(lhs: float, rhs: float, dy: float):
 
 
 XS, WS, DYS = (jnp.stack(tensors) for tensors in zip(*(microbatch(*s) for s in SIZES), strict=True))
+X, W, DY = microbatch(900.0, 3e4, 1e-2)
+GOOD = START.advance(gradient(X, W, DY, START))
 
 
-@pytest.mark.parametrize("combine", ["sum", "mean", "one by one"])
-def test_gradient_accumulation_keeps_the_largest_amax(combine: str) -> None:
-    grads = [seen(weighted, x, w, dy) for x, w, dy in zip(XS, WS, DYS, strict=True)]
-    if combine == "one by one":
-        state = START
-        for grad in grads:
-            state = state.add(grad)
-        state = state.advance()
-    else:
-        total = jax.tree.map(lambda *g: sum(g) / (4 if combine == "mean" else 1), *grads)
-        state = START.advance(total)
-    assert scales(state) == WANTED
-    # One optimizer step is one entry of the history.
-    assert np.sum(np.asarray(state.history) > -127, axis=-1).tolist() == [1, 1, 1]
-    assert not np.any(state.tally)
+def test_gradient_accumulation_keeps_the_largest_amax() -> None:
+    added, each = START, [gradient(*arrays, START) for arrays in zip(XS, WS, DYS, strict=True)]
+    for grad in each:
+        added = added.add(grad)
+    total = jax.tree.map(lambda *g: sum(g), *each)
+    mean = jax.tree.map(lambda g: g / 4, total)
+    for state in (added.advance(), START.advance(total), START.advance(mean)):
+        assert scales(state) == WANTED
+        # One optimizer step is one entry of the history.
+        assert np.sum(np.asarray(state.history) > -127, axis=-1).tolist() == [1, 1, 1]
+        assert not np.any(state.tally)
 
 
 def used_in_turn(xs, ws, dys, state):
@@ -91,12 +92,12 @@ def scanned_over_time(xs, ws, dys, state):
     return jax.lax.scan(lambda c, a: (c + weighted(*a, state), None), 0.0, (xs, ws, dys))[0]
 
 
+def scanned_over_layers(xs, ws, dys, states):
+    return jax.lax.scan(lambda c, a: (c + weighted(*a), None), 0.0, (xs, ws, dys, states))[0]
+
+
 def vmapped(xs, ws, dys, state):
     return jnp.sum(jax.vmap(weighted, (0, 0, 0, None))(xs, ws, dys, state))
-
-
-def rematerialized(xs, ws, dys, state):
-    return used_in_turn(xs, ws, dys, state) * 0 + jax.checkpoint(used_in_turn)(xs, ws, dys, state)
 
 
 def averaged(xs, ws, dys, state):
@@ -104,110 +105,78 @@ def averaged(xs, ws, dys, state):
     return used_in_turn(xs, ws, dys * 4096, state) / 4096
 
 
-@pytest.mark.parametrize(
-    "loss", [used_in_turn, scanned_over_time, vmapped, rematerialized, averaged]
-)
-def test_every_use_of_a_layer_counts(loss) -> None:
-    assert scales(START.advance(seen(loss, XS, WS, DYS))) == WANTED
-
-
-def test_scan_over_layers_has_a_state_for_each() -> None:
+def test_every_use_of_a_layer_counts() -> None:
+    losses = used_in_turn, scanned_over_time, vmapped, jax.checkpoint(used_in_turn), averaged
+    grads = jit(lambda *args: [jax.grad(loss, 3)(*args) for loss in losses])(XS, WS, DYS, START)
+    for grad in grads:
+        assert scales(START.advance(grad)) == WANTED
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), START)
-
-    def loss(xs, ws, dys, states):
-        def body(total, args):
-            return total + weighted(*args), None
-
-        return jax.lax.scan(body, 0.0, (xs, ws, dys, states))[0]
-
-    grad = jit(jax.grad(loss, argnums=3))(XS, WS, DYS, states)
-    state = states.advance(grad)
+    stacked = states.advance(jit(jax.grad(scanned_over_layers, 3))(XS, WS, DYS, states))
     expected = [[needed(t, s) for t, s in zip(TENSORS, sizes, strict=True)] for sizes in SIZES]
-    np.testing.assert_array_equal(state.scale, expected)
+    np.testing.assert_array_equal(stacked.scale, expected)
 
 
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-def test_tensor_parallel_amax_is_global() -> None:
-    """Each operand is spread over both axes; the amax lies in one shard."""
-    x, w, dy = microbatch(900.0, 3e4, 1e-2)
-    args = tuple(
-        jax.device_put(a, NamedSharding(MESH, spec))
-        for a, spec in ((x, P("data", "model")), (w, P("model", None)), (dy, P("data", "model")))
-    )
-    grads = seen(weighted, *args)
-    assert scales(START.advance(grads)) == WANTED
-    state = dataclasses.replace(START, scale=jnp.asarray(WANTED))
-    y = jit(layer)(*args[:2], state)
+def test_amax_is_global_over_devices() -> None:
+    """The amax lies in one shard, under the partitioner and under shard_map."""
+    mesh = mesh_of(data=4, model=2)
+    places = P("data", "model"), P("model", None), P("data", "model")
+    shards = [NamedSharding(mesh, place) for place in places]
+    x, w, dy = map(jax.device_put, (X, W, DY), shards)
+    assert scales(START.advance(gradient(x, w, dy, START))) == WANTED
+    y = jit(layer)(x, w, GOOD)
     assert np.all(np.isfinite(y))
-    np.testing.assert_array_equal(y, jit(layer)(x, w, state))
+    np.testing.assert_array_equal(y, jit(layer)(X, W, GOOD))
+    for average in (False, True):  # or summed by JAX
 
+        @partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P("data"), P(), P("data"), P()),
+            out_specs=P(),
+            check_vma=not average,
+        )
+        def manual(x, w, dy, state, average=average):
+            grads = jax.grad(weighted, argnums=3)(x, w, dy, state)
+            return jax.lax.pmean(grads, "data") if average else grads
 
-def average(x):
-    return jax.lax.pmean(x, "data")
-
-
-@pytest.mark.parametrize("reduce", [average, lambda x: x], ids=["pmean", "summed by JAX"])
-def test_manual_data_parallel_amax_is_global(reduce) -> None:
-    """Gradients are summed or averaged over the devices as any others; one shard has the amax."""
-
-    @partial(
-        jax.shard_map,
-        mesh=MESH,
-        in_specs=(P("data"), P(), P("data"), P()),
-        out_specs=P(),
-        check_vma=reduce is not average,
-    )
-    def gradient(x, w, dy, state):
-        return reduce(jax.grad(weighted, argnums=3)(x, w, dy, state))
-
-    x, w, dy = microbatch(900.0, 3e4, 1e-2)
-    assert scales(START.advance(jit(gradient)(x, w, dy, START))) == WANTED
+        assert scales(START.advance(jit(manual)(X, W, DY, START))) == WANTED
 
 
 def test_values_that_are_not_finite_are_counted_and_leave_no_entry() -> None:
-    x, w, dy = microbatch(900.0, 3e4, 1e-2)
-    good = START.advance(seen(weighted, x, w, dy))
-    for bad in (jnp.inf, -jnp.inf, jnp.nan):
-        after = good.advance(seen(weighted, x.at[0, 0].set(bad), w, dy))
+    for bad in (-jnp.inf, jnp.nan):
+        grad = gradient(X.at[0, 0].set(bad), W, DY, START)
+        after = GOOD.advance(grad)
         assert scales(after) == WANTED
-        np.testing.assert_array_equal(after.history[0], good.history[0])
+        np.testing.assert_array_equal(after.history[0], GOOD.history[0])
         np.testing.assert_array_equal(after.counts[:, 2], [1, 0, 0])
         # Beside a finite microbatch the finite one is remembered.
-        both = seen(weighted, x.at[0, 0].set(bad), w, dy)
-        other = seen(weighted, x / 900, w, dy)
-        state = START.add(both).add(other).advance()
+        state = START.add(grad).add(gradient(X / 900, W, DY, START)).advance()
         assert scales(state) == [needed("lhs", 1.0), *WANTED[1:]]
         np.testing.assert_array_equal(state.counts[:, 2], [1, 0, 0])
 
 
 def test_unused_and_all_zero_tensors_leave_their_scale() -> None:
-    x, w, dy = microbatch(900.0, 3e4, 1e-2)
-    good = START.advance(seen(weighted, x, w, dy))
-    after = good.advance(seen(weighted, x * 0, w, dy * 0))
+    after = GOOD.advance(gradient(X * 0, W, DY * 0, START))
     assert scales(after) == WANTED
-    np.testing.assert_array_equal(after.history[::2], good.history[::2])
-    unused = good.advance(jax.tree.map(jnp.zeros_like, good))
+    np.testing.assert_array_equal(after.history[::2], GOOD.history[::2])
+    unused = GOOD.advance(jax.tree.map(jnp.zeros_like, GOOD))
     assert scales(unused) == WANTED
-    np.testing.assert_array_equal(unused.history, good.history)
+    np.testing.assert_array_equal(unused.history, GOOD.history)
     assert scales(START.advance()) == [1, 1, 1]
 
 
 def steps(strategy: Delayed, sizes: list[float]) -> list[float]:
     """The scale of lhs after each step."""
-    config, state, found = MatmulConfig(strategy=strategy), QuantState.create(strategy), []
-    w = jnp.ones((8, 6))
+    config, w = MatmulConfig(strategy=strategy), jnp.ones((8, 6))
 
-    @jit
-    def step(x, state):
-        grad = jax.grad(lambda s: jnp.sum(contract(x, w, SPEC, config=config, state=s)))(state)
-        return state.advance(grad)
+    def step(state, size):
+        loss = lambda s: jnp.sum(contract(x, w, SPEC, config=config, state=s))  # noqa: E731
+        x = jnp.full((4, 8), size)
+        state = state.advance(jax.grad(loss)(state))
+        return state, state.scale[0]
 
-    for size in sizes:
-        state = step(jnp.full((4, 8), size, jnp.float32), state)
-        found.append(float(state.scale[0]))
-    return found
+    run = jit(lambda sizes: jax.lax.scan(step, QuantState.create(strategy), sizes)[1])
+    return run(jnp.float32(sizes)).tolist()
 
 
 def test_history_margin_and_use() -> None:
@@ -219,103 +188,95 @@ def test_history_margin_and_use() -> None:
     assert steps(Delayed(margin=126), sizes[:1]) == [2.0**126]
 
 
-def test_a_scale_is_that_of_earlier_steps() -> None:
+def test_a_scale_is_that_of_earlier_steps_and_saturated_elements_are_counted() -> None:
     """The first step has scale 1, the second that of the first."""
-    x, w = jnp.full((1, 8), 4480.0), jnp.ones((8, 6))
+    x, w, dy = jnp.full((4, 8), 448.0).at[0].set(4480.0), jnp.ones((8, 6)), jnp.full((4, 6), 1e9)
     assert float(layer(x, w, START)[0, 0]) == 8 * 448
-    state = START.advance(seen(weighted, x, w, jnp.ones((1, 6))))
+    state = START.advance(gradient(x, w, dy, START))
     assert float(layer(x, w, state)[0, 0]) == 8 * 4608  # 4480 / 16 is halfway, ties to even
-
-
-def test_saturated_elements_are_counted() -> None:
-    x = jnp.full((4, 8), 448.0).at[0, :3].set(500.0)
-    grad = seen(weighted, x, jnp.ones((8, 6)), jnp.full((4, 6), 1e9))
-    state = START.advance(grad)
-    np.testing.assert_array_equal(state.counts[:, 0], [3, 0, 24])
+    np.testing.assert_array_equal(state.counts[:, 0], [8, 0, 24])
     np.testing.assert_array_equal(state.counts[:, 1], [32, 48, 24])
     np.testing.assert_array_equal(state.counts[:, 3], [1, 0, 1])
     # Its scales now fit; the count of the step is new, that of steps goes on.
-    config = CONFIG
-    loss = lambda s: jnp.sum(contract(x, jnp.ones((8, 6)), SPEC, config=config, state=s) * 1e9)  # noqa: E731
-    state = state.advance(jit(jax.grad(loss))(state))
+    state = state.advance(gradient(x, w, dy, state))
     np.testing.assert_array_equal(state.counts[:, 0], [0, 0, 0])
     np.testing.assert_array_equal(state.counts[:, 3], [1, 0, 1])
 
 
-def test_static_scales_move_by_calibration_only() -> None:
-    strategy = Static(margin=1)
-    config, state = MatmulConfig(strategy=strategy), QuantState.create(strategy)
-    x, w, dy = microbatch(900.0, 3e4, 1e-2)
+def test_calibration() -> None:
+    """Static scales move in it alone, and matmuls use dynamic scales meanwhile."""
+    config = MatmulConfig(strategy=Static(margin=1))
+    start = QuantState.create(config.strategy)
+    calibrating = dataclasses.replace(start, calibrating=True)
 
-    def loss(s):
-        return jnp.sum(contract(x, w, SPEC, config=config, state=s) * dy)
+    @jit
+    def step(state):
+        loss = lambda s: jnp.sum(contract(X, W, SPEC, config=config, state=s) * DY)  # noqa: E731
+        return state.advance(jax.grad(loss)(state))
 
-    state = state.advance(jit(jax.grad(loss))(state))
-    assert scales(state) == [1, 1, 1]
-    assert float(state.counts[0, 0]) == 1
-    calibrating = dataclasses.replace(state, calibrating=True)
-    state = calibrating.advance(jit(jax.grad(loss))(calibrating))
-    assert scales(state) == [
-        2 * needed("lhs", 900),
-        2 * needed("lhs", 3e4),
-        2 * needed("lhs", 1e-2),
-    ]
-
-
-def test_while_calibrating_products_take_dynamic_scales() -> None:
-    x, w, _ = microbatch(900.0, 3e4, 1e-2)
-    state = dataclasses.replace(START, calibrating=True)
-    config = dataclasses.replace(CONFIG, strategy=Dynamic())
-    np.testing.assert_array_equal(layer(x, w, state), contract(x, w, SPEC, config=config))
-    assert not np.array_equal(layer(x, w, state), layer(x, w, START))
+    state = step(start)
+    assert (scales(state), float(state.counts[0, 0])) == ([1, 1, 1], 1)
+    assert scales(step(calibrating)) == [2 * needed("lhs", s) for s in (900, 3e4, 1e-2)]
+    dynamic = MatmulConfig(strategy=Dynamic(margin=1))
+    found, expected = (
+        contract(X, W, SPEC, config=c, state=s) for c, s in ((config, calibrating), (dynamic, None))
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert not np.array_equal(found, contract(X, W, SPEC, config=config, state=start))
 
 
-def test_the_state_has_no_other_gradient() -> None:
-    grad = seen(weighted, *microbatch(900.0, 3e4, 1e-2))
-    for name in ("scale", "history", "counts"):
-        assert not np.any(getattr(grad, name)), name
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(grad)} == {"float32"}
-
-
-def test_products_of_activations_take_a_state() -> None:
-    x, w, _ = microbatch(900.0, 3e4, 1e-2)
-    loss = lambda x, w, s: jnp.sum(ops.matmul(x, w, config=CONFIG, state=s).data)  # noqa: E731
-    assert scales(START.advance(seen(loss, x, w)))[:2] == WANTED[:2]
-
-
-def test_double_precision_leaves_the_state_in_single() -> None:
+def test_gradients_of_a_state_are_its_tally_in_single_precision() -> None:
+    grad = gradient(X, W, DY, START)
+    assert not any(np.any(leaf) for leaf in (grad.scale, grad.history, grad.counts))
     with jax.enable_x64(True):
-        x, w, dy = (np.float64(a) for a in microbatch(900.0, 3e4, 1e-2))
+        x, w, dy = (np.float64(a) for a in (X, W, DY))
         grads = jit(jax.grad(weighted, argnums=(0, 3)))(x, w, dy, START)
         state = START.advance(grads[1])
     assert grads[0].dtype == np.float64
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32"}
+    for tree in (grad, state):
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(tree)} == {"float32"}
     assert scales(state) == WANTED
 
 
 def test_statistics_are_computed_only_for_a_gradient_by_the_state() -> None:
-    """Forward on its own, as for inference, contains no reduction."""
-    x, w, _ = microbatch(900.0, 3e4, 1e-2)
-    text = jax.jit(layer).lower(x, w, START).compile().as_text()
-    assert " reduce(" not in text
+    """The forward pass on its own, as for inference, contains no reduction."""
+    assert " reduce(" not in jax.jit(layer).lower(X, W, START).compile().as_text()
 
 
-@pytest.mark.parametrize("strategy", [Dynamic(), Static(1.0)], ids=str)
-def test_strategies_without_a_state(strategy) -> None:
-    with pytest.raises(TypeError, match=r"strategy must be Delayed.*which has no state"):
-        QuantState.create(strategy)
+ONES = jnp.ones((2, 2))
 
 
-def test_errors() -> None:
-    x, w, _ = microbatch(*SIZES[0])
-    with pytest.raises(ValueError, match=r"contract: Delayed.*keeps its scales in a state; give"):
-        contract(x, w, SPEC, config=CONFIG)
-    with pytest.raises(ValueError, match=r"contract: the state is one of Delayed\(history=4"):
-        contract(x, w, SPEC, config=MatmulConfig(strategy=Delayed()), state=START)
-    with pytest.raises(ValueError, match="the strategy is None"):
-        contract(x, w, SPEC, state=START)
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), START)
-    with pytest.raises(ValueError, match=r"state\.scale must have shape \(3,\).*got \(2, 3\)"):
-        contract(x, w, SPEC, config=CONFIG, state=stacked)
-    with pytest.raises(TypeError, match="state must be a QuantState; got dict"):
-        contract(x, w, SPEC, config=CONFIG, state={})  # pyright: ignore[reportArgumentType]
+def matmul(x, state, config):
+    return contract(x, ONES, SPEC, config=config, state=state).sum()
+
+
+LOSSES: dict[str, Any] = {
+    "matmul": matmul,
+    "groups": lambda x, state, config: grouped(
+        x, ONES[None], jnp.array([2]), config=config, state=state
+    ).sum(),
+    "fake": lambda x, state, config: fake_quantize_operands(x, ONES, config, state=state)[0].sum(),
+    "jit": jax.jit(matmul, static_argnums=2),
+    "remat": jax.checkpoint(matmul, static_argnums=2),
+    "scan": lambda x, state, config: jax.lax.scan(
+        lambda c, row: (c + matmul(jnp.diag(row), state, config), None), 0.0, x
+    )[0],
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_warning_if_delayed_scales_are_not_updated(loss) -> None:
+    delayed, state = MatmulConfig(strategy=Delayed()), QuantState.create(Delayed())
+    with pytest.warns(StaleScalesWarning, match=r"unitscale\.nn\.value_and_grad"):
+        jax.grad(loss)(ONES, state, delayed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(ONES, state, delayed)
+        by_both = jax.grad(loss, (0, 1))(ONES, state, delayed)
+        jax.grad(loss)(ONES, QuantState.create(Static()), MatmulConfig(strategy=Static()))
+    assert (by_both[1].tally != 0).any()
+
+
+@pytest.mark.parametrize("strategy", [Delayed(history=3, use="latest"), Static()], ids=str)
+def test_states_in_exported_programs(strategy: Delayed | Static) -> None:
+    assert_is_read_again(QuantState.create(strategy))

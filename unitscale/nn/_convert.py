@@ -18,14 +18,14 @@ from ..core import ScaledArray, reshard
 from ..quant import (
     PRESETS,
     MatmulConfig,
+    contract_for_hook,
     contraction_of,
     einsum_contraction,
     einsum_problem,
     is_stateful,
-    multiply,
-    product,
     quantize,
     quantize_at,
+    scaled_matmul,
 )
 from ._amax import amax_state, read
 from ._policy import assign, did_you_mean, nodes_of, table
@@ -354,7 +354,7 @@ class Hook(nnx.Module):
         dtype = preferred_element_type
         if self.weight_scale is None:
             state = read(self.state)
-            return multiply(
+            return contract_for_hook(
                 lhs, rhs, spec, self.config, state, out_dtype=dtype, out_sharding=out_sharding
             )
         if self.input_scale is None:
@@ -363,7 +363,7 @@ class Hook(nnx.Module):
         else:
             x = quantize_at(lhs, self.config.lhs, self.input_scale.get_value())
         kernel = ScaledArray(rhs, self.weight_scale.get_value())
-        y = product(x, kernel, spec, 1.0, lhs.dtype if dtype is None else dtype)
+        y = scaled_matmul(x, kernel, spec, 1.0, lhs.dtype if dtype is None else dtype)
         return reshard(y, out_sharding)
 
 

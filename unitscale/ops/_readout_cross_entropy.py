@@ -24,7 +24,7 @@ from ..core import (
     num_batch_shards,
     widen,
 )
-from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, watched
+from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, warn_if_not_updated
 from ..rules import Constraint
 from ._loss import (
     Reduction,
@@ -251,7 +251,7 @@ def readout_cross_entropy(
     tokens = math.prod(lead)
     loss = rules.softmax_cross_entropy(vocab, mult=mult)
     readout = rules.readout(features, vocab, global_batch_size(tokens, data), constraint=constraint)
-    data, w = watched((data, w), state)
+    data, w = warn_if_not_updated((data, w), state)
     scale, w_scale = scale_argument(scale), scale_argument(w_scale)
     rows = _Rows(
         join_tokens(data, lead),

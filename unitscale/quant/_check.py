@@ -1,34 +1,203 @@
 """Report which matmuls of a compiled GPU program became FP8 kernels, and why the others did not.
 
 XLA makes an FP8 kernel of a matmul only if it recognizes the pattern; it computes any other in 16
-bits, silently. Everything here is read from the text of the optimized program.
+bits, silently. Everything here is read from the text of the optimized program (HLO).
 """
 
 import dataclasses
+import functools
 import math
 import re
-import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from ._hlo import CALLS, HloInstruction, HloProgram, bits, contracted, parse_hlo, user_line
-
-# Compute capability of the first NVIDIA GPUs with kernels for block scales (MXFP8).
-_BLOCK_SCALES_SINCE = 10.0
-
-_CUBLAS = re.compile(r"__cublas\$(gemm|lt\$\w*[mM]atmul)")
-_NOT_NVIDIA = {"f8e4m3fnuz": "AMD's", "f8e5m2fnuz": "AMD's", "f8e4m3b11fnuz": "for simulation"}
-_NOT_NVIDIA |= dict.fromkeys(("f8e4m3", "f8e3m4"), "IEEE-style")
-# Instructions between FP8 data and the matmul that keep its values, besides multiplications.
-_UNCHANGED = frozenset(
-    {"convert", "bitcast", "reshape", "transpose", "copy", "pad", "slice", "dynamic-slice"}
-    | {"broadcast", "concatenate", "clamp", "negate", "all-gather", "optimization-barrier"}
-)
+# Instructions that run another computation on their own operands, one for one.
+_CALLS = frozenset({"fusion", "call", "async-start"})
+# Instructions that keep values, by the operand that has them.
+_UNCHANGED = dict.fromkeys(
+    ("convert", "bitcast", "bitcast-convert", "reshape", "transpose", "copy", "pad", "slice")
+    + ("dynamic-slice", "broadcast", "concatenate", "negate", "all-gather", "optimization-barrier"),
+    0,
+) | {"clamp": 1}
 
 
-class Fp8Warning(UserWarning):
-    """Warning about a matmul of FP8 data that XLA did not compile to an FP8 kernel."""
+@dataclasses.dataclass(frozen=True)
+class HloInstruction:
+    """One instruction of a program; ``operands`` are names in the same computation."""
+
+    name: str
+    computation: str
+    opcode: str
+    dtype: str  # HLO's name, such as "bf16"; of the first element for a tuple, as the shape
+    shape: tuple[int, ...]
+    operands: tuple[str, ...]
+    attributes: str  # the text after the operands
+    literal: str  # the text between the parentheses, such as a parameter's number
+    types: tuple[tuple[str, tuple[int, ...]], ...]  # of the result, or of each element of a tuple
+
+    @functools.cached_property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the computations that it runs."""
+        one = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", self.attributes)
+        branches = _found(r"branch_computations=\{([^}]*)\}", self.attributes)
+        return (*one, *re.findall(r"[\w.\-]+", branches))
+
+    @property
+    def trips(self) -> int:
+        """How often a while loop runs its body, where XLA knows; else 1."""
+        count = _found(r'"known_trip_count":\s*\{"n":\s*"(\d+)"\}', self.attributes)
+        return int(count) if self.opcode == "while" and count else 1
+
+    def quoted(self, key: str) -> str:
+        """The quoted value of an attribute, such as "custom_call_target"; "" if it has none."""
+        return _found(rf'\b{key}="((?:[^"\\]|\\.)*)"', self.attributes)
+
+
+@dataclasses.dataclass(frozen=True)
+class HloProgram:
+    """A program: for each computation its instructions by name, in order, and more."""
+
+    computations: dict[str, dict[str, HloInstruction]]
+    roots: dict[str, str]  # name of each computation's result
+    callers: dict[str, HloInstruction]  # of each computation but the entry
+    frames: dict[str, tuple[str, ...]]  # "file:line" of each stack frame, and of its callers
+    entry: str = ""
+    header: str = ""  # the first line, which states the number of devices
+
+    @property
+    def instructions(self) -> list[HloInstruction]:
+        """All instructions of all computations."""
+        return [i for body in self.computations.values() for i in body.values()]
+
+    def operand(self, instruction: HloInstruction, index: int) -> HloInstruction | None:
+        """Return the instruction that computes an operand, looking into and out of fusions."""
+        found = self._operand(instruction, index)
+        while found is not None:
+            caller = self.callers.get(found.computation)
+            if found.opcode == "parameter" and caller is not None and caller.opcode in _CALLS:
+                outer = self._operand(caller, int(found.literal))
+                if outer is None:
+                    return found
+                found = outer
+            elif (root := self._root(found)) is not None and root.opcode != "tuple":
+                found = root
+            elif found.opcode == "fusion-done":
+                found = self._operand(found, 0)
+            elif found.opcode == "get-tuple-element":
+                root = self._root(self._operand(found, 0))
+                number = _found(r"\bindex=(\d+)", found.attributes)
+                if root is None or root.opcode != "tuple" or not number:
+                    return found
+                found = self._operand(root, int(number))
+            else:
+                return found
+        return None
+
+    def _operand(self, instruction: HloInstruction, index: int) -> HloInstruction | None:
+        names = instruction.operands[index : index + 1]
+        return self.computations[instruction.computation].get(names[0]) if names else None
+
+    def _root(self, instruction: HloInstruction | None) -> HloInstruction | None:
+        """The result of the computation that a fusion or call runs."""
+        if instruction is None or instruction.opcode not in _CALLS or not instruction.calls:
+            return None
+        called = instruction.calls[0]
+        return self.computations[called][self.roots[called]] if called in self.roots else None
+
+    def trips(self, instruction: HloInstruction) -> int:
+        """Return how often an instruction runs, counting the loops around it."""
+        caller = self.callers.get(instruction.computation)
+        return 1 if caller is None else caller.trips * self.trips(caller)
+
+
+def _found(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found[1] if found else ""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def bits(dtype: str) -> int:
+    """Return the number of bits in the name of an HLO element type; 0 if it has none ("pred")."""
+    return int(_found(r"^[a-z]+(\d+)", dtype) or 0)
+
+
+def contracted(instruction: HloInstruction) -> tuple[int, ...]:
+    """Return the dimensions of the left operand that a matmul sums over; () if it is not one."""
+    pattern = r'"?lhs_contracting_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)'
+    return _numbers(_found(pattern, instruction.attributes))
+
+
+def user_line(program: HloProgram, instruction: HloInstruction) -> str:
+    """Return the innermost "file:line" that is neither unitscale's nor a dependency's."""
+    text = instruction.attributes
+    stack = program.frames.get(_found(r"\bstack_frame_id=(\d+)", text), ())
+    if file := instruction.quoted("source_file"):
+        stack = (f"{file}:{_found(r'source_line=([0-9]+)', text)}",)
+    package = str(Path(__file__).parents[1])
+    own = [f for f in stack if not f.startswith(package) and "site-packages" not in f]
+    return (own or list(stack[-1:]) or [""])[0]
+
+
+def _instruction(name: str, computation: str, rest: str) -> HloInstruction | None:
+    opcode = re.search(r"\s([a-z][\w\-]*)\(", rest)
+    if opcode is None:
+        return None
+    kind, depth, end = opcode[1], 1, opcode.end()
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', rest[opcode.end() :]):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)  # parentheses in strings do not count
+        if not depth:
+            end += found.start()
+            break
+    inner, result = rest[opcode.end() : end], rest[: opcode.start()]
+    types = tuple((t, _numbers(n)) for t, n in re.findall(r"([a-z]\w*)\[([\d,]*)\]", result))
+    operands = tuple(re.findall(r"%([\w.\-]+)", inner)) if kind != "constant" else ()
+    if kind == "fusion-start":  # asynchronous; its types are operands, results and a context
+        kind, types = "fusion", types[len(operands) : -1]
+    dtype, shape = types[0] if types else ("", ())
+    text = rest[end + 1 :]
+    return HloInstruction(name, computation, kind, dtype, shape, operands, text, inner, types)
+
+
+def _frames(text: str) -> dict[str, tuple[str, ...]]:
+    """Read the tables before the computations: each stack frame with its callers."""
+    names = text.partition("\nFileNames\n")[2].partition("\n\n")[0]
+    files = dict(re.findall(r'(?m)^(\d+) "(.*)"$', names))
+    places = re.findall(r"(?m)^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text)
+    lines = {place: f"{files.get(file)}:{line}" for place, file, line in places}
+    rows = re.findall(r"(?m)^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", text)
+    # XLA prints the number of the caller plus one; the first frame, which has none, shows it.
+    offset = int(bool(rows) and rows[0][2] == "1")
+    frames: dict[str, tuple[str, ...]] = {}
+    for frame, place, caller in rows:  # callers come first
+        frames[frame] = (lines.get(place, ""), *frames.get(str(int(caller) - offset), ()))
+    return frames
+
+
+def parse_hlo(text: str) -> HloProgram:
+    """Read the text of an optimized program."""
+    header = text.partition("\n")[0]
+    program = HloProgram({}, {}, {}, _frames(text.partition("\n%")[0]), header=header)
+    current, entry = "", ""
+    for line in text.splitlines():
+        if begin := re.match(r"(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$", line):
+            current = begin[2]
+            program.computations[current] = {}
+            entry = current if begin[1] else entry
+            continue
+        found = re.match(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$", line) if current else None
+        instruction = _instruction(found[2], current, found[3]) if found else None
+        if found is None or instruction is None:
+            continue
+        program.computations[current][instruction.name] = instruction
+        program.callers.update(dict.fromkeys(instruction.calls, instruction))
+        if found[1]:
+            program.roots[current] = instruction.name
+    return dataclasses.replace(program, entry=entry)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,16 +226,6 @@ class Matmul:
     flops: float
     op_name: str
     source: str
-
-    def __str__(self) -> str:
-        """One line: operands, kernel, reason and origin."""
-        what = f"{self.lhs} x {self.rhs} -> {self.out}"
-        return f"{what} by {self.kernel}{': ' * bool(self.reason)}{self.reason} ({self.origin})"
-
-    @property
-    def origin(self) -> str:
-        """JAX's name stack and the line of source."""
-        return " at ".join(filter(None, (self.op_name, self.source))) or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,25 +280,16 @@ class Fp8Report:
         rows = [("FP8", "kernel", "lhs", "rhs", "result", "reason", "from")]
         for m in self.matmuls:
             state = "yes" if m.fp8 else "LOST" if m.quantized else "no"
-            rows.append((state, m.kernel, m.lhs, m.rhs, m.out, m.reason, m.origin))
+            origin = " at ".join(filter(None, (m.op_name, m.source))) or m.name
+            rows.append((state, m.kernel, m.lhs, m.rhs, m.out, m.reason, origin))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([head, *(lines if self.matmuls else ())])
 
-    def warn(self) -> "Fp8Report":
-        """Warn of each matmul that lost its FP8 operands (`Fp8Warning`); return the report."""
-        for matmul in self.lost:
-            warnings.warn(f"not an FP8 kernel: {matmul}", Fp8Warning, stacklevel=2)
-        return self
-
     def raise_if_lost(self) -> "Fp8Report":
-        """Raise a ValueError that lists the matmuls that lost their FP8 operands, if any."""
+        """Raise a ValueError that shows the report if a matmul lost its FP8 operands."""
         if self.lost:
-            lines = "".join(f"\n  {matmul}" for matmul in self.lost)
-            raise ValueError(
-                f"unitscale.quant.check_fp8: {len(self.lost)} matmuls of FP8 data are not FP8 "
-                f"kernels:{lines}"
-            )
+            raise ValueError(f"unitscale.quant.check_fp8: {self}")
         return self
 
 
@@ -147,7 +297,8 @@ def check_fp8(compiled: Any) -> Fp8Report:
     """List every matmul of a compiled GPU program, whether it is an FP8 kernel, and why not.
 
     An FP8 kernel is a cuBLASLt FP8 call, or a Triton or cuDNN kernel that reads FP8 operands. A
-    matmul is *lost* if an operand was FP8 data and the kernel is another.
+    matmul is *lost* if an operand was FP8 data and the kernel is another. A product with a vector
+    (M or N is 1), of which XLA makes a reduction, is not listed.
 
     Args:
         compiled: the result of `jax.jit(f).lower(...).compile()` (or of `nnx.jit`) for a GPU, or
@@ -157,47 +308,30 @@ def check_fp8(compiled: Any) -> Fp8Report:
         TypeError: if it is neither a compiled program nor text.
         ValueError: if the program was not compiled for a GPU.
 
-    Example:
-        >>> program = '''
-        ... ENTRY %main (a: f8e4m3fn[32,64], b: f8e4m3fn[16,64]) -> bf16[32,16] {
-        ...   %a = f8e4m3fn[32,64] parameter(0)
-        ...   %b = f8e4m3fn[16,64] parameter(1)
-        ...   ROOT %y = bf16[32,16] custom-call(%a, %b), custom_call_target="__cublas$lt$matmul$f8"
-        ... }'''
-        >>> report = check_fp8(program)
-        >>> bool(report), report.matmuls[0].lhs
-        (True, 'float8_e4m3fn[32,64]')
     """
-    text, capability = (compiled, 0.0) if isinstance(compiled, str) else _program_of(compiled)
-    program = parse_hlo(text)
-    found = [_examine(program, i, capability) for i in program.instructions]
+    program = parse_hlo(compiled if isinstance(compiled, str) else _text_of(compiled))
+    nodes = program.instructions
+    to_fp8 = [program.operand(i, 0) for i in nodes if i.opcode == "convert" and _is_fp8(i.dtype)]
     return Fp8Report(
-        matmuls=tuple(m for m in found if m is not None),
-        amax_reductions=sum(_is_amax(program, i) for i in program.instructions),
-        casts=sum(_is_cast(program, i) for i in program.instructions),
-        transposes=sum(
-            i.opcode in ("transpose", "copy") and _is_fp8(i.dtype) for i in program.instructions
-        ),
+        matmuls=tuple(m for i in nodes if (m := _examine(program, i)) is not None),
+        amax_reductions=sum(_is_amax(program, i) for i in nodes),
+        casts=sum(x is not None and not _is_fp8(x.dtype) for x in to_fp8),
+        transposes=sum(i.opcode in ("transpose", "copy") and _is_fp8(i.dtype) for i in nodes),
     )
 
 
-def _program_of(compiled: Any) -> tuple[str, float]:
-    """Text and compute capability of a `jax.stages.Compiled`, or of an object that holds one."""
-    attributes = vars(compiled).values() if hasattr(compiled, "__dict__") else ()
-    for stage in (compiled, *attributes):
-        text = stage.as_text() if hasattr(stage, "as_text") else None
-        if not (isinstance(text, str) and text.startswith("HloModule")):
-            continue
-        shardings = [getattr(stage, f"{side}_shardings", None) for side in ("input", "output")]
-        devices = {d for s in jax.tree.leaves(shardings) for d in getattr(s, "device_set", ())}
-        if other := sorted({d.platform for d in devices} - {"gpu", "cuda", "rocm"}):
-            raise _not_for_gpu(f"one for {other[0]}")
-        capabilities = (float(getattr(d, "compute_capability", 0)) for d in devices)
-        return text, min(capabilities, default=0.0)
-    raise TypeError(
-        "unitscale.quant.check_fp8: compiled must be what jax.jit(f).lower(...).compile() "
-        f"returns, or its text; got {type(compiled).__name__}"
-    )
+def _text_of(compiled: Any) -> str:
+    compiled = getattr(compiled, "compiled", compiled)  # nnx.jit wraps it
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            "unitscale.quant.check_fp8: compiled must be what jax.jit(f).lower(...).compile() "
+            f"returns, or its text; got {type(compiled).__name__}"
+        )
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    if other := sorted({d.platform for d in devices} - {"gpu", "cuda", "rocm"}):
+        raise _not_for_gpu(f"one for {other[0]}")
+    return compiled.as_text() or ""
 
 
 def _not_for_gpu(got: str) -> ValueError:
@@ -207,164 +341,104 @@ def _not_for_gpu(got: str) -> ValueError:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operand:
-    """An operand of a matmul, as it is multiplied, and the FP8 data it was made from."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    origin: str = ""  # dtype of that FP8 data; "" if it never was FP8
-    obstacle: str = ""  # what was between that data and the matmul
-
-    def __str__(self) -> str:
-        came = f"{_name(self.origin)} -> " if self.origin not in ("", self.dtype) else ""
-        return came + f"{_name(self.dtype)}[{','.join(map(str, self.shape))}]"
-
-
-def _name(dtype: str) -> str:
-    """NumPy's name of an HLO element type."""
-    if re.match(r"f[4-8]e\d", dtype):
-        return re.sub(r"^f(\d)", r"float\1_", dtype)
-    kinds = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
-    return re.sub(r"^(bf|[fsu])(?=\d)", lambda m: kinds[m[0]], dtype)
-
-
 def _is_fp8(dtype: str) -> bool:
     return dtype.startswith("f8e") and dtype != "f8e8m0fnu"
 
 
-def _scale_of(program: HloProgram, multiply: HloInstruction) -> tuple[int, tuple[int, ...]] | None:
-    """Which operand of a multiplication is a broadcast scale, and the shape of that scale."""
-    for index in (1, 0):
-        node = program.operand(multiply, index)
-        shape = multiply.shape
-        while node is not None and node.opcode in _UNCHANGED:
-            if node.opcode == "broadcast" and math.prod(node.shape) == math.prod(shape):
-                inner = program.operand(node, 0)
-                return index, tuple(n for n in (inner.shape if inner else shape) if n != 1)
-            node = program.operand(node, 0)
-        if node is not None and node.opcode == "constant" and not node.shape:
-            return index, ()
-    return None
+def _array(x: HloInstruction) -> str:
+    """An array as NumPy names it, such as "float8_e4m3fn[8,4]"."""
+    name, kinds = x.dtype, {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
+    if found := re.fullmatch(r"(bf|[fsu])(\d+)(\w*)", name):
+        name = "_".join(filter(None, (kinds[found[1]] + found[2], found[3])))
+    return f"{name}[{','.join(map(str, x.shape))}]"
 
 
-def _trace(program: HloProgram, matmul: HloInstruction, index: int) -> _Operand:
-    """Follow an operand back to FP8 data."""
-    direct = program.computations[matmul.computation][matmul.operands[index]]
-    node = program.operand(matmul, index)
-    narrowed, obstacle = "", ""
-    while node is not None:
-        if _is_fp8(node.dtype):
-            return _Operand(direct.dtype, direct.shape, node.dtype, obstacle)
-        through = 1 if node.opcode == "clamp" else 0
-        if node.opcode == "convert":
-            before = program.operand(node, 0)
-            if before is not None and bits(before.dtype) > bits(node.dtype):
-                narrowed = node.dtype
-        elif node.opcode == "multiply" and (scale := _scale_of(program, node)) is not None:
-            if scale[1]:
-                obstacle = "a scale for each row or block is applied before the matmul"
-            elif narrowed and not obstacle:
-                obstacle = f"scaled in {_name(node.dtype)} and cast to {_name(narrowed)}"
-            through = 1 - scale[0]
-        elif node.opcode not in _UNCHANGED:
-            break
-        node = program.operand(node, through)
-    return _Operand(direct.dtype, direct.shape)
+def _unchanged(
+    program: HloProgram, node: HloInstruction | None, until: str = ""
+) -> HloInstruction | None:
+    """Follow instructions that keep values, back to one that computes them or is ``until``."""
+    while node is not None and node.opcode in _UNCHANGED and node.opcode != until:
+        node = program.operand(node, _UNCHANGED[node.opcode])
+    return node
 
 
-def _reason(lhs: _Operand, rhs: _Operand, how: str) -> str:
-    """Why a matmul is not an FP8 kernel; ``how`` is what is known of its kernel."""
-    origins = {lhs.origin, rhs.origin}
-    if origins == {""}:
-        return f"operands were never FP8{'; ' * bool(how)}{how}"
-    if "" in origins:
+def _fp8_origin(program: HloProgram, node: HloInstruction | None) -> HloInstruction | None:
+    """The FP8 data that an operand was made from by conversions and scales, or None."""
+    while node is not None and not _is_fp8(node.dtype):
+        if node.opcode == "multiply":
+            sides = [program.operand(node, i) for i in (0, 1)]
+            ends = [_unchanged(program, side, "broadcast") for side in sides]
+            scales = [end is not None and end.opcode in ("broadcast", "constant") for end in ends]
+            node = sides[scales.index(False)] if any(scales) and not all(scales) else None
+        else:
+            through = _UNCHANGED.get(node.opcode)
+            node = None if through is None else program.operand(node, through)
+    return node
+
+
+def _reason(origins: list[HloInstruction | None]) -> str:
+    """Why the matmul of these FP8 data is not an FP8 kernel."""
+    types = {"" if x is None else x.dtype for x in origins}
+    if types == {""}:
+        return "operands were never FP8"
+    if "" in types:
         return "only one operand is FP8: quantize the other one too"
-    if foreign := sorted(origins & _NOT_NVIDIA.keys()):
-        return (
-            f"{_name(foreign[0])} is {_NOT_NVIDIA[foreign[0]]}, NVIDIA GPUs do not multiply it: "
-            "use float8_e4m3fn and float8_e5m2"
-        )
-    if how:
-        return how
-    if origins == {"f8e5m2"}:
+    if foreign := sorted(types - {"f8e4m3fn", "f8e5m2"}):
+        return f"NVIDIA GPUs do not multiply {foreign[0]}: use float8_e4m3fn and float8_e5m2"
+    if types == {"f8e5m2"}:
         return "both operands are E5M2: keep one of them in E4M3"
-    if obstacle := lhs.obstacle or rhs.obstacle:
-        return f"{obstacle}: multiply the FP8 data and scale the result"
     return (
-        "the FP8 operands are widened first: multiply them directly "
+        "the FP8 operands are converted or scaled first: multiply them directly "
         "(lax.dot_general with preferred_element_type) and scale the result"
     )
 
 
-def _examine(program: HloProgram, at: HloInstruction, capability: float) -> Matmul | None:
+def _examine(program: HloProgram, at: HloInstruction) -> Matmul | None:
     """Describe an instruction that is a matmul; None for any other."""
-    target = at.quoted("custom_call_target")
-    how, source = "", at  # `source` has the operands
-    if at.opcode == "custom-call" and _CUBLAS.match(target):
-        fp8 = target.endswith(("$f8", "$mx"))
+    target, body = at.quoted("custom_call_target"), program.computations[at.computation]
+    is_cublas = re.match(r"__cublas\$(gemm|lt\$\w*[mM]atmul)", target)
+    if not is_cublas and at.opcode not in ("dot", "scaled-dot"):
+        return None
+    operands = [body[name] for name in at.operands[:2]]
+    if is_cublas:
+        fp8, problem = target.endswith(("$f8", "$mx")), ""
         kernel = "cuBLASLt FP8" if fp8 else "cuBLASLt"
-    elif at.opcode in ("dot", "scaled-dot"):
+    else:
         caller = program.callers.get(at.computation)
-        while caller is not None and caller.opcode not in CALLS:
+        while caller is not None and caller.opcode not in _CALLS:
             caller = program.callers.get(caller.computation)
         if caller is None:
             raise _not_for_gpu(f"one with a plain {at.opcode}, as compiled for a CPU")
         kernel = next((k for k in ("Triton", "cuDNN") if k.lower() in caller.attributes), "a loop")
-        types = [program.computations[at.computation][n].dtype for n in at.operands[:2]]
+        problem = "too small for a matrix kernel" if kernel == "a loop" else ""
         if at.opcode == "scaled-dot":
-            fp8, kernel = capability >= _BLOCK_SCALES_SINCE, f"{kernel}, block scales"
-            how = "" if fp8 else "block scales: FP8 kernels exist from sm_100"
-        else:
-            how = "too small for a matrix kernel" if kernel == "a loop" else ""
-            fp8 = not how and all(map(_is_fp8, types))
-    elif (multiply := _vector_matmul(program, at)) is not None:
-        kernel, fp8, source = "a reduction", False, multiply
-        how = "a matmul with a vector (M or N is 1) is a reduction: multiply more rows at once"
-    else:
-        return None
-    lhs, rhs = (_trace(program, source, index) for index in (0, 1))
-    summed = math.prod(lhs.shape[d] for d in contracted(source))
+            problem = "block scales: before sm_100 no kernel multiplies them in FP8"
+        fp8 = not problem and all(_is_fp8(x.dtype) for x in operands)
+    origins = [_fp8_origin(program, program.operand(at, i)) for i in (0, 1)]
+    names = [_array(x) for x in operands]
+    for i, origin in enumerate(origins):
+        if origin is not None and origin.dtype != operands[i].dtype:
+            names[i] = f"{_array(origin).partition('[')[0]} -> {names[i]}"
+    summed = math.prod(operands[0].shape[d] for d in contracted(at))
     return Matmul(
         name=at.name,
         kernel=kernel,
         fp8=fp8,
-        quantized=bool(lhs.origin or rhs.origin),
-        reason="" if fp8 else _reason(lhs, rhs, how),
-        lhs=str(lhs),
-        rhs=str(rhs),
-        out=str(_Operand(at.dtype, at.shape)),
-        flops=2.0 * math.prod(source.shape) * summed * program.trips(at),
+        quantized=any(origins),
+        reason="" if fp8 else problem or _reason(origins),
+        lhs=names[0],
+        rhs=names[1],
+        out=_array(at),
+        flops=2.0 * math.prod(at.shape) * summed * program.trips(at),
         op_name=at.quoted("op_name"),
         source=user_line(program, at),
     )
 
 
-def _vector_matmul(program: HloProgram, instruction: HloInstruction) -> HloInstruction | None:
-    """The multiplication inside a reduction that XLA made of a matmul with a vector."""
-    if instruction.opcode != "reduce" or not instruction.quoted("op_name").endswith("dot_general"):
-        return None
-    node = program.operand(instruction, 0)
-    while node is not None and node.opcode in ("convert", "bitcast", "reshape"):
-        node = program.operand(node, 0)
-    if node is None or node.opcode != "multiply":
-        return None
-    return node if node.quoted("op_name").endswith("dot_general") else None
-
-
-def _is_amax(program: HloProgram, instruction: HloInstruction) -> bool:
+def _is_amax(program: HloProgram, at: HloInstruction) -> bool:
     """Whether a reduction computes a maximum of magnitudes (its second step does not count)."""
-    if instruction.opcode != "reduce" or not instruction.calls:
+    if at.opcode != "reduce" or not at.calls:
         return False
-    called = instruction.calls[0]
-    if program.computations[called][program.roots[called]].opcode != "maximum":
-        return False
-    node = program.operand(instruction, 0)
-    while node is not None and node.opcode in _UNCHANGED | {"bitcast-convert"}:
-        node = program.operand(node, 0)
-    return node is not None and node.opcode == "abs"
-
-
-def _is_cast(program: HloProgram, instruction: HloInstruction) -> bool:
-    before = program.operand(instruction, 0) if instruction.opcode == "convert" else None
-    return before is not None and _is_fp8(instruction.dtype) and not _is_fp8(before.dtype)
+    body, root = program.computations[at.calls[0]], program.roots[at.calls[0]]
+    node = _unchanged(program, program.operand(at, 0))
+    return body[root].opcode == "maximum" and node is not None and node.opcode == "abs"

@@ -4,34 +4,19 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Literal, TypeAlias, TypeGuard, get_args
+from typing import Any, Literal, TypeAlias
 
 from ..core import format_of
 
-Granularity = Literal["tensor", "channel"]
-"""Which elements share a scale of `Dynamic`: a whole tensor, or one slice along the sum."""
 
-Use = Literal["max", "latest"]
-"""Which entry of its history a `Delayed` scale uses: the largest or the latest."""
-
-
-def _fail(strategy: str, argument: str, expected: str, got: Any) -> ValueError:
-    return ValueError(f"unitscale.quant.{strategy}: {argument} must be {expected}; got {got!r}")
+def _check(fits: bool, argument: str, expected: str, got: Any) -> None:
+    if not fits:
+        raise ValueError(f"unitscale.quant.{argument} must be {expected}; got {got!r}")
 
 
-def _check_choice(strategy: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise _fail(strategy, argument, f"one of {', '.join(map(str, choices))}", value)
-
-
-def _check_count(strategy: str, argument: str, value: Any, least: int, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _fail(strategy, argument, expected, value)
-
-
-def _check_margin(strategy: str, margin: Any) -> None:
-    expected = "a whole number of powers of two, 0 or more (below 0 the largest value saturates)"
-    _check_count(strategy, "margin", margin, 0, expected)
+def _check_count(argument: str, got: Any, least: int, unit: str) -> None:
+    fits = isinstance(got, int) and not isinstance(got, bool) and got >= least
+    _check(fits, argument, f"a whole number of {unit}, {least} or more", got)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +42,13 @@ class Dynamic:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
     """
 
-    granularity: Granularity = "tensor"
+    granularity: Literal["tensor", "channel"] = "tensor"
     margin: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("Dynamic", "granularity", self.granularity, get_args(Granularity))
-        _check_margin("Dynamic", self.margin)
+        known = self.granularity in ("tensor", "channel")
+        _check(known, "Dynamic: granularity", "'tensor' or 'channel'", self.granularity)
+        _check_count("Dynamic: margin", self.margin, 0, "powers of two")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +64,16 @@ class Delayed:
         history: number of optimizer steps remembered.
         margin: powers of two left free above amax.
         use: "max" of the history, or the "latest" entry.
-
-    References:
-        As `Dynamic`.
     """
 
     history: int = 16
     margin: int = 0
-    use: Use = "max"
+    use: Literal["max", "latest"] = "max"
 
     def __post_init__(self) -> None:
-        _check_count("Delayed", "history", self.history, 1, "a whole number of steps, 1 or more")
-        _check_margin("Delayed", self.margin)
-        _check_choice("Delayed", "use", self.use, get_args(Use))
+        _check_count("Delayed: history", self.history, 1, "steps")
+        _check_count("Delayed: margin", self.margin, 0, "powers of two")
+        _check(self.use in ("max", "latest"), "Delayed: use", "'max' or 'latest'", self.use)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +84,22 @@ class Static:
         scales: one power of two for all three tensors of a matmul, or (lhs, rhs, cotangent). None
             to keep them in a `QuantState`, where `calibrate` and a monitor can change them.
         margin: powers of two that `calibrate` leaves free above amax.
-
-    Example:
-        >>> Static((1.0, 0.5, 2.0**-10)).scales
-        (1.0, 0.5, 0.0009765625)
     """
 
     scales: Any = None
     margin: int = 0
 
     def __post_init__(self) -> None:
-        _check_margin("Static", self.margin)
+        _check_count("Static: margin", self.margin, 0, "powers of two")
         if self.scales is None:
             return
         scales = tuple(self.scales) if isinstance(self.scales, tuple | list) else (self.scales,) * 3
-        if len(scales) != 3 or not all(
+        fits = len(scales) == 3 and all(
             isinstance(s, Real) and 2.0**-126 <= float(s) <= 2.0**126 and math.frexp(s)[0] == 0.5
             for s in scales
-        ):
-            expected = "a power of two (2**-126 to 2**126), or (lhs, rhs, cotangent), or None"
-            raise _fail("Static", "scales", expected, self.scales)
+        )
+        expected = "a power of two (2**-126 to 2**126), or (lhs, rhs, cotangent), or None"
+        _check(fits, "Static: scales", expected, self.scales)
         object.__setattr__(self, "scales", tuple(float(s) for s in scales))
 
 
@@ -152,10 +131,11 @@ class Block:
     scale_format: str = "float8_e8m0fnu"
 
     def __post_init__(self) -> None:
-        _check_count("Block", "size", self.size, 1, "a whole number of elements, 1 or more")
-        _check_choice("Block", "dims", self.dims, (1, 2))
+        _check_count("Block: size", self.size, 1, "elements")
+        _check(self.dims in (1, 2), "Block: dims", "1 or 2", self.dims)
         name = format_of(self.scale_format).name
-        _check_choice("Block", "scale_format", name, ("float8_e8m0fnu", "float32"))
+        known = name in ("float8_e8m0fnu", "float32")
+        _check(known, "Block: scale_format", "'float8_e8m0fnu' or 'float32'", name)
         object.__setattr__(self, "scale_format", name)
 
 
@@ -170,16 +150,6 @@ def check_strategy(owner: str, strategy: Any) -> None:
             f"unitscale.quant.{owner}: strategy must be Unit(), Dynamic(...), Delayed(...), "
             f"Static(...) or Block(...); got {strategy!r}"
         )
-
-
-def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
-    """Return whether a strategy keeps its scales in a `QuantState`."""
-    return isinstance(strategy, Delayed) or (
-        isinstance(strategy, Static) and strategy.scales is None
-    )
-
-
-_FP8_PAIRS = "E4M3 x E4M3, E4M3 x E5M2 and E5M2 x E4M3, of float8_e4m3fn and float8_e5m2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,9 +169,8 @@ class MatmulConfig:
             before they are cast, so that the mean of many values is kept.
 
     Raises:
-        ValueError: if a format is unknown, unsigned or fnuz, or if a matmul would be E5M2 x E5M2,
-            which no hardware has.
-        TypeError: if the strategy is not one of this package.
+        ValueError: if a format is unknown, unsigned or fnuz, or if two of them are E5M2, which no
+            hardware multiplies.
     """
 
     lhs: str = "float8_e4m3fn"
@@ -216,20 +185,15 @@ class MatmulConfig:
         for name in ("lhs", "rhs", "cotangent"):
             fmt = format_of(getattr(self, name))
             object.__setattr__(self, name, fmt.name)
-            problem = "has no negative numbers" if not fmt.signed else ""
-            if fmt.name.endswith("fnuz"):
-                problem = "no FP8 kernel of an NVIDIA GPU multiplies"
-            if problem:
-                raise ValueError(
-                    f"unitscale.quant.MatmulConfig: {name} is {fmt.name}, which {problem}; "
-                    f"supported pairs are {_FP8_PAIRS}"
-                )
+            fits = fmt.signed and not fmt.name.endswith("fnuz")
+            expected = "a signed format that NVIDIA GPUs multiply, such as float8_e4m3fn"
+            _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
             if (fmt.exponent_bits, fmt.mantissa_bits) == (5, 2):
                 e5m2.append(name)
         if len(e5m2) > 1:
             raise ValueError(
                 f"unitscale.quant.MatmulConfig: {' and '.join(e5m2)} are both E5M2, which no "
-                f"matrix unit multiplies; supported pairs are {_FP8_PAIRS}"
+                "matrix unit multiplies; make one of them E4M3"
             )
 
 

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import ScaledArray, match_varying, narrow, wide_dtype
+from ..core import ScaledArray, match_varying, narrow, result_dtype, wide_dtype
 from ._config import MatmulConfig
-from ._lowering import data_of
-from ._matmul import Contraction, Core, product, run_core
+from ._matmul import Contraction, Core, matmul, scaled_matmul
 from ._quantize import dequantize
-from ._state import QuantState
+from ._state import QuantState, check_state, warn_if_not_updated
 
 _SMALLEST, _LARGEST = 16, 512  # rows of a block
 
@@ -49,12 +48,13 @@ def _blocks(sizes: jax.Array, rows: int) -> tuple[_Blocks, int]:
     return _Blocks(group, first[group] + before, sizes[group] - before, ends[-1]), size
 
 
-def _scaled(data: jax.Array, x: Any) -> ScaledArray:
-    return ScaledArray(data, x.scale if isinstance(x, ScaledArray) else None)
+def _scaled(x: Any) -> ScaledArray:
+    return x if isinstance(x, ScaledArray) else ScaledArray(x)
 
 
-def _padded(x: Any, size: int) -> ScaledArray:  # so that the last block can be read whole
-    return _scaled(jnp.pad(data_of(x), ((0, size), (0, 0))), x)
+def _padded(x: Any, size: int) -> ScaledArray:
+    """Add rows, so that the last block can be read whole."""
+    return _scaled(x).map_data(lambda data: jnp.pad(data, ((0, size), (0, 0))))
 
 
 class GroupedCore(Core):
@@ -66,45 +66,46 @@ class GroupedCore(Core):
         return (dequantize(x) if self.per_slice else x), seen
 
     def multiply(
-        self, lhs: Any, rhs: Any, sizes: Any, spec: Contraction, factor: Any, dtype: Any
+        self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:
         """Each row of ``lhs`` times the matrix of its group; rows of no group are arbitrary."""
         total = lhs.shape[0]
-        blocks, size = _blocks(sizes, total)
-        rows = _padded(lhs, size)
+        blocks, size = _blocks(groups, total)
+        rows, matrices = _padded(lhs, size), _scaled(rhs)
         columns = rhs.shape[1 + spec.rhs.index(spec.out[1])]
 
         def step(i, out):
-            start = blocks.start[i]
-            block = lax.dynamic_slice_in_dim(rows.data, start, size)
-            matrix = lax.dynamic_index_in_dim(data_of(rhs), blocks.group[i], keepdims=False)
-            y = product(_scaled(block, rows), _scaled(matrix, rhs), spec, factor, dtype)
+            start, group = blocks.start[i], blocks.group[i]
+            block = rows.map_data(lambda x: lax.dynamic_slice_in_dim(x, start, size))
+            matrix = matrices.map_data(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
+            y = scaled_matmul(block, matrix, spec, factor, dtype)
             # The next blocks overwrite what this one writes beyond the rows of its group.
             return lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
 
         empty = match_varying((jnp.zeros((total + size, columns), dtype), rows.data, blocks))[0]
         return lax.fori_loop(0, blocks.count, step, empty)[:total]
 
-    def right_gradient(
-        self, lhs: Any, cotangent: Any, sizes: Any, factor: Any, dtype: Any
+    def weight_gradient(
+        self, lhs: Any, cotangent: Any, groups: Any, factor: Any, dtype: Any
     ) -> jax.Array:
         """For each group its rows of ``lhs``, transposed, times those of the cotangent."""
-        blocks, size = _blocks(sizes, lhs.shape[0])
+        blocks, size = _blocks(groups, lhs.shape[0])
         left, right = _padded(lhs, size), _padded(cotangent, size)
 
         def step(i, out):
             start, group = blocks.start[i], blocks.group[i]
+            inside = jnp.arange(size)[:, None] < blocks.rows[i]
 
-            def own(x: ScaledArray) -> ScaledArray:  # other rows are 0: 0 * infinity would be NaN
-                data = lax.dynamic_slice_in_dim(x.data, start, size)
-                inside = jnp.arange(size)[:, None] < blocks.rows[i]
-                return _scaled(jnp.where(inside, data, jnp.zeros_like(data)), x)
+            def own(x: jax.Array) -> jax.Array:  # other rows are 0: 0 * infinity would be NaN
+                rows = lax.dynamic_slice_in_dim(x, start, size)
+                return jnp.where(inside, rows, jnp.zeros_like(rows))
 
-            more = product(own(left), own(right), self.spec.grad_rhs, factor, out.dtype)
+            operands = left.map_data(own), right.map_data(own)
+            more = scaled_matmul(*operands, self.spec.grad_rhs, factor, out.dtype)
             more += lax.dynamic_index_in_dim(out, group, keepdims=False)
             return lax.dynamic_update_index_in_dim(out, more, group, axis=0)
 
-        shape = sizes.shape[0], lhs.shape[1], cotangent.shape[1]
+        shape = groups.shape[0], lhs.shape[1], cotangent.shape[1]
         empty = jnp.zeros(shape, wide_dtype(dtype))
         empty = match_varying((empty, left.data, right.data, blocks))[0]
         return narrow(lax.fori_loop(0, blocks.count, step, empty), dtype)
@@ -137,9 +138,6 @@ def grouped(
         out_dtype: as for `contract`.
         state: as for `contract`.
 
-    Returns:
-        Array (rows, n).
-
     Raises:
         ValueError: if there are not as many sizes as matrices.
         TypeError: if sizes are not integers.
@@ -165,6 +163,11 @@ def grouped(
     # Rows of no group must not enter statistics, and neither must their cotangents.
     own = jnp.arange(lhs.shape[0])[:, None] < jnp.sum(sizes)
     lhs = jnp.where(own, lhs, jnp.zeros_like(lhs))
-    spec = Contraction("rk", "kn", "rn")
-    out = run_core("grouped", GroupedCore, lhs, rhs, sizes, spec, factors, config, out_dtype, state)
+    check_state("grouped", config, state)
+    lhs, rhs = warn_if_not_updated((lhs, rhs), state)
+    if out_dtype is None:
+        out_dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
+    spec, factors = Contraction("rk", "kn", "rn"), tuple(map(float, factors))
+    core = GroupedCore(spec, factors, config, jnp.dtype(out_dtype), (lhs.dtype, rhs.dtype))
+    out = matmul(lhs, rhs, sizes, None, state, core)
     return jnp.where(own, out, jnp.zeros_like(out))

@@ -1,10 +1,10 @@
 """Workarounds for how XLA lowers matmuls, as seen with jax 0.10.2 on CPU and compiled for an H200.
 
-None of them changes a result.
+None of them changes a result. They are chosen by the backend on which a program is traced, which
+keeps programs small.
 """
 
-from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,8 +13,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import ScaledArray, is_float8, is_scaled, widen
-
-_WORD = 4  # FP8 rows that are transposed together
 
 
 def dot(
@@ -26,12 +24,7 @@ def dot(
     sum over several leading dimensions, as in a weight gradient, transposes the left operand, which
     takes as long as the matmul: these dimensions are merged.
     """
-
-    def multiply(lhs: jax.Array, rhs: jax.Array, numbers: Any = dimension_numbers) -> jax.Array:
-        return lax.dot_general(
-            lhs, rhs, numbers, preferred_element_type=dtype, out_sharding=sharding
-        )
-
+    multiply = partial(lax.dot_general, preferred_element_type=dtype, out_sharding=sharding)
     (summed, other), (batch, _) = dimension_numbers
     count = len(summed)
     # With several devices each dimension may be sharded over its own mesh axis: not merged.
@@ -42,15 +35,15 @@ def dot(
         merge and lhs.dtype.itemsize >= 4
     )
     if jax.default_backend() != "cpu" or not fits:
-        return multiply(lhs, rhs)
+        return multiply(lhs, rhs, dimension_numbers)
     lhs, rhs = widen(lhs), widen(rhs)
     if not merge:
-        return multiply(lhs, rhs)
+        return multiply(lhs, rhs, dimension_numbers)
     lhs, rhs = (x.reshape(-1, *x.shape[count:]) for x in (lhs, rhs))
     return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
 
 
-def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...]]:
+def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, list[Any]]:
     """Barriers around the left operand of the forward matmul and the right one of the backward.
 
     XLA merges matmuls that share an operand and then copies parts of the result, and it folds a
@@ -58,51 +51,35 @@ def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, tup
     needs the other layout and stays outside the barriers, so that XLA transposes where it casts.
     The second barrier excludes the left operand, which activation checkpointing may recompute.
     """
-    used = {i: jnp.asarray(f) for i, f in enumerate(factors) if isinstance(f, jax.Array) or f != 1}
-    forward = {i: f for i, f in used.items() if i == 0}
-    backward = {i: f for i, f in used.items() if i > 0}
-    lhs, forward, _ = lax.optimization_barrier((lhs, forward, rhs))
-    rhs, backward = lax.optimization_barrier((rhs, backward))
-    own = forward | backward
-    return lhs, rhs, tuple(own.get(i, f) for i, f in enumerate(factors))
+    own = [jnp.asarray(f) if isinstance(f, jax.Array) or f != 1 else None for f in factors]
+    lhs, own[0], _ = lax.optimization_barrier((lhs, own[0], rhs))
+    rhs, own[1:] = lax.optimization_barrier((rhs, own[1:]))
+    return lhs, rhs, [1.0 if f is None else f for f in own]
 
 
-def fp8_weight_gradient(
-    multiply: Callable[[Any, Any, bool], jax.Array], lhs: Any, rhs: Any, count: int
-) -> jax.Array:
-    """FP8 weight gradients in cuBLAS's TN layout; ``count`` leading dimensions are summed.
+def packs(x: Any, count: int) -> bool:
+    """Whether `move_rows_last` can move the first ``count`` dimensions of an operand."""
+    if is_scaled(x) and (x.block_shape or (x.scale is not None and x.scale.ndim)):
+        return False
+    data = data_of(x)
+    sharded = any(jax.typeof(data).sharding.spec)
+    return bool(count) and is_float8(data.dtype) and not sharded and not data.shape[count - 1] % 4
 
-    XLA transposes both operands byte by byte: 245 microseconds on an H200 (jax 0.11.2) for 768 x
-    3,072 over 8,192 tokens, against 75 in words of four rows, and 62 for the bfloat16 matmul.
-    ``multiply`` takes both operands, and whether their summed dimensions were moved last.
+
+def move_rows_last(x: Any, count: int) -> Any:
+    """Move the first ``count`` dimensions of an FP8 operand last, in words of four rows.
+
+    For weight gradients in cuBLAS's TN layout. XLA transposes byte by byte: on an H200 (jax 0.11.2)
+    a gradient of 768 x 3,072 over 8,192 tokens takes 245 microseconds, in words 75, and 62 in
+    bfloat16.
     """
-
-    def fits(x: Any) -> bool:
-        if is_scaled(x) and (x.block_shape or (x.scale is not None and x.scale.ndim)):
-            return False
-        data = data_of(x)
-        sharded = any(jax.typeof(data).sharding.spec)
-        return is_float8(data.dtype) and not sharded and data.shape[count - 1] % _WORD == 0
-
-    if not (count and jax.default_backend() == "gpu" and fits(lhs) and fits(rhs)):
-        return multiply(lhs, rhs, False)
-
-    def move(x: Any) -> Any:
-        data = move_rows_last(data_of(x), count)
-        return ScaledArray(data, x.scale) if is_scaled(x) else data
-
-    return multiply(move(lhs), move(rhs), True)
-
-
-def move_rows_last(x: jax.Array, count: int) -> jax.Array:
-    """Move the first ``count`` dimensions of an FP8 array last, in words of four rows."""
+    if is_scaled(x):
+        return x.map_data(lambda data: move_rows_last(data, count))
     (*outer, last), rest = x.shape[:count], x.shape[count:]
-    rows = lax.bitcast_convert_type(x, jnp.uint8).reshape(*outer, last // _WORD, _WORD, *rest)
-    words = (
-        lax.index_in_dim(rows, i, count, keepdims=False).astype(jnp.uint32) << jnp.uint32(8 * i)
-        for i in range(_WORD)
-    )
-    word = reduce(lax.bitwise_or, words)
+    rows = lax.bitcast_convert_type(x, jnp.uint8).reshape(*outer, last // 4, 4, *rest)
+    parts = lax.split(rows.astype(jnp.uint32), (1,) * 4, axis=count)
+    word = reduce(lax.bitwise_or, (part << jnp.uint32(8 * i) for i, part in enumerate(parts)))
+    word = lax.squeeze(word, (count,))
     word = lax.transpose(word, (*range(count, word.ndim), *range(count)))
     packed = lax.bitcast_convert_type(word, jnp.uint8)
     return lax.bitcast_convert_type(packed.reshape(*rest, *outer, last), x.dtype)
@@ -119,7 +96,7 @@ def data_of(x: jax.Array | ScaledArray) -> jax.Array:
     return x.data if isinstance(x, ScaledArray) else x
 
 
-def sharding_of_sum(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -> Any:
+def output_sharding(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -> Any:
     """The output sharding that `lax.dot_general` needs on explicit mesh axes; None if it does not.
 
     JAX requires it if a summed dimension is sharded, or if one mesh axis shards two dimensions (the

@@ -9,7 +9,7 @@ scan over time, rematerialization, gradient accumulation, psum or pmean over dev
 import dataclasses
 import warnings
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import export
 from jax.custom_derivatives import SymbolicZero
 
 from ..core import Format, amax, from_json, pow2, to_json, widen
-from ._config import Delayed, MatmulConfig, Static, is_stateful
+from ._config import Delayed, MatmulConfig, Static, Strategy
 from ._quantize import MAX_EXPONENT, MIN_EXPONENT, needed_exponent
 
 TENSORS = ("lhs", "rhs", "cotangent")
@@ -29,7 +29,11 @@ _NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
 _SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
 _EMPTY = MIN_EXPONENT - 1.0
 
-T = TypeVar("T")
+
+def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
+    """Return whether a strategy keeps its scales in a `QuantState`."""
+    static = isinstance(strategy, Static)
+    return isinstance(strategy, Delayed) or (static and strategy.scales is None)
 
 
 @partial(
@@ -53,10 +57,6 @@ class QuantState:
             with values that are not finite, and with saturated elements.
         strategy: `Delayed`, or `Static` without scales.
         calibrating: whether matmuls use dynamic scales while the state records amax.
-
-    Example:
-        >>> QuantState.create(Delayed(history=4)).history.shape
-        (3, 4)
     """
 
     scale: jax.Array
@@ -99,11 +99,11 @@ class QuantState:
             gradient: the gradient of the loss with respect to the state; None if it was added.
 
         Example:
-            >>> from unitscale.quant import Contraction, MatmulConfig, contract
-            >>> config, state = MatmulConfig(strategy=Delayed()), QuantState.create(Delayed())
+            >>> from unitscale.quant import MatmulConfig, dot_general
+            >>> config, x = MatmulConfig(strategy=Delayed()), jnp.full((2, 2), 1000.0)
             >>> def loss(state):
-            ...     x, spec = jnp.full((2, 2), 1000.0), Contraction("ij", "jk", "ik")
-            ...     return contract(x, x, spec, config=config, state=state).sum()
+            ...     return dot_general(config, state)(x, x, (((1,), (0,)), ((), ()))).sum()
+            >>> state = QuantState.create(Delayed())
             >>> print(state.advance(jax.grad(loss)(state)).scale[:2])
             [4. 4.]
         """
@@ -146,18 +146,19 @@ def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
 
 
 def state_gradient(
-    state: QuantState, seen: tuple[Seen | None, ...], sizes: tuple[int, ...]
-) -> QuantState:
+    state: QuantState | None, seen: tuple[Seen | None, ...], sizes: tuple[int, ...]
+) -> QuantState | None:
     """Return the gradient of a matmul's state: the tally of this use, and zeros."""
-    bins, saturated = (
-        jnp.stack([jnp.asarray(fallback if s is None else s[i], dtype) for s in seen])[:, None]
-        for i, (fallback, dtype) in enumerate(((-1, jnp.int32), (0, jnp.float32)))
-    )
-    elements = np.array([0 if s is None else n for s, n in zip(seen, sizes, strict=True)])
+    if state is None:
+        return None
+    none = Seen(jnp.int32(-1), jnp.float32(0))
+    rows = zip(*(one or none for one in seen), strict=True)
+    bins, saturated = (jnp.stack(row)[:, None] for row in rows)
     one_hot = (jnp.arange(_SATURATED) == bins).astype(jnp.float32)
-    tally = [one_hot, saturated, jnp.asarray(elements[:, None], jnp.float32)]
-    zeros = jax.tree.map(jnp.zeros_like, state)
-    return dataclasses.replace(zeros, tally=jnp.concatenate(tally, axis=1))
+    elements = np.array([0 if s is None else n for s, n in zip(seen, sizes, strict=True)])
+    columns = [one_hot, saturated, jnp.asarray(elements[:, None], jnp.float32)]
+    tally = jnp.concatenate(columns, axis=1)
+    return dataclasses.replace(jax.tree.map(jnp.zeros_like, state), tally=tally)
 
 
 def check_state(owner: str, config: MatmulConfig | None, state: QuantState | None) -> None:
@@ -191,17 +192,24 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
         )
 
 
-class StandingScalesWarning(UserWarning):
+class StaleScalesWarning(UserWarning):
     """Delayed scales are not updated: a loss was differentiated, but not with respect to them."""
 
 
+def warn_if_not_updated(operands: Any, state: QuantState | None) -> Any:
+    """Return the operands; warn if they are differentiated and their delayed scales are not."""
+    if state is None or not isinstance(state.strategy, Delayed):
+        return operands
+    return _warn(operands, state.tally)
+
+
 @jax.custom_vjp
-def _watched(operands: Any, tally: jax.Array) -> Any:
+def _warn(operands: Any, tally: jax.Array) -> Any:
     del tally
     return operands
 
 
-def _watched_fwd(operands: Any, tally: Any) -> Any:
+def _warn_fwd(operands: Any, tally: Any) -> Any:
     is_leaf = lambda x: hasattr(x, "perturbed")  # noqa: E731
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
     if any(x.perturbed for x in leaves) and not tally.perturbed:
@@ -212,28 +220,18 @@ def _watched_fwd(operands: Any, tally: Any) -> Any:
             "record amax), and functions of a QuantState with respect to it too. A DotGeneral that "
             "a layer creates in each call (qkv_dot_general_cls=) keeps no scales: use "
             "unitscale.nn.convert.",
-            StandingScalesWarning,
+            StaleScalesWarning,
             stacklevel=2,
         )
     return jax.tree.map(lambda x: x.value, operands, is_leaf=is_leaf), None
 
 
-def _watched_bwd(_: None, cotangents: Any) -> Any:
+def _warn_bwd(_: None, cotangents: Any) -> Any:
     is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
     return jax.tree.map(lambda x: None if is_zero(x) else x, cotangents, is_leaf=is_zero), None
 
 
-_watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
-
-
-def watched(operands: T, state: QuantState | None) -> T:
-    """Return the operands; warn if they are differentiated and their delayed scales are not."""
-    if state is None or not isinstance(state.strategy, Delayed):
-        return operands
-    return _watched(operands, state.tally)
-
-
-_STRATEGIES = {kind.__name__: kind for kind in (Delayed, Static)}
+_warn.defvjp(_warn_fwd, _warn_bwd, symbolic_zeros=True)
 
 
 def _to_bytes(aux: Any) -> bytes:
@@ -243,7 +241,7 @@ def _to_bytes(aux: Any) -> bytes:
 
 def _from_bytes(written: bytes) -> Any:
     name, fields, calibrating = from_json(written)
-    return _STRATEGIES[name](**fields), calibrating
+    return (Delayed if name == "Delayed" else Static)(**fields), calibrating
 
 
 # For programs that `jax.export` serializes with a state in their signature.
