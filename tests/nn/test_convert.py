@@ -96,7 +96,7 @@ def test_presets_are_those_of_policies() -> None:
     for name, config in PRESETS.items():
         assert as_policy(name).matmul == config
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-    assert convert(model, [("*", "mxfp8")]).layers[0].config == PRESETS["mxfp8"]
+    assert convert(model, {"*": "mxfp8"}).layers[0].config == PRESETS["mxfp8"]
 
 
 def test_rules_choose_layers(model: Model) -> None:
@@ -127,40 +127,6 @@ def test_layers_left_out(model: Model) -> None:
     restore(model)
     small = convert(model, "fp8", min_size=33).skipped
     assert small["blocks.0.up"] == "32 to 64 features is below min_size=33"
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_the_first_and_last_layer_are_those_called(model: Model, merged: bool) -> None:
-    if merged:
-        model = nnx.merge(*nnx.split(model))
-    before = nnx.graphdef(model)
-    example = (jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.float32),)
-    report = convert(model, "fp8", exempt=("first", "last"), example=example, multiple_of=2)
-    assert report.converted == (*BLOCKS, "mix")
-    assert report.skipped["stem"] == "the first layer is exempt"
-    assert report.skipped["head"] == "the last layer is exempt"
-    # Converted layers are called too.
-    again = convert(model, "fp8", exempt=("last",), example=example, multiple_of=2)
-    assert set(again.converted) == {"stem", "mix", *BLOCKS}
-    restore(model)
-    assert nnx.graphdef(model) == before
-
-
-class Branching(nnx.Module):
-    """What is called last depends on a flag."""
-
-    def __init__(self) -> None:
-        self.a, self.b = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
-
-    def __call__(self, x, train):
-        return self.b(nnx.relu(self.a(x))) if train else self.a(x)
-
-
-@pytest.mark.parametrize(("train", "last"), [(True, "b"), (False, "a")])
-def test_flags_of_an_example_are_what_they_are(train: bool, last: str) -> None:
-    example = (jnp.ones((2, 16)), train)
-    report = convert(Branching(), "fp8", exempt=("last",), example=example)
-    assert report.skipped == {last: "the last layer is exempt"}
 
 
 def test_an_equation_of_a_call_is_one_product_too() -> None:
@@ -214,13 +180,6 @@ def test_layers_that_cannot_be_converted(layer, reason: str) -> None:
         ({"rules": ["*"]}, TypeError, "rules must map patterns"),
         ({"rules": {1: "fp8"}}, TypeError, "rules must map patterns"),
         ({"rules": {"*": 3}}, TypeError, "a rule must give a MatmulConfig.*got 3"),
-        ({"rules": "fp8", "exempt": ("middle",)}, ValueError, "exempt must be.*'middle'"),
-        ({"rules": "fp8", "exempt": ("last",)}, ValueError, r"exempt needs example=\(...\)"),
-        (
-            {"rules": "fp8", "example": jnp.ones(2)},
-            TypeError,
-            "be the tuple .*; got ArrayImpl",
-        ),
     ],
 )
 def test_mistakes_change_nothing(model: Model, arguments, error, message: str) -> None:

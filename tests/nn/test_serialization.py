@@ -58,7 +58,7 @@ def test_a_model_with_its_optimizer(pure: bool) -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"keys bias, kernel is restored .* got .'kernel'."):
+    with pytest.raises(ValueError, match=r"keys bias, kernel; got"):
         serialization.from_state_dict(state, {"kernel": jnp.ones((2, 2))})
 
 
