@@ -120,21 +120,6 @@ def test_causality_through_gradients() -> None:
     assert np.abs(jacobian).sum(-1)[0, :, 1].max() == 0
 
 
-@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_scale(is_causal, assert_rms) -> None:
-    """Unit output; the input gradient is that of the values and of the softmax together."""
-    time, head_dim = 32, 16
-    free = rules.dot_product_attention(head_dim, time, is_causal=is_causal, constraint=None)
-    logits = free.fwd / free.bwd[0]
-    assert_rms(
-        lambda rngs: nn.MultiHeadAttention(2, 32, is_causal=is_causal, rngs=rngs),
-        (2, time, 32),
-        grad=(1 + 2 * logits**2) ** 0.5,
-        bias=0.1,  # logits are normal only for infinitely wide heads
-        trials=64,
-    )
-
-
 CACHED = {
     "plain": {},
     "rope": {"rotary_base": 30.0},

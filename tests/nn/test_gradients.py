@@ -150,10 +150,7 @@ def test_attention(name) -> None:
     [
         ("post", "depth"),
         ("none", "running_mean"),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (("pre", "running_mean"), ("post", "fixed"), ("none", "depth"))
-        ),
+        pytest.param("post", "fixed", marks=pytest.mark.slow),
     ],
 )
 def test_stack(placement, scheme) -> None:
@@ -192,13 +189,6 @@ def test_a_residual_without_its_split_is_caught() -> None:
 
 
 DECODERS = {
-    "plain": {},
-    "tied, learned": {
-        "tied": True,
-        "learned": True,
-        "residual_scheme": "running_mean",
-        "norm": "layer",
-    },
     "tied, gated, grouped": {
         "tied": True,
         "rotary_base": 50.0,
@@ -218,10 +208,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if "grouped" in n else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS],
-)
+@pytest.mark.parametrize("name", DECODERS)
 def test_language_model(name) -> None:
     """From ids to the loss, with norms before the branches; each row has what others leave out."""
     model = build(lambda: Decoder(8, policy=FLOAT64, **DECODERS[name]))
@@ -253,26 +240,3 @@ def test_linear_layers_under_every_constraint(kind, constraint) -> None:
         expected = {"lora_a": (4 * 2 / (6 * items)) ** 0.5, "lora_b": (2 / items) ** 0.5}
         for name, constant in expected.items():
             assert constants[f"layer.lora.{name}"] == pytest.approx(constant, rel=1e-6)
-
-
-def test_wrong_gradients_are_caught() -> None:
-    x = {"a": normal(0, 3), "b": normal(1, 3)}
-
-    def loss(p, bwd=1.0):
-        return jnp.sum(ops.scale_bwd(jnp.sin(p["a"]), bwd)) + jnp.sum(p["b"] ** 3)
-
-    assert check(loss, x) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-6)
-    assert check(lambda p: loss(p, 4.0), x)["a"] == pytest.approx(4.0, rel=1e-6)
-    for message, wrong, options in (
-        (r"a: .* no positive constant", -1.0, {}),
-        ("a: the gradient is zero", 0.0, {}),
-        ("a: expected no gradient", 1.0, {"zero": ["a"]}),
-        ("a: the loss depends on it", 0.0, {"zero": ["a"]}),
-        (
-            "b: along a random direction",
-            1.0,
-            {"gradient": jax.grad(loss)(x) | {"b": 3 * x["b"] ** 2 + 1e-3}},
-        ),
-    ):
-        with pytest.raises(WrongGradient, match=message):
-            check(lambda p, wrong=wrong: loss(p, wrong), x, **options)

@@ -17,7 +17,7 @@ from tests.nn.models import Decoder
 from tests.nn.table import LAYERS, make
 from tests.optimizers import scaled
 from tests.products import products
-from unitscale import nn
+from unitscale import nn, rules
 from unitscale.core import ScaledArray, is_scaled
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -132,23 +132,12 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         assert_close(c.data, g * p.scale)
 
 
-COMPUTE = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "fp8": "bfloat16",
-    "fp8_delayed": "bfloat16",
-}
-DEFAULT = ("float16", "fp8_delayed")
+COMPUTE = {"float16": "float16", "fp8_delayed": "bfloat16", "float32": "float32"}
 
 
+@pytest.mark.filterwarnings("ignore::unitscale.quant.StandingScalesWarning")
 @pytest.mark.parametrize(
-    "policy",
-    [
-        "float16",
-        "fp8_delayed",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("float32", "bfloat16", "fp8")),
-    ],
+    "policy", ["float16", "fp8_delayed", pytest.param("float32", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
@@ -156,7 +145,8 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
     model, layer = make(name, policy)
     apply, params = functional(model)
     x = layer.input(dtype=COMPUTE[policy])
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    rank = "allow" if policy == "fp8_delayed" else "raise"
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion(rank):
         out = jax.eval_shape(apply, params, x)
         grads = jax.eval_shape(lambda p, x, y: jax.vjp(apply, p, x)[1](y), params, x, out)
         # A float32 input is cast on the way in, and its cotangent back on the way out; a residual
@@ -195,6 +185,66 @@ def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
         apply, params = functional(model)
         jaxpr = jax.make_jaxpr(jax.grad(loss_of(apply), (0, 1)))(params, layer.input())
         assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * count
+
+
+def ratio(f: Any) -> float:
+    """Forward over backward factor: the size of a gradient that a constraint leaves."""
+    ideal = rules.elementwise(f, constraint=None)
+    return ideal.fwd / ideal.bwd[0]
+
+
+ATTENTION = rules.dot_product_attention(16, 32, is_causal=True, constraint=None)
+B_INIT = nnx.initializers.normal(1.0)
+# A layer, the shape of its input, the RMS of its output and input gradient, and by how much their
+# squares may be off where a rule is an approximation.
+SCALES = {
+    "dense": (lambda r: nn.Dense(64, 16, constraint=None, rngs=r), (32, 64), 1, 1, 0),
+    "readout": (lambda r: nn.Readout(64, 128, rngs=r), (32, 64), 1 / 8, 1, 0),
+    "lora": (
+        lambda r: nn.LoRALinear(64, 64, lora_rank=16, b_initializer=B_INIT, rngs=r),
+        (32, 64),
+        2**0.5,  # independent outputs of layer and update
+        2**0.5,
+        0,
+    ),
+    "conv": (lambda r: nn.Conv(16, 16, 1, rngs=r), (4, 64, 16), 1, 1, 0),
+    "norm": (lambda r: nn.RMSNorm(64, rngs=r), (64, 64), 1, (1 - 1 / 64) ** 0.5, 4 / 64),
+    "dropout": (lambda r: nn.Dropout(0.3, rngs=r), (64, 64), 1, 1, 0),
+    "mlp": (
+        lambda r: nn.MLP(64, 256, activation="tanh", rngs=r),
+        (32, 64),
+        1,
+        ratio(jnp.tanh),
+        0.01,
+    ),
+    "attention": (
+        lambda r: nn.MultiHeadAttention(2, 32, is_causal=True, rngs=r),
+        (2, 32, 32),
+        1,
+        (1 + 2 * (ATTENTION.fwd / ATTENTION.bwd[0]) ** 2) ** 0.5,
+        0.1,  # logits are normal only for infinitely wide heads
+    ),
+    "residual": (lambda r: nn.Residual(nn.Dense(32, 32, rngs=r), tau=0.7), (32, 32), 1, 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_outputs_and_gradients_are_unit(name) -> None:
+    """At initialisation, to five standard errors of independent trials."""
+    make, shape, out, grad, bias = SCALES[name]
+    trials = 64
+
+    def trial(key):
+        init, x_key, y_key = jax.random.split(key, 3)
+        x = jax.random.normal(x_key, shape)
+        y, vjp = jax.vjp(lambda x: make(nnx.Rngs(init))(x).value, x)
+        (dx,) = vjp(jax.random.normal(y_key, y.shape, y.dtype))
+        return jnp.mean(y**2) / out**2, jnp.mean(dx**2) / grad**2
+
+    squares = np.stack(jit(jax.vmap(trial))(jax.random.split(jax.random.key(0), trials)))
+    error = squares.std(1, ddof=1) / trials**0.5
+    assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
+    assert (abs(squares.mean(1) - 1) <= 5 * error + bias + 1e-5).all(), (squares.mean(1), error)
 
 
 def test_a_table_of_a_model() -> None:
@@ -250,17 +300,6 @@ def test_a_step_under_debug_nans_makes_none_and_copies_go_on_alike() -> None:
     assert run(*other) == run(model, optimizer)
     same = jax.tree.map(np.array_equal, nnx.state(other), nnx.state((model, optimizer)))
     assert all(jax.tree.leaves(same))
-
-
-def test_gradients_without_jit_are_those_with() -> None:
-    model, layer = make("dense", "float16")
-    x = layer.input()
-    gradient = nn.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x).value.astype(jnp.float32))))
-    expected = nnx.jit(gradient)(model, x)
-    with jax.disable_jit():
-        found = gradient(model, x)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2**-8, atol=2**-8)
 
 
 def test_views_are_as_those_of_flax() -> None:

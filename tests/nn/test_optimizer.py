@@ -196,21 +196,6 @@ def test_near_the_optimizer_of_flax_in_float32(jit) -> None:
     assert model.up.kernel.role == "weight"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tx",
-    [
-        scaled(optax.adam(0.05), moments=("e4m3fn", "e4m3fn"), rounding="stochastic"),
-        skip_nonfinite(scaled(optax.lion(0.02))),
-        optax.adam(0.05),
-    ],
-    ids=["stochastic", "skip", "optax"],
-)
-def test_the_loss_falls(tx) -> None:
-    losses = train(tx, 12)[2]
-    assert losses[-1] < 0.7 * losses[0]
-
-
 def test_umup_and_accumulation_inside_and_a_merged_optimizer_goes_on() -> None:
     model = nn.Dense(8, 16, rngs=nnx.Rngs(0))
     before = values(model)

@@ -170,22 +170,6 @@ def test_embeddings_have_the_role_of_a_readout() -> None:
     assert nn.set_policies(model, {"*": "fp8_delayed"}) == {"": "*"}
 
 
-def test_a_recurrent_kernel_has_a_policy_of_its_own() -> None:
-    x = jax.random.normal(jax.random.key(0), (2, 5, 4))
-
-    def outputs(policy: str, rules: dict[str, str]) -> np.ndarray:
-        model = nn.RNN(nn.GRUCell(4, 8, policy=policy, rngs=nnx.Rngs(0)))
-        nn.set_policies(model, rules)
-        return np.asarray(to_array(model(x), jnp.float32))
-
-    fp8, wide = outputs("fp8", {}), outputs("bfloat16", {})
-    recurrent = outputs("bfloat16", {"cell.dense_h.*": "fp8"})
-    assert not np.array_equal(recurrent, wide)
-    assert not np.array_equal(recurrent, fp8)
-    np.testing.assert_array_equal(outputs("fp8", {"cell.*": "bfloat16"}), wide)
-    assert np.isfinite(outputs("fp8_delayed", {"cell.dense_h.*": "bfloat16"})).all()
-
-
 def test_a_model_of_the_other_kind_is_told_apart() -> None:
     ours, plain = nn.MLP(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(4, 8, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"no layers of plain Flax .*or use nn.set_policies"):
@@ -202,7 +186,6 @@ METADATA = {
     "readout": {"kernel": ("readout", 8, 6, 1), "bias": ("bias", 1, 6, 1)},
     "conv": {"kernel": ("weight", 12, 18, 1), "bias": ("bias", 1, 6, 1)},
     "layer_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},
-    "rms_norm": {"gain": ("norm", 1, 8, 1)},
     "group_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},
     "positions": {"embedding": ("embedding", 6, 8, 1)},
     "residual": {"branch.kernel": ("weight", 8, 8, 6), "branch.bias": ("bias", 1, 8, 6)},
@@ -237,10 +220,8 @@ FILLED = {
         {"kernel": "kernel", "bias": "bias"},
     ),
     "conv": (nn.Conv, (4, 6, (3,)), {"kernel": "kernel", "bias": "bias"}),
-    "embed": (nn.Embed, (4, 6), {"embedding": "embedding"}),
     "positions": (nn.PositionalEmbed, (4, 6), {"embedding": "embedding"}),
     "layer norm": (nn.LayerNorm, (4,), {"bias": "bias", "scale": "gain"}),
-    "rms norm": (nn.RMSNorm, (4,), {"scale": "gain"}),
     "attention": (
         nn.MultiHeadAttention,
         (2, 4),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.batching import compute
 from tests.gradients import check, jit
 from tests.modules import FLOAT64, build, model_loss
 from tests.refusals import refuses
@@ -31,27 +30,12 @@ def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def first_step(name: str) -> float:
-    """The mean square of the first output, whose state and argument's second half are zero."""
-    x = np.random.default_rng(0).standard_normal((2, 1_000_000))
-    gate, candidate = (np.asarray(v) for v in (jax.nn.sigmoid(x[0] / 2**0.5), x[1] / 2**0.5))
-    candidate = rules.elementwise(jnp.tanh).fwd * np.tanh(candidate)
-    if name == "simple":
-        return float(np.mean(candidate**2))
-    if name == "gru":
-        return float(np.mean((rules.gated_update(reset=True) * gate * candidate) ** 2))
-    cell = rules.gated_sum() * gate * candidate
-    squashed = rules.elementwise(jnp.tanh).fwd * np.tanh(cell)
-    output = rules.glu(jax.nn.sigmoid).fwd ** 2 * float(np.mean(gate**2))
-    return output * float(np.mean(squashed**2))
-
-
 @pytest.mark.parametrize(
     "name",
     [n if n in ("gru", "simple") else pytest.param(n, marks=pytest.mark.slow) for n in CELLS],
 )
 def test_states_and_gradients_are_unit(name) -> None:
-    """From the first step's known size to within half a binade; gradients within a binade.
+    """States to within half a binade, gradients within a binade.
 
     Half a binade is where a state takes a power-of-two scale other than 1. Gradients inside a
     recurrence are the true ones, whose size is set by how many steps they reach back.
@@ -68,11 +52,7 @@ def test_states_and_gradients_are_unit(name) -> None:
         return jnp.mean(y**2, (0, 2)), jax.tree.map(lambda g: jnp.mean(g**2), grads)
 
     outputs, grads = jit(jax.vmap(trial))(jax.random.split(jax.random.key(0), trials))
-    outputs = np.asarray(outputs)
-    error = outputs.std(0, ddof=1) / trials**0.5
-    if name != "rhn":  # whose first output has gone through two layers
-        assert abs(outputs[:, 0].mean() - first_step(name)) < 5 * error[0]
-    settled = outputs[:, steps // 2 :].mean()
+    settled = np.asarray(outputs)[:, steps // 2 :].mean()
     assert 2**-0.5 < settled**0.5 < 2**0.5, settled
     for path, squares in jax.tree_util.tree_leaves_with_path(grads):
         rms = float(np.mean(squares)) ** 0.5
@@ -119,23 +99,6 @@ def test_the_simple_cell_of_flax_in_other_units(residual) -> None:
     x = normal(0, 2, 5, 4, dtype=jnp.float32)
     expected = nnx.RNN(flax)(x)
     np.testing.assert_allclose(nn.RNN(ours)(x).value, unit * expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", ["gru", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lstm", "rhn", "simple"))]
-)
-def test_formats(name) -> None:
-    """The carry is stored in 16 bits, and differs from float32's by their rounding."""
-    x = normal(0, 2, 5, 16, dtype=jnp.float32)
-    policies = {"float32": None, "float16": 2.0**-10, "fp8": 2.0**-3}
-    layers = {p: build(lambda p=p: make(name, 16, 16, policy=p)) for p in policies}
-    outputs = compute({p: (lambda x, layer=layer: layer(x).data, x) for p, layer in layers.items()})
-    exact = np.asarray(outputs["float32"])
-    # A product of E4M3 operands has their epsilon's relative error at each step.
-    for policy in ("float16", "fp8"):
-        assert outputs[policy].dtype == layers[policy].cell.policy.compute_dtype
-        error = np.sqrt(np.mean(np.square(np.asarray(outputs[policy], np.float32) - exact)))
-        assert 0 < error < policies[policy] * 5
 
 
 @pytest.mark.parametrize("name", CELLS)
