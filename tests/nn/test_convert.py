@@ -1,18 +1,27 @@
-"""Converting plain NNX models, and back."""
+"""Quantized matmuls in plain NNX models, and FP8 weights to serve them."""
 
-import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax import lax
 
 from recipes.bench.aot import compile_h200
-from unitscale.nn import amax_states, as_policy, convert, restore, value_and_grad
-from unitscale.quant import PRESETS, Delayed, MatmulConfig, check_fp8
+from unitscale.nn import (
+    StaticWeight,
+    amax_states,
+    as_policy,
+    calibrate,
+    convert,
+    restore,
+    to_static,
+    value_and_grad,
+)
+from unitscale.quant import PRESETS, MatmulConfig, Static, check_fp8
 
 WIDTH = 32
 
@@ -46,6 +55,8 @@ class Model(nnx.Module):
 
 
 ATTENTION = tuple(f"attention.{name}" for name in ("key", "out", "query", "value"))
+
+
 BLOCKS = tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in (*ATTENTION, "down", "up"))
 
 
@@ -92,13 +103,6 @@ def test_each_kind_multiplies_rounded_operands(name: str) -> None:
     assert "f8_e5m2" not in str(jax.make_jaxpr(gradient)(params))
 
 
-def test_presets_are_those_of_policies() -> None:
-    for name, config in PRESETS.items():
-        assert as_policy(name).matmul == config
-    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-    assert convert(model, [("*", "mxfp8")]).layers[0].config == PRESETS["mxfp8"]
-
-
 def test_rules_choose_layers(model: Model) -> None:
     e4m3 = MatmulConfig()
     report = convert(model, {"*.0.up": e4m3, "blocks.*": "fp8_dynamic", "conv": "fp8"})
@@ -109,6 +113,8 @@ def test_rules_choose_layers(model: Model) -> None:
         "mix": "no rule matches it",
         "stem": "no rule matches it",
     }
+    for name, config in PRESETS.items():
+        assert as_policy(name).matmul == config
     configs = {layer.path: layer.config for layer in report.layers}
     assert configs["blocks.0.up"] is e4m3
     head, columns, *_, last = str(report).splitlines()
@@ -116,51 +122,16 @@ def test_rules_choose_layers(model: Model) -> None:
     assert columns.split("  ")[0] == "layer"
     assert last.split() == ["stem", "Linear", "32x32", "no", "rule", "matches", "it"]
     assert "e4m3fn x e4m3fn, cotangent e5m2, Dynamic(" in str(report)
-
-
-def test_layers_left_out(model: Model) -> None:
-    everything = convert(model, {"conv": None, "*": "fp8"})
-    assert everything.skipped == {
+    restore(model)
+    assert convert(model, {"conv": None, "*": "fp8"}).skipped == {
         "conv": "its rule is None",
         "head": "32 to 10 features are not multiples of 16",
     }
-    restore(model)
     small = convert(model, "fp8", min_size=33).skipped
     assert small["blocks.0.up"] == "32 to 64 features is below min_size=33"
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_the_first_and_last_layer_are_those_called(model: Model, merged: bool) -> None:
-    if merged:
-        model = nnx.merge(*nnx.split(model))
-    before = nnx.graphdef(model)
-    example = (jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.float32),)
-    report = convert(model, "fp8", exempt=("first", "last"), example=example, multiple_of=2)
-    assert report.converted == (*BLOCKS, "mix")
-    assert report.skipped["stem"] == "the first layer is exempt"
-    assert report.skipped["head"] == "the last layer is exempt"
-    # Converted layers are called too.
-    again = convert(model, "fp8", exempt=("last",), example=example, multiple_of=2)
-    assert set(again.converted) == {"stem", "mix", *BLOCKS}
-    restore(model)
-    assert nnx.graphdef(model) == before
-
-
-class Branching(nnx.Module):
-    """What is called last depends on a flag."""
-
-    def __init__(self) -> None:
-        self.a, self.b = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
-
-    def __call__(self, x, train):
-        return self.b(nnx.relu(self.a(x))) if train else self.a(x)
-
-
-@pytest.mark.parametrize(("train", "last"), [(True, "b"), (False, "a")])
-def test_flags_of_an_example_are_what_they_are(train: bool, last: str) -> None:
-    example = (jnp.ones((2, 16)), train)
-    report = convert(Branching(), "fp8", exempt=("last",), example=example)
-    assert report.skipped == {last: "the last layer is exempt"}
+    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    twice = nnx.Sequential(layer, layer)
+    assert convert(twice, "fp8").converted == restore(twice) == ("layers.0",)
 
 
 def test_an_equation_of_a_call_is_one_product_too() -> None:
@@ -172,37 +143,6 @@ def test_an_equation_of_a_call_is_one_product_too() -> None:
         layer(x, "bti,io->bo")
 
 
-class Own:
-    def __call__(self, *args, **kwargs):
-        return lax.dot_general(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (lambda r: nnx.Linear(16, 16, dot_general=Own(), rngs=r), "its own dot_general"),
-        (
-            lambda r: nnx.LinearGeneral(16, 16, dot_general_cls=Own, rngs=r),
-            "its own dot_general_cls",
-        ),
-        (
-            lambda r: nnx.Einsum("ab,bc->ac", (16, 16), einsum_op=np.einsum, rngs=r),
-            "its own einsum_op",
-        ),
-        (lambda r: nnx.Einsum("ab,bc->a", (16, 16), rngs=r), "'c' in one term only"),
-        (lambda r: nnx.Einsum("aab,bc->ac", (16, 16), rngs=r), "repeats a label"),
-        (lambda r: nnx.Einsum("ab,...bc->...ac", (16, 16), rngs=r), "an ellipsis"),
-        (lambda r: nnx.ConvTranspose(16, 16, (3,), rngs=r), "no FP8 kernel for convolutions"),
-    ],
-)
-def test_layers_that_cannot_be_converted(layer, reason: str) -> None:
-    layer = layer(nnx.Rngs(0))
-    before = nnx.graphdef(layer)
-    (found,) = convert(layer, "fp8").skipped.values()
-    assert reason in found
-    assert nnx.graphdef(layer) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -210,17 +150,9 @@ def test_layers_that_cannot_be_converted(layer, reason: str) -> None:
         ({"rules": {"*": "fp8", "x": None}}, ValueError, "no layer matches 'x'"),
         ({"rules": "fp8_dynamc"}, ValueError, "Did you mean 'fp8_dynamic'"),
         ({"rules": "fp8_unit"}, ValueError, "is called 'fp8_e5m2' now"),
-        ({"rules": 8}, TypeError, "rules must map patterns"),
         ({"rules": ["*"]}, TypeError, "rules must map patterns"),
         ({"rules": {1: "fp8"}}, TypeError, "rules must map patterns"),
         ({"rules": {"*": 3}}, TypeError, "a rule must give a MatmulConfig.*got 3"),
-        ({"rules": "fp8", "exempt": ("middle",)}, ValueError, "exempt must be.*'middle'"),
-        ({"rules": "fp8", "exempt": ("last",)}, ValueError, r"exempt needs example=\(...\)"),
-        (
-            {"rules": "fp8", "example": jnp.ones(2)},
-            TypeError,
-            "be the tuple .*; got ArrayImpl",
-        ),
     ],
 )
 def test_mistakes_change_nothing(model: Model, arguments, error, message: str) -> None:
@@ -230,29 +162,7 @@ def test_mistakes_change_nothing(model: Model, arguments, error, message: str) -
     assert nnx.graphdef(model) == before
 
 
-@pytest.mark.parametrize(
-    ("preset", "message"),
-    [
-        (MatmulConfig(strategy=Delayed(history=4)), r"state is one of Delayed\(history=4, .* but"),
-        ("fp8_static", r"state is one of Static\(.* but the strategy is Delayed\(history=16"),
-        ("fp8_dynamic", "Incorrect number of leaves"),  # as Flax says it
-    ],
-    ids=str,
-)
-def test_the_state_of_another_conversion_is_refused(preset, message: str) -> None:
-    def parts(preset):
-        layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-        convert(layer, preset)
-        return nnx.split(layer)
-
-    graphdef, own = parts("fp8_delayed")
-    x = jnp.ones((2, 16))
-    assert nnx.merge(graphdef, own)(x).shape == (2, 16)
-    with pytest.raises(ValueError, match=message):
-        nnx.merge(graphdef, parts(preset)[1])(x)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["fp8_delayed", "mxfp8"])
 def test_there_and_back_is_the_identity(preset: str) -> None:
     model = Model(nnx.Rngs(0), blocks=1)
     x = inputs(2, 4, WIDTH)
@@ -270,88 +180,12 @@ def test_there_and_back_is_the_identity(preset: str) -> None:
     assert [p for p, _ in nnx.to_flat_state(nnx.state(model))] == [p for p, _ in parameters]
     np.testing.assert_array_equal(run(model, x), wanted)
     assert restore(model) == ()
-
-
-def test_equal_conversions_are_equal() -> None:
-    """So that a loaded model does not compile again."""
-    graphs = []
-    for seed in (0, 1):
-        model = Model(nnx.Rngs(seed))
-        convert(model, "fp8_dynamic")
-        graphs.append(nnx.graphdef(model))
-    assert graphs[0] == graphs[1]
-    assert hash(graphs[0]) == hash(graphs[1])
-
-
-def test_a_shared_layer_is_converted_once() -> None:
-    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-    twice = nnx.Sequential(layer, layer)
-    assert convert(twice, "fp8").converted == ("layers.0",)
-    assert restore(twice) == ("layers.0",)
-
-
-@functools.cache
-def trained(preset: str | None) -> tuple[float, float]:
-    """First and last loss of an easy task, under jit, with the plain optimizer."""
-    x = inputs(16, 8, WIDTH)
-    target = jnp.roll(x, 1, axis=-1)
-    model = Block(nnx.Rngs(0))
-    if preset is not None:
-        convert(model, preset)
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss, grads = value_and_grad(lambda m: jnp.mean((m(x) - target) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer)) for _ in range(30)]
-    return losses[0], losses[-1]
-
-
-# "fp8" rounds cotangents to E4M3 unscaled, which those of a mean are too small for.
-@pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"fp8"}))
-def test_a_converted_model_trains(preset: str) -> None:
-    """The loss falls as it does in float32."""
-    first, last = trained(preset)
-    assert last < 0.5 * first
-    assert last < 1.5 * trained(None)[1]
-
-
-def test_stacked_layers_under_scan() -> None:
-    @nnx.vmap(in_axes=0)
-    def make(key):
-        return nnx.Linear(16, 16, rngs=nnx.Rngs(key))
-
-    stack = make(jax.random.split(jax.random.key(0), 3))
-    x = inputs(4, 16)
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def apply(layer, x):
-        return layer(x)
-
-    wanted = x
-    for i in range(3):
-        kernel = rounded(stack.kernel.get_value()[i])
-        wanted = rounded(wanted) @ kernel + np.asarray(stack.bias.get_value()[i])
-    assert convert(stack, "fp8").converted == ("",)
-    # A sum that float32 rounds otherwise can fall to the other side of a tie of the next layer.
-    np.testing.assert_allclose(apply(stack, x), wanted, atol=2**-4)
-
-
-def test_each_layer_keeps_its_own_scales() -> None:
-    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
-    convert(model, {"layers.0": "fp8_dynamic", "*": MatmulConfig(strategy=Delayed(history=2))})
-    ((path, variable),) = amax_states(model)
-    assert path == "layers.1.dot_general.state"
-    assert variable.get_value().history.shape == (3, 2)
-    loss = value_and_grad(lambda model: jnp.sum(model.layers[1](jnp.full((2, 16), 1000.0))))
-    nnx.jit(loss)(model)
-    kernel = np.abs(np.asarray(model.layers[1].kernel.get_value())).max()
-    # The least powers of two that bring these to 448 or below.
-    wanted = 2.0 ** np.ceil(np.log2(np.asarray([1000.0, kernel]) / 448))
-    np.testing.assert_array_equal(variable.get_value().scale[:2], wanted)
+    # A loaded model that is converted alike does not compile again.
+    other = Model(nnx.Rngs(1), blocks=1)
+    convert(model, preset)
+    convert(other, preset)
+    assert nnx.graphdef(model) == nnx.graphdef(other)
+    assert hash(nnx.graphdef(model)) == hash(nnx.graphdef(other))
 
 
 def test_stacked_layers_keep_a_scale_each() -> None:
@@ -374,7 +208,9 @@ def test_stacked_layers_keep_a_scale_each() -> None:
     nnx.jit(value_and_grad(loss))(stack)
     amax = np.max(np.abs(np.asarray(stack.kernel.get_value())), axis=(1, 2))
     wanted = 2.0 ** np.ceil(np.log2(amax / 448))
-    np.testing.assert_array_equal(stack.dot_general.state.get_value().scale[:, 1], wanted)
+    ((path, variable),) = amax_states(stack)
+    assert path == "dot_general.state"
+    np.testing.assert_array_equal(variable.get_value().scale[:, 1], wanted)
 
 
 @pytest.mark.h200
@@ -402,3 +238,261 @@ def test_converted_layers_are_fp8_kernels(preset: str) -> None:
     assert (len(report.fp8), len(report.wide)) == (6, 0)
     # Activations, weight and cotangent of two layers; unit scaling needs none.
     assert report.amax_reductions == (6 if preset == "fp8_dynamic" else 0)
+
+
+RNGS = nnx.Rngs(0)
+
+
+class Nested(nnx.Module):
+    def __init__(self) -> None:
+        layer = nnx.Linear(4, 4, rngs=RNGS)
+        self.z = nnx.List([layer, *(nnx.Linear(4, 4, rngs=RNGS) for _ in range(11))])
+        self.a = nnx.Dict(deep=nnx.Dict(conv=nnx.Conv(4, 4, (1,), rngs=RNGS)), again=layer)
+        self.norm = nnx.LayerNorm(4, rngs=RNGS)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_layers_have_one_order(merged: bool) -> None:
+    model = Nested()
+    model = nnx.merge(*nnx.split(model)) if merged else model
+    paths = [layer.path for layer in convert(model, "fp8").layers]
+    # The layer that is in two places is found in the first.
+    assert paths == ["a.again", "a.deep.conv", *(f"z.{i}" for i in range(1, 12))]
+
+
+def test_layers_may_be_stacked_along_another_axis_than_the_first() -> None:
+    """There is no place for a scale of each then."""
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    make = nnx.vmap(lambda key: nnx.Linear(16, 32, rngs=nnx.Rngs(key)), out_axes=axes)
+    model = make(jax.random.split(jax.random.key(0), 3))
+    assert convert(model, "fp8_dynamic").converted == ("",)
+    restore(model)
+    assert convert(model, "fp8_delayed").skipped == {
+        "": "nnx.vmap has stacked it along an axis that is not the first"
+    }
+
+
+SIZE = 64
+
+
+CONVERTED = ("attend", "mix", "up")
+
+
+class Served(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype=None) -> None:
+        self.up = nnx.Linear(SIZE, 2 * SIZE, dtype=dtype, rngs=rngs)
+        self.mix = nnx.Einsum("...k,kn->...n", (2 * SIZE, SIZE), (SIZE,), dtype=dtype, rngs=rngs)
+        self.attend = nnx.LinearGeneral(SIZE, (4, 16), use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(SIZE, 8, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.attend(self.mix(jax.nn.relu(self.up(x))))
+        return self.head(x.reshape(*x.shape[:-2], SIZE))
+
+
+RULES = {"head": None, "*": "fp8_static"}
+
+
+def samples(seed: int = 1) -> jax.Array:
+    return 3 * jax.random.normal(jax.random.key(seed), (8, SIZE))
+
+
+def calibrated(dtype=None) -> Served:
+    model = Served(nnx.Rngs(0), dtype)
+    convert(model, RULES)
+    calibrate(model, [samples(seed) for seed in range(3)])
+    return model
+
+
+def served() -> Served:
+    model = Served(nnx.Rngs(0))
+    convert(model, RULES)
+    to_static(model)
+    return model
+
+
+run = nnx.jit(lambda model, x: model(x))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_calibrated_model_computes_the_same(dtype) -> None:
+    """The scales are those of training, and powers of two, so that not one bit differs."""
+    model, x = calibrated(dtype), samples()
+    wanted = run(model, x)
+    assert to_static(model) == CONVERTED
+    got = run(model, x)
+    assert got.dtype == wanted.dtype == (dtype or jnp.float32)
+    np.testing.assert_array_equal(got, wanted)
+    assert not list(amax_states(model))
+    # A quarter of the bytes, and no optimizer sees them.
+    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model, StaticWeight))} == {
+        "float8_e4m3fn",
+        "float32",
+    }
+    kept = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert kept == {("up", "bias"), ("mix", "bias"), ("head", "kernel"), ("head", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        (MatmulConfig(strategy=Static((2.0**-4, 2.0**-10, 1.0))), True),
+        ("fp8_delayed", False),
+    ],
+)
+def test_other_strategies(config, same: bool) -> None:
+    """Unit and delayed scales of weights round more of the small ones than the best scale does."""
+    model, x = Served(nnx.Rngs(0)), samples()
+    exact = run(model, x)
+    convert(model, {"head": None, "*": config})
+    wanted = run(model, x)
+    to_static(model)
+    got = run(model, x)
+    if same:
+        np.testing.assert_array_equal(got, wanted)
+    # Three products in a row, both operands of each with a relative error of 2**-4 at most.
+    error = float(jnp.sqrt(jnp.mean((got - exact) ** 2) / jnp.mean(exact**2)))
+    assert error < 3 * 2 * 2**-4
+    assert error <= 1.1 * float(jnp.sqrt(jnp.mean((wanted - exact) ** 2) / jnp.mean(exact**2)))
+
+
+def test_given_scales_are_those_of_the_inputs() -> None:
+    model = Served(nnx.Rngs(0))
+    convert(model, RULES)
+    to_static(model, {"u*": 4.0, "mix": 2.0**-3})
+    found = {name: getattr(model, name) for name in CONVERTED}
+    scales = {
+        name: float(
+            (getattr(layer, "einsum_op", None) or layer.dot_general).input_scale.get_value()
+        )
+        for name, layer in found.items()
+    }
+    assert scales == {"up": 4.0, "mix": 0.125, "attend": 1.0}
+
+
+def test_a_kernel_that_is_set_in_each_call_is_not_stored() -> None:
+    linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    model = nnx.List(
+        [nnx.WeightNorm(linear, rngs=nnx.Rngs(1)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))]
+    )
+    convert(model, "fp8_dynamic")
+    with pytest.raises(ValueError, match=r"kernel of 0\.layer_instance is set by nnx.WeightNorm"):
+        to_static(model)
+    restore(model)
+    convert(model, {"0.*": None, "*": "fp8_dynamic"})
+    assert to_static(model) == ("1",)
+
+
+def test_what_is_static_stays_so() -> None:
+    model = served()
+    before = nnx.graphdef(model)
+    with pytest.raises(ValueError, match="the weight of attend is stored in FP8"):
+        restore(model)
+    with pytest.raises(ValueError, match="no converted layers"):
+        to_static(model)
+    assert convert(model, "fp8").skipped["up"] == "its weight is stored in FP8"
+    assert nnx.graphdef(model) == before
+
+
+@pytest.mark.h200
+def test_a_served_model_runs_fp8_kernels() -> None:
+    def make():
+        model = Served(nnx.Rngs(0), jnp.bfloat16)
+        convert(model, RULES)
+        to_static(model)
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    x = jax.ShapeDtypeStruct((256, SIZE), jnp.bfloat16)
+    report = check_fp8(compile_h200(lambda state, x: nnx.merge(graphdef, state)(x), state, x))
+    assert report, report
+    assert [len(report.fp8), len(report.wide)] == [3, 1]
+    # Inputs are cast, weights are not.
+    assert (report.casts, report.amax_reductions) == (3, 0)
+
+
+def own(*args, **kwargs):
+    return lax.dot_general(*args, **kwargs)
+
+
+def test_layers_that_cannot_be_converted() -> None:
+    r = nnx.Rngs(0)
+    for layer, reason in (
+        (nnx.Linear(16, 16, dot_general=own, rngs=r), "its own dot_general"),
+        (nnx.LinearGeneral(16, 16, dot_general_cls=lambda: own, rngs=r), "its own dot_general_cls"),
+        (nnx.Einsum("ab,bc->ac", (16, 16), einsum_op=np.einsum, rngs=r), "its own einsum_op"),
+        (nnx.Einsum("ab,bc->a", (16, 16), rngs=r), "'c' in one term only"),
+        (nnx.Einsum("aab,bc->ac", (16, 16), rngs=r), "repeats a label"),
+        (nnx.ConvTranspose(16, 16, (3,), rngs=r), "no FP8 kernel for convolutions"),
+    ):
+        before = nnx.graphdef(layer)
+        (found,) = convert(layer, "fp8").skipped.values()
+        assert reason in found
+        assert nnx.graphdef(layer) == before
+
+
+def test_stacked_layers_are_served_with_a_scale_each() -> None:
+    @nnx.vmap(in_axes=0)
+    def make(key):
+        return nnx.Linear(16, 16, rngs=nnx.Rngs(key))
+
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    sizes = jnp.asarray([1.0, 64.0, 2.0**-6])
+    stack.kernel.set_value(stack.kernel.get_value() * sizes[:, None, None])
+    x = inputs(4, 16)
+
+    @nnx.jit
+    @nnx.scan(in_axes=(0, None), out_axes=0)
+    def apply(layer, x):
+        return layer(x)
+
+    def multiplied(kernels):
+        return np.stack([rounded(x) @ kernel for kernel in kernels])
+
+    assert convert(stack, "fp8").converted == ("",)
+    expected = multiplied(rounded(stack.kernel.get_value()))
+    np.testing.assert_allclose(apply(stack, x), expected, rtol=1e-5, atol=1e-5)
+    convert(stack, "fp8_dynamic")
+    wanted = apply(stack, x)
+    to_static(stack)
+    assert stack.dot_general.weight_scale.get_value().shape == (3,)
+    np.testing.assert_array_equal(apply(stack, x), wanted)
+
+
+def test_a_checkpoint_brings_a_served_model_back(tmp_path: Path) -> None:
+    def here(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+    model, x, path = served(), samples(), tmp_path / "served"
+    other = nnx.eval_shape(served)
+    state = nnx.state(other)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, nnx.to_pure_dict(nnx.state(model)))
+        checkpointer.wait_until_finished()
+        read = checkpointer.restore(path, jax.tree.map(here, nnx.to_pure_dict(state)))
+    nnx.replace_by_pure_dict(state, read)
+    nnx.update(other, state)
+    assert other.up.kernel.get_value().dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(run(other, x), run(model, x))
+
+
+@pytest.mark.parametrize(
+    ("rules", "scales", "message"),
+    [
+        (None, {}, "no converted layers; call convert first"),
+        ({"mix": "mxfp8", "up": "fp8"}, {}, "mix has Block.*another strategy"),
+        (RULES, {"ups": 1.0}, "no layer matches 'ups'; nearest are up"),
+        (RULES, {"head": 1.0}, "no layer matches 'head'"),
+        (RULES, {"up": 0.0}, "a scale must be positive and finite; got 0.0 for 'up'"),
+        (RULES, {"up": float("inf")}, "must be positive and finite; got inf"),
+    ],
+)
+def test_mistakes_in_serving_change_nothing(rules, scales, message: str) -> None:
+    model = Served(nnx.Rngs(0))
+    if rules is not None:
+        convert(model, rules)
+    before = nnx.graphdef(model)
+    with pytest.raises(ValueError, match=message):
+        to_static(model, scales)
+    assert nnx.graphdef(model) == before

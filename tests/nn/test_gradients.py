@@ -64,20 +64,9 @@ def check_layer(
 UNARY = ["to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean"]
 
 
-@pytest.mark.parametrize("constraint", UNARY)
-@pytest.mark.parametrize("kind", ["dense", "readout", "conv"])
-def test_linear_layers_under_every_constraint(kind, constraint) -> None:
-    make = {
-        "dense": lambda **k: nn.Dense(WIDTH, 6, **k),
-        "readout": lambda **k: nn.Readout(WIDTH, 6, use_bias=True, **k),
-        "conv": lambda **k: nn.Conv(WIDTH, 6, 3, 2, feature_group_count=2, **k),
-    }[kind]
-    check_layer(lambda: make(constraint=constraint, policy=FLOAT64, rngs=rngs()))
-
-
-@pytest.mark.parametrize("kind", ["dense", "readout", "conv"])
+@pytest.mark.parametrize("kind", ["dense", "conv"])
 def test_no_constraint_is_caught_off_a_cut_edge_and_right_on_one(kind) -> None:
-    make = {"dense": nn.Dense, "readout": nn.Readout, "conv": nn.Conv}[kind]
+    make = {"dense": nn.Dense, "conv": nn.Conv}[kind]
     args = (WIDTH, 9, 3) if kind == "conv" else (WIDTH, 9)
 
     def layer():
@@ -98,7 +87,6 @@ LAYERS: dict[str, Callable[[], Any]] = {
     ),
     "rms_norm": lambda: nn.RMSNorm(WIDTH, policy=FLOAT64),
     "dropout": lambda: nn.Dropout(0.4, rngs=rngs()),
-    "dropout_off": lambda: nn.Dropout(0.4, deterministic=True),
     "positions": lambda: nn.PositionalEmbed(TIME + 2, WIDTH, policy=FLOAT64, rngs=rngs()),
     "residual": lambda: nn.Residual(
         nn.Dense(WIDTH, WIDTH, policy=FLOAT64, rngs=rngs()), tau=0.7, depth=3
@@ -107,7 +95,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
         f"mlp_{name}": lambda name=name: nn.MLP(
             WIDTH, 8, activation=name, mult=1.3, dropout_rate=0.2, policy=FLOAT64, rngs=rngs()
         )
-        for name in ("gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu")
+        for name in ("relu", "tanh", "silu_glu", "gelu_glu")
     },
     **{
         f"moe_{name}": lambda options=options: nn.MoE(
@@ -115,9 +103,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
         )
         for name, options in {
             "one": {"top_k": 1, "router_mult": 1.5},
-            "two": {"top_k": 2},
             "probabilities": {"top_k": 3, "renormalize": False},
-            "all": {"top_k": 4},
         }.items()
     },
 }
@@ -162,11 +148,9 @@ def test_attention(name) -> None:
 @pytest.mark.parametrize(
     ("placement", "scheme"),
     [
-        ("pre", "running_mean"),
-        ("post", "fixed"),
         ("post", "depth"),
         ("none", "running_mean"),
-        ("none", "depth"),
+        pytest.param("post", "fixed", marks=pytest.mark.slow),
     ],
 )
 def test_stack(placement, scheme) -> None:
@@ -204,34 +188,7 @@ def test_a_residual_without_its_split_is_caught() -> None:
         check_layer(lambda: Unsplit(0.5))
 
 
-def test_a_negative_constant_a_lost_and_an_unexpected_gradient_are_caught() -> None:
-    x = {"a": normal(0, 3), "b": normal(1, 3)}
-
-    def loss(p, bwd=1.0):
-        return jnp.sum(ops.scale_bwd(jnp.sin(p["a"]), bwd)) + jnp.sum(p["b"] ** 3)
-
-    assert check(loss, x) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-6)
-    assert check(lambda p: loss(p, 4.0), x)["a"] == pytest.approx(4.0, rel=1e-6)
-    with pytest.raises(WrongGradient, match=r"a: .* no positive constant"):
-        check(lambda p: loss(p, -1.0), x)
-    with pytest.raises(WrongGradient, match="a: the gradient is zero"):
-        check(lambda p: loss(p, 0.0), x)
-    with pytest.raises(WrongGradient, match="a: expected no gradient"):
-        check(loss, x, zero=["a"])
-    with pytest.raises(WrongGradient, match="a: the loss depends on it"):
-        check(lambda p: loss(p, 0.0), x, zero=["a"])
-    with pytest.raises(WrongGradient, match="b: along a random direction"):
-        check(loss, x, gradient=jax.grad(loss)(x) | {"b": 3 * x["b"] ** 2 + 1e-3})
-
-
 DECODERS = {
-    "plain": {},
-    "tied, learned": {
-        "tied": True,
-        "learned": True,
-        "residual_scheme": "running_mean",
-        "norm": "layer",
-    },
     "tied, gated, grouped": {
         "tied": True,
         "rotary_base": 50.0,
@@ -257,3 +214,29 @@ def test_language_model(name) -> None:
     model = build(lambda: Decoder(8, policy=FLOAT64, **DECODERS[name]))
     ids = np.random.default_rng(5).integers(0, 11, (2, 7))
     check(*model_loss(model, lambda m: m.loss(ids[:, :-1], ids[:, 1:])), directions=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "constraint"),
+    [
+        *(("dense", c) for c in UNARY),
+        ("readout", "gmean"),
+        ("conv", "hmean"),
+        ("lora", "gmean"),
+        ("lora", "to_output_scale"),
+    ],
+)
+def test_linear_layers_under_every_constraint(kind, constraint) -> None:
+    make = {
+        "dense": lambda **k: nn.Dense(WIDTH, 6, **k),
+        "readout": lambda **k: nn.Readout(WIDTH, 6, use_bias=True, **k),
+        "conv": lambda **k: nn.Conv(WIDTH, 6, 3, 2, feature_group_count=2, **k),
+        "lora": lambda **k: nn.LoRALinear(WIDTH, 6, lora_rank=2, **k),
+    }[kind]
+    constants = check_layer(lambda: make(constraint=constraint, policy=FLOAT64, rngs=rngs()))
+    if (kind, constraint) == ("lora", "to_output_scale"):
+        # The update's own factors, over those of the value: 4^-1/2, and 2^-1/2 of the rank.
+        items = BATCH * TIME
+        expected = {"lora_a": (4 * 2 / (6 * items)) ** 0.5, "lora_b": (2 / items) ** 0.5}
+        for name, constant in expected.items():
+            assert constants[f"layer.lora.{name}"] == pytest.approx(constant, rel=1e-6)

@@ -1,10 +1,19 @@
+"""Layers with a kernel or a table: dense, readout, einsum, LoRA, convolutions, embeddings."""
+
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from unitscale import nn, rules
+from tests.gradients import jit
+from tests.nn.table import parameters
+from tests.optimizers import scaled
+from tests.refusals import refuses
+from unitscale import grad, nn, optim, to_array
 from unitscale.core import ScaledArray
 
 
@@ -27,59 +36,347 @@ def test_readout_divides_by_its_inputs() -> None:
     assert layer.constraint is None
 
 
-@pytest.mark.parametrize("constraint", ["to_output_scale", "to_grad_input_scale", "gmean", None])
-def test_the_constraint_reaches_the_factors(constraint, assert_rms) -> None:
-    factors = rules.dense(64, 16, 32, constraint=constraint)
-    assert_rms(
-        lambda rngs: nn.Dense(64, 16, constraint=constraint, rngs=rngs),
-        (32, 64),
-        out=factors.fwd * 64**0.5,
-        grad=factors.bwd[0] * 16**0.5,
+EINSUM = {
+    "dense": ("...a,ab->...b", (5, 4), (4,), (2, 3, 5), (5, 4)),
+    "turned": ("nta, hab -> nthb", (2, 5, 4), (2, 4), (2, 3, 5), (5, 8)),
+    "merge": ("bthk,hkd->btd", (2, 4, 5), None, (2, 3, 2, 4), (8, 5)),
+}
+
+
+@pytest.mark.parametrize("name", EINSUM)
+def test_einsum_is_the_layer_of_flax_over_the_root_of_its_fan_in(name) -> None:
+    *args, shape, fans = EINSUM[name]
+    ours, flax = (kind.Einsum(*args, rngs=nnx.Rngs(0)) for kind in (nn, nnx))
+    assert (ours.kernel.fan_in, ours.kernel.fan_out) == fans
+    flax.kernel.set_value(ours.kernel[...] / fans[0] ** 0.5)
+    if ours.bias is not None:
+        ours.bias.set_value(jnp.arange(float(ours.bias.size)).reshape(ours.bias.shape))
+        flax.bias.set_value(ours.bias[...])
+    x = jax.random.normal(jax.random.key(0), shape)
+    np.testing.assert_allclose(ours(x).value, flax(x), rtol=1e-5, atol=1e-5)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def test_the_layers_of_flax_over_the_roots_of_fan_in_and_rank() -> None:
+    b = nnx.initializers.normal(1.0)
+    ours, flax = (
+        kind.LoRALinear(5, 4, lora_rank=3, b_initializer=b, rngs=nnx.Rngs(0)) for kind in (nn, nnx)
+    )
+    ours.bias.set_value(jnp.arange(4.0))
+    flax.bias.set_value(ours.bias[...])
+    flax.kernel.set_value(ours.kernel[...] / 5**0.5)
+    for name, size in (("lora_a", 5), ("lora_b", 3)):
+        own = getattr(ours.lora, name)
+        assert (type(own), own.role, own.fan_in) == (nnx.LoRAParam, "weight", size)
+        getattr(flax.lora, name).set_value(own[...] / size**0.5)
+    x = normal(0, 2, 3, 5)
+    np.testing.assert_allclose(ours(x).value, flax(x), rtol=1e-5, atol=1e-5)
+    alone, base = nn.LoRA(5, 3, 4, rngs=nnx.Rngs(0)), nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+    assert not np.any(alone(x).value)
+    wrapped = nn.LoRA(5, 3, 4, base_module=base, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(wrapped(x).value, base(x))
+
+
+@pytest.mark.parametrize("policy", ["float16", "fp8"])
+def test_an_update_begins_as_the_layer_itself(policy) -> None:
+    plain = nn.Dense(16, 32, policy=policy, rngs=nnx.Rngs(0))
+    layer = nn.LoRALinear(16, 32, lora_rank=4, policy=policy, rngs=nnx.Rngs(0))
+    names = parameters(plain).keys()
+    assert parameters(layer).keys() == names | {"lora.lora_a", "lora.lora_b"}
+    x = normal(0, 2, 16)
+    assert layer(x).dtype == plain(x).dtype
+    (y, vjp), (expected, expected_vjp) = (
+        jax.vjp(lambda x, m=m: m(x).data, x) for m in (layer, plain)
+    )
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(vjp(expected), expected_vjp(expected))
+    wide = nn.LoRALinear(16, 32, lora_rank=4, lora_param_dtype="bfloat16", rngs=nnx.Rngs(0))
+    assert (wide.lora.lora_a.dtype, wide.kernel.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_rows_of_the_table_in_the_compute_dtype() -> None:
+    layer = nn.Embed(10, 4, policy="float16", rngs=nnx.Rngs(0))
+    ids = jnp.array([[1, 2], [9, 1]])
+    y = layer(ids)
+    assert y.dtype == jnp.float16
+    assert layer.embedding.dtype == jnp.float32
+    np.testing.assert_array_equal(
+        y.data, np.asarray(layer.embedding.get_value())[ids].astype(np.float16)
     )
 
 
-def test_scale_of_the_readout(assert_rms) -> None:
-    """Logits shrink with the width; the gradient into the model does not."""
-    assert_rms(lambda rngs: nn.Readout(64, 128, rngs=rngs), (32, 64), out=1 / 8)
+def test_attend_is_the_readout_with_the_transposed_table() -> None:
+    layer = nn.Embed(10, 4, rngs=nnx.Rngs(0))
+    readout = nn.Readout(4, 10, rngs=nnx.Rngs(0))
+    readout.kernel.set_value(layer.embedding.get_value().T)
+    x = jax.random.normal(jax.random.key(0), (3, 4))
+    np.testing.assert_array_equal(layer.attend(x).data, readout(x).data)
 
 
-def test_scale_of_parameter_gradients() -> None:
-    x = jax.random.normal(jax.random.key(0), (4, 256, 32))
-    dy = jax.random.normal(jax.random.key(1), (4, 256, 64))
-    graphdef, params = nnx.split(nn.Dense(32, 64, rngs=nnx.Rngs(0)))
-    (grads,) = jax.vjp(lambda p: nnx.merge(graphdef, p)(x).data, params)[1](dy)
-    for g in jax.tree.leaves(grads):
-        # 64 or more normal sums: five standard errors of their mean square.
-        assert abs(float(jnp.mean(g**2)) - 1) < 5 * (2 / g.size) ** 0.5
+def test_positions_are_added() -> None:
+    layer = nn.PositionalEmbed(8, 4, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4))
+    table = np.asarray(layer.embedding.get_value())
+    np.testing.assert_allclose(layer(x).value, (x + table[:5]) / 2**0.5, rtol=1e-6, atol=1e-6)
+    positions = jnp.array([[3, 4, 5, 6, 7], [0, 0, 1, 1, 2]])
+    expected = (x + table[positions]) / 2**0.5
+    np.testing.assert_allclose(layer(x, positions).value, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_scaled_kernel_and_bias_give_the_value_of_their_values() -> None:
-    layer = nn.Dense(8, 4, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (3, 8))
-    layer.bias.set_value(jnp.arange(4.0))
-    expected = layer(x).value
-    layer.kernel.set_value(ScaledArray(layer.kernel.get_value() * 16, 1 / 16))
-    layer.bias.set_value(ScaledArray(jnp.arange(4.0) / 8, 8.0))
-    y = layer(x)
-    np.testing.assert_allclose(y.value, expected, rtol=1e-6, atol=1e-6)
-    assert float(y.scale) == 1 / 16
+def test_a_token_or_position_outside_of_the_table_is_nan() -> None:
+    rows = Model(True).embed(jnp.array([VOCAB - 1, VOCAB, MULTIPLE, -1])).data
+    np.testing.assert_array_equal(np.isnan(rows).all(1), [False, True, True, True])
+    layer = nn.PositionalEmbed(4, 2, rngs=nnx.Rngs(0))
+    y = layer(jnp.ones((1, 2, 2)), jnp.array([3, 4])).data
+    assert np.isfinite(y[:, 0]).all()
+    assert np.isnan(y[:, 1]).all()
 
 
-@pytest.mark.parametrize("kind", [nn.Dense, nn.Readout])
-def test_errors(kind) -> None:
-    layer = kind(8, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"must be \(in, out\) .*x \(2, 9\).*kernel \(8, 4\)"):
-        layer(jnp.ones((2, 9)))
-    with pytest.raises(TypeError, match=r"must be a floating array or a ScaledArray; got .*int32"):
-        layer(jnp.ones((2, 8), jnp.int32))
-    wrong = kind(8, 4, constraint="gmaen", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"constraint must .*got 'gmaen'.*Did you mean 'gmean'"):
-        wrong(jnp.ones((2, 8)))
-    with pytest.raises(ValueError, match=r"'to_left_grad_scale' is for ops with 2"):
-        kind(8, 4, constraint="to_left_grad_scale", rngs=nnx.Rngs(0))(jnp.ones((2, 8)))
+VOCAB, WIDTH, MULTIPLE = 11, 8, 16
 
 
-def test_ranks_are_promoted_by_name() -> None:
-    with jax.numpy_rank_promotion("raise"):
-        x = nn.LayerNorm(8, rngs=nnx.Rngs(0))(nn.Dense(8, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 8))))
-        assert x.shape == (2, 3, 8)
+class Model(nnx.Module):
+    """Tokens in, the loss of the next ones out; tied, or with a readout of its own."""
+
+    def __init__(self, tied: bool, policy: Any = "float32", multiple: int = MULTIPLE) -> None:
+        how: dict[str, Any] = {
+            "pad_to_multiple_of": multiple,
+            "policy": policy,
+            "rngs": nnx.Rngs(0),
+        }
+        self.embed = nn.Embed(VOCAB, WIDTH, **how)
+        self.dense = nn.Dense(WIDTH, WIDTH, policy=policy, rngs=nnx.Rngs(1))
+        self.readout = nnx.data(None if tied else nn.Readout(WIDTH, VOCAB, **how))
+
+    def states(self, ids: jax.Array) -> Any:
+        return self.dense(self.embed(ids))
+
+    def logits(self, ids: jax.Array) -> Any:
+        x = self.states(ids)
+        return self.embed.attend(x) if self.readout is None else self.readout(x)
+
+    def loss(self, ids: jax.Array, **options: Any) -> jax.Array:
+        head = self.readout or self.embed
+        return head.cross_entropy(self.states(ids[:, :-1]), ids[:, 1:], **options)
+
+
+def tables(params: Any) -> list[jax.Array]:
+    """Values with padding, which lies last on the axis of the vocabulary."""
+    found = []
+    for path, leaf in nnx.to_flat_state(params):
+        if path[-2:] == ("embed", "embedding"):
+            found.append(to_array(leaf.get_value()))
+        elif path[-2:] == ("readout", "kernel"):
+            found.append(to_array(leaf.get_value()).T)
+    assert all(table.shape == (MULTIPLE, WIDTH) for table in found)
+    return found
+
+
+IDS = np.random.default_rng(0).integers(0, VOCAB, (3, 6))
+
+
+@pytest.mark.parametrize(("tied", "policy"), [(False, "fp8"), (True, "float32"), (True, "fp8")])
+def test_losses_and_gradients_are_those_without_padding(tied: bool, policy: str) -> None:
+    wide = nn.as_policy(policy)
+    wide = wide if policy == "float32" else wide.with_quantized_readout()
+
+    def run(multiple: int) -> Any:
+        graphdef, params = nnx.split(Model(tied, wide, multiple))
+
+        def both(params):
+            model = nnx.merge(graphdef, params)
+            grads = jax.grad(lambda p: nnx.merge(graphdef, p).loss(IDS, chunk_size=4))(params)
+            return model.loss(IDS), model.logits(IDS).value, grads
+
+        return jax.jit(both)(params)
+
+    (loss, logits, grads), (expected, wanted, right) = run(MULTIPLE), run(1)
+    assert logits.shape == wanted.shape == (3, 6, VOCAB)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-6)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for own, other in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
+        cut = own[tuple(map(slice, other.shape))]
+        np.testing.assert_allclose(cut, other, rtol=1e-5, atol=1e-6)
+    for table in tables(grads):
+        np.testing.assert_array_equal(table[VOCAB:], 0)
+
+
+def test_a_readout_with_a_bias_makes_whole_logits() -> None:
+    layer = nn.Readout(WIDTH, VOCAB, use_bias=True, pad_to_multiple_of=MULTIPLE, rngs=nnx.Rngs(0))
+    layer.bias.set_value(jnp.arange(VOCAB) / VOCAB)
+    x, labels = jnp.ones((2, WIDTH)), jnp.array([0, 3])
+    logits = np.asarray(layer(x).value, np.float64)
+    expected = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], [0, 3]]
+    found = layer.cross_entropy(x, labels, reduction="none", chunk_size=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+NARROW: dict[str, Any] = {
+    "weights": "float16",
+    "moments": ("float8_e4m3fn", "float16"),
+    "rounding": "stochastic",
+}
+WIDE: dict[str, Any] = {"weights": None, "moments": (None, None)}
+
+
+@pytest.mark.parametrize(("tied", "formats"), [(False, NARROW), (True, WIDE)], ids=str)
+def test_padding_never_learns(tied: bool, formats: dict[str, Any]) -> None:
+    """Under Adam, weight decay and u-muP, in float32, and in 16 and 8 bits rounded at random."""
+    model, plain = Model(tied), Model(tied, multiple=1)
+    # What is drawn is what is drawn without padding, and u-muP sees the vocabulary.
+    for own, other in zip(
+        *(jax.tree.leaves(nnx.state(m), is_leaf=is_variable) for m in (model, plain)), strict=True
+    ):
+        np.testing.assert_array_equal(nn.unpadded(own), other.get_value())
+        assert (own.fan_in, own.fan_out) == (other.fan_in, other.fan_out)
+    graphdef, params = nnx.split(model)
+    tx = scaled(optim.umup(optax.adamw(0.1, weight_decay=0.1), params), **formats)
+    params = first = tx.scale_params(params)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        gradients = grad(lambda p: nnx.merge(graphdef, p).loss(IDS, chunk_size=4))(params)
+        return tx.step(params, state, gradients)
+
+    for _ in range(4):
+        params, state = step(params, state)
+    for before, after in zip(tables(first), tables(params), strict=True):
+        np.testing.assert_array_equal(after[VOCAB:], 0)
+        assert (np.asarray(before[:VOCAB]) != np.asarray(after[:VOCAB])).any()
+    for leaf in jax.tree.leaves(to_array(state)):
+        if leaf.shape in {(MULTIPLE, WIDTH), (WIDTH, MULTIPLE)}:
+            table = leaf if leaf.shape[0] == MULTIPLE else leaf.T
+            np.testing.assert_array_equal(np.asarray(table, np.float32)[VOCAB:], 0)
+
+
+def is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+@pytest.mark.parametrize("policy", ["float32", "fp8_delayed"])
+def test_tied_is_the_look_up_and_the_readout(policy: str) -> None:
+    """Loss, logits and gradients are those of calling the layer, and then `attend` and its loss."""
+    wide = nn.as_policy(policy)
+    wide = wide if policy == "float32" else wide.with_quantized_readout()
+
+    def tied(layer):
+        x, readout = layer.tied(IDS)
+        return readout.cross_entropy(x, IDS), readout.attend(x).value
+
+    def apart(layer):
+        x = layer(IDS)
+        return layer.cross_entropy(x, IDS), layer.attend(x).value
+
+    layers = [
+        nn.Embed(VOCAB, 4, pad_to_multiple_of=8, policy=wide, rngs=nnx.Rngs(0)) for _ in range(2)
+    ]
+    results = [
+        nnx.jit(nn.value_and_grad(f, has_aux=True))(layer)
+        for f, layer in zip((tied, apart), layers, strict=True)
+    ]
+    ((loss, logits), grads), ((expected, whole), wanted) = results
+    eps = float(jnp.finfo(wide.compute_dtype).eps)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_array_equal(logits, whole)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=4 * eps, atol=eps * np.abs(other).max())
+    if policy != "float32":
+        scales = [layer.amax.get_value().scale for layer in layers]
+        assert (np.asarray(scales[0]) != 1).any()
+        np.testing.assert_array_equal(*scales)
+
+
+# Arguments of both constructors, options, shape of the input.
+CONV = {
+    "1d": ((4, 6, 3), {}, (2, 9)),
+    "no batch": ((4, 6, (3, 2)), {"strides": 2}, (6, 5)),
+    "batches": ((4, 6, (3,)), {"strides": 2, "padding": "VALID"}, (2, 3, 9)),
+    "integer": ((4, 6, (3, 2), None), {"padding": 1, "kernel_dilation": None}, (2, 6, 5)),
+    "causal": ((4, 6, (3,)), {"padding": "CAUSAL", "kernel_dilation": 2}, (2, 9)),
+    "circular": ((4, 6, (3, 2)), {"padding": "CIRCULAR", "kernel_dilation": 2}, (2, 6, 5)),
+    "reflected": ((4, 6, (4,)), {"padding": "REFLECT", "strides": 2}, (2, 9)),
+    "pairs": ((4, 6, (3, 2)), {"padding": ((1, 0), (0, 2)), "kernel_dilation": (2, 1)}, (2, 6, 5)),
+    "grouped": ((4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (2, 6, 5)),
+    "zeros between": ((4, 6, 4), {"input_dilation": 2, "padding": ((1, 2),)}, (2, 9)),
+}
+TRANSPOSED = {
+    "one tap": ((4, 6, 1), {"strides": 2}, (2, 5)),
+    "even": ((4, 6, (4, 4), 2), {}, (2, 6, 5)),
+    "valid, no batch": ((4, 6, (3, 2)), {"padding": "VALID", "strides": (2, 3)}, (6, 5)),
+    "dilated": ((4, 6, (3, 2)), {"kernel_dilation": (2, 1), "strides": 2}, (2, 6, 5)),
+    "pairs, batches": (
+        (4, 6, 3),
+        {"padding": ((2, 1),), "strides": 2, "use_bias": False},
+        (2, 3, 9),
+    ),
+    "integer": ((4, 6, 3), {"padding": 1, "strides": None, "kernel_dilation": None}, (2, 9)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("Conv", n) for n in CONV), *(("ConvTranspose", n) for n in TRANSPOSED)]
+)
+def test_convolutions_are_those_of_flax_over_the_root_of_their_fan_in(kind, name) -> None:
+    args, options, shape = (CONV if kind == "Conv" else TRANSPOSED)[name]
+    ours, flax = (
+        getattr(module, kind)(
+            *args, **options, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal()
+        )
+        for module in (nn, nnx)
+    )
+    assert flax.kernel.shape == ours.kernel.shape
+    fan_in = ours.kernel.fan_in
+    if kind == "ConvTranspose":
+        rank = ours.kernel.ndim - 2
+        strides = args[3] if len(args) > 3 else options.get("strides") or 1
+        fan_in = ours.kernel.get_value()[..., 0].size / np.prod(np.broadcast_to(strides, rank))
+    flax.kernel.set_value(ours.kernel.get_value() / fan_in**0.5)
+    if ours.bias is not None:
+        flax.bias.set_value(ours.bias.get_value())
+    x = jax.random.normal(jax.random.key(0), (*shape, 4))
+    found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_convolution_keeps_one_scale_and_one_per_example() -> None:
+    layer = nn.Conv(4, 6, 3, rngs=nnx.Rngs(0))
+    scale = jnp.array([1.0, 4.0])[:, None, None]
+    np.testing.assert_array_equal(layer(ScaledArray(jnp.ones((2, 5, 4)), scale)).scale, scale)
+    assert layer(ScaledArray(jnp.ones((0, 2, 5, 4)), 2.0)).shape == (0, 2, 5, 6)
+
+
+RNGS = nnx.Rngs(0)
+test_errors = refuses(
+    [
+        (ValueError, lambda: nn.Dense(8, 4, rngs=RNGS)(jnp.ones((2, 9))), "kernel must be"),
+        (TypeError, lambda: nn.Readout(8, 4, rngs=RNGS)(jnp.ones((2, 8), int)), "x must be"),
+        (
+            ValueError,
+            lambda: nn.Dense(8, 4, constraint="gmaen", rngs=RNGS)(jnp.ones((2, 8))),
+            "constraint must .*Did you mean 'gmean'",
+        ),
+        (ValueError, lambda: nn.Einsum("ab,bc", (4, 4), rngs=RNGS), "einsum_str must be"),
+        (ValueError, lambda: nn.Einsum("ab,bc->ac", (4, 4, 4), rngs=RNGS), "the kernel is"),
+        (TypeError, lambda: nn.Embed(4, 2, rngs=RNGS)(jnp.ones(3)), "ids must be integers"),
+        (
+            ValueError,
+            lambda: nn.PositionalEmbed(4, 2, rngs=RNGS)(jnp.ones((1, 5, 2))),
+            "max_length 4; got 5",
+        ),
+        *(
+            (ValueError, lambda k=k: k(4, 4, pad_to_multiple_of=0, rngs=RNGS), "pad_to_multiple_of")
+            for k in (nn.Embed, nn.Readout)
+        ),
+        (
+            ValueError,
+            lambda: nn.Conv(4, 6, (3,), feature_group_count=3, rngs=RNGS),
+            "feature_group_count must divide",
+        ),
+        (ValueError, lambda: nn.Conv(4, 6, (3,), rngs=RNGS)(jnp.ones((2, 9, 5))), "x must be"),
+        (ValueError, lambda: nn.Conv(4, 6, (3,), rngs=RNGS)(jnp.ones(4)), "x must be"),
+    ]
+)

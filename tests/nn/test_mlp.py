@@ -1,11 +1,19 @@
+"""MLPs and mixtures of experts."""
+
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from unitscale import nn, ops, rules
-from unitscale.nn._mlp import Activation
+from tests.gradients import jit
+from tests.modules import build
+from tests.parallel.devices import explicit_mesh
+from tests.refusals import refuses
+from unitscale import batch_over, nn, ops, parallel, rules
 
 PLAIN = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "relu": jax.nn.relu, "tanh": jnp.tanh}
 
@@ -14,74 +22,9 @@ def product(dense: nn.Dense, x):
     return x @ dense.kernel.get_value() / dense.in_features**0.5 + dense.bias.get_value()
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain(name) -> None:
-    layer = nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (3, 8))
-    factor = rules.elementwise(PLAIN[name], mult=1.5).fwd
-    expected = product(layer.down, factor * PLAIN[name](1.5 * product(layer.up, x)))
-    np.testing.assert_allclose(layer(x).value, expected, rtol=1e-4, atol=1e-4)
-    assert layer.gate is None
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu"])
-def test_gated(name) -> None:
-    layer = nn.MLP(8, 12, activation=f"{name}_glu", mult=1.5, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (3, 8))
-    factor = rules.glu(PLAIN[name], mult=1.5).fwd
-    hidden = factor * product(layer.up, x) * PLAIN[name](1.5 * product(layer.gate, x))
-    np.testing.assert_allclose(layer(x).value, product(layer.down, hidden), rtol=1e-4, atol=1e-4)
-
-
-def test_every_activation_is_an_op() -> None:
-    for name in Activation.__args__:
-        assert callable(getattr(ops, name))
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_scale(name, assert_rms) -> None:
-    """Hidden units have unit variance; the mean of gelu, silu and relu comes on top of it.
-
-    The constraint leaves the gradient the ratio of the activation's factors.
-    """
-    ideal = rules.elementwise(PLAIN[name], constraint=None)
-    z, weights = np.polynomial.hermite_e.hermegauss(200)
-    mean = np.average(ideal.fwd * np.asarray(PLAIN[name](z)), weights=weights)
-    assert_rms(
-        lambda rngs: nn.MLP(64, 256, activation=name, rngs=rngs),
-        (32, 64),
-        out=(1 + mean**2) ** 0.5,
-        grad=ideal.fwd / ideal.bwd[0],
-        bias=0.01,  # the quadrature of relu, which has a kink, and its float32
-    )
-
-
-def test_scale_of_the_gated(assert_rms) -> None:
-    """The gradients of the two halves add up."""
-    ideal = rules.glu(jax.nn.silu, constraint=None)
-    assert_rms(
-        lambda rngs: nn.MLP(64, 256, activation="silu_glu", rngs=rngs),
-        (32, 64),
-        grad=(1 + (ideal.fwd / ideal.bwd[1]) ** 2) ** 0.5,
-    )
-
-
-def test_dropout_is_on_the_output() -> None:
-    layer = nn.MLP(8, 12, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
-    x = jax.random.normal(jax.random.key(0), (30, 8))
-    noisy, quiet = layer(x).value, layer(x, deterministic=True).value
-    kept = noisy != 0
-    assert 0 < np.mean(kept) < 1
-    np.testing.assert_allclose(noisy[kept], 2 * quiet[kept], rtol=1e-5)
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"activation must be one of gelu, .*_glu; got 'swish'"):
-        nn.MLP(8, 12, activation="swish", rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize("activation", ["gelu", "silu_glu"])
-@pytest.mark.parametrize("policy", ["fp8", "fp8_dynamic", "bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "activation"), [("fp8", "gelu"), ("fp8", "silu_glu"), ("fp8_dynamic", "gelu")]
+)
 def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str) -> None:
     """The backward has what the activation is of, and not what it gives.
 
@@ -109,26 +52,6 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
     jax.tree.map(np.testing.assert_array_equal, pull(y), other(y))
 
 
-def test_another_layer_in_the_place_of_its_last() -> None:
-    class Counted(nnx.Module):
-        def __init__(self) -> None:
-            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-
-        def __call__(self, x: ops.ArrayLike) -> ops.ArrayLike:
-            self.calls.set_value(self.calls.get_value() + 1)
-            return x
-
-    layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
-    layer.down = Counted()
-
-    @nnx.jit
-    def apply(layer: nn.MLP) -> jax.Array:
-        return layer(jnp.ones((2, 8))).value
-
-    assert apply(layer).shape == (2, 12)
-    assert layer.down.calls.get_value() == 1
-
-
 def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their class, as `nnx.tabulate` and the recipes' probe do: what is seen may be kept."""
     original, layer = nn.Dense.__call__, nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
@@ -147,3 +70,350 @@ def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> No
 
     y, (_, last) = run(jnp.ones((2, 8)))
     np.testing.assert_array_equal(last, y)
+
+
+WIDTH, HIDDEN, TOKENS = 16, 24, 40
+X = jnp.ones((2, 8))
+
+
+def moe(policy="float32", seed=0, **options):
+    options = {"experts": 4, "activation": "silu_glu"} | options
+    return build(lambda: nn.MoE(WIDTH, HIDDEN, policy=policy, rngs=nnx.Rngs(0), **options), seed)
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def gradients(model, x, cotangent):
+    """Value and gradients by parameters and input; and the function, for other devices."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def run(params, x):
+        def loss(params, x):
+            y = nnx.merge(graphdef, params, rest, copy=True)(x).value
+            return jnp.sum(y.astype(jnp.float32) * cotangent), y
+
+        (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+        return y, grads
+
+    return run, params
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "width", "options"),
+    [
+        (16, 4, 32, {"router_mult": 2.0}),
+        pytest.param(8, 1, 64, {}, marks=pytest.mark.slow),
+        pytest.param(6, 3, 32, {"renormalize": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_scale_of_a_mixture(experts, top_k, width, options) -> None:
+    """Outputs, logits and all weights' gradients are unit, those of biases too.
+
+    The gradient of the input is the true one, which adds up the experts' and the router's; that of
+    what comes before the activation is larger by the ratio of its two factors.
+    """
+    ideal = rules.elementwise(jnp.tanh, constraint=None)
+    ratio = ideal.fwd / ideal.bwd[0]
+    tokens, trials = 64, 32
+
+    def trial(key):
+        init, x_key, y_key = jax.random.split(key, 3)
+        model = nn.MoE(
+            width,
+            width,
+            experts=experts,
+            top_k=top_k,
+            activation="tanh",
+            rngs=nnx.Rngs(init),
+            **options,
+        )
+        x = jax.random.normal(x_key, (tokens, width))
+        run, params = gradients(model, x, jax.random.normal(y_key, x.shape))
+        y, (grads, _) = run(params, x)
+        found = {k: v.get_value() for k, v in nnx.to_flat_state(grads)}
+        arrays = {"y": y, "logits": model.route(x).logits} | {
+            ".".join(map(str, path)): g for path, g in found.items()
+        }
+        return {name: jnp.mean(a**2) for name, a in arrays.items()}
+
+    squares = jit(lambda keys: jax.lax.map(trial, keys))(
+        jax.random.split(jax.random.key(experts), trials)
+    )
+    assert len(squares) == 7
+    for name, square in squares.items():
+        expected = ratio if ".up." in name else 1.0
+        error = square.std(ddof=1) / expected**2 / trials**0.5
+        off = abs(float(square.mean()) / expected**2 - 1)
+        # The router's gates are normal, and experts independent, for wide tokens alone.
+        assert off <= 5 * error + 1 / width, (name, off, error)
+        assert error < 0.06, (name, error)
+
+
+def test_is_the_mlp_that_it_is_made_of() -> None:
+    """One expert is an MLP of the same parameters; as many as are chosen, their weighted sum."""
+    x = draw(0, 3, 5, WIDTH)
+    call = nnx.jit(lambda model, x: model(x).value)
+    one = moe(experts=1, top_k=1)
+    mlp = nn.MLP(WIDTH, HIDDEN, activation="silu_glu", rngs=nnx.Rngs(0))
+
+    def expert(model, index):
+        for name in ("up", "gate", "down"):
+            layer = getattr(mlp, name)
+            layer.kernel.set_value(model.experts[name].kernel.get_value()[index])
+            layer.bias.set_value(model.experts[name].bias.get_value()[index])
+        return call(mlp, x)
+
+    np.testing.assert_allclose(call(one, x), expert(one, 0), rtol=1e-5, atol=1e-5)
+    all_of_3 = moe(experts=3, top_k=3)
+    routing = all_of_3.route(x)
+    p = np.asarray(routing.probabilities).reshape(3, 5, 3)
+    c = rules.mixture(3, 3).fwd
+    expected = c * sum(p[..., i, None] * expert(all_of_3, i) for i in range(3))
+    np.testing.assert_allclose(call(all_of_3, x), expected, rtol=1e-4, atol=1e-4)
+
+
+# Relative errors: some roundings of 16-bit activations; one of the coarsest operand in 8 bits.
+POLICIES = {
+    "bfloat16": 4 * float(jnp.finfo("bfloat16").eps),
+    "float16": 4 * float(jnp.finfo("float16").eps),
+    "fp8": float(jnp.finfo("float8_e4m3fn").eps),
+    "fp8_dynamic": float(jnp.finfo("float8_e5m2").eps),
+    "mxfp8": float(jnp.finfo("float8_e4m3fn").eps),
+}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [p if p == "fp8" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES],
+)
+def test_policies_of_a_mixture(policy) -> None:
+    """As float32, up to the rounding of the format; the same experts are chosen."""
+    x, cotangent = draw(1, TOKENS, WIDTH), draw(2, TOKENS, WIDTH)
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+    results = []
+    for name in (policy, "float32"):
+        run, params = gradients(moe(name), x, cotangent)
+        results.append(jit(run)(params, x))
+    for narrow, wide in zip(*map(jax.tree.leaves, results), strict=True):
+        narrow, wide = np.asarray(narrow, np.float64), np.asarray(wide, np.float64)
+        error = np.linalg.norm(narrow - wide) / np.linalg.norm(wide)
+        assert error < POLICIES[policy]
+
+
+def test_a_mixture_in_a_transformer() -> None:
+    """In place of the MLP of each layer, one by one, or scanned and computed again."""
+    mlp = functools.partial(nn.MoE, experts=3, load_balancing=0.1)
+    stack = build(
+        lambda: nn.TransformerStack(2, 8, 2, 12, mlp=mlp, is_causal=True, rngs=nnx.Rngs(0))
+    )
+    assert stack.layers[0].mlp.router.get_metadata()["depth"] == 4
+    other = stack.with_scan(True)
+    other.remat = "layer"
+    x = draw(9, 2, 5, 8)
+
+    def loss(model):
+        return jnp.sum(jnp.sin(model(x).value))
+
+    (value, grads), (again, same) = jit(
+        lambda a, b: (nnx.value_and_grad(loss)(a), nnx.value_and_grad(loss)(b))
+    )(stack, other)
+    np.testing.assert_allclose(again, value, rtol=1e-5)
+    layers = nnx.to_pure_dict(grads)["layers"]
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), layers[0], layers[1])
+    same = nnx.to_pure_dict(same)["layers"]
+    for a, b in zip(*map(jax.tree.leaves, (same, grads)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_values_of_an_mlp() -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    for name, f in PLAIN.items():
+        layer = nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
+        factor = rules.elementwise(f, mult=1.5).fwd
+        expected = product(layer.down, factor * f(1.5 * product(layer.up, x)))
+        np.testing.assert_allclose(layer(x).value, expected, rtol=1e-4, atol=1e-4)
+    for name in ("silu", "gelu"):
+        layer = nn.MLP(8, 12, activation=f"{name}_glu", mult=1.5, rngs=nnx.Rngs(0))
+        factor = rules.glu(PLAIN[name], mult=1.5).fwd
+        hidden = factor * product(layer.up, x) * PLAIN[name](1.5 * product(layer.gate, x))
+        expected = product(layer.down, hidden)
+        np.testing.assert_allclose(layer(x).value, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [nn.MLP, functools.partial(nn.MoE, experts=2)])
+def test_dropout_is_on_the_output(kind) -> None:
+    layer = kind(8, 12, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
+    x = draw(10, 30, 8)
+    noisy, quiet = nnx.jit(lambda m, x: (m(x).value, m(x, deterministic=True).value))(layer, x)
+    kept = noisy != 0
+    assert 0 < np.mean(kept) < 1
+    np.testing.assert_allclose(noisy[kept], 2 * quiet[kept], rtol=1e-5)
+
+
+def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
+    """The backward pass is traced after the parts were told, and has their factors."""
+    layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    x = draw(0, 3, 5, 8)
+
+    def gradients(call):
+        def loss(params, x):
+            y = call(nnx.merge(graphdef, params), x).value
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        def part(params, x):
+            with batch_over("parts"):
+                return jax.grad(loss)(params, x)
+
+        parts = jax.vmap(part, (None, 0), axis_name="parts")(params, x)
+        scanned = jax.grad(
+            lambda p: jax.lax.scan(lambda c, row: (c + loss(p, row), None), 0.0, x)[0]
+        )(params)
+        return jax.tree.leaves((parts, scanned))
+
+    both = jit(
+        lambda: (
+            gradients(lambda layer, x: layer(x)),
+            gradients(lambda layer, x: layer.down(ops.gelu(layer.up(x)))),
+        )
+    )()
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
+    model = moe("float16", activation="gelu")
+    model.router.set_value(jnp.zeros((WIDTH, 4)).at[:, 1].set(3.0).at[:, 2].set(2.0))
+    x = jnp.abs(draw(3, TOKENS, WIDTH))
+    run, params = gradients(model, x, draw(4, TOKENS, WIDTH))
+    y, (grads, dx) = jit(run)(params, x)
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert np.isfinite(dx).all()
+    for path, grad in nnx.to_flat_state(grads["experts"]):
+        grad = np.asarray(grad.get_value())
+        assert np.isfinite(grad).all()
+        np.testing.assert_array_equal(grad.reshape(4, -1).any(1), [False, True, True, False], path)
+    # The last, smaller batch of a loader that was divided may have none.
+    model = moe("fp8", activation="gelu", load_balancing=0.1, z_loss=0.1)
+    grads = nnx.jit(nn.grad(lambda model: jnp.sum(model(x[:0]).value)))(model)
+    assert not any(map(jnp.any, jax.tree.leaves(grads)))
+
+
+def test_losses_of_the_router() -> None:
+    """A weight adds the gradient of that loss, and changes no value."""
+    x, cotangent = draw(5, TOKENS, WIDTH), draw(6, TOKENS, WIDTH)
+    plain, weighted = moe(), moe(load_balancing=0.5, z_loss=0.25)
+    run, params = gradients(plain, x, cotangent)
+    with_loss, _ = gradients(weighted, x, cotangent)
+    graphdef, _, rest = nnx.split(plain, nnx.Param, ...)
+
+    def alone(params, x):
+        routing = nnx.merge(graphdef, params, rest, copy=True).route(x)
+        return 0.5 * routing.load_balancing_loss() + 0.25 * routing.z_loss()
+
+    def everything(params, x):
+        return run(params, x), with_loss(params, x), jax.grad(alone, (0, 1))(params, x)
+
+    (y, grads), (same, found), extra = jit(everything)(params, x)
+    np.testing.assert_array_equal(y, same)
+    expected = jax.tree.map(jnp.add, grads, extra)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert np.abs(extra[0]["router"].get_value()).max() > 0.01
+
+
+def test_a_dense_layer_of_experts() -> None:
+    layer, x = nn.ExpertDense(2, 8, 3, rngs=nnx.Rngs(0)), draw(10, 30, 8)
+    groups = ops.Groups(jnp.array([10, 20]), rows=30, groups=2)
+    expected = ops.dense(x[:10], layer.kernel.get_value()[0]).value
+    np.testing.assert_allclose(layer(x, groups).value[:10], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "policy"),
+    [
+        ({"data": 2, "expert": 2}, P(("data", "expert")), "float32"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ({"data": 2, "expert": 2}, P("data"), "fp8_delayed"),
+                ({"data": 2, "context": 2}, P("data", "context"), "float32"),
+                ({"data": 2, "tensor": 2}, P("data", None, "tensor"), "float32"),
+            )
+        ),
+    ],
+)
+def test_experts_on_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -> None:
+    x, cotangent = draw(7, 8, 6, WIDTH), draw(8, 8, 6, WIDTH)
+
+    @nnx.jit
+    def run(model, x, cotangent):
+        def loss(model, x):
+            return jnp.sum(jnp.sin(model(x).value) * cotangent)
+
+        return nn.value_and_grad(loss, argnums=(0, 1))(model, x)
+
+    def everything(x, cotangent):
+        rngs = nnx.Rngs(0)
+        model = nn.MoE(
+            WIDTH, HIDDEN, experts=4, load_balancing=0.1, z_loss=0.01, policy=policy, rngs=rngs
+        )
+        out = run(model, x, cotangent)
+        stateful = [layer for layer in model.experts.values() if layer.amax is not None]
+        states = [layer.amax.get_value() for layer in stateful]
+        return jax.tree.leaves((out, [(state.scale, state.history) for state in states]))
+
+    expected = everything(x, cotangent)
+    with jax.set_mesh(explicit_mesh(**axes)):
+        found = everything(*(jax.device_put(array, spec) for array in (x, cotangent)))
+    # In FP8 layers compute in bfloat16, and what rounds the other way there moves by an ulp.
+    tolerance = {"float32": 2**-17, "fp8_delayed": 2**-7}[policy]
+    for a, b in zip(found, expected, strict=True):
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    ("axes", "policy"),
+    [
+        ({"data": 2, "expert": 2}, "float32"),
+        pytest.param({"expert": 4}, "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_on_many_devices(axes, policy) -> None:
+    """Each device computes its own experts, and the result is that of one device."""
+    x, cotangent = draw(7, 8, 6, WIDTH), draw(8, 8, 6, WIDTH)
+    model = moe(policy, load_balancing=0.1)
+    run, params = gradients(model, x, cotangent)
+    expected = jax.jit(run)(params, x)
+    mesh = parallel.make_mesh(axes, devices=jax.devices()[:4])
+    shardings = parallel.param_shardings(params, mesh, small=1)
+    kernel = shardings["experts"]["up"]["kernel"].get_value()
+    assert kernel.spec[0] == "expert"
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings), parallel.shard_batch(x, mesh)
+        found = jax.jit(run)(*placed)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # The devices' gradients of the input add up in another order, and round to bfloat16.
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error <= {"float32": 1e-5, "fp8": 4 * float(jnp.finfo("bfloat16").eps)}[policy]
+
+
+RNGS = nnx.Rngs(0)
+test_errors = refuses(
+    [
+        (ValueError, lambda: nn.MLP(8, 12, activation="swish", rngs=RNGS), "activation must"),
+        (ValueError, lambda: moe(activation="swish"), "activation must be one of"),
+        (ValueError, lambda: moe(top_k=5), "top_k must be from 1 to the 4 experts"),
+        (ValueError, lambda: moe(top_k=1, renormalize=True), "one renormalized gate"),
+        (
+            TypeError,
+            lambda: jax.jvp(
+                lambda x: nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))(x).value, (X,), (X,)
+            ),
+            "defines its backward pass only",
+        ),
+    ]
+)

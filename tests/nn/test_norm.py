@@ -1,3 +1,5 @@
+"""Normalization layers and dropout."""
+
 from functools import partial
 
 import jax
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.refusals import refuses
 from unitscale import nn
 from unitscale.core import ScaledArray
 
@@ -17,8 +20,9 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("use_scale", [True, False])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    ("name", "use_scale"), [*((name, True) for name in PAIRS), ("layer", False)]
+)
 def test_the_layer_of_flax(name, use_scale) -> None:
     ours, flax = (
         kind(8, epsilon=0.1, use_scale=use_scale, rngs=nnx.Rngs(0)) for kind in PAIRS[name]
@@ -41,31 +45,6 @@ def test_the_scale_of_the_input_is_dropped(name) -> None:
     assert huge.scale is None
     exact = PAIRS[name][0](8, epsilon=0.0)(x.astype(jnp.float32))
     np.testing.assert_allclose(huge.value, exact.value, rtol=2**-10, atol=2**-10)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_scale(name, assert_rms) -> None:
-    """The gradient loses the projection onto the output (and the mean), 1 or 2 of 64 dimensions."""
-    lost = 1 if name == "rms" else 2
-    assert_rms(
-        lambda rngs: PAIRS[name][0](128 if name == "group" else 64, rngs=rngs),
-        (64, 128 if name == "group" else 64),
-        grad=(1 - lost / 64) ** 0.5,
-        bias=4 / 64,  # 1 / RMS of 64 samples has this mean square above 1
-    )
-
-
-@pytest.mark.parametrize("name", ["layer", "group", "batch"])
-def test_scale_of_parameter_gradients(name) -> None:
-    graphdef, params, rest = nnx.split(PAIRS[name][0](256), nnx.Param, ...)
-    x, dy = jax.random.normal(jax.random.key(0), (2, 100, 256))
-
-    def apply(p):
-        return nnx.merge(graphdef, p, rest, copy=True)(x).data
-
-    (grads,) = jax.vjp(apply, params)[1](dy)
-    for g in jax.tree.leaves(grads):
-        assert abs(float(jnp.mean(g**2)) - 1) < 5 * (2 / g.size) ** 0.5
 
 
 def test_running_averages_are_those_of_flax() -> None:
@@ -111,26 +90,76 @@ def _value(y):
     return y.value if isinstance(y, ScaledArray) else y
 
 
-def test_groups() -> None:
+X = jnp.ones((64, 64))
+
+
+def test_train_eval_and_the_argument_of_the_call() -> None:
+    layer = nn.Dropout(0.75, rngs=nnx.Rngs(0))
+    assert set(np.unique(layer(X).data)) == {0.0, 2.0}
+    layer.eval()
+    assert set(np.unique(layer(X).data)) == {0.5}
+    assert set(np.unique(layer(X, deterministic=False).data)) == {0.0, 2.0}
+    layer.train()
+    assert set(np.unique(layer(X).data)) == {0.0, 2.0}
+    assert set(np.unique(layer(X, deterministic=True).data)) == {0.5}
+
+
+def test_rate_zero_needs_no_key_and_keeps_the_scale() -> None:
+    y = nn.Dropout(0.0)(ScaledArray(X, 4.0))
+    np.testing.assert_array_equal(y.data, X)
+    assert float(y.scale) == 4.0
+    assert not jax.tree.leaves(nnx.state(nn.Dropout(0.0, rngs=nnx.Rngs(0))))
+
+
+def test_dimensions_that_are_dropped_together() -> None:
+    y = nn.Dropout(0.5, broadcast_dims=(-1,), rngs=nnx.Rngs(0))(X).data
+    np.testing.assert_array_equal(y, jnp.broadcast_to(y[:, :1], y.shape))
+    assert len(np.unique(y)) == 2
+
+
+def test_keys_from_another_stream_from_a_stream_and_alone() -> None:
+    layer = nn.Dropout(0.5, rng_collection="noise", rngs=nnx.Rngs(noise=3))
+    first = layer(X).data
+    np.testing.assert_array_equal(first, nn.Dropout(0.5, rngs=nnx.Rngs(noise=3).noise)(X).data)
+    key = nnx.Rngs(noise=3).noise.fork()()
+    np.testing.assert_array_equal(first, layer(X, rngs=key).data)
+    np.testing.assert_array_equal(first, layer(X, rngs=nnx.Rngs(noise=3).noise.fork()).data)
+
+
+def test_masks_of_streams_layers_and_calls() -> None:
+    rngs = nnx.Rngs(dropout=3)
+    one, fork = nn.Dropout(0.5, rngs=rngs), nn.Dropout(0.5, rngs=rngs)
+    two, jitted = (nn.Dropout(0.5, rngs=nnx.Rngs(dropout=3)) for _ in range(2))
+    call = nnx.jit(lambda layer, x: layer(x).data)
+    first = one(X).data
+    assert abs(np.mean(first != 0) - 0.5) < 5 * 0.5 / X.size**0.5
+    for same in (two(X).data, call(jitted, X)):
+        np.testing.assert_array_equal(first, same)
+    np.testing.assert_array_equal(second := one(X).data, call(jitted, X))
+    given = one(X, rngs=nnx.Rngs(dropout=7)).data
+    np.testing.assert_array_equal(given, nn.Dropout(0.5)(X, rngs=nnx.Rngs(dropout=7)).data)
+    for other in (second, fork(X).data, given):
+        assert not np.array_equal(first, other)
+
+
+def test_options() -> None:
     assert nn.GroupNorm(64).num_groups == 32
     assert nn.GroupNorm(64, None, 16).num_groups == 4
-    for number, size in ((3, None), (2, 32), (None, None), (None, 7), (0, None)):
-        with pytest.raises(ValueError, match="give one of num_groups and group_size"):
-            nn.GroupNorm(64, number, size)
-
-
-def test_options_of_the_parameters() -> None:
     layer = nn.LayerNorm(8, use_bias=False, use_scale=False)
-    assert layer.gain is None
-    assert layer.bias is None
     assert not jax.tree.leaves(nnx.state(layer))
     np.testing.assert_array_equal(nn.RMSNorm(8).gain.get_value(), np.ones(8))
     np.testing.assert_array_equal(nn.LayerNorm(8).bias.get_value(), np.zeros(8))
 
 
-def test_errors() -> None:
-    for kind, _ in PAIRS.values():
-        with pytest.raises(ValueError, match=r"must be \(features,\).*x \(2, 10\).*gain \(8,\)"):
-            kind(8)(jnp.ones((2, 10)))
-        with pytest.raises(ValueError, match="eps must not be negative; got -1"):
-            kind(8, epsilon=-1.0)(jnp.ones((2, 8)))
+test_errors = refuses(
+    [
+        *(
+            (ValueError, lambda n=n, s=s: nn.GroupNorm(64, n, s), "num_groups and group_size")
+            for n, s in ((3, None), (2, 32), (None, None), (None, 7), (0, None))
+        ),
+        (ValueError, lambda: nn.LayerNorm(8)(jnp.ones((2, 10))), "must be"),
+        (ValueError, lambda: nn.RMSNorm(8, epsilon=-1.0)(jnp.ones((2, 8))), "eps must not"),
+        *((ValueError, lambda r=r: nn.Dropout(r), "rate must be") for r in (-0.1, 1.0, np.nan)),
+        (ValueError, lambda: nn.Dropout(0.5)(X), "give rngs="),
+    ]
+)

@@ -1,16 +1,24 @@
-"""Scaled weights and moments as state dictionaries and bytes of Flax."""
+"""Serialization by Flax and jax.export, and models of other libraries under scalify."""
 
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, serialization
+from flax import linen, nnx, serialization
+from flax.training.train_state import TrainState
+from jax import export
 
+import unitscale
+from tests.exported import assert_is_read_again
 from tests.optimizers import scaled
-from unitscale import ScaledArray, nn
+from unitscale import ScaledArray, as_scaled, nn, scalify, to_array
+from unitscale.nn import KVCache
 
 
 def stepped(seed: int, **options: Any) -> Any:
@@ -56,21 +64,92 @@ def test_a_model_with_its_optimizer(pure: bool) -> None:
         np.testing.assert_array_equal(a, e)
 
 
-def test_a_state_of_another_model_is_refused() -> None:
-    state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"keys bias, kernel is restored .* got .'kernel'."):
-        serialization.from_state_dict(state, {"kernel": jnp.ones((2, 2))})
+def test_a_program_is_read_with_its_cache() -> None:
+    assert_is_read_again(KVCache.create(1, 4, 2, 8, jnp.float16))
 
 
-def test_without_a_scale() -> None:
+def test_layers_of_any_batch() -> None:
+    """Gradients alone depend on how many items there are."""
+    rngs = nnx.Rngs(0)
+    layers = nn.Dense(8, 8, rngs=rngs), nn.LayerNorm(8, rngs=rngs), nn.Readout(8, 4, rngs=rngs)
+    model = nnx.Sequential(*layers)
+    signature = jax.ShapeDtypeStruct(export.symbolic_shape("batch, 8"), jnp.float32)
+    program = jax.jit(lambda x: model(x).value)
+    with pytest.raises(
+        TypeError, match=r"rules\.dense: batch .* inside unitscale\.batch_size\(n\)"
+    ):
+        export.export(program)(signature)
+    with unitscale.batch_size(1):
+        exported = export.export(program)(signature)
+    x = jnp.linspace(-1.0, 1.0, 24).reshape(3, 8)
+    np.testing.assert_allclose(exported.call(x), program(x), rtol=1e-6)
+
+
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+
+
+def of_nnx() -> tuple[Any, Callable[..., Any]]:
+    graph, state = nnx.split(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+    return state, lambda state, x: nnx.merge(graph, state)(x)
+
+
+def of_linen() -> tuple[Any, Callable[..., Any]]:
+    model = linen.Dense(2)
+    return model.init(jax.random.key(0), X), model.apply
+
+
+def of_haiku() -> tuple[Any, Callable[..., Any]]:
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 2])(x)))
+    return model.init(jax.random.key(0), X), model.apply
+
+
+def of_equinox() -> tuple[Any, Callable[..., Any]]:
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+    return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
+
+
+@pytest.mark.parametrize("library", [of_nnx, of_linen, of_haiku, of_equinox])
+def test_loss_and_gradients_are_those_of_the_plain_model(library: Callable[[], Any]) -> None:
+    params, apply = library()
+    program = jax.value_and_grad(lambda params, x: jnp.mean(jnp.tanh(apply(params, x)) ** 2))
+    found = jax.jit(scalify(program))(*as_scaled((params, jnp.asarray(X)), dtype=jnp.float16))
+    for actual, expected in zip(
+        jax.tree.leaves(to_array(found)), jax.tree.leaves(program(params, X)), strict=True
+    ):
+        size = float(np.max(np.abs(expected)))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-3 * size)
+
+
+def test_models_as_arguments_closed_over_and_in_a_train_state() -> None:
+    x = as_scaled(jnp.asarray(X), dtype=jnp.float16)
+    dense = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    for result in (scalify(lambda m, x: m(x))(dense, x), scalify(lambda x: dense(x))(x)):
+        np.testing.assert_allclose(result.value, dense(X), atol=4e-3)
+    model = linen.Dense(2)
+    state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), X), tx=optax.sgd(0.1)
+    )
+
+    def step(state: TrainState, x: Any) -> TrainState:
+        grads = jax.grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    scaled = as_scaled(state, dtype=jnp.float16)
+    for _ in range(2):
+        scaled, state = scalify(step)(scaled, x), step(state, X)
+    for a, e in zip(jax.tree.leaves(to_array(scaled)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(a, e, atol=4e-3)
+
+
+def test_without_a_scale_and_what_is_refused() -> None:
     x = ScaledArray(jnp.arange(3.0))
     state = serialization.to_state_dict(x)
     assert state["scale"] is None
     restored = serialization.from_state_dict(ScaledArray(jnp.zeros(3)), state)
     np.testing.assert_array_equal(restored.value, x.value)
-
-
-def test_a_state_of_plain_arrays_is_refused() -> None:
-    x = ScaledArray(jnp.ones(3), 2.0)
     with pytest.raises(ValueError, match="data, scale; got ndarray"):
         serialization.from_bytes(x, serialization.to_bytes(jnp.ones(3)))
+    of_model = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="keys bias, kernel; got"):
+        serialization.from_state_dict(of_model, {"kernel": jnp.ones((2, 2))})

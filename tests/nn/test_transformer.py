@@ -1,17 +1,38 @@
+"""Residual branches, transformer layers and stacks, and scans over layers."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.modules import build
+from tests.optimizers import scaled
 from tests.parallel.devices import mesh_of, relative_error
+from tests.refusals import refuses
 from unitscale import nn, rules
+from unitscale.core import ScaledArray, is_scaled, to_array
 from unitscale.parallel import param_shardings
 
 from .models import Decoder
+
+
+def test_the_weighted_sum() -> None:
+    branch = nn.Dense(8, 8, rngs=nnx.Rngs(0))
+    layer = nn.Residual(branch, tau=0.75)
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    np.testing.assert_allclose(layer(x).value, 0.6 * branch(x).value + 0.8 * x, atol=1e-6)
+
+
+def test_further_arguments_go_to_the_branch() -> None:
+    layer = nn.Residual(nn.MLP(4, 8, dropout_rate=0.5, rngs=nnx.Rngs(0)), tau=1.0)
+    x = jnp.ones((2, 4))
+    once, again = (layer(x, deterministic=True).value for _ in range(2))
+    np.testing.assert_array_equal(once, again)
+
 
 WIDTH, TIME = 16, 5
 
@@ -24,12 +45,7 @@ def layer(**options) -> nn.TransformerLayer:
     return nn.TransformerLayer(WIDTH, 2, 24, **options, rngs=nnx.Rngs(0))
 
 
-def test_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match=r"activation must be one of gelu, .* got 'geglu'"):
-        layer(activation="geglu")
-
-
-@pytest.mark.parametrize("placement", ["pre", "post", "none"])
+@pytest.mark.parametrize("placement", ["pre", "post"])
 def test_a_layer_is_two_residual_branches(placement) -> None:
     make = lambda: layer(norm_placement=placement, taus=(0.3, 0.9), is_causal=True)  # noqa: E731
     block, x = build(make), inputs()
@@ -48,19 +64,17 @@ def test_a_layer_is_two_residual_branches(placement) -> None:
     np.testing.assert_allclose(*both(x), rtol=1e-4, atol=1e-4)
 
 
-def test_norms() -> None:
-    assert isinstance(layer(norm="layer").mlp_norm, nn.LayerNorm)
+def test_a_stack_follows_its_scheme() -> None:
+    for scheme in rules.RESIDUAL_SCHEMES:
+        settings = {"tau": 0.4, "mult": 0.7, "attention_ratio": 1.5, "scheme": scheme}
+        settings = {f"residual_{key}": value for key, value in settings.items()}
+        stack = nnx.eval_shape(
+            lambda s=settings: nn.TransformerStack(3, WIDTH, 2, norm="layer", **s, rngs=nnx.Rngs(0))
+        )
+        taus = rules.residual_taus(scheme, 6, tau=0.4, mult=0.7, attn_ratio=1.5)
+        assert tuple(t for block in stack.layers for t in block.taus) == taus
+    assert isinstance(stack.layers[0].mlp_norm, nn.LayerNorm)
     assert isinstance(layer(norm="rms").attention_norm, nn.RMSNorm)
-    assert layer(norm_placement="none").attention_norm is None
-
-
-@pytest.mark.parametrize("scheme", rules.RESIDUAL_SCHEMES)
-def test_a_stack_follows_its_scheme(scheme) -> None:
-    settings = {"tau": 0.4, "mult": 0.7, "attention_ratio": 1.5, "scheme": scheme}
-    settings = {f"residual_{key}": value for key, value in settings.items()}
-    stack = build(lambda: nn.TransformerStack(3, WIDTH, 2, **settings, rngs=nnx.Rngs(0)))
-    taus = rules.residual_taus(scheme, 6, tau=0.4, mult=0.7, attn_ratio=1.5)
-    assert tuple(t for block in stack.layers for t in block.taus) == taus
 
 
 def test_remat_changes_no_number() -> None:
@@ -83,53 +97,7 @@ def test_remat_changes_no_number() -> None:
     assert saved == sorted(set(saved), reverse=True)
 
 
-def test_scale(assert_rms) -> None:
-    """Every branch adds a unit vector in its share; only attention's rule is approximate."""
-    assert_rms(
-        lambda rngs: nn.TransformerLayer(32, 2, is_causal=True, taus=(0.5, 0.5), rngs=rngs),
-        (2, 32, 32),
-        # Beside the skip connection, what the branches give back: a norm, an activation and an
-        # attention whose own excess the other tests pin.
-        grad=_layer_gradient(32, 32, 2, 0.5),
-        bias=0.15,
-        trials=64,
-    )
-
-
-def _layer_gradient(width: int, time: int, heads: int, tau: float) -> float:
-    attention = rules.dot_product_attention(width // heads, time, is_causal=True, constraint=None)
-    gelu = rules.elementwise(jax.nn.gelu, constraint=None)
-    branch = {
-        "attention": 1 + 2 * (attention.fwd / attention.bwd[0]) ** 2,
-        "mlp": (gelu.fwd / gelu.bwd[0]) ** 2,
-    }
-    share = rules.residual(tau)
-    total = 1.0
-    for square in branch.values():
-        total *= share.branch**2 * square + share.skip**2
-    return total**0.5
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="norm must be one of layer, rms; got 'batch'"):
-        layer(norm="batch")
-    with pytest.raises(ValueError, match=r"norm_placement must be one of pre, .*; got 'mid'"):
-        layer(norm_placement="mid")
-    with pytest.raises(ValueError, match="num_heads must divide qkv_features"):
-        nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"scheme must .*got 'deep'.*Did you mean 'depth'"):
-        nn.TransformerStack(2, WIDTH, 2, residual_scheme="deep", rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="activatoin"):
-        nn.TransformerStack(2, WIDTH, 2, activatoin="gelu", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="a cache needs max_length="):
-        nn.TransformerStack(2, WIDTH, 2, is_causal=True, rngs=nnx.Rngs(0)).init_cache(1, 8)
-    stack = nn.TransformerStack(2, WIDTH, 2, is_causal=True, max_length=8, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="zip"):
-        stack.decode(inputs(), stack.init_cache(2, 8)[:1])
-
-
 MODELS = {
-    "rope": {"rotary_base": 10000.0},
     "learned": {"learned": True, "tied": True},
     "grouped": {
         "rotary_base": 10000.0,
@@ -140,8 +108,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["float32", "float16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("learned", "float32"),
+        ("grouped", "float16"),
+        pytest.param("rope", "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
     model = build(lambda: Decoder(WIDTH, policy=policy, **MODELS[name]))
     ids = np.random.default_rng(1).integers(0, 11, (2, 7))
@@ -159,28 +133,10 @@ def test_cached_logits_are_the_uncached_ones(name, policy) -> None:
         np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
 
 
-def test_float32_gradients_are_those_of_float64() -> None:
-    """The fused attention of `jax.nn`, which float64 leaves aside, has the same gradients."""
-    ids = np.random.default_rng(1).integers(0, 11, (2, 7))
-
-    def grads(policy):
-        make = lambda: Decoder(WIDTH, policy=policy, **MODELS["grouped"])  # noqa: E731
-        graphdef, params = nnx.split(build(make))
-        single = jax.tree.map(lambda p: np.asarray(p, np.float32), params)
-        cast = jax.tree.map(lambda p: p.astype(policy.param_dtype), single)
-        run = jit(jax.grad(lambda p: nnx.merge(graphdef, p).loss(ids, ids)))
-        return [np.asarray(g, np.float64) for g in jax.tree.leaves(run(cast))]
-
-    single = grads(nn.Policy())
-    with jax.enable_x64(True):
-        double = grads(nn.Policy(param_dtype="float64", compute_dtype="float64"))
-    eps = float(jnp.finfo(jnp.float32).eps)
-    for a, b in zip(single, double, strict=True):
-        assert np.linalg.norm(a - b) <= 64 * eps * np.linalg.norm(b)
-
-
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("activation", ["gelu", "silu_glu"])
+@pytest.mark.parametrize(
+    ("activation", "devices"),
+    [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)],
+)
 def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
     """Over the devices, forward: their matrices, heads and hidden units are not gathered."""
     mesh = mesh_of(tensor=devices)
@@ -211,3 +167,179 @@ def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
         found = jax.tree.leaves(compiled(placed, x))
         for got, wanted in zip(found, jax.tree.leaves(jit(f)(params, x)), strict=True):
             assert relative_error(got, wanted) < 1e-5
+
+
+LENGTH, LAYERS = 6, 3
+
+
+# Of three layers forward and backward, a dozen products and norms each, and what they amplify.
+ROUNDINGS = 256
+
+
+X = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH)).astype(np.float32)
+
+
+def stack_of(**options) -> nn.TransformerStack:
+    options = {"is_causal": True, "residual_attention_ratio": 1.3, **options}
+    return build(
+        lambda: nn.TransformerStack(LAYERS, WIDTH, 2, 24, **options, rngs=nnx.Rngs(0)), seed=1
+    )
+
+
+def values_and_gradients(stack: nn.TransformerStack, x=X):
+    """The loss, the output, and gradients by parameters (stacked) and input."""
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+
+    def loss(params, x):
+        y = to_array(nnx.merge(graphdef, params, rest, copy=True)(x)).astype(jnp.float32)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), grads = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, jnp.asarray(x))
+    by_params = jax.tree.map(np.asarray, nnx.to_pure_dict(grads[0])["layers"])
+    if not stack.scan:
+        by_params = jax.tree.map(lambda *g: np.stack(g), *by_params.values())
+    return y, by_params, grads[1]
+
+
+def assert_same(found, expected, tolerance: float) -> None:
+    """Within a share of the largest entry; the gradient of a key's bias is rounding alone."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    sizes = [np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(expected)]
+    for got, want, size in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), sizes, strict=True
+    ):
+        atol = tolerance * max(size, 2.0**-6 * max(sizes))
+        np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=0, atol=atol)
+
+
+CASES = {
+    "post": {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
+    "fixed": {"residual_scheme": "fixed", "is_causal": False, "num_kv_heads": 1},
+    "rotary": {"rotary_base": 1e4, "max_length": 12, "use_bias": False},
+    "remat dropout": {"dropout_rate": 0.3, "remat": "dots"},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("post", "fixed", "remat dropout") else pytest.param(n, marks=pytest.mark.slow)
+        for n in CASES
+    ],
+)
+def test_numbers_are_those_of_the_layers_one_by_one(name: str) -> None:
+    """Masks of dropout included."""
+    stack = stack_of(**CASES[name])
+    expected, found = values_and_gradients(stack), values_and_gradients(stack.with_scan(True))
+    assert_same(found, expected, ROUNDINGS * 2.0**-24)
+
+
+@pytest.mark.parametrize(
+    ("placement", "scale"),
+    [("post", 4.0), pytest.param("pre", np.float32([[[4]], [[0.5]]]), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
+    """As an optimizer makes them: its biases have one scale for all layers."""
+    stack = stack_of(norm_placement=placement)
+    scanned = stack.with_scan(True)
+    for model in (stack, scanned):
+        tx = scaled(optax.sgd(0.1), weights=jnp.float32)
+        nnx.update(model, tx.scale_params(nnx.state(model, nnx.Param)))
+    kernel = scanned.layers.mlp.up.kernel.get_value()
+    assert kernel.scale.shape == (LAYERS, 1, 1)
+    x = ScaledArray(jnp.asarray(X), scale)
+
+    def output(model):
+        graphdef, state = nnx.split(model)
+        return jit(lambda state, x: to_array(nnx.merge(graphdef, state)(x)))(state, x)
+
+    assert_same(output(scanned), output(stack), ROUNDINGS * 2.0**-24)
+
+
+def test_conversion_both_ways() -> None:
+    stack = stack_of()
+    scanned = stack.with_scan(True)
+    back = scanned.with_scan(False)
+    assert [layer.taus for layer in back.layers] == [layer.taus for layer in stack.layers]
+    contexts = [layer.attention.context for layer in stack.layers]
+    assert [layer.attention.context for layer in scanned.layer_list()] == contexts
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(back)), jax.tree.leaves(nnx.state(stack)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    ours, others = (nn.TransformerStack(2, 8, 2, scan=s, rngs=nnx.Rngs(0)) for s in (True, False))
+    kernels = [layer.mlp.up.kernel[...] for layer in others.layers]
+    np.testing.assert_array_equal(ours.layers.mlp.up.kernel[...], np.stack(kernels))
+
+
+def test_decoding() -> None:
+    stack = stack_of(max_length=LENGTH)
+    scanned = stack.with_scan(True)
+    caches = [s.init_cache(2, LENGTH) for s in (stack, scanned)]
+    results = [
+        jit(lambda x, cache, s=s: to_array(s.decode(x, cache)[0]))(jnp.asarray(X), cache)
+        for s, cache in zip((stack, scanned), caches, strict=True)
+    ]
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+def test_the_program_holds_one_layer() -> None:
+    def length(count: int) -> int:
+        stack = nnx.eval_shape(
+            lambda: nn.TransformerStack(count, 8, 2, scan=True, rngs=nnx.Rngs(0))
+        )
+        graphdef, state = nnx.split(stack)
+        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x).value)
+        return len(str(jaxpr(state, jnp.ones((1, 3, 8)))).splitlines())
+
+    assert length(2) == length(7)
+
+
+def test_other_layers_and_state_that_changes() -> None:
+    layers = [nn.Dropout(0.5, rngs=nnx.Rngs(i)) for i in range(2)]
+    stack = nn.stack_layers(layers)
+    assert nn.unstack_layers(stack)[1].rngs.count[...] == 0
+    transformer = stack_of(dropout_rate=0.5, scan=True)
+    first, second = transformer(X).value, transformer(X).value
+    assert not np.array_equal(first, second)
+    assert all(
+        (count[...] == 2).all()
+        for _, count in nnx.iter_graph(transformer.layers)
+        if isinstance(count, nnx.RngCount)
+    )
+    transformer.eval()
+    np.testing.assert_array_equal(transformer(X).value, transformer(X).value)
+    assert not any(map(is_scaled, jax.tree.leaves(nnx.state(transformer))))
+
+
+def stack(**options) -> nn.TransformerStack:
+    return nn.TransformerStack(2, WIDTH, 2, is_causal=True, **options, rngs=nnx.Rngs(0))
+
+
+def dense(inputs: int, outputs: int) -> nn.Dense:
+    return nn.Dense(inputs, outputs, rngs=nnx.Rngs(0))
+
+
+test_errors = refuses(
+    [
+        (ValueError, lambda: layer(activation="geglu"), "activation must be one of gelu"),
+        (ValueError, lambda: layer(norm="batch"), "norm must be one of layer, rms"),
+        (ValueError, lambda: layer(norm_placement="mid"), "norm_placement must be one of pre"),
+        (ValueError, lambda: nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0)), "num_heads must"),
+        (ValueError, lambda: stack(residual_scheme="deep"), "scheme must .*mean 'depth'"),
+        (ValueError, lambda: stack(remat="all"), "remat must be one of none"),
+        (TypeError, lambda: stack(activatoin="gelu"), "activatoin"),
+        (ValueError, lambda: stack().init_cache(1, 8), "a cache needs max_length="),
+        (
+            ValueError,
+            lambda: stack(max_length=8).decode(inputs(), stack(max_length=8).init_cache(2, 8)[:1]),
+            "zip",
+        ),
+        (ValueError, lambda: nn.Residual(dense(4, 5), tau=0), "tau must be positive"),
+        (ValueError, lambda: nn.Residual(dense(4, 5), tau=1.0)(jnp.ones((2, 4))), "same shape"),
+        (ValueError, lambda: nn.stack_layers([dense(2, 2), dense(2, 3)]), "got 2 that differ"),
+        (ValueError, lambda: nn.stack_layers([]), "got 0 that differ"),
+        (ValueError, lambda: nn.unstack_layers(nn.Dropout(0.0)), "stacked state"),
+    ]
+)

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from tests.nn.table import parameters
-from unitscale import nn
+from tests.refusals import refuses
+from unitscale import nn, parallel
 
 
 class Decoder(nnx.Module):
@@ -131,65 +132,6 @@ def own(*args: Any, **kwargs: Any) -> Any:
 
 
 RNGS = nnx.Rngs(0)
-LEFT = {
-    "its kernel is a Variable": frozen(nnx.Linear(4, 4, rngs=RNGS)),
-    "it has its own dot_general": nnx.Linear(4, 4, dot_general=own, rngs=RNGS),
-    "it has its own preferred_element_type": nnx.Linear(
-        4, 4, preferred_element_type=jnp.float32, rngs=RNGS
-    ),
-    "it has its own promote_dtype": nnx.LayerNorm(4, promote_dtype=own, rngs=RNGS),
-    "it has its own conv_general_dilated": nnx.Conv(4, 4, 3, conv_general_dilated=own, rngs=RNGS),
-    "it has its own einsum_op": nnx.Einsum("ab,bc->ac", (4, 4), einsum_op=own, rngs=RNGS),
-    "nnx.vmap has stacked it": stacked(nnx.Rngs(0)),
-    "WeightNorm is not converted": nnx.WeightNorm(nnx.Linear(4, 4, rngs=RNGS), rngs=RNGS),
-    "SpectralNorm is not converted": nnx.SpectralNorm(nnx.Linear(4, 4, rngs=RNGS), rngs=RNGS),
-    "its bias, (1,), is not one of the kernel's outputs, (4,)": nnx.Einsum(
-        "ab,bc->ac", (4, 4), (1,), rngs=RNGS
-    ),
-}
-
-
-@pytest.mark.parametrize("reason", LEFT)
-def test_what_a_twin_lacks_leaves_the_layer_alone(reason: str) -> None:
-    _, report = nn.unit_scale(LEFT[reason], rngs=nnx.Rngs(0))
-    assert set(report.skipped.values()) == {reason}
-    assert not report.changed
-
-
-def test_a_bias_with_dimensions_of_one() -> None:
-    layer = nnx.Einsum("bi,oi->bo", (32, 16), (1, 32), rngs=nnx.Rngs(0))
-    layer.bias.set_value(jnp.arange(32.0)[None])
-    x = jnp.ones((4, 16))
-    new, _ = nn.unit_scale(layer, keep_function=True)
-    np.testing.assert_allclose(new(x), layer(x), rtol=1e-5)
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="give rngs=, from which"):
-        nn.unit_scale(Decoder())
-    with pytest.raises(ValueError, match=r"'hea' matches none of again, head, mlp\.1"):
-        nn.unit_scale(Decoder(), keep_function=True, readout=["head", "hea"])
-    with pytest.raises(ValueError, match="policy must be one of"):
-        nn.unit_scale(Decoder(), policy="fp9", keep_function=True)
-
-
-class _Own(nnx.Module):
-    """Parameters of its own beside layers, as class tokens and gains of others' models are."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.token = nnx.Param(jnp.zeros(4))
-        self.gains = nnx.List([nnx.Param(jnp.ones(4))])
-        self.dense = nnx.Linear(4, 4, rngs=rngs)
-
-
-def test_parameters_of_modules_are_reported() -> None:
-    _, report = nn.unit_scale(_Own(nnx.Rngs(0)), rngs=nnx.Rngs(1))
-    assert report.changed == ("dense",)
-    assert {path: reason[:13] for path, reason in report.skipped.items()} == {
-        "": "its own token",
-        "gains": "its own 0: wr",
-    }
-    assert str(report).startswith("1 of 3 layers unit-scaled")
 
 
 def test_attention_that_is_told_not_to_decode() -> None:
@@ -200,3 +142,153 @@ def test_attention_that_is_told_not_to_decode() -> None:
     np.testing.assert_array_equal(attention(x, decode=False), attention(x))
     with pytest.raises(ValueError, match="takes no decode=True; call its method decode"):
         attention(x, decode=True)
+
+
+NORMAL = nnx.initializers.normal(1.0)
+
+
+# A plain layer, the shape of its input, and the class that it becomes.
+LAYERS = {
+    "linear": (nnx.Linear(8, 6, bias_init=NORMAL, rngs=RNGS), (3, 8), nn.Dense),
+    "einsum": (
+        nnx.Einsum("btd,dhk->bthk", (8, 2, 3), (2, 3), bias_init=NORMAL, rngs=RNGS),
+        (2, 3, 8),
+        nn.Einsum,
+    ),
+    "conv": (
+        nnx.Conv(4, 6, (3,), 2, padding=1, feature_group_count=2, bias_init=NORMAL, rngs=RNGS),
+        (2, 7, 4),
+        nn.Conv,
+    ),
+    "zeros between": (
+        nnx.Conv(4, 6, (3,), padding=((1, 2),), input_dilation=2, bias_init=NORMAL, rngs=RNGS),
+        (2, 7, 4),
+        nn.Conv,
+    ),
+    "conv transpose": (
+        nnx.ConvTranspose(3, 6, (3, 1), (2, 4), bias_init=NORMAL, rngs=RNGS),
+        (2, 5, 4, 3),
+        nn.ConvTranspose,
+    ),
+    "bias with dimensions of one": (
+        nnx.Einsum("bi,oi->bo", (6, 8), (1, 6), bias_init=NORMAL, rngs=RNGS),
+        (3, 8),
+        nn.Einsum,
+    ),
+    "layer norm": (
+        nnx.LayerNorm(8, bias_init=NORMAL, scale_init=NORMAL, rngs=RNGS),
+        (3, 8),
+        nn.LayerNorm,
+    ),
+    "rms norm": (nnx.RMSNorm(8, epsilon=0.1, scale_init=NORMAL, rngs=RNGS), (3, 8), nn.RMSNorm),
+    "group norm": (nnx.GroupNorm(8, 2, use_bias=False, rngs=RNGS), (2, 3, 8), nn.GroupNorm),
+    "batch norm": (nnx.BatchNorm(8, use_scale=False, rngs=RNGS), (3, 8), nn.BatchNorm),
+    "running": (nnx.BatchNorm(8, use_running_average=True, rngs=RNGS), (3, 8), nn.BatchNorm),
+    "attention": (
+        nnx.MultiHeadAttention(4, 8, num_kv_heads=2, bias_init=NORMAL, decode=False, rngs=RNGS),
+        (2, 5, 8),
+        nn.MultiHeadAttention,
+    ),
+}
+
+
+LAYERS["running"][0].mean.set_value(jnp.arange(8.0))
+
+
+def test_dtypes_and_shardings_of_a_layer_are_kept() -> None:
+    with jax.set_mesh(parallel.make_mesh({"data": 4, "model": 2})):
+        layer = nnx.Linear(
+            4,
+            6,
+            dtype=jnp.bfloat16,
+            param_dtype=jnp.float16,
+            kernel_metadata={"out_sharding": (None, "model")},
+            rngs=nnx.Rngs(0),
+        )
+        new, _ = nn.unit_scale(layer, keep_function=True)
+    assert new.policy == nn.Policy(param_dtype="float16", compute_dtype="bfloat16")
+    assert new.kernel.get_value().sharding == layer.kernel.get_value().sharding
+    assert new.kernel.out_sharding == layer.kernel.out_sharding
+
+
+def test_each_layer_keeps_its_function() -> None:
+    for name, (layer, shape, kind) in LAYERS.items():
+        new, report = nn.unit_scale(layer, keep_function=True, max_length=5)
+        assert isinstance(new, kind)
+        assert (report.changed, report.layers[0].became) == (("",), kind.__name__)
+        x = jax.random.normal(jax.random.key(0), shape)
+        found = new(x)
+        assert isinstance(found, jax.Array)
+        expected = nnx.clone(layer)(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+LEFT = [
+    ("its kernel is a Variable", frozen(nnx.Linear(4, 4, rngs=RNGS))),
+    ("it has its own dot_general", nnx.Linear(4, 4, dot_general=own, rngs=RNGS)),
+    (
+        "it has its own preferred_element_type",
+        nnx.Linear(4, 4, preferred_element_type=jnp.float32, rngs=RNGS),
+    ),
+    ("it has its own promote_dtype", nnx.LayerNorm(4, promote_dtype=own, rngs=RNGS)),
+    ("it has its own conv_general_dilated", nnx.Conv(4, 4, 3, conv_general_dilated=own, rngs=RNGS)),
+    ("it has its own einsum_op", nnx.Einsum("ab,bc->ac", (4, 4), einsum_op=own, rngs=RNGS)),
+    ("nnx.vmap has stacked it", stacked(nnx.Rngs(0))),
+    ("WeightNorm is not converted", nnx.WeightNorm(nnx.Linear(4, 4, rngs=RNGS), rngs=RNGS)),
+    ("SpectralNorm is not converted", nnx.SpectralNorm(nnx.Linear(4, 4, rngs=RNGS), rngs=RNGS)),
+    ("GRUCell is not converted", nnx.GRUCell(2, 2, rngs=RNGS)),
+    ("LoRALinear is not converted", nnx.LoRALinear(2, 2, lora_rank=1, rngs=RNGS)),
+    ("is not one of the kernel's", nnx.Einsum("ab,bc->ac", (4, 4), (1,), rngs=RNGS)),
+    ("'a' in one term only", nnx.Einsum("ab,bc->c", (2, 2), rngs=RNGS)),
+    ("it has a mask", nnx.Conv(2, 2, 3, mask=jnp.ones((3, 2, 2)), rngs=RNGS)),
+    ("a transposed kernel", nnx.ConvTranspose(2, 2, 3, transpose_kernel=True, rngs=RNGS)),
+    ("circular padding", nnx.ConvTranspose(2, 2, 3, padding="CIRCULAR", rngs=RNGS)),
+    ("axes are not the usual", nnx.LayerNorm(2, reduction_axes=(-2, -1), rngs=RNGS)),
+    ("axes are not the usual", nnx.BatchNorm(2, axis=1, rngs=RNGS)),
+    ("it has an axis_name", nnx.BatchNorm(2, axis_name="d", rngs=RNGS)),
+    ("it normalizes queries", nnx.MultiHeadAttention(2, 4, normalize_qk=True, rngs=RNGS)),
+]
+
+
+def test_what_is_left_alone_and_why() -> None:
+    for reason, layer in LEFT:
+        new, report = nn.unit_scale(layer, rngs=nnx.Rngs(0))
+        assert type(new) is type(layer)
+        assert report.skipped
+        assert all(reason in found for found in report.skipped.values()), (reason, report)
+        assert not report.changed
+
+
+class Own(nnx.Module):
+    """Parameters of its own beside layers, as class tokens and gains of others' models are."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.token = nnx.Param(jnp.zeros(4))
+        self.gains = nnx.List([nnx.Param(jnp.ones(4))])
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+
+def test_parameters_of_modules_are_reported() -> None:
+    _, report = nn.unit_scale(Own(nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    assert report.changed == ("dense",)
+    assert {path: reason[:13] for path, reason in report.skipped.items()} == {
+        "": "its own token",
+        "gains": "its own 0: wr",
+    }
+
+
+test_errors = refuses(
+    [
+        (ValueError, lambda: nn.unit_scale(Decoder()), "give rngs="),
+        (
+            ValueError,
+            lambda: nn.unit_scale(Decoder(), keep_function=True, readout=["head", "hea"]),
+            r"'hea' matches none of again, head, mlp\.1",
+        ),
+        (
+            ValueError,
+            lambda: nn.unit_scale(Decoder(), policy="fp9", keep_function=True),
+            "policy must be one of",
+        ),
+    ]
+)

@@ -17,10 +17,10 @@ Arguments that layers share:
   ``fan_out`` and ``depth`` (the number of residual branches of its stack), for u-muP.
 - ``out_sharding``, when called: sharding of the output; None leaves it to JAX.
 
-Constructors raise ValueError for unknown policies; calls raise it for shapes that do not fit.
+Constructors raise ValueError for unknown policies and choices, and for sizes that do not fit each
+other; calls raise it for shapes that do not fit the layer.
 """
 
-from . import _serve as _serve
 from ._amax import (
     AmaxState as AmaxState,
     DotGeneral as DotGeneral,
@@ -32,7 +32,6 @@ from ._amax import (
     amax_states as amax_states,
 )
 from ._attention import KVCache as KVCache, MultiHeadAttention as MultiHeadAttention
-from ._conv import Conv as Conv, ConvTranspose as ConvTranspose
 from ._convert import (
     ConfigLike as ConfigLike,
     Conversion as Conversion,
@@ -53,6 +52,8 @@ from ._gradients import (
     value_and_grad as value_and_grad,
 )
 from ._linear import (
+    Conv as Conv,
+    ConvTranspose as ConvTranspose,
     Dense as Dense,
     Einsum as Einsum,
     Linear as Linear,

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,35 +18,21 @@ from ..quant import (
     einsum,
     is_stateful,
 )
+from ._params import read
 
 
 class AmaxState(nnx.Variable):
     """The variable that holds the `QuantState` of one matmul.
 
     It is no `nnx.Param`: optimizers, clipping and weight decay ignore it.
-
-    Example:
-        >>> from unitscale.quant import Delayed
-        >>> AmaxState(QuantState.create(Delayed(history=4))).get_value().history.shape
-        (3, 4)
     """
 
 
 def amax_state(config: MatmulConfig | None) -> AmaxState | None:
-    """Return a new `AmaxState` for a strategy that keeps scales, else None.
-
-    Example:
-        >>> amax_state(MatmulConfig()) is None
-        True
-    """
+    """Return a new `AmaxState` for a strategy that keeps scales, else None."""
     if config is None or not is_stateful(config.strategy):
         return None
     return AmaxState(QuantState.create(config.strategy))
-
-
-def read(variable: nnx.Variable | None) -> Any:
-    """Return the value of a variable; None stays None."""
-    return None if variable is None else variable.get_value()
 
 
 class DotGeneral(nnx.Module):
@@ -76,28 +61,13 @@ class DotGeneral(nnx.Module):
 
 
 class EinsumOp(DotGeneral):
-    """A quantized `jnp.einsum` of two operands, as `DotGeneral`, for ``einsum_op=`` of flax.
-
-    Example:
-        >>> from unitscale.quant import Delayed
-        >>> op = EinsumOp(MatmulConfig(strategy=Delayed()))
-        >>> layer = nnx.Einsum("bk,kn->bn", (8, 4), einsum_op=op, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 8))).shape
-        (2, 4)
-    """
+    """A quantized `jnp.einsum` of two operands, as `DotGeneral`, for ``einsum_op=`` of Flax."""
 
     _matmul = staticmethod(einsum)
 
 
 def amax_states(model: Any) -> Iterator[tuple[str, AmaxState]]:
-    """Yield the dotted path and the variable of every `AmaxState` of a model.
-
-    Example:
-        >>> from unitscale.quant import Delayed
-        >>> layer = nnx.Dict(a=DotGeneral(MatmulConfig(strategy=Delayed())))
-        >>> [path for path, _ in amax_states(layer)]
-        ['a.state']
-    """
+    """Yield the dotted path and the variable of every `AmaxState` of a model."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, AmaxState):
             yield ".".join(map(str, path)), node
@@ -108,9 +78,6 @@ def advance(model: Any) -> None:
 
     For gradient accumulation: call `value_and_grad` with ``advance=False`` on each micro-batch,
     and this once before or after the optimizer's update.
-
-    Example:
-        >>> advance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # nothing to advance
     """
     map_states(model, QuantState.advance)
 
@@ -118,23 +85,16 @@ def advance(model: Any) -> None:
 def map_states(model: Any, f: Callable[[QuantState], QuantState]) -> None:
     """Map all states in one program; outside of jit each would need many small ones."""
     if variables := [variable for _, variable in amax_states(model)]:
-        states = _jit_map(f, [variable.get_value() for variable in variables])
+        states = _map(f, [variable.get_value() for variable in variables])
         for variable, state in zip(variables, states, strict=True):
             variable.set_value(state)
 
 
-@partial(jax.jit, static_argnums=0)
-def _jit_map(f: Callable[[QuantState], QuantState], states: list[QuantState]) -> list[QuantState]:
-    return list(map(f, states))
+_map = jax.jit(lambda f, states: list(map(f, states)), static_argnums=0)
 
 
 class Overflow(NamedTuple):
-    """The saturation counts of one quantized tensor: see `OverflowMonitor.read`.
-
-    Example:
-        >>> Overflow("head", "lhs", 1.0, 2, 8, steps_saturated=1, steps_not_finite=0).share
-        0.25
-    """
+    """The saturation counts of one quantized tensor: see `OverflowMonitor.read`."""
 
     layer: str
     tensor: str
@@ -157,9 +117,6 @@ class OverflowMonitor:
     `value_and_grad` records the counts for strategies with a state; ``Static()`` before any
     calibration is `Unit` with a monitor. `rebalance` tolerates a share of ``limit``. Reading waits
     for the device.
-
-    Raises:
-        ValueError: if the limit is not in [0, 1).
 
     Example:
         >>> from unitscale.nn import value_and_grad

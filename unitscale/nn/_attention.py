@@ -1,6 +1,7 @@
 """Multi-head attention and its key-value cache."""
 
 import dataclasses
+from functools import partial
 from typing import Any, Unpack
 
 import jax
@@ -10,12 +11,11 @@ from jax import lax
 
 from .. import ops, rules
 from ..core import ScaledArray, widen
-from ._linear import Dense
+from ._linear import Dense, KernelOptions
 from ._norm import Dropout, RngsLike
 from ._params import (
     NO_METADATA,
     Initializer,
-    KernelOptions,
     Metadata,
     OutSharding,
     check_choice,
@@ -33,10 +33,6 @@ class KVCache:
         key: (batch, max_length, kv_heads, head_dim) in the compute dtype.
         value: the same shape.
         length: int32 scalar, the number of tokens in the cache.
-
-    Example:
-        >>> KVCache.create(1, 8, 2, 4, jnp.float16).key.shape
-        (1, 8, 2, 4)
     """
 
     key: jax.Array
@@ -94,10 +90,6 @@ class MultiHeadAttention(nnx.Module):
         decode: must be False: use `init_cache` and the method `decode`.
         implementation: as for `ops.dot_product_attention`; `decode` always uses "auto".
 
-    Raises:
-        ValueError: if heads do not divide features, kv heads do not divide heads, or a choice is
-            unknown; when a cache is created, if the layer is not causal or has no max_length.
-
     Example:
         >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 10, 32))).shape
@@ -130,15 +122,11 @@ class MultiHeadAttention(nnx.Module):
         out_bias_metadata: Metadata = NO_METADATA,
         **options: Unpack[KernelOptions],
     ) -> None:
-        if decode:
+        if decode or broadcast_dropout:
             raise ValueError(
-                "unitscale.nn.MultiHeadAttention: decode must be False, as the layer keeps no "
-                "cache; init_cache() makes one, and the method decode() takes and returns it"
-            )
-        if broadcast_dropout:
-            raise ValueError(
-                "unitscale.nn.MultiHeadAttention: broadcast_dropout must be False, as each weight "
-                "is dropped independently"
+                "unitscale.nn.MultiHeadAttention: decode and broadcast_dropout must be False. For "
+                "generation use init_cache and the method decode; attention weights are dropped "
+                "independently"
             )
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features
@@ -166,10 +154,7 @@ class MultiHeadAttention(nnx.Module):
         self.rotary_base = rotary_base
         self.context: rules.AttentionContext | None = None  # set by TransformerLayer
         self.implementation: ops.Implementation = implementation
-
-        def dense(inputs: int, outputs: int, **options: Unpack[KernelOptions]) -> Dense:
-            return Dense(inputs, outputs, use_bias=use_bias, **options)
-
+        dense = partial(Dense, use_bias=use_bias)
         self.query = dense(in_features, qkv_features, **options)
         self.key = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
         self.value = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
@@ -249,22 +234,27 @@ class MultiHeadAttention(nnx.Module):
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
         """Return the ratio of the factor in a context to the one without, for ``length`` keys."""
-        length = length if self.max_length is None else self.max_length
-        options: dict[str, Any] = {"is_causal": self.is_causal, "mult": self.mult}
-        mean_square = context and context.mean_square(self.head_dim, length, **options)
+        length, mean_square = self._scale(context, length)
         own, other = (
-            rules.dot_product_attention(self.head_dim, length, mean_square=m, **options).fwd
+            rules.dot_product_attention(
+                self.head_dim, length, is_causal=self.is_causal, mult=self.mult, mean_square=m
+            ).fwd
             for m in (mean_square, None)
         )
         return own / other
 
+    def _scale(self, context: rules.AttentionContext | None, length: int) -> tuple[int, Any]:
+        """Return the length and the mean square that the factor is computed for."""
+        length = length if self.max_length is None else self.max_length
+        return length, context and context.mean_square(
+            self.head_dim, length, is_causal=self.is_causal, mult=self.mult
+        )
+
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
         """Attend from the next tokens (batch, time, in_features) to all tokens so far.
 
-        Returns the output of the uncached layer for these tokens, and the longer cache.
-
-        Raises:
-            ValueError: as `init_cache`, or if ``x`` does not fit the cache.
+        Returns the output of the uncached layer for these tokens, and the longer cache. Errors are
+        those of `init_cache` and `KVCache.append`.
         """
         self._check_cacheable()
         time = x.shape[1]
@@ -291,9 +281,10 @@ class MultiHeadAttention(nnx.Module):
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
         if inputs_q is inputs_k and inputs_k is inputs_v:
             inputs_q, inputs_k, inputs_v = ops.fan_out(inputs_q, 3)
-        q = _split_heads(self.query(inputs_q), self.num_heads)
-        k = _split_heads(self.key(inputs_k), self.num_kv_heads)
-        v = _split_heads(self.value(inputs_v), self.num_kv_heads)
+        q, k, v = (
+            y.reshape(*y.shape[:-1], -1, self.head_dim)
+            for y in (self.query(inputs_q), self.key(inputs_k), self.value(inputs_v))
+        )
         if self.rotary_base is not None:
             for_q = jnp.arange(q.shape[-3]) if positions is None else positions
             for_k = jnp.arange(k.shape[-3]) if positions is None else positions
@@ -314,10 +305,7 @@ class MultiHeadAttention(nnx.Module):
         implementation: ops.Implementation = "auto",
     ):
         key = self.dropout.key(deterministic, rngs)
-        length = k.shape[-3] if self.max_length is None else self.max_length
-        mean_square = self.context and self.context.mean_square(
-            self.head_dim, length, is_causal=self.is_causal, mult=self.mult
-        )
+        length, mean_square = self._scale(self.context, k.shape[-3])
         batch = q.shape[:-3]
         mask = None if mask is None else jnp.asarray(mask).astype(bool)
         if len(batch) != 1:  # the op takes one batch axis
@@ -344,7 +332,3 @@ class MultiHeadAttention(nnx.Module):
 
     def _merge(self, y: ScaledArray) -> ScaledArray:
         return self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim))
-
-
-def _split_heads(x: ScaledArray, heads: int) -> ScaledArray:
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)

@@ -6,8 +6,8 @@ model's code stay the same.
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,9 @@ from ..quant import (
     quantize_at,
     scaled_matmul,
 )
-from ._amax import amax_state, read
+from ._amax import amax_state
+from ._params import read
 from ._policy import assign, did_you_mean, nodes_of, table
-
-End = Literal["first", "last"]
 
 ConfigLike: TypeAlias = MatmulConfig | str
 """A config, or the name of a preset: see `convert`."""
@@ -38,13 +37,7 @@ ConfigLike: TypeAlias = MatmulConfig | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The result of `convert` for one layer; ``config`` is None if it was left out.
-
-    Example:
-        >>> model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        >>> convert(model, "fp8").layers[0].reason
-        '8 to 8 features are not multiples of 16'
-    """
+    """The result of `convert` for one layer; ``config`` is None if it was left out."""
 
     path: str
     kind: str
@@ -56,13 +49,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """Report of `convert`: a table when printed, with a row per matmul or convolution.
-
-    Example:
-        >>> model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
-        >>> convert(model, {"layers.0": "fp8_dynamic"}).converted
-        ('layers.0',)
-    """
+    """Report of `convert`: a table when printed, with a row per matmul or convolution."""
 
     layers: tuple[Conversion, ...]
 
@@ -93,10 +80,8 @@ class ConversionReport:
 
 def convert(
     model: nnx.Module,
-    rules: Mapping[str, ConfigLike | None] | Sequence[tuple[str, ConfigLike | None]] | ConfigLike,
+    rules: Mapping[str, ConfigLike | None] | ConfigLike,
     *,
-    exempt: Collection[End] = (),
-    example: tuple[Any, ...] = (),
     min_size: int = 0,
     multiple_of: int = 16,
 ) -> ConversionReport:
@@ -112,14 +97,10 @@ def convert(
 
     Args:
         model: the model, which is changed. Create the optimizer after this.
-        rules: maps patterns of dotted paths (`fnmatch`: "layers.*.mlp.*"), or pairs them with, a
-            `MatmulConfig`, the name of a preset ("fp8", "fp8_dynamic", "fp8_delayed",
-            "fp8_static", "mxfp8"), or None, which leaves layers unchanged. The first pattern that
-            matches a layer counts. A config alone applies to every layer.
-        exempt: "first" and "last" leave out the layers that ``model(*example)`` calls first and
-            last.
-        example: arguments of such a call, for ``exempt``; the model is traced, not run. Arrays may
-            be `jax.ShapeDtypeStruct`; Python booleans and numbers are passed on unchanged.
+        rules: maps patterns of dotted paths (`fnmatch`: "layers.*.mlp.*") to a `MatmulConfig`, the
+            name of a preset ("fp8", "fp8_dynamic", "fp8_delayed", "fp8_static", "mxfp8"), or None,
+            which leaves layers unchanged. The first pattern that matches a layer counts. A config
+            alone applies to every layer.
         min_size: layers with fewer features in or out are left out.
         multiple_of: layers whose features in or out are not multiples are left out: FP8 kernels
             need multiples of 16.
@@ -128,10 +109,8 @@ def convert(
         What was done to each layer, and why.
 
     Raises:
-        ValueError: if a rule matches no layer, or only layers that an earlier rule has taken; if a
-            preset is unknown; if ``exempt`` has another entry, or no ``example``. The model is then
-            unchanged.
-        TypeError: if the rules or the example have another type.
+        ValueError: if a rule matches no layer, or only layers that an earlier rule has taken, or a
+            preset is unknown. The model is then unchanged.
 
     Example:
         >>> model = nnx.Sequential(
@@ -142,37 +121,17 @@ def convert(
         (('layers.0',), {'layers.1': '32 to 10 features are not multiples of 16'})
     """
     configs = _configs(rules)
-    if unknown := set(exempt) - {"first", "last"}:
-        raise ValueError(
-            'unitscale.nn.convert: exempt must be "first", "last" or both; got '
-            f"{', '.join(map(repr, sorted(unknown)))}"
-        )
-    if not isinstance(example, tuple):
-        raise TypeError(
-            "unitscale.nn.convert: example must be the tuple of a call's arguments, (x,) for one; "
-            f"got {type(example).__name__}"
-        )
-    if exempt and not example:
-        raise ValueError(
-            "unitscale.nn.convert: exempt needs example=(...), arguments that the model is "
-            "called with, to see which layers come first and last"
-        )
     layers = dict(layers_of(model))
     none = (
         "the model has no layers of plain Flax with matmuls. Layers of unitscale.nn take policy=, "
         "or use nn.set_policies"
     )
     assigned = assign(configs, layers, "convert", none)
-    called = _called(model, example) if exempt else []
-    ends = {"first": called[:1], "last": called[-1:]}
-    exempted = {path: end for end in exempt for path in ends[end]}
     entries = []
     for path, layer in layers.items():
         rule, config = assigned.get(path, ("", None))
         if config is None:
             reason = "its rule is None" if rule else "no rule matches it"
-        elif path in exempted:
-            reason = f"the {exempted[path]} layer is exempt"
         else:
             reason = _obstacle(layer, config, min_size, multiple_of)
         entry = Conversion(
@@ -184,13 +143,10 @@ def convert(
             reason=reason,
         )
         entries.append(entry)
-    for entry in entries:
         if entry.config is not None:
-            layer, hook = layers[entry.path], hook_of(layers[entry.path])
-            attribute, _ = _attribute_of(layer)
+            hook, (attribute, _) = hook_of(layer), _attribute_of(layer)
             original = getattr(layer, attribute) if hook is None else hook.original
-            shape = layer.kernel.shape
-            stack = shape[: len(shape) - kernel_rank(layer)]
+            stack = layer.kernel.shape[: layer.kernel.ndim - kernel_rank(layer)]
             setattr(layer, attribute, nnx.data(Hook(entry.config, original, stack)))
     return ConversionReport(tuple(entries))
 
@@ -224,10 +180,6 @@ def _configs(rules: Any) -> dict[str, MatmulConfig | None]:
     """Return rules as a dictionary of configs."""
     if isinstance(rules, MatmulConfig | str):
         rules = {"*": rules}
-    if isinstance(rules, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in rules
-    ):
-        rules = dict(rules)
     if not isinstance(rules, Mapping) or not all(isinstance(key, str) for key in rules):
         raise TypeError(
             "unitscale.nn.convert: rules must map patterns of dotted paths, such as "
@@ -252,36 +204,6 @@ def _configs(rules: Any) -> dict[str, MatmulConfig | None]:
             )
         configs[pattern] = config
     return configs
-
-
-def _called(model: Any, example: tuple[Any, ...]) -> list[str]:
-    """Return the paths of the layers in the order in which the model calls them."""
-    order: list[str] = []
-
-    def recorder(path: str, original: Any):
-        def call(*args, **kwargs):
-            order.append(path)
-            return (original or lax.dot_general)(*args, **kwargs)
-
-        return call
-
-    copy = nnx.clone(model)
-    for path, layer in layers_of(copy):
-        if not isinstance(layer, CONVOLUTIONS):
-            attribute, hook = _attribute_of(layer)[0], hook_of(layer)
-            original = getattr(layer, attribute) if hook is None else hook.original
-            setattr(layer, attribute, nnx.static(recorder(path, original)))
-    graphdef, state = nnx.split(copy)
-    leaves, structure = jax.tree.flatten(example)
-    # Python booleans and numbers select what a model does, so they are not traced.
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
-
-    def call(state: Any, arrays: dict[int, Any]) -> Any:
-        args = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return nnx.merge(graphdef, state)(*jax.tree.unflatten(structure, args))
-
-    jax.eval_shape(call, state, arrays)
-    return order
 
 
 def _obstacle(layer: Any, config: MatmulConfig, min_size: int, multiple_of: int) -> str:
@@ -310,12 +232,7 @@ def _obstacle(layer: Any, config: MatmulConfig, min_size: int, multiple_of: int)
 
 
 class StaticWeight(nnx.Variable):
-    """An FP8 weight, or a scale, of a model from `to_static`; it is no `nnx.Param`.
-
-    Example:
-        >>> StaticWeight(jnp.ones(2, jnp.float8_e4m3fn)).get_value().dtype.name
-        'float8_e4m3fn'
-    """
+    """An FP8 weight, or a scale, of a model from `to_static`; it is no `nnx.Param`."""
 
 
 class Hook(nnx.Module):

@@ -25,7 +25,7 @@ from ._policy import PolicyLike, as_policy
 
 
 class TableOptions(TypedDict, total=False):
-    """Keyword arguments of layers with a table: see `Embed`."""
+    """Keyword arguments of layers with a table: see `unitscale.nn`."""
 
     dtype: Any
     param_dtype: Any
@@ -75,15 +75,8 @@ class Embed(_Table):
 
     Args:
         num_embeddings: size of the vocabulary.
-        features: size of an embedding.
         pad_to_multiple_of: pads the table with rows of zeros up to a multiple that matmul kernels
             prefer, such as 128. They are never trained, and give no logits.
-        **options: shared arguments; ``embedding_init`` and ``embedding_metadata`` are those of the
-            table.
-
-    Raises:
-        ValueError: if ``pad_to_multiple_of`` is not positive.
-        TypeError: when called, if ids are not integers.
 
     Example:
         >>> table = Embed(100, 16, rngs=nnx.Rngs(0))
@@ -133,13 +126,7 @@ class Embed(_Table):
 
 
 class TiedReadout(NamedTuple):
-    """The table of an `Embed` as a readout, for one call of the model: see `Embed.tied`.
-
-    Example:
-        >>> x, readout = Embed(100, 16, rngs=nnx.Rngs(0)).tied(jnp.array([[1, 2, 3]]))
-        >>> readout.attend(x).shape
-        (1, 3, 100)
-    """
+    """The table of an `Embed` as a readout, for one call of the model: see `Embed.tied`."""
 
     embed: Embed
     table: ops.ArrayLike
@@ -171,21 +158,7 @@ class TiedReadout(NamedTuple):
 
 
 class PositionalEmbed(_Table):
-    """Learned position embeddings, added to the input (`ops.weighted_add`, `ops.embed`).
-
-    Args:
-        max_length: number of positions.
-        features: size of an embedding.
-        **options: those of `Embed`.
-
-    Raises:
-        ValueError: when called, if the sequence is longer than max_length.
-
-    Example:
-        >>> layer = PositionalEmbed(8, 16, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 5, 16))).shape
-        (2, 5, 16)
-    """
+    """Learned position embeddings, added to the input (`ops.weighted_add`, `ops.embed`)."""
 
     def __init__(self, max_length: int, features: int, **options: Unpack[TableOptions]) -> None:
         super().__init__(max_length, features, **options)

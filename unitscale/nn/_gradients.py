@@ -61,27 +61,6 @@ def value_and_grad(
     ]
     signature = inspect.signature(f)
 
-    def by_data(
-        wanted: list[nnx.DiffState],
-        kwargs: dict[str, Any],
-        data: list[dict[Path, jax.Array]],
-        args: Any,
-    ) -> Any:
-        """Call ``f`` with the data of ScaledArrays as a float32 argument of its own."""
-        models = [args[diff.argnum] for diff in wanted]
-        replaced = [
-            (variable, variable.get_value(), own[path])
-            for diff, model, own in zip(wanted, models, data, strict=True)
-            for path, variable in _scaled_params(model, diff)
-        ]
-        for variable, stored, wide in replaced:
-            variable.set_value(with_data(stored, wide))
-        try:
-            return loss_value(f(*args, **kwargs), has_aux)
-        finally:
-            for variable, stored, _ in replaced:
-                variable.set_value(stored)
-
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -95,8 +74,24 @@ def value_and_grad(
         models = [bound.args[diff.argnum] for diff in wanted]
         scaled = [dict(_scaled_params(m, d)) for m, d in zip(models, wanted, strict=True)]
         data = [{k: wide_data(v.get_value()) for k, v in own.items()} for own in scaled]
+
+        def by_data(data: list[dict[Path, jax.Array]], *args: Any) -> Any:
+            """Call ``f`` with the data of ScaledArrays as a float32 argument of its own."""
+            replaced = [
+                (variable, variable.get_value(), own[path])
+                for diff, own in zip(wanted, data, strict=True)
+                for path, variable in _scaled_params(args[diff.argnum], diff)
+            ]
+            for variable, stored, wide in replaced:
+                variable.set_value(with_data(stored, wide))
+            try:
+                return loss_value(f(*args, **bound.kwargs), has_aux)
+            finally:
+                for variable, stored, _ in replaced:
+                    variable.set_value(stored)
+
         differentiate = nnx.value_and_grad(
-            lambda data, *args: by_data(wanted, bound.kwargs, data, args),
+            by_data,
             argnums=(0, *moved),
             has_aux=has_aux,
             graph=True,  # filters need it, whatever `nnx.set_graph_mode` says
@@ -146,13 +141,7 @@ def grad(
     has_aux: bool = False,
     advance: bool = True,
 ) -> Callable[..., Any]:
-    """Differentiate as `nnx.grad`; see `value_and_grad` for arguments and errors.
-
-    Example:
-        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> print(grad(lambda model: model(jnp.ones((3, 2))).sum())(model)["bias"].get_value())
-        [3.]
-    """
+    """Differentiate as `nnx.grad`; see `value_and_grad` for arguments and errors."""
     if f is None:
         return partial(grad, argnums=argnums, has_aux=has_aux, advance=advance)
     differentiate = value_and_grad(f, argnums=argnums, has_aux=has_aux, advance=advance)
@@ -204,7 +193,7 @@ def calibrate(
         )
     # A copy, because a forward pass may change random states and statistics.
     probe = nnx.clone(model)
-    map_states(probe, _start)
+    map_states(probe, partial(dataclasses.replace, calibrating=True))
     step = nnx.jit(value_and_grad(_total if loss is None else loss, advance=False))
     count = 0
     for count, batch in enumerate(batches, 1):  # noqa: B007
@@ -220,21 +209,15 @@ def calibrate(
             raise
     if not count:
         raise ValueError("unitscale.nn.calibrate: batches is empty; give at least one batch")
-    map_states(probe, _finish if loss is not None else _finish_forward)
+    map_states(probe, partial(_finish, loss is None))
     nnx.update(model, nnx.state(probe, AmaxState))
 
 
-def _start(state: QuantState) -> QuantState:
-    return dataclasses.replace(state, calibrating=True)
-
-
-def _finish(state: QuantState) -> QuantState:
+def _finish(forward_only: bool, state: QuantState) -> QuantState:
+    if forward_only:
+        cotangent = TENSORS.index("cotangent")
+        state = dataclasses.replace(state, tally=state.tally.at[..., cotangent, :].set(0))
     return dataclasses.replace(state.advance(), calibrating=False)
-
-
-def _finish_forward(state: QuantState) -> QuantState:
-    cotangent = TENSORS.index("cotangent")
-    return _finish(dataclasses.replace(state, tally=state.tally.at[..., cotangent, :].set(0)))
 
 
 def _total(model: Any, batch: Any) -> jax.Array:
@@ -259,8 +242,7 @@ class Optimizer(nnx.Optimizer):
             scales, so that `nnx.scan` can map over them. None counts all axes but the last two.
 
     Raises:
-        TypeError: if wrt is missing, or parameters are ScaledArrays and ``tx`` is not from
-            `unitscale.optim.scaled`.
+        TypeError: if parameters are ScaledArrays and ``tx`` is not from `unitscale.optim.scaled`.
 
     Example:
         >>> import optax

@@ -1,8 +1,9 @@
-"""Dense layers, the readout, einsum layers and low-rank updates."""
+"""Layers with a kernel: dense, readout, einsum, convolutions and low-rank updates."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from functools import partial
+from typing import Any, Literal, Required, TypeAlias, TypedDict, Unpack
 
 import jax
 from flax import nnx
@@ -11,28 +12,109 @@ from .. import ops
 from ..core import ScaledArray
 from ..quant import einsum_contraction, einsum_problem
 from ..rules import Constraint
+from ._amax import amax_state
 from ._params import (
     NO_METADATA,
     Initializer,
-    KernelOptions,
     Metadata,
     OutSharding,
-    _KernelLayer,
     padding_of,
     read,
     reshard_output,
     unit_normal,
+    unpadded,
+    vector,
     weight,
     zeros,
 )
 from ._policy import PolicyLike, as_policy
+
+Sizes: TypeAlias = int | Sequence[int] | None
+Padding: TypeAlias = str | int | Sequence[int | tuple[int, int]]
+
+
+class KernelOptions(TypedDict, total=False):
+    """Keyword arguments of every layer with a kernel: see `unitscale.nn`."""
+
+    dtype: Any
+    param_dtype: Any
+    kernel_init: Initializer
+    bias_init: Initializer
+    policy: PolicyLike
+    rngs: Required[nnx.Rngs]
+    kernel_metadata: Metadata
+    bias_metadata: Metadata
+
+
+class _KernelLayer(nnx.Module):
+    """Base of layers with a kernel, an optional bias, and the amax state of their matmul."""
+
+    role = "weight"
+
+    def __init__(
+        self,
+        kernel_shape: tuple[int, ...],
+        bias_shape: tuple[int, ...] | None,
+        *,
+        fan_in: int,
+        fan_out: int,
+        constraint: Constraint = "to_output_scale",
+        padding: tuple[int, ...] = (),
+        dtype: Any = None,
+        param_dtype: Any = None,
+        kernel_init: Initializer = unit_normal,
+        bias_init: Initializer = zeros,
+        policy: PolicyLike = "float32",
+        rngs: nnx.Rngs,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+    ) -> None:
+        self.constraint: Constraint = constraint
+        self.policy = policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
+        self.kernel = weight(
+            rngs,
+            kernel_shape,
+            policy,
+            role=self.role,
+            fan_in=fan_in,
+            fan_out=fan_out,
+            padding=padding,
+            init=kernel_init,
+            metadata=kernel_metadata,
+        )
+        self.bias = nnx.data(None)
+        if bias_shape is not None:
+            self.bias = vector(
+                bias_init, rngs, bias_shape, policy, role="bias", metadata=bias_metadata
+            )
+        self.amax = nnx.data(amax_state(policy.matmul_for(self.role)))
+
+    def _apply(
+        self,
+        op: Callable[..., ScaledArray],
+        x: ops.ArrayLike,
+        out_sharding: OutSharding = None,
+        **options: Any,
+    ) -> ScaledArray:
+        """Call an op with the layer's parameters, formats and constraint."""
+        kernel = unpadded(self.kernel) if self.role == "readout" else self.kernel.get_value()
+        x, kernel, config = self.policy.operands(x, kernel, self.role)
+        y = op(
+            x,
+            kernel,
+            None if self.bias is None else self.bias.get_value(),
+            constraint=self.constraint,
+            config=config,
+            state=None if self.amax is None else self.amax.get_value(),
+            **options,
+        )
+        return y if out_sharding is None else reshard_output(y, out_sharding)
 
 
 class Dense(_KernelLayer):
     """A dense layer (`ops.dense`), as `flax.nnx.Linear`.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layer = Dense(16, 32, policy="float16", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 16)))
         ScaledArray(float16[2,32], scale=None)
@@ -82,17 +164,10 @@ class Readout(_KernelLayer):
     quantized only if the policy says so: see `Policy.with_quantized_readout`.
 
     Args:
-        in_features: size of the input's last axis.
-        out_features: number of logits.
         pad_to_multiple_of: pads the kernel with columns of zeros up to a multiple that matmul
             kernels prefer, such as 128. They are never trained, and give no logits.
-        **options: shared arguments; ``use_bias`` is False and ``constraint`` None by default.
-
-    Raises:
-        ValueError: if ``pad_to_multiple_of`` is not positive.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> Readout(16, 256, rngs=nnx.Rngs(0))(jnp.ones((2, 16))).shape
         (2, 256)
     """
@@ -127,17 +202,10 @@ class Readout(_KernelLayer):
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
     ) -> jax.Array:
-        """Return the loss of labels (...) for inputs (..., in_features), chunk by chunk.
+        """Return the loss of labels (...) for inputs (..., in_features).
 
-        `ops.readout_cross_entropy`, which never materializes all logits, with its options
-        ``mult``, ``where``, ``reduction`` and ``chunk_size``. A readout with a bias does
-        materialize them.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> readout = Readout(16, 256, rngs=nnx.Rngs(0))
-            >>> readout.cross_entropy(jnp.ones((2, 16)), jnp.zeros(2, int)).shape
-            ()
+        Options are those of `ops.readout_cross_entropy`, which never materializes all logits. A
+        readout with a bias does.
         """
         if self.bias is not None:
             others: dict[str, Any] = {k: v for k, v in options.items() if k != "chunk_size"}
@@ -162,7 +230,6 @@ class Einsum(_KernelLayer):
         ValueError: if ``einsum_str`` is not a matmul of an input and a kernel of this shape.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layer = Einsum("btd,dhk->bthk", (16, 4, 5), (4, 5), rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 3, 16))).shape
         (2, 3, 4, 5)
@@ -197,21 +264,162 @@ class Einsum(_KernelLayer):
 
     def __call__(self, inputs: ops.ArrayLike, *, out_sharding: OutSharding = None) -> ScaledArray:
         """Contract inputs with the kernel."""
+        return self._apply(partial(ops.einsum, self.einsum_str), inputs, out_sharding)
 
-        def op(x: ops.ArrayLike, kernel: ops.ArrayLike, *args: Any, **options: Any) -> ScaledArray:
-            return ops.einsum(self.einsum_str, x, kernel, *args, **options)
 
-        return self._apply(op, inputs, out_sharding)
+class _Convolution(_KernelLayer):
+    """Base of convolutions: their kernel, and inputs with any number of batch axes."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: Sizes,
+        padding: Padding,
+        kernel_dilation: Sizes,
+        *,
+        input_dilation: Sizes,
+        groups: int,
+        use_bias: bool,
+        **options: Any,
+    ) -> None:
+        self.kernel_size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
+        self.strides, self.kernel_dilation = _sizes(strides), _sizes(kernel_dilation)
+        self.padding = padding if isinstance(padding, (str, int)) else tuple(padding)
+        taps, gaps = math.prod(self.kernel_size), _sizes(input_dilation)
+        gaps = gaps ** len(self.kernel_size) if isinstance(gaps, int) else math.prod(gaps)
+        terms = in_features // groups
+        super().__init__(
+            (*self.kernel_size, terms, out_features),
+            (out_features,) if use_bias else None,
+            fan_in=max(taps * terms // gaps, 1),
+            fan_out=taps * out_features // groups,
+            **options,
+        )
+
+    def _convolve(
+        self,
+        op: Callable[..., ScaledArray],
+        x: ops.ArrayLike,
+        out_sharding: OutSharding,
+        **more: Any,
+    ) -> ScaledArray:
+        leading = max(x.ndim - len(self.kernel_size) - 1, 0)
+        batch = x.shape[:leading]
+        if leading != 1:
+            x = x.reshape(math.prod(batch), *x.shape[leading:])
+        more |= {"strides": self.strides, "padding": self.padding, "dilation": self.kernel_dilation}
+        y = self._apply(op, x, **more)
+        y = y if leading == 1 else y.reshape(*batch, *y.shape[1:])
+        return reshard_output(y, out_sharding)
+
+
+class Conv(_Convolution):
+    """A convolution of any rank, channels last (`ops.conv`), as `flax.nnx.Conv`.
+
+    Raises:
+        ValueError: if the groups do not divide the features.
+
+    Example:
+        >>> layer = Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 5, 5, 3))).shape
+        (1, 5, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: Sizes = 1,
+        *,
+        padding: Padding = "SAME",
+        input_dilation: Sizes = 1,
+        kernel_dilation: Sizes = 1,
+        feature_group_count: int = 1,
+        use_bias: bool = True,
+        constraint: Constraint = "to_output_scale",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        if in_features % feature_group_count or out_features % feature_group_count:
+            raise ValueError(
+                "unitscale.nn.Conv: feature_group_count must divide in_features and out_features; "
+                f"got {feature_group_count}, {in_features}, {out_features}"
+            )
+        self.input_dilation = _sizes(input_dilation)
+        self.feature_group_count = feature_group_count
+        super().__init__(
+            in_features,
+            out_features,
+            kernel_size,
+            strides,
+            padding,
+            kernel_dilation,
+            input_dilation=input_dilation,
+            groups=feature_group_count,
+            use_bias=use_bias,
+            constraint=constraint,
+            **options,
+        )
+
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """Map (*batch, *spatial, in_features) to (*batch, *spatial, out_features)."""
+        return self._convolve(
+            ops.conv,
+            x,
+            out_sharding,
+            input_dilation=self.input_dilation,
+            feature_group_count=self.feature_group_count,
+        )
+
+
+class ConvTranspose(_Convolution):
+    """A transposed convolution (`ops.conv_transpose`), as `flax.nnx.ConvTranspose`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: Sizes = None,
+        *,
+        padding: Padding = "SAME",
+        kernel_dilation: Sizes = None,
+        use_bias: bool = True,
+        constraint: Constraint = "to_output_scale",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            kernel_size,
+            strides,
+            padding,
+            kernel_dilation,
+            input_dilation=strides,  # seen as a convolution
+            groups=1,
+            use_bias=use_bias,
+            constraint=constraint,
+            **options,
+        )
+
+    def __call__(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
+        """Map (*batch, *spatial, in_features) to (*batch, *spatial, out_features)."""
+        return self._convolve(ops.conv_transpose, x, out_sharding)
+
+
+def _sizes(value: Sizes) -> int | tuple[int, ...]:
+    return 1 if value is None else value if isinstance(value, int) else tuple(value)
 
 
 class LoRA(nnx.Module):
     """A low-rank update (`ops.lora`), of a layer if there is one, as `flax.nnx.LoRA`.
 
-    Its matmuls are in the compute dtype, also under FP8 policies. ``constraint`` is that of the
-    layer. Factors assume that ``a`` has unit variance and ``b`` is zero at initialisation.
+    Its matmuls are in the compute dtype, also under FP8 policies. Factors assume that ``a`` has
+    unit variance and ``b`` is zero at initialisation.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layer = LoRA(16, 4, 32, base_module=Dense(16, 32, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
         >>> layer(jnp.ones((2, 16))).shape, layer.lora_a.shape
         ((2, 32), (16, 4))
@@ -264,12 +472,6 @@ class LoRALinear(Dense):
 
     The parameters of the dense layer have the names and initial values of a plain `Dense`, whose
     arguments it takes too. None for a dtype of the update is that of the layer.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> layer = LoRALinear(16, 32, lora_rank=4, policy="bfloat16", rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 16)))
-        ScaledArray(bfloat16[2,32], scale=None)
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from .. import ops
 from ..core import ScaledArray, custom_vjp
 from ..quant import Unit
-from ._linear import Dense
+from ._linear import Dense, KernelOptions, _KernelLayer
 from ._norm import Dropout
-from ._params import KernelOptions, _KernelLayer, check_choice, given, read, weight
+from ._params import check_choice, given, read, weight
 from ._policy import PolicyLike, as_policy
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
@@ -35,11 +35,7 @@ class MLP(nnx.Module):
         activation: "gelu", "silu", "relu", "tanh", or gated "silu_glu", "gelu_glu".
         mult: multiplier of the activation's argument.
         use_bias: whether the dense layers add biases.
-        dropout_rate: rate of dropout on the output.
-        policy: shared with other layers, as ``rngs`` ("dropout" too, if there is any).
-
-    Raises:
-        ValueError: if the activation is unknown.
+        dropout_rate: rate of dropout on the output, with keys of the stream "dropout".
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,28 +90,26 @@ class MLP(nnx.Module):
         return config is not None and isinstance(config.strategy, Unit)
 
 
-def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+def _rematerialized(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
-def _rematerialized(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
-    return _evaluate(jaxpr, consts, args)
+_custom = custom_vjp(_rematerialized, nondiff_argnums=(0,))
 
 
 def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Any]:
-    return _evaluate(jaxpr, consts, args), (consts, args)
+    return _rematerialized(jaxpr, consts, args), (consts, args)
 
 
 def _bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
     consts, args = residuals
     # Without a barrier XLA may find the same computation in the forward pass, and store its result.
     args = jax.lax.optimization_barrier(args)
-    _, pull = jax.vjp(partial(_evaluate, jaxpr), consts, args)
+    _, pull = jax.vjp(partial(_rematerialized, jaxpr), consts, args)
     return pull(cotangents)
 
 
-_rematerialized.defvjp(_fwd, _bwd)
+_custom.defvjp(_fwd, _bwd)
 
 
 def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +126,7 @@ def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         # Traced only here, so that contexts such as `batch_over` apply to the backward pass too.
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        out = _rematerialized(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        out = _custom(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return call
@@ -142,14 +136,7 @@ Values: TypeAlias = tuple[Any, Any, Any]
 
 
 class ExpertDense(_KernelLayer):
-    """A dense layer with one kernel and bias per expert (`ops.grouped_dense`), as in `MoE`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> layer = ExpertDense(2, 16, 32, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((3, 16)), ops.Groups(jnp.array([1, 2]), rows=3, groups=2)).shape
-        (3, 32)
-    """
+    """A dense layer with one kernel and bias per expert (`ops.grouped_dense`), as in `MoE`."""
 
     def __init__(
         self,
@@ -208,10 +195,6 @@ class MoE(nnx.Module):
             of the model's loss; its value is not. 0 for none.
         z_loss: the same for `ops.Routing.z_loss`.
         expert_axis: name of the mesh axis that shards the experts.
-
-    Raises:
-        ValueError: if the activation is unknown, there are fewer experts than top_k, or
-            ``renormalize`` would fix a single gate at 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -289,12 +272,11 @@ class MoE(nnx.Module):
         routing = self.route(x)
         values = {name: layer.values() for name, layer in self.experts.items()}
         y = ops.mixture(self._apply, x, routing, values, expert_axis=self.expert_axis)
-        for loss, coefficient in (
-            (routing.load_balancing_loss, self.load_balancing),
-            (routing.z_loss, self.z_loss),
-        ):
-            if coefficient:
-                y = ops.attach_loss(y, loss(), coefficient / routing.shards)
+        if self.load_balancing:
+            loss = routing.load_balancing_loss()
+            y = ops.attach_loss(y, loss, self.load_balancing / routing.shards)
+        if self.z_loss:
+            y = ops.attach_loss(y, routing.z_loss(), self.z_loss / routing.shards)
         return self.dropout(y, **given(deterministic=deterministic))
 
     def _apply(self, x: ScaledArray, values: dict[str, Any], groups: ops.Groups) -> ScaledArray:

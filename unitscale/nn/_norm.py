@@ -82,12 +82,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """RMS normalization over the last axis (`ops.rms_norm`), as `flax.nnx.RMSNorm`.
-
-    Example:
-        >>> RMSNorm(4, policy="float16")(jnp.ones((2, 4))).dtype.name
-        'float16'
-    """
+    """RMS normalization over the last axis (`ops.rms_norm`), as `flax.nnx.RMSNorm`."""
 
     def __init__(
         self, num_features: int, *, epsilon: float = 1e-6, **options: Unpack[ScaleOptions]
@@ -102,13 +97,7 @@ class RMSNorm(_Norm):
 class GroupNorm(_Norm):
     """Normalization of groups of channels (`ops.group_norm`), as `flax.nnx.GroupNorm`.
 
-    Raises:
-        ValueError: unless exactly one of ``num_groups`` and ``group_size`` is given and divides
-            the features.
-
-    Example:
-        >>> GroupNorm(8, 2)(jnp.ones((2, 5, 5, 8))).shape
-        (2, 5, 5, 8)
+    Give one of ``num_groups`` and ``group_size``, and None for the other.
     """
 
     def __init__(
@@ -198,9 +187,6 @@ class Dropout(nnx.Module):
     When deterministic it returns the expected value of the random case. ``rngs`` are needed unless
     each call gives them or is deterministic.
 
-    Raises:
-        ValueError: if the rate is not in [0, 1); when called, if there is no key.
-
     Example:
         >>> print(Dropout(0.75, deterministic=True)(jnp.ones(2)).data)
         [0.5 0.5]
@@ -248,11 +234,7 @@ class Dropout(nnx.Module):
         return rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
 
     def key(self, deterministic: bool | None = None, rngs: RngsLike = None) -> jax.Array | None:
-        """Return the next key, or None if nothing is to be dropped.
-
-        Raises:
-            ValueError: if a key is needed and there are no rngs.
-        """
+        """Return the next key, or None if nothing is to be dropped."""
         quiet = self.deterministic if deterministic is None else deterministic
         if quiet or self.rate == 0:
             return None

@@ -1,19 +1,17 @@
-"""Parameters of layers: initializers, metadata, padding, and the base of layers with a kernel."""
+"""Parameters of layers: initializers, metadata and padding."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Required, TypeAlias, TypedDict, get_args
+from typing import Any, TypeAlias, get_args
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import ops
 from ..core import ScaledArray, reshard
-from ..rules import ROLES, Constraint
-from ._amax import amax_state, read as read
-from ._policy import Policy, PolicyLike, as_policy
+from ..rules import ROLES
+from ._policy import Policy
 
 Initializer: TypeAlias = Callable[..., Any]
 """A function of key, shape and dtype, as those of `nnx.initializers`."""
@@ -24,6 +22,11 @@ OutSharding: TypeAlias = NamedSharding | PartitionSpec | None
 NO_METADATA: Metadata = MappingProxyType({})
 unit_normal = nnx.initializers.normal(1.0)
 zeros, ones = nnx.initializers.zeros_init(), nnx.initializers.ones_init()
+
+
+def read(variable: nnx.Variable | None) -> Any:
+    """Return the value of a variable; None stays None."""
+    return None if variable is None else variable.get_value()
 
 
 def weight(
@@ -129,80 +132,3 @@ def check_choice(owner: str, name: str, value: str, literal: Any) -> None:
             f"unitscale.nn.{owner}: {name} must be one of {', '.join(get_args(literal))}; got "
             f"{value!r}"
         )
-
-
-class KernelOptions(TypedDict, total=False):
-    """Keyword arguments of every layer with a kernel: see `unitscale.nn`."""
-
-    dtype: Any
-    param_dtype: Any
-    kernel_init: Initializer
-    bias_init: Initializer
-    policy: PolicyLike
-    rngs: Required[nnx.Rngs]
-    kernel_metadata: Metadata
-    bias_metadata: Metadata
-
-
-class _KernelLayer(nnx.Module):
-    """Base of layers with a kernel, an optional bias, and the amax state of their matmul."""
-
-    role = "weight"
-
-    def __init__(
-        self,
-        kernel_shape: tuple[int, ...],
-        bias_shape: tuple[int, ...] | None,
-        *,
-        fan_in: int,
-        fan_out: int,
-        constraint: Constraint = "to_output_scale",
-        padding: tuple[int, ...] = (),
-        dtype: Any = None,
-        param_dtype: Any = None,
-        kernel_init: Initializer = unit_normal,
-        bias_init: Initializer = zeros,
-        policy: PolicyLike = "float32",
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata = NO_METADATA,
-        bias_metadata: Metadata = NO_METADATA,
-    ) -> None:
-        self.constraint: Constraint = constraint
-        self.policy = policy = as_policy(policy, dtype=dtype, param_dtype=param_dtype)
-        self.kernel = weight(
-            rngs,
-            kernel_shape,
-            policy,
-            role=self.role,
-            fan_in=fan_in,
-            fan_out=fan_out,
-            padding=padding,
-            init=kernel_init,
-            metadata=kernel_metadata,
-        )
-        bias = None
-        if bias_shape is not None:
-            bias = vector(bias_init, rngs, bias_shape, policy, role="bias", metadata=bias_metadata)
-        self.bias = nnx.data(bias)
-        self.amax = nnx.data(amax_state(policy.matmul_for(self.role)))
-
-    def _apply(
-        self,
-        op: Callable[..., ScaledArray],
-        x: ops.ArrayLike,
-        out_sharding: OutSharding = None,
-        **options: Any,
-    ) -> ScaledArray:
-        """Call an op with the layer's parameters, formats and constraint."""
-        kernel = unpadded(self.kernel) if self.role == "readout" else self.kernel.get_value()
-        x, kernel, config = self.policy.operands(x, kernel, self.role)
-        y = op(
-            x,
-            kernel,
-            None if self.bias is None else self.bias.get_value(),
-            constraint=self.constraint,
-            config=config,
-            state=None if self.amax is None else self.amax.get_value(),
-            **options,
-        )
-        return y if out_sharding is None else reshard_output(y, out_sharding)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import difflib
+import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
@@ -29,22 +29,16 @@ class Policy:
     quantize their operands, weights directly from ``param_dtype``.
 
     Attributes:
-        param_dtype: dtype of parameters.
-        compute_dtype: dtype of activations.
+        param_dtype: dtype of parameters, of 16 bits or more.
+        compute_dtype: dtype of activations, of 16 bits or more.
         matmul: config of quantized matmuls, or None.
         exempt: roles of weights whose matmuls are not quantized; by default the readout.
         readout: config of the readout's matmuls, regardless of ``exempt``; None follows ``exempt``
             and ``matmul``. See `with_quantized_readout`.
-        loss: config of the two backward matmuls of `Readout.cross_entropy` and
-            `Embed.cross_entropy` where the readout is not quantized otherwise; None computes them
-            in ``compute_dtype``. See `with_quantized_readout`.
-
-    Raises:
-        ValueError: if a dtype is not floating, has fewer than 16 bits, or a role is unknown.
+        loss: config of the two backward matmuls of the methods ``cross_entropy`` where the readout
+            is not quantized otherwise; None for none. See `with_quantized_readout`.
 
     Example:
-        >>> as_policy("fp8").matmul.lhs
-        'float8_e4m3fn'
         >>> Policy(compute_dtype="float16").compute_dtype
         dtype('float16')
     """
@@ -132,10 +126,6 @@ class Policy:
         Raises:
             ValueError: if the policy quantizes no matmuls, or with ``gradients_only`` its strategy
                 has a state.
-
-        Example:
-            >>> as_policy("fp8").with_quantized_readout().matmul_for("readout").cotangent
-            'float8_e5m2'
         """
         if self.matmul is None:
             raise ValueError(
@@ -185,13 +175,7 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
         dtype: replaces the compute dtype; None keeps it.
         param_dtype: replaces the dtype of parameters; None keeps it.
 
-    Raises:
-        ValueError: if the preset is unknown.
-        TypeError: if it is neither a Policy nor a name.
-
     Example:
-        >>> as_policy("bfloat16").compute_dtype.name
-        'bfloat16'
         >>> as_policy("fp8", dtype="float16").compute_dtype.name
         'float16'
     """
@@ -292,36 +276,30 @@ def children_of(node: Any) -> list[tuple[Any, Any]]:
         children = list(enumerate(node))
     else:
         children = []
+
+    def order(child: tuple[Any, Any]) -> tuple[float, str]:
+        name = str(child[0])
+        return (int(name), "") if name.isdecimal() else (math.inf, name)
+
     # Splitting and merging a module changes the order of its attributes.
-    return sorted(children, key=_natural)
-
-
-def _natural(child: tuple[Any, Any]) -> tuple[int, str]:
-    """Sort numbers by value, before names."""
-    name = str(child[0])
-    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
+    return sorted(children, key=order)
 
 
 def assign(
     rules: Mapping[str, Value], paths: Iterable[str], owner: str, none: str = "there are none"
 ) -> dict[str, tuple[str, Value]]:
-    """Return the first rule whose pattern matches each path, and the value of that rule.
-
-    ``none`` says in the error why a model has no paths at all.
+    """Return the first rule whose pattern matches each path; ``none`` says why there is no path.
 
     Raises:
         ValueError: if a rule matches no path, or only paths that an earlier rule has taken.
     """
-    paths = list(paths)
-    found = {}
+    paths, found = list(paths), {}
     for path in paths:
-        rule = next((pattern for pattern in rules if fnmatchcase(path, pattern)), None)
-        if rule is not None:
-            found[path] = (rule, rules[rule])
+        for rule in (pattern for pattern in rules if fnmatchcase(path, pattern)):
+            found.setdefault(path, (rule, rules[rule]))
     used = {rule for rule, _ in found.values()}
     for pattern in (rule for rule in rules if rule not in used):
-        taken = [path for path in paths if fnmatchcase(path, pattern)]
-        if taken:
+        if taken := [path for path in paths if fnmatchcase(path, pattern)]:
             raise ValueError(
                 f"unitscale.nn.{owner}: every layer that {pattern!r} matches is taken by an "
                 f"earlier rule, such as {taken[0]} by {found[taken[0]][0]!r}. The first rule that "

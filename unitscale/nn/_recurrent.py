@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from .. import ops, rules
 from ..core import ScaledArray, match_varying, narrow, scale_bwd
-from ._linear import Dense
-from ._params import NO_METADATA, Initializer, KernelOptions, Metadata, read, unit_normal
+from ._linear import Dense, KernelOptions
+from ._params import NO_METADATA, Initializer, Metadata, read, unit_normal
 
 Carry: TypeAlias = Any
 Weights: TypeAlias = list[tuple[Any, Any]]
@@ -24,14 +24,6 @@ class RNNCell(nnx.Module):
     once, and `step`, which maps the state. ``gates`` is the number of gates and candidates, each a
     projection to the size of the state; ``depth`` is the number of kernels that are applied to the
     state (``recurrent_kernel_init``), of which those after the first have biases.
-
-    Raises:
-        ValueError: if the depth is not positive.
-        TypeError: if the cell is this base itself, which has no gates.
-
-    Example:
-        >>> isinstance(GRUCell(4, 8, rngs=nnx.Rngs(0)), RNNCell)
-        True
     """
 
     num_feature_axes = 1
@@ -96,10 +88,7 @@ class RNNCell(nnx.Module):
         raise NotImplementedError(f"{self._where} must implement step")
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
-        """Return a carry of zeros for one step's inputs of shape (..., in_features).
-
-        ``rngs`` is accepted as in flax, and not used.
-        """
+        """Return a carry of zeros for inputs (..., in_features) of one step; rngs are ignored."""
         zeros = jnp.zeros((*input_shape[:-1], self.hidden_features), self.policy.compute_dtype)
         return ScaledArray(zeros)
 
@@ -151,12 +140,6 @@ class OptimizedLSTMCell(RNNCell):
     """A long short-term memory (`ops.lstm`), as `flax.nnx.OptimizedLSTMCell`.
 
     The carry is ``(cell, hidden)``.
-
-    Example:
-        >>> cell = OptimizedLSTMCell(4, 8, rngs=nnx.Rngs(0))
-        >>> (c, h), y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
-        >>> c.shape, y.shape
-        ((2, 8), (2, 8))
     """
 
     gates = 4
@@ -178,12 +161,6 @@ class SimpleCell(RNNCell):
 
     The state is that of flax's cell times a constant, of unit variance from the second step on. An
     odd ``activation_fn`` keeps its mean at 0.
-
-    Example:
-        >>> cell = SimpleCell(4, 8, rngs=nnx.Rngs(0))
-        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
-        >>> y.shape
-        (2, 8)
     """
 
     gates = 1
@@ -218,12 +195,6 @@ class RHNCell(RNNCell):
     The input enters the first layer. Later layers read only the state, and increase the mean square
     of a gradient by about a fifth each: with a depth of 4 or more, gradients of long sequences no
     longer have unit size.
-
-    Example:
-        >>> cell = RHNCell(4, 8, depth=3, rngs=nnx.Rngs(0))
-        >>> carry, y = cell(cell.initialize_carry((2, 4)), jnp.ones((2, 4)))
-        >>> y.shape
-        (2, 8)
     """
 
     gates = 2
@@ -249,9 +220,6 @@ class RNN(nnx.Module):
 
     Inputs are projected for all steps at once; the kernels of the state get a factor for the number
     of steps that their gradients sum over (`rules.recurrent_kernel`). The carry has no scale.
-
-    Raises:
-        TypeError: if the cell is not one of `unitscale.nn`.
 
     Example:
         >>> layer = RNN(GRUCell(4, 8, rngs=nnx.Rngs(0)))
@@ -295,9 +263,6 @@ class RNN(nnx.Module):
         Arguments are those of `flax.nnx.RNN`; settings that are None are those of the layer.
         ``seq_lengths`` (...,) is the number of valid steps of each sequence: the carry stops
         changing there, and reversing reverses only the valid steps.
-
-        Raises:
-            ValueError: if there is no time axis.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -309,13 +274,15 @@ class RNN(nnx.Module):
                 f"{tuple(inputs.shape)}. Call the cell itself for one step."
             )
         axis = 0 if time_major else inputs.ndim - 2
-        shape = inputs.shape[:axis] + inputs.shape[axis + 1 :]
-        steps = inputs.shape[axis]
-        carry = initial_carry
+        steps, carry = inputs.shape[axis], initial_carry
         if carry is None:
+            shape = inputs.shape[:axis] + inputs.shape[axis + 1 :]
             carry = self.cell.initialize_carry(shape, rngs)
-        data, scale = _uniform(self.cell.project(inputs))
-        data = jnp.moveaxis(data, axis, 0)
+        projected = self.cell.project(inputs)
+        if projected.scale is not None and jnp.size(projected.scale) > 1:
+            projected = ScaledArray(narrow(projected.value, projected.dtype))
+        scale = None if projected.scale is None else jnp.reshape(projected.scale, ())
+        data = jnp.moveaxis(projected.data, axis, 0)
         if reverse:
             data = _flip(data, seq_lengths)
         weights = self.cell.weights(max(steps, 1))
@@ -344,13 +311,6 @@ def _reshard_carry(carry: Carry, data: jax.Array) -> Carry:
         return carry
     spec = PartitionSpec(*spec[1:-1], None)
     return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), carry)
-
-
-def _uniform(x: ScaledArray) -> tuple[jax.Array, Any]:
-    """Return data and one scalar scale; several scales are multiplied into the data."""
-    if x.scale is None or jnp.size(x.scale) == 1:
-        return x.data, None if x.scale is None else jnp.reshape(x.scale, ())
-    return narrow(x.value, x.dtype), None
 
 
 def _flip(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

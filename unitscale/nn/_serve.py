@@ -6,7 +6,7 @@ with `flax.serialization`, and `KVCache` with `jax.export`.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -139,13 +139,13 @@ def _to_state(x: Any) -> dict[str, Any]:
 
 def _from_state(x: Any, state: dict[str, Any]) -> Any:
     parts = _PARTS[type(x)]
-    _check_keys(
-        state,
-        parts,
-        f"a {type(x).__name__} is restored from a state with the keys {', '.join(parts)}",
-        "If it was saved from plain arrays, restore into plain arrays and call as_scaled or "
-        "scale_params on the result.",
-    )
+    if not isinstance(state, dict) or set(state) != set(parts):
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"unitscale.nn: a {type(x).__name__} is restored from a state with the keys "
+            f"{', '.join(parts)}; got {found}. If it was saved from plain arrays, restore into "
+            "plain arrays and call as_scaled or scale_params on the result."
+        )
     restored: list[Any] = [
         serialization.from_state_dict(getattr(x, part), state[part], name=part) for part in parts
     ]
@@ -156,43 +156,35 @@ def _from_state(x: Any, state: dict[str, Any]) -> Any:
     return ScaledArray(*restored, block_shape=x.block_shape)
 
 
-def _check_keys(state: Any, keys: Collection[str], expected: str, todo: str) -> None:
-    if not isinstance(state, dict) or set(state) != set(keys):
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"unitscale.nn: {expected}; got {found}. {todo}")
-
-
 def _values(x: Any) -> Any:
     """Return an `nnx.State` as dictionaries of the values of its variables."""
-    if isinstance(x, nnx.State):
-        x = x.raw_mapping
-    if isinstance(x, Mapping):
+    if isinstance(x, nnx.State | Mapping):
         return {str(key): _values(child) for key, child in x.items()}
     return x.get_value() if isinstance(x, nnx.Variable) else x
 
 
-def _tree_to_state(x: nnx.State) -> dict[str, Any]:
-    return serialization.to_state_dict(_values(x))
-
-
-def _tree_from_state(x: Any, state: Any) -> Any:
+def _restored(x: Any, state: Any) -> Any:
+    """Return an `nnx.State` with the values of a state dictionary."""
     if isinstance(x, nnx.State):
-        return type(x)(_tree_from_state(x.raw_mapping, state))
+        return type(x)(_restored(x.raw_mapping, state))
     if isinstance(x, Mapping):
-        names = {str(key) for key in x}
-        listed = ", ".join(sorted(names))
-        expected = f"a State with the keys {listed} is restored from a state with the same"
-        _check_keys(state, names, expected, "Give a target of the same model")
-        return {key: _tree_from_state(child, state[str(key)]) for key, child in x.items()}
-    if isinstance(x, nnx.Variable):
-        return x.replace(serialization.from_state_dict(x.get_value(), state))
-    return serialization.from_state_dict(x, state)
+        if set(map(str, x)) != set(state):
+            raise ValueError(
+                f"unitscale.nn: state must be of the same model, with the keys "
+                f"{', '.join(sorted(map(str, x)))}; got {sorted(state)}"
+            )
+        return {key: _restored(child, state[str(key)]) for key, child in x.items()}
+    value = serialization.from_state_dict(_values(x), state)
+    return x.replace(value) if isinstance(x, nnx.Variable) else value
 
 
 for _kind in _PARTS:
     serialization.register_serialization_state(_kind, _to_state, _from_state, override=True)
 serialization.register_serialization_state(
-    nnx.State, _tree_to_state, _tree_from_state, override=True
+    nnx.State,
+    lambda x: serialization.to_state_dict(_values(x)),
+    _restored,
+    override=True,
 )
 export.register_pytree_node_serialization(
     KVCache,

@@ -25,15 +25,6 @@ class Residual(nnx.Module):
 
     The sum keeps the dtype of the input. ``depth``, the number of residual branches in the stack,
     is recorded on the parameters of ``branch`` for u-muP; see `unitscale.rules.residual_taus`.
-
-    Raises:
-        ValueError: if tau is not positive; when called, if the branch changes the shape.
-
-    Example:
-        >>> from unitscale import nn
-        >>> layer = Residual(nn.Dense(4, 4, rngs=nnx.Rngs(0)), tau=0.5)
-        >>> layer(jnp.ones((2, 4))).shape
-        (2, 4)
     """
 
     def __init__(self, branch: Callable[..., Any], *, tau: float, depth: int = 1) -> None:
@@ -76,14 +67,6 @@ class TransformerLayer(nnx.Module):
         mlp: makes the second branch, called as `MLP` is: ``functools.partial(MoE, experts=8)`` for
             a mixture of experts.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
-
-    Raises:
-        ValueError: if a choice is unknown, or heads do not divide features.
-
-    Example:
-        >>> layer = TransformerLayer(32, 4, is_causal=True, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 10, 32))).shape
-        (2, 10, 32)
     """
 
     def __init__(
@@ -180,25 +163,22 @@ class TransformerLayer(nnx.Module):
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
         """Map the next tokens, given a cache of earlier ones; return the longer cache too."""
-        caches = []
 
         def attend(h):
-            y, longer = self.attention.decode(h, cache)
-            caches.append(longer)
+            nonlocal cache
+            y, cache = self.attention.decode(h, cache)
             return y
 
         x = self._branch(self.policy.activation(x), 0, attend)
-        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=True)), caches[0]
+        return self._branch(x, 1, lambda h: self.mlp(h, deterministic=True)), cache
 
     def _branch(self, x, index: int, fn, factors: LayerFactors | None = None) -> ScaledArray:
         norm, tau = (self.attention_norm, self.mlp_norm)[index], self.taus[index]
         if factors is not None:
             tau = rules.ResidualFactors(factors.branch[index], factors.skip[index])
-        if norm is None:
-            return shard_activations(ops.residual(fn, x, tau))
-        if self.norm_placement == "pre":
-            return shard_activations(ops.residual(lambda h: fn(norm(h)), x, tau))
-        return shard_activations(norm(ops.residual(fn, x, tau)))
+        branch = (lambda h: fn(norm(h))) if self.norm_placement == "pre" else fn
+        y = ops.residual(branch, x, tau)
+        return shard_activations(norm(y) if self.norm_placement == "post" else y)
 
 
 class TransformerStack(nnx.Module):
@@ -218,9 +198,6 @@ class TransformerStack(nnx.Module):
             compilation then takes the time of one layer. Results are equal up to rounding.
             `with_scan` switches between the two. Adafactor and Muon, which decide by the number
             of axes of a parameter, see one more.
-
-    Raises:
-        ValueError: if the scheme or another choice is unknown, or heads do not divide features.
 
     Example:
         >>> stack = TransformerStack(2, 32, 4, is_causal=True, rngs=nnx.Rngs(0))
@@ -384,17 +361,7 @@ def stack_layers(layers: Sequence[Layer]) -> Layer:
 
 
 def unstack_layers(stack: Layer) -> list[Layer]:
-    """Return the layers that `stack_layers` stacked, one for each entry of the leading axis.
-
-    Raises:
-        ValueError: if the module has no state.
-
-    Example:
-        >>> from unitscale import nn
-        >>> layers = [nn.Dense(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
-        >>> unstack_layers(stack_layers(layers))[1].kernel.shape
-        (4, 4)
-    """
+    """Return the layers that `stack_layers` stacked, one for each entry of the leading axis."""
     graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
     leaves = jax.tree.leaves((params, rest))
     if not leaves:

@@ -19,25 +19,18 @@ from jax import lax
 from .. import rules
 from ..quant import einsum_contraction, einsum_problem
 from ._attention import MultiHeadAttention
-from ._conv import Conv, ConvTranspose
 from ._convert import NORMALIZERS, kernel_rank
 from ._embed import Embed
-from ._linear import Dense, Einsum, Readout
+from ._linear import Conv, ConvTranspose, Dense, Einsum, Readout
 from ._norm import BatchNorm, Dropout, GroupNorm, LayerNorm, RMSNorm
 from ._policy import PolicyLike, as_policy, children_of, join, nodes_of, table
 
 Model = TypeVar("Model")
-UNSEEN = "not changed: activations, sums (residual ones too) and losses between layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rescaled:
-    """The result of `unit_scale` for one layer; ``became`` is "" if it was not replaced.
-
-    Example:
-        >>> Rescaled(path="head", kind="Linear", became="Dense", reason="").became
-        'Dense'
-    """
+    """The result of `unit_scale` for one layer; ``became`` is "" if it was not replaced."""
 
     path: str
     kind: str
@@ -47,12 +40,7 @@ class Rescaled:
 
 @dataclasses.dataclass(frozen=True)
 class UnitScaleReport:
-    """Report of `unit_scale`: a table when printed, with a row per layer that it looked at.
-
-    Example:
-        >>> UnitScaleReport(()).changed
-        ()
-    """
+    """Report of `unit_scale`: a table when printed, with a row per layer that it looked at."""
 
     layers: tuple[Rescaled, ...]
 
@@ -71,7 +59,8 @@ class UnitScaleReport:
         rows = [("layer", "class", "now", "why not, or what else")]
         rows += [(x.path, x.kind, x.became or "as before", x.reason) for x in self.layers]
         count = f"{len(self.changed)} of {len(self.layers)} layers unit-scaled"
-        return "\n".join([count, *table(rows), UNSEEN])
+        others = "not changed: activations, sums (residual ones too) and losses between layers"
+        return "\n".join([count, *table(rows), others])
 
 
 def unit_scale(
@@ -129,63 +118,56 @@ def unit_scale(
             "unitscale.nn.unit_scale: give rngs=, from which new parameters are drawn, or "
             "keep_function=True"
         )
-    policy = as_policy(policy)
     rngs = nnx.Rngs(0) if rngs is None else rngs
     entries: list[Rescaled] = []
     known: dict[int, tuple[Any, Any]] = {}  # holds the old node too, so that its id is not reused
-    used: set[str] = set()
-
-    def shared(layer: Any) -> str:
-        """Return which parameter another layer has too, which replacements would not share."""
-        found = (places[id(variable)] for _, variable in variables_of(layer))
-        return next((f"{both[0]} is {both[1]} too" for both in found if len(both) > 1), "")
+    copy = nnx.clone(model)
+    places: dict[int, list[str]] = {}
+    for place, variable in variables_of(copy):
+        places.setdefault(id(variable), []).append(place)
 
     def replacement(node: Any, path: str) -> Any:
         """Return the node's replacement, or the node with everything below it replaced."""
         if id(node) in known:
             return known[id(node)][1]
         known[id(node)] = node, node
-        if not isinstance(node, (*_LAYERS, *OTHERS)):
+        kind, new, reason = type(node).__name__, None, ""
+        if isinstance(node, (*_LAYERS, *OTHERS)):
+            shared = [found for _, v in variables_of(node) if len(found := places[id(v)]) > 1]
+            if type(node) not in _LAYERS:
+                reason = f"{kind} is not converted"
+            elif shared:
+                reason = f"{shared[0][0]} is {shared[0][1]} too"
+            elif not (reason := _obstacle(node)):
+                dtypes = {k: getattr(node, k, None) for k in ("dtype", "param_dtype")}
+                options = {"policy": as_policy(policy, **dtypes), "rngs": rngs}
+                is_readout = any(fnmatchcase(path, pattern) for pattern in readout)
+                new, reason = _counterpart(node, options, keep_function, max_length, is_readout)
+            became = "" if new is None else type(new).__name__.lstrip("_")
+            entries.append(Rescaled(path=path, kind=kind, became=became, reason=reason))
+            new = node if new is None else new
+        else:
             children = children_of(node)
-            own = [str(name) for name, child in children if isinstance(child, nnx.Param)]
-            if own:
-                note = f"its own {', '.join(own)}: write what it computes with unitscale.ops"
-                kind = type(node).__name__
-                entries.append(Rescaled(path=path, kind=kind, became="", reason=note))
+            if own := [str(name) for name, child in children if isinstance(child, nnx.Param)]:
+                reason = f"its own {', '.join(own)}: write what it computes with unitscale.ops"
+                entries.append(Rescaled(path=path, kind=kind, became="", reason=reason))
             replaced = {
-                name: new
+                name: other
                 for name, child in children
-                if (new := replacement(child, join(path, name))) is not child
+                if (other := replacement(child, join(path, name))) is not child
             }
-            known[id(node)] = node, _with_children(node, replaced)
-            return known[id(node)][1]
-        exact, linear = type(node) in _LAYERS, type(node) is nnx.Linear
-        matched = {p for p in readout if linear and fnmatchcase(path, p)}
-        used.update(matched)
-        found = "" if exact else f"{type(node).__name__} is not converted"
-        found = found or shared(node) or obstacle(node)
-        if not found:
-            dtypes = {k: getattr(node, k, None) for k in ("dtype", "param_dtype")}
-            options = {"policy": as_policy(policy, **dtypes), "rngs": rngs}
-            found = _counterpart(node, options, keep_function, max_length, bool(matched))
-        new, reason = found if isinstance(found, tuple) else (found, "")
-        if isinstance(new, str):
-            new, reason = node, new
+            new = _with_children(node, replaced)
         known[id(node)] = node, new
-        became = "" if new is node else type(new).__name__.lstrip("_")
-        entries.append(Rescaled(path=path, kind=type(node).__name__, became=became, reason=reason))
         return new
 
-    copy = nnx.clone(model)
-    places: dict[int, list[str]] = {}
-    for place, variable in variables_of(copy):
-        places.setdefault(id(variable), []).append(place)
     copy = replacement(copy, "")
-    if unmatched := [p for p in readout if p not in used]:
-        raise ValueError(
-            f"unitscale.nn.unit_scale: readout must match paths of nnx.Linear; {unmatched[0]!r} "
-            f"matches none of {', '.join(e.path for e in entries if e.kind == 'Linear')}"
-        )
+    linear = [entry.path for entry in entries if entry.kind == "Linear"]
+    for pattern in readout:
+        if not any(fnmatchcase(path, pattern) for path in linear):
+            raise ValueError(
+                f"unitscale.nn.unit_scale: readout must match paths of nnx.Linear; {pattern!r} "
+                f"matches none of {', '.join(linear)}"
+            )
     return copy, UnitScaleReport(tuple(entries))
 
 
@@ -270,12 +252,12 @@ def _counterpart(
     keep_function: bool,
     max_length: int | None,
     is_readout: bool,
-) -> Any:
-    """Return a replacement, a replacement and what changed, or why there is none."""
+) -> tuple[Any, str]:
+    """Return a replacement and what else changed, or None and why there is none."""
     if isinstance(layer, nnx.MultiHeadAttention):
         return _attention(layer, options, keep_function, max_length)
     if reason := _difference(layer, keep_function):
-        return reason
+        return None, reason
     kind, names = _LAYERS[type(layer)]
     given = {name: getattr(layer, name) for name in names.split()}
     for name in given.keys() & {"deterministic", "use_running_average"}:
@@ -292,9 +274,10 @@ def _counterpart(
             given[f"{name}_metadata"] = sharding
     if not isinstance(layer, nnx.Dropout):
         given |= options
+    is_readout = is_readout and isinstance(layer, nnx.Linear)
     new = (_Readout if is_readout else kind)(**given)
     if not keep_function:
-        return new
+        return new, ""
     forward = 1.0
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
         gaps = layer.input_dilation if isinstance(layer, nnx.Conv) else layer.strides
@@ -305,7 +288,7 @@ def _counterpart(
     _copy(layer, new, forward)
     if isinstance(layer, nnx.Embed):
         return new, f"attend is divided by {layer.features} features"
-    return new
+    return new, ""
 
 
 def _difference(layer: Any, keep_function: bool) -> str:
@@ -363,13 +346,13 @@ def _attention(
     options: dict[str, Any],
     keep_function: bool,
     length: int | None,
-) -> Any:
+) -> tuple[Any, str]:
     if layer.normalize_qk or layer.decode or layer.attention_fn is not dot_product_attention:
-        return "it normalizes queries, decodes, or has its own attention_fn"
+        return None, "it normalizes queries, decodes, or has its own attention_fn"
     if any(v is not None for k, v in vars(layer).items() if "_dot_general" in k):
-        return "it has its own dot_general"
+        return None, "it has its own dot_general"
     if keep_function and length is None:
-        return "give max_length=, which the factor of attention depends on"
+        return None, "give max_length=, which the factor of attention depends on"
     # Flax divides logits by the root of the head size, `ops.dot_product_attention` by the size.
     mult = layer.head_dim**0.5 if keep_function else 1.0
     new = _MultiHeadAttention(
@@ -395,21 +378,16 @@ def _attention(
             forward = rules.dense(own.in_features, own.out_features, 1).fwd
             _copy(getattr(layer, name), own, forward * before)
     sharded = any(_sharding(layer.query.kernel).values())
-    return (new, "the sharding of its kernels is not kept") if sharded else new
+    return new, "the sharding of its kernels is not kept" if sharded else ""
 
 
-# Functions that a layer may have been given, and their defaults.
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "dot_general": (lax.dot_general,),
-    "dot_general_cls": (),
-    "einsum_op": (jnp.einsum,),
-    "conv_general_dilated": (lax.conv_general_dilated,),
-    "preferred_element_type": (),
-    **dict.fromkeys(
-        ("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),
-        (promote_dtype,),
-    ),
-}
+# What a layer may have been given, and the defaults.
+_FUNCTIONS = (
+    *("dot_general", "dot_general_cls", "einsum_op", "conv_general_dilated"),
+    *("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),
+    "preferred_element_type",
+)
+_USUAL = (None, lax.dot_general, jnp.einsum, lax.conv_general_dilated, promote_dtype)
 
 
 def variables_of(model: Any) -> Iterator[tuple[str, nnx.Variable]]:
@@ -420,24 +398,20 @@ def variables_of(model: Any) -> Iterator[tuple[str, nnx.Variable]]:
                 yield join(path, name), child
 
 
-def obstacle(layer: Any) -> str:
+def _obstacle(layer: Any) -> str:
     """Return what a layer has and its replacement would not; "" if there is nothing."""
-    for name, usual in _FUNCTIONS.items():
-        if getattr(layer, name, None) not in (None, *usual):
+    for name in _FUNCTIONS:
+        if getattr(layer, name, None) not in _USUAL:
             return f"it has its own {name}"
     for name, variable in variables_of(layer):
         if type(variable) not in (nnx.Param, nnx.BatchStat, nnx.Cache):
             return f"its {name} is a {type(variable).__name__}"
-    return "nnx.vmap has stacked it" if _is_stacked(layer) else ""
-
-
-def _is_stacked(layer: Any) -> bool:
-    """Return whether variables have leading axes that nnx.vmap has added."""
-    if isinstance(layer, nnx.MultiHeadAttention):
-        layer = layer.query
+    layer = layer.query if isinstance(layer, nnx.MultiHeadAttention) else layer
     if isinstance(layer, nnx.Dropout):
-        return layer.rngs is not None and layer.rngs.key.ndim > 0
-    if hasattr(layer, "kernel"):
-        return layer.kernel.ndim > kernel_rank(layer)
-    rank = 2 if isinstance(layer, nnx.Embed) else 1
-    return any(variable.ndim > rank for _, variable in variables_of(layer))
+        stacked = layer.rngs is not None and layer.rngs.key.ndim > 0
+    elif hasattr(layer, "kernel"):
+        stacked = layer.kernel.ndim > kernel_rank(layer)
+    else:
+        rank = 2 if isinstance(layer, nnx.Embed) else 1
+        stacked = any(variable.ndim > rank for _, variable in variables_of(layer))
+    return "nnx.vmap has stacked it" if stacked else ""

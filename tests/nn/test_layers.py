@@ -1,0 +1,374 @@
+"""What every layer must do: transformations, ScaledArray parameters, formats, settings of JAX."""
+
+import copy
+import inspect
+import pickle
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.gradients import jit
+from tests.nn.models import Decoder
+from tests.nn.table import LAYERS, make
+from tests.optimizers import scaled
+from tests.products import products
+from unitscale import nn, rules
+from unitscale.core import ScaledArray, is_scaled
+
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+
+def _value(model: nnx.Module, x: jax.Array) -> jax.Array:
+    return model(x).value
+
+
+def functional(model: nnx.Module, call: Any = _value) -> tuple[Any, Any]:
+    """``apply(params, x) -> call(model, x)`` and the parameters."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def apply(params, x):
+        return call(nnx.merge(graphdef, params, rest, copy=True), x)
+
+    return apply, params
+
+
+def loss_of(apply):
+    return lambda params, x: jnp.sum(jnp.sin(apply(params, x).astype(jnp.float32)))
+
+
+def assert_close(tree: Any, expected: Any, ulps: float = 256) -> None:
+    """Equal up to rounding: differences below ``ulps`` epsilons of the array's largest entry."""
+    leaves, references = jax.tree.leaves(tree), jax.tree.leaves(expected)
+    assert len(leaves) == len(references)
+    for leaf, reference in zip(leaves, references, strict=True):
+        leaf, reference = np.asarray(leaf, np.float64), np.asarray(reference, np.float64)
+        assert leaf.shape == reference.shape
+        error = np.max(np.abs(leaf - reference), initial=0.0)
+        assert error <= ulps * EPS * max(np.max(np.abs(reference), initial=0.0), 1.0), error
+
+
+def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:
+    """Data far outside float16 passes a linear layer by its scale alone."""
+    model, layer = make("dense", "float16")
+    model.bias = None
+    x = layer.input(dtype=jnp.float16)
+    huge = model(ScaledArray(x, 2.0**20))
+    np.testing.assert_array_equal(huge.data, model(x).data)
+    assert float(huge.scale) == 2.0**20
+
+
+# Those with a state, a loop, a mesh axis or a cotangent of their own; the others are slow.
+TRANSFORMED = ("lora", "conv", "group_norm", "moe", "attention", "layer", "gru")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in TRANSFORMED else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS]
+)
+def test_jit_vmap_scan_remat_and_checkpoint(name) -> None:
+    model, layer = make(name)
+    x = layer.input(2)
+    apply, params = functional(model)
+    second = functional(make(name, seed=1)[0])[1]
+    loss = loss_of(apply)
+
+    def scanned(stacked, x):
+        def step(carry, p):
+            y = apply(p, x)
+            return carry + jnp.sum(jnp.sin(y)), y
+
+        return jax.lax.scan(step, 0.0, stacked)
+
+    @jit
+    def everything(params, second, x):
+        stacked = jax.tree.map(lambda *p: jnp.stack(p), params, second)
+        stacked_grads, outputs = jax.grad(scanned, has_aux=True)(stacked, x)
+        return {
+            "value": apply(params, x),
+            "second": apply(second, x),
+            # Under vmap each example is a batch of its own.
+            "vmap": jax.vmap(apply, (None, 0))(params, x[:, None])[:, 0],
+            "grads": jax.grad(loss, (0, 1))(params, x),
+            "checkpoint": jax.grad(jax.checkpoint(loss), (0, 1))(params, x),
+            "remat": jax.grad(loss_of(functional(model, nnx.remat(_value))[0]), (0, 1))(params, x),
+            "scan": outputs,
+            "scan grads": stacked_grads,
+        }
+
+    found = everything(params, second, x)
+    assert_close(found["vmap"], found["value"])
+    assert_close(found["checkpoint"], found["grads"])
+    assert_close(found["remat"], found["grads"])
+    # Two layers of the same structure, their states stacked and scanned.
+    assert_close(found["scan"], np.stack([found["value"], found["second"]]))
+    assert_close(jax.tree.map(lambda g: np.asarray(g)[0], found["scan grads"]), found["grads"][0])
+    assert isinstance(nnx.eval_shape(lambda m, x: m(x), model, x), ScaledArray)
+    if name == "lora":  # without a transformation, which its parts and others share
+        assert_close(model(x).value, found["value"])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_parameters_may_be_scaled_arrays(name) -> None:
+    """As an optimizer stores them, with every scale moved by a factor."""
+    model, layer = make(name)
+    apply, params = functional(model)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, p: np.zeros_like(p) if "bias" in jax.tree_util.keystr(path) else p, params
+    )
+    case = scaled(optax.sgd(0.1), weights="float32").scale_params(params)
+    case = jax.tree.map(lambda w: ScaledArray(w.data * 4, w.scale / 4), case, is_leaf=is_scaled)
+    run = jax.value_and_grad(loss_of(apply))
+    (loss, grads), (scaled_loss, scaled_grads) = jit(lambda x, *cases: [run(c, x) for c in cases])(
+        layer.input(), params, case
+    )
+    assert_close(scaled_loss, loss)
+    arrays, cotangents = (jax.tree.leaves(t, is_leaf=is_scaled) for t in (case, scaled_grads))
+    for g, p, c in zip(jax.tree.leaves(grads), arrays, cotangents, strict=True):
+        # In data space: d/d data = scale * d/d value.
+        assert_close(c.data, g * p.scale)
+
+
+COMPUTE = {"float16": "float16", "fp8_delayed": "bfloat16", "float32": "float32"}
+
+
+@pytest.mark.filterwarnings("ignore::unitscale.quant.StandingScalesWarning")
+@pytest.mark.parametrize(
+    "policy", ["float16", "fp8_delayed", pytest.param("float32", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
+    """Under strict promotion of dtypes and ranks."""
+    model, layer = make(name, policy)
+    apply, params = functional(model)
+    x = layer.input(dtype=COMPUTE[policy])
+    rank = "allow" if policy == "fp8_delayed" else "raise"
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion(rank):
+        out = jax.eval_shape(apply, params, x)
+        grads = jax.eval_shape(lambda p, x, y: jax.vjp(apply, p, x)[1](y), params, x, out)
+        # A float32 input is cast on the way in, and its cotangent back on the way out; a residual
+        # stream of its own keeps its dtype.
+        wide, by_wide = jax.eval_shape(
+            lambda p, x: (apply(p, x), jax.grad(loss_of(apply), 1)(p, x)), params, layer.input()
+        )
+    assert out.dtype == grads[1].dtype == COMPUTE[policy]
+    assert {p.dtype.name for p in jax.tree.leaves((params, grads[0]))} <= {"float32"}
+    assert wide.dtype == ("float32" if name == "residual" else COMPUTE[policy])
+    assert by_wide.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_x64_changes_no_format(name) -> None:
+    with jax.enable_x64(True):
+        model, layer = make(name, "float16")
+        x = layer.input(dtype=jnp.float16)
+
+        def loss(model, x):
+            y = model(x)
+            return jnp.sum(jnp.sin(y.value.astype(jnp.float32))), y
+
+        (value, y), grads = nnx.eval_shape(nn.value_and_grad(loss, has_aux=True), model, x)
+    assert (y.dtype, value.dtype) == (jnp.float16, jnp.float32)
+    assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
+
+
+def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
+    """The operands of matmuls, forward and backward, as the jaxpr has them.
+
+    With FP8 there is the one of recomputed hidden units, which XLA drops.
+    """
+    for policy, dtype, count in (("float16", "float16", 9), ("fp8", "float8_e4m3fn", 10)):
+        model, layer = make("gated", policy)
+        apply, params = functional(model)
+        jaxpr = jax.make_jaxpr(jax.grad(loss_of(apply), (0, 1)))(params, layer.input())
+        assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * count
+
+
+def ratio(f: Any) -> float:
+    """Forward over backward factor: the size of a gradient that a constraint leaves."""
+    ideal = rules.elementwise(f, constraint=None)
+    return ideal.fwd / ideal.bwd[0]
+
+
+ATTENTION = rules.dot_product_attention(16, 32, is_causal=True, constraint=None)
+B_INIT = nnx.initializers.normal(1.0)
+# A layer, the shape of its input, the RMS of its output and input gradient, and by how much their
+# squares may be off where a rule is an approximation.
+SCALES = {
+    "dense": (lambda r: nn.Dense(64, 16, constraint=None, rngs=r), (32, 64), 1, 1, 0),
+    "readout": (lambda r: nn.Readout(64, 128, rngs=r), (32, 64), 1 / 8, 1, 0),
+    "lora": (
+        lambda r: nn.LoRALinear(64, 64, lora_rank=16, b_initializer=B_INIT, rngs=r),
+        (32, 64),
+        2**0.5,  # independent outputs of layer and update
+        2**0.5,
+        0,
+    ),
+    "conv": (lambda r: nn.Conv(16, 16, 1, rngs=r), (4, 64, 16), 1, 1, 0),
+    "norm": (lambda r: nn.RMSNorm(64, rngs=r), (64, 64), 1, (1 - 1 / 64) ** 0.5, 4 / 64),
+    "dropout": (lambda r: nn.Dropout(0.3, rngs=r), (64, 64), 1, 1, 0),
+    "mlp": (
+        lambda r: nn.MLP(64, 256, activation="tanh", rngs=r),
+        (32, 64),
+        1,
+        ratio(jnp.tanh),
+        0.01,
+    ),
+    "attention": (
+        lambda r: nn.MultiHeadAttention(2, 32, is_causal=True, rngs=r),
+        (2, 32, 32),
+        1,
+        (1 + 2 * (ATTENTION.fwd / ATTENTION.bwd[0]) ** 2) ** 0.5,
+        0.1,  # logits are normal only for infinitely wide heads
+    ),
+    "residual": (lambda r: nn.Residual(nn.Dense(32, 32, rngs=r), tau=0.7), (32, 32), 1, 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_outputs_and_gradients_are_unit(name) -> None:
+    """At initialisation, to five standard errors of independent trials."""
+    make, shape, out, grad, bias = SCALES[name]
+    trials = 64
+
+    def trial(key):
+        init, x_key, y_key = jax.random.split(key, 3)
+        x = jax.random.normal(x_key, shape)
+        y, vjp = jax.vjp(lambda x: make(nnx.Rngs(init))(x).value, x)
+        (dx,) = vjp(jax.random.normal(y_key, y.shape, y.dtype))
+        return jnp.mean(y**2) / out**2, jnp.mean(dx**2) / grad**2
+
+    squares = np.stack(jit(jax.vmap(trial))(jax.random.split(jax.random.key(0), trials)))
+    error = squares.std(1, ddof=1) / trials**0.5
+    assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
+    assert (abs(squares.mean(1) - 1) <= 5 * error + bias + 1e-5).all(), (squares.mean(1), error)
+
+
+def test_a_table_of_a_model() -> None:
+    """Flax's, which shows the arguments of every layer, ScaledArrays among them."""
+    for name in ("lora", "layer"):
+        model, layer = make(name, "bfloat16")
+        calls = {type(one): type(one).__call__ for _, one in nnx.iter_modules(model)}
+        table = nnx.tabulate(model, layer.input(), console_kwargs={"width": 200})
+        for path, _ in nnx.iter_modules(model):
+            assert "/".join(map(str, path)) in table
+        assert all(kind.__call__ is call for kind, call in calls.items())
+
+
+IDS = np.arange(12).reshape(2, 6) % 11
+
+
+def step(model: Decoder, optimizer: nn.Optimizer) -> jax.Array:
+    value, grads = nn.value_and_grad(lambda m: m.loss(jnp.asarray(IDS), jnp.asarray(IDS)))(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def trained(policy: str = "float16", **options: Any) -> tuple[Decoder, nn.Optimizer]:
+    model = Decoder(8, policy=policy, layers=1, **options)
+    tx = scaled(optax.sgd(0.1, momentum=0.9))
+    return model, nn.Optimizer(model, tx, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_strict_promotion_of_a_step(tied) -> None:
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert nnx.eval_shape(step, *trained("bfloat16", tied=tied)).dtype == jnp.float32
+
+
+def test_a_step_under_debug_nans_makes_none_and_copies_go_on_alike() -> None:
+    model, optimizer = trained("fp8_delayed", learned=True)
+    run = nnx.jit(step)
+    with jax.debug_nans(True):
+        assert np.isfinite(run(model, optimizer))
+    other = copy.deepcopy((model, optimizer))
+    # Of an optimizer the state: the functions of an optax transformation cannot be pickled.
+    again, state, of_optimizer = pickle.loads(
+        pickle.dumps((model, nnx.state(model), nnx.state(optimizer)))
+    )
+    assert nnx.graphdef(again) == nnx.graphdef(model)
+    for found, expected in (
+        (nnx.state(again), nnx.state(model)),
+        (state, nnx.state(model)),
+        (of_optimizer, nnx.state(optimizer)),
+    ):
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, expected)))
+    assert run(*other) == run(model, optimizer)
+    same = jax.tree.map(np.array_equal, nnx.state(other), nnx.state((model, optimizer)))
+    assert all(jax.tree.leaves(same))
+
+
+def test_views_are_as_those_of_flax() -> None:
+    model = nnx.Sequential(nn.Dropout(0.5, rngs=nnx.Rngs(0)), nn.BatchNorm(4, rngs=nnx.Rngs(0)))
+    quiet = nnx.view(model, deterministic=True, use_running_average=True)
+    assert (quiet.layers[0].deterministic, quiet.layers[1].use_running_average) == (True, True)
+    assert (model.layers[0].deterministic, model.layers[1].use_running_average) == (False, False)
+    with pytest.raises(ValueError, match="Unused keys"):
+        nnx.view(model, determinstic=True)
+    shown = nnx.view_info(model)
+    assert "nothing is dropped" in shown
+    assert "running averages" in shown
+
+
+TWINS = {
+    nn.Dense: nnx.Linear,
+    nn.Einsum: nnx.Einsum,
+    nn.LoRA: nnx.LoRA,
+    nn.LoRALinear: nnx.LoRALinear,
+    nn.Conv: nnx.Conv,
+    nn.ConvTranspose: nnx.ConvTranspose,
+    nn.Embed: nnx.Embed,
+    nn.LayerNorm: nnx.LayerNorm,
+    nn.RMSNorm: nnx.RMSNorm,
+    nn.GroupNorm: nnx.GroupNorm,
+    nn.BatchNorm: nnx.BatchNorm,
+    nn.Dropout: nnx.Dropout,
+    nn.MultiHeadAttention: nnx.MultiHeadAttention,
+    nn.SimpleCell: nnx.SimpleCell,
+    nn.GRUCell: nnx.GRUCell,
+    nn.OptimizedLSTMCell: nnx.OptimizedLSTMCell,
+    nn.RNN: nnx.RNN,
+    nn.Optimizer: nnx.Optimizer,
+}
+OURS = {"policy", "constraint", "pad_to_multiple_of", "is_causal", "max_length", "rotary_base"}
+OURS |= {"mult", "implementation", "stack_axes", "kernel_metadata", "recurrent_kernel_metadata"}
+OURS |= {"bias_metadata", "dtype", "param_dtype"}
+# "Differences from flax.nnx" in the documentation says why.
+FLAX_ONLY = {
+    *("precision", "preferred_element_type", "dot_general", "einsum_op", "conv_general_dilated"),
+    *("promote_dtype", "lora_promote_dtype", "qkv_promote_dtype", "out_promote_dtype"),
+    *("ln_promote_dtype", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls"),
+    *("out_dot_general_cls", "transpose_kernel", "mask", "axis", "reduction_axes", "feature_axes"),
+    *("axis_name", "axis_index_groups", "use_fast_variance", "attention_fn", "normalize_qk"),
+    *("query_ln_scale_metadata", "key_ln_scale_metadata", "carry_init", "gate_fn"),
+    *("activation_fn", "state_axes", "broadcast_rngs", "rngs", "keep_rngs", "graph"),
+}
+
+
+def arguments(cls: type) -> tuple[list[str], set[str]]:
+    """Positional arguments in order, and keywords, with those that a base class takes."""
+    positional, keywords = [], set()
+    for name, argument in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+        if argument.kind is argument.POSITIONAL_OR_KEYWORD:
+            positional.append(name)
+        elif argument.kind is not argument.VAR_KEYWORD:
+            keywords.add(name)
+        elif options := get_args(argument.annotation):
+            keywords |= options[0].__annotations__.keys()
+        else:
+            keywords |= arguments(cls.__bases__[0])[1]
+    return positional, keywords
+
+
+def test_arguments_are_those_of_flax() -> None:
+    for cls, twin in TWINS.items():
+        (positional, keywords), (wanted, others) = arguments(cls), arguments(twin)
+        assert positional == wanted, cls
+        assert keywords - others <= OURS, cls
+        assert others - keywords <= FLAX_ONLY, cls
+    signature, other = (inspect.signature(kind.RNN.__call__).parameters for kind in (nn, nnx))
+    assert [(k, p.kind) for k, p in signature.items()] == [(k, p.kind) for k, p in other.items()]
