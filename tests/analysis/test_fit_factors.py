@@ -97,17 +97,18 @@ CLOSED = {
         name: (f, [zeros(256, 256)], of(rules.elementwise(f, constraint=None)))
         for name, f in {
             "gelu": jax.nn.gelu,
-            "silu": jax.nn.silu,
-            "relu": jax.nn.relu,
             "tanh": jnp.tanh,
-            "sigmoid": jax.nn.sigmoid,
-            "sin": jnp.sin,
         }.items()
     },
 }
 
 
-@pytest.mark.parametrize("name", CLOSED)
+QUICK = ("dense", "softmax", "gelu", "mse")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CLOSED]
+)
 def test_every_closed_form_is_met_within_one_percent(name) -> None:
     fn, example, (forward, backward) = CLOSED[name]
     found = fit_factors(fn, example, seeds=24)
@@ -117,7 +118,7 @@ def test_every_closed_form_is_met_within_one_percent(name) -> None:
     assert low <= found.factors.fwd <= high
 
 
-@pytest.mark.parametrize("name", ["matmul", "softmax", "add", "gelu", "tanh"])
+@pytest.mark.parametrize("name", ["matmul", "softmax", "add", "gelu"])
 def test_the_closed_form_is_given_where_it_is_recognized(name) -> None:
     fn, example, (_, backward) = CLOSED[name]
     found = fit_factors(fn, example, seeds=2)
@@ -142,6 +143,7 @@ def selective_scan(x, delta, a, b, c):
     return jnp.moveaxis(ys, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_selective_scan_has_no_closed_form_and_becomes_unit() -> None:
     shape, state = (4, 24, 16), (4, 24, 8)
     example = [zeros(*shape), zeros(*shape), zeros(16, 8), zeros(*state), zeros(*state)]
@@ -151,8 +153,3 @@ def test_a_selective_scan_has_no_closed_form_and_becomes_unit() -> None:
     op = ops.unit_scaled(selective_scan, example, constraint=None)
     assert op.factors == found.factors
     check_unit(lambda *args: op(*args).data, example, seeds=32, draws=128)
-
-
-def test_a_result_that_is_not_finite() -> None:
-    with pytest.raises(ValueError, match=r"analysis\.fit_factors: its result is not finite"):
-        fit_factors(jnp.log, [zeros(8)])

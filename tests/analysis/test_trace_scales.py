@@ -1,20 +1,49 @@
-"""The statistics of a program against those of its values, taken one by one in numpy."""
+"""The statistics of a program's values against those taken one by one in NumPy, and their plot."""
+
+import dataclasses
+import io
+import math
+import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from rich.console import Console
 
-from tests.analysis.records import check
+from tests.parallel.devices import explicit_mesh
 from unitscale import ops
-from unitscale.analysis import trace_scales
+from unitscale.analysis import FormatShares, ScaleRecord, ScaleTrace, Source, trace_scales
+from unitscale.analysis._trace_scales import Watcher
+from unitscale.core import format_of
+
+
+def check(record, values, formats=("float16", "float8_e4m3fn", "float8_e5m2"), rtol=1e-5) -> None:
+    size = np.abs(np.asarray(values, np.float64))
+    np.testing.assert_allclose(record.rms, np.sqrt(np.mean(size**2)), rtol=rtol)
+    np.testing.assert_allclose(record.amax, size.max(initial=0.0), rtol=1e-6)
+    assert record.zeros == pytest.approx(np.mean(size == 0))
+    assert set(record.formats) == set(formats)
+    for name, shares in record.formats.items():
+        f = format_of(name)
+        lost = size <= f.smallest_subnormal / 2
+        assert shares.zero == pytest.approx(np.mean(lost))
+        assert shares.subnormal == pytest.approx(np.mean((size < f.smallest_normal) & ~lost))
+        assert shares.saturated == pytest.approx(np.mean(size > f.max))
+
+
+def named(trace, primitive, backward=False):
+    return [r for r in trace if r.primitive == primitive and r.backward is backward]
+
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4)).astype(np.float32)
 W = RNG.normal(size=(4, 4)).astype(np.float32)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-30, 1e30, 1e-42, 2e4, 0.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 1e-42, 2e4, 0.0])
 def test_statistics_at_every_scale(scale) -> None:
     x = (X * scale).astype(np.float32)
     x[0, 0] = 0
@@ -98,12 +127,213 @@ def test_narrow_values(dtype) -> None:
     check(trace_scales(lambda x: x + 0)(x)[0], x.astype(jnp.float32))
 
 
-def test_an_infinity_is_seen() -> None:
-    record = trace_scales(lambda x: 1 / x)(jnp.zeros(3))[-1]
-    assert not np.isfinite(record.rms)
-    assert not np.isfinite(record.amax)
+def scanned(x, w):
+    def body(c, r):
+        c = jnp.tanh(c * r)
+        return c, c
+
+    return jax.lax.scan(body, w[0], x)[1]
 
 
-def test_a_format_that_is_none() -> None:
-    with pytest.raises(ValueError, match="'float7' is not a floating-point format"):
-        trace_scales(jnp.sin, formats=["float7"])
+def while_loop(x, w):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, x))[1]
+
+
+def test_loops_count_every_iteration() -> None:
+    trace = trace_scales(jax.jit(scanned))(X, W)
+    (record,) = named(trace, "tanh")
+    assert record.executions == 8
+    check(record, scanned(X, W))
+    (record,) = named(trace_scales(while_loop)(X, W), "tanh")
+    assert record.executions == 3
+    once, twice = np.tanh(X), np.tanh(np.tanh(X))
+    check(record, np.stack([once, twice, np.tanh(twice)]))
+    (record,) = named(trace_scales(lambda x, w: scanned(x[:0], w))(X, W), "tanh")
+    assert (record.executions, record.rms, record.amax) == (0, 0.0, 0.0)
+
+
+def test_only_the_branch_that_was_taken_was_executed() -> None:
+    def fn(x):
+        return jax.lax.cond(x[0, 0] > 100, jnp.sin, jnp.cos, x)
+
+    trace = trace_scales(fn)(X)
+    assert [r.executions for r in named(trace, "sin")] == [0]
+    (cos,) = named(trace, "cos")
+    check(cos, np.cos(X))
+
+
+def test_the_name_of_a_value_that_is_gone_is_no_other_value_s() -> None:
+    def fn(x):
+        return jnp.reshape(jnp.sin(jnp.cos(x)), -1)  # a view, which has no record of its own
+
+    for _ in range(20):
+        assert [r.name for r in trace_scales(fn)(X)] == ["[0]", "", ""]
+
+
+def test_what_devices_do_together_is_executed_whole() -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fn(x):
+        total = jax.shard_map(
+            lambda part: jax.lax.psum(part, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
+        )(x)
+        return jnp.tanh(total)
+
+    trace = trace_scales(fn)(X)
+    (record,) = named(trace, "tanh")
+    check(record, np.tanh(X[:4] + X[4:]))
+
+
+def on_cpu(x):
+    return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+
+def test_of_what_depends_on_the_platform_only_its_own_is_executed() -> None:
+    trace = trace_scales(on_cpu)(X)
+    assert [r.primitive for r in trace] == ["input", "sin"]
+    assert trace[1].name == "result"
+    check(trace[1], np.sin(X))
+    trace = trace_scales(lambda x: jax.lax.scan(lambda c, _: (on_cpu(c), None), x, length=2)[0])(X)
+    assert [r.primitive for r in trace] == ["input", "sin"]
+    check(trace[1], np.stack([np.sin(X), np.sin(np.sin(X))]))
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b"))])
+def test_values_that_explicit_axes_shard(spec: P) -> None:
+    mesh = explicit_mesh(a=2, b=2)
+    x = RNG.normal(size=(8, 256)).astype(np.float32)
+
+    def fn(x):
+        def body(c, _):
+            c = jnp.sin(c)
+            return c, None
+
+        return jax.lax.scan(body, 2 * x, None, length=2)[0]
+
+    with jax.set_mesh(mesh):
+        trace = trace_scales(fn, sample=None)(jax.device_put(x, NamedSharding(mesh, spec)))
+    doubled, (sine,) = named(trace, "mul")[0], named(trace, "sin")
+    rtol = x.size * float(np.finfo(np.float32).eps)  # of a sum of as many
+    check(doubled, 2 * x, rtol=rtol)
+    once = np.sin(2 * x)
+    check(sine, np.stack([once, np.sin(once)]), rtol=rtol)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return trace_scales(lambda x: {"y": 3 * jnp.sin(x)})(jnp.ones(4))
+
+
+def test_is_a_sequence_of_frozen_records(trace) -> None:
+    assert len(trace) == 3
+    assert trace[0] is trace.records[0]
+    assert trace[1:] == trace.records[1:]
+    assert [r.label for r in trace] == ["[0]", "sin", "result['y']"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        trace[0].rms = 1.0
+    assert repr(trace) == "ScaleTrace(3 values)"
+
+
+def test_table(trace) -> None:
+    console = Console(width=200, file=io.StringIO())
+    console.print(trace.table())
+    text = console.file.getvalue()
+    assert "ScaleTrace(3 values)" in text
+    assert "zero/subn./sat." in text
+    row = next(line for line in text.splitlines() if "result['y']" in line)
+    assert "forward" in row
+    assert "float32[4]" in row
+    assert "2.52" in row
+    assert "mul" in row
+    assert len([line for line in text.splitlines() if "float32[4]" in line]) == 3
+
+
+NONE = FormatShares(0.0, 0.0, 0.0)
+
+
+def record(i: int, rms: float = 1.0) -> ScaleRecord:
+    return ScaleRecord(
+        name=f"value {i}" if i else "a name far longer than fits beside an axis " * 3,
+        source=Source("dense", ""),
+        primitive="mul",
+        scope="",
+        backward=i % 2 == 1,
+        shape=(2,),
+        dtype="float32",
+        executions=1,
+        rms=rms,
+        amax=4 * rms,
+        zeros=0.0,
+        formats={"float16": NONE, "float8_e4m3fn": NONE},
+    )
+
+
+def plot(*records: ScaleRecord):
+    (axes,) = ScaleTrace(records, None).plot().axes
+    return axes
+
+
+@pytest.mark.parametrize("count", [0, 1, 60, 61])
+def test_every_value_is_drawn_once(count) -> None:
+    axes = plot(*(record(i, 2.0 ** (i % 7)) for i in range(count)))
+    drawn = {line.get_label(): line for line in axes.get_lines()}
+    points = [
+        len(drawn[f"{p} RMS"].get_xdata()) for p in ("forward", "backward") if f"{p} RMS" in drawn
+    ]
+    assert sum(points) == count
+    assert axes.get_ylabel() == "log2 of the value"
+    named = "value 1" in [label.get_text() for label in axes.get_xticklabels()]
+    assert named == (1 < count <= 60)
+
+
+def test_levels_are_logarithms() -> None:
+    axes = plot(record(0, 0.125), record(2, 8.0))
+    line = next(x for x in axes.get_lines() if x.get_label() == "forward RMS")
+    assert list(line.get_ydata()) == [-3.0, 3.0]
+
+
+def test_formats_are_shaded_to_their_limits() -> None:
+    axes = plot(record(0, 2.0**-30), record(2, 2.0**30))
+    shades = {p.get_label(): p for p in axes.patches}
+    low, high = shades["float16"].get_extents().transformed(axes.transData.inverted()).intervaly
+    assert low == pytest.approx(-14)
+    assert high == pytest.approx(math.log2(65504))
+    assert {"float16", "float8_e4m3fn"} <= set(shades)
+
+
+@pytest.mark.parametrize("rms", [0.0, math.inf, math.nan])
+def test_what_has_no_logarithm_is_marked(rms) -> None:
+    axes = plot(record(0), record(2, rms))
+    line = next(x for x in axes.get_lines() if x.get_label() == "all zero or not finite")
+    assert list(line.get_xdata()) == [1]
+
+
+def test_a_missing_dependency_says_how_to_get_it(monkeypatch) -> None:
+    trace = trace_scales(jnp.sin)(1.0)
+    for name in ("matplotlib.figure", "matplotlib", "rich.table", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"plot: needs matplotlib.*unitscale\[recipes\]"):
+        trace.plot()
+    with pytest.raises(ImportError, match=r"table: needs rich.*unitscale\[recipes\]"):
+        trace.table()
+
+
+def test_a_value_is_gone_when_nothing_reads_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = [], []
+    note = Watcher.note
+
+    def counted(self, eqn, results):
+        alive.extend(map(weakref.ref, results))
+        most.append(sum(ref() is not None for ref in alive))
+        note(self, eqn, results)
+
+    monkeypatch.setattr(Watcher, "note", counted)
+
+    def chain(x):
+        for _ in range(9):
+            x = jnp.sin(x)
+        return x
+
+    trace_scales(chain)(jnp.asarray(X))
+    assert len(most) == 9
+    assert max(most) == 2, "a value and the one made of it"

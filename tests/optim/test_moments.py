@@ -24,8 +24,7 @@ def sample(seed: int = 0, spread: float = 2.0, shape=(24, 40)) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def both(x, dtype, root=False, block=None, key=None):
     """What is stored, and what is read of it."""
-    rounding = "nearest" if key is None else "stochastic"
-    out = store(x, Moment(dtype, root, block), rounding, key)
+    out = store(Moment(dtype, root, block), x, key)
     return out, load(out)
 
 
@@ -165,8 +164,8 @@ def test_items_of_a_stack_are_stored_each_as_if_alone(dtype: str, root: bool) ->
 
     @jax.jit
     def run(x):
-        stack = store(x, Moment(dtype, root, stack_axes=1), "nearest", None)
-        alone = [load(store(item, Moment(dtype, root), "nearest", None)) for item in x]
+        stack = store(Moment(dtype, root, stack_axes=1), x, None)
+        alone = [load(store(Moment(dtype, root), item, None)) for item in x]
         return stack, load(stack), jnp.stack(alone)
 
     stack, value, alone = run(x)
@@ -183,7 +182,7 @@ def again(x, before, dtype, root=False):
     before, seen = inspect(before)
     assert is_stored(before)
     assert seen is not None
-    out = store(x, Moment(dtype, root), "nearest", None, seen)
+    out = store(Moment(dtype, root), x, None, seen)
     return out, load(out)
 
 
@@ -267,12 +266,12 @@ def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
     sizes = np.float32([1, 2.0**20, 2.0**-20])[:, None, None]
     x = sizes * np.abs(sample(0, 2.0, (3, 128, 256)))
     moment = Moment("float8_e4m3fn", stack_axes=1)
-    before = store(jnp.zeros_like(x), moment, "nearest", None)
+    before = store(moment, jnp.zeros_like(x), None)
 
     @jax.jit
     def run(x, before):
-        out = store(x, moment, "nearest", None, inspect(before)[1])
-        return out, load(out), load(store(x, moment, "nearest", None, inspect(out)[1]))
+        out = store(moment, x, None, inspect(before)[1])
+        return out, load(out), load(store(moment, x, None, inspect(out)[1]))
 
     out, once, twice = run(x, before)
     assert out.scale.shape == (3, 1, 1)

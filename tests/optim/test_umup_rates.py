@@ -60,5 +60,5 @@ def test_the_start_is_a_mean_over_hidden_kernels() -> None:
 
 
 def test_a_parameter_without_a_role() -> None:
-    with pytest.raises(ValueError, match=r"umup: .*; w has none; make a parameter"):
+    with pytest.raises(ValueError, match=r"umup: .*; w has none; make"):
         umup_rates({"w": jnp.ones(3)})

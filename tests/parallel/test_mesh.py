@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from recipes.bench.wire import collectives
 from tests.parallel.devices import mesh_of, relative_error
-from unitscale.core import amax, as_scaled, rescale
+from unitscale.core import as_scaled
 from unitscale.parallel import batch_axes, make_mesh, param_shardings, shard_batch
 from unitscale.quant import Block, quantize
 
@@ -22,15 +22,12 @@ def test_mesh_over_all_devices() -> None:
     assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
 
 
-def test_wrong_number_of_devices() -> None:
-    with pytest.raises(ValueError, match=r"got data 4 x fsdp 3 = 12 and 8 devices\. Change"):
-        make_mesh({"data": 4, "fsdp": 3}, devices=jax.devices()[:8])
-
-
-@pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -1}, {"data": 2.0}])
-def test_wrong_sizes(axes: dict) -> None:
-    with pytest.raises(ValueError, match="each axis a positive number of devices"):
-        make_mesh(axes)
+@pytest.mark.parametrize(
+    "axes", [{}, {"data": 0}, {"data": -1}, {"data": 2.0}, {"data": 4, "fsdp": 3}]
+)
+def test_wrong_axes(axes: dict) -> None:
+    with pytest.raises(ValueError, match=r"ax[ei]s"):
+        make_mesh(axes, devices=jax.devices()[:8])
 
 
 @pytest.mark.parametrize(
@@ -70,13 +67,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "spec"), SHAPES)
-def test_parameters(shape: tuple[int, ...], spec: P) -> None:
-    sharding = param_shardings(jnp.zeros(shape), mesh_of(data=2, fsdp=2, tensor=2))
-    assert sharding.spec == spec
-
-
-def test_parameters_without_tensor_axis() -> None:
+def test_parameters() -> None:
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    for shape, spec in SHAPES:
+        assert param_shardings(jnp.zeros(shape), mesh).spec == spec, shape
     assert param_shardings(jnp.zeros((32, 64)), mesh_of(fsdp=4)).spec == P(None, "fsdp")
     assert param_shardings(jnp.zeros((32, 64)), mesh_of(data=4)).spec == P(None, None)
 
@@ -113,17 +107,14 @@ def test_experts_are_divided_among_devices() -> None:
     assert found["experts"]["up"]["kernel"].spec == P("expert", "fsdp", "tensor")
     assert found["experts"]["up"]["bias"].spec == P("expert", None)
     assert found["down"]["kernel"].spec == P(None, "tensor", "fsdp")
-    stacked = {"experts": jnp.zeros((3, 4, 64, 128))}  # of a scan over layers
-    assert param_shardings(stacked, mesh_of(expert=4))["experts"].spec == P(
-        None, "expert", None, None
-    )
-    biases = {"experts": {"down": {"bias": jnp.zeros((3, 4, 512))}}}
-    assert param_shardings(biases, mesh_of(expert=4))["experts"]["down"]["bias"].spec == P(
-        None, "expert", None
-    )
-    three = param_shardings({"experts": jnp.zeros((3, 64, 128))}, mesh_of(expert=2))
-    assert three["experts"].spec == P(None, None, None)
-    own = param_shardings({"moe": jnp.zeros((4, 64, 128))}, mesh_of(expert=4), experts={"moe"})
+    mesh = mesh_of(expert=4)
+    for params, spec in (
+        ({"experts": jnp.zeros((3, 4, 64, 128))}, P(None, "expert", None, None)),  # of a scan
+        ({"experts": {"bias": jnp.zeros((3, 4, 512))}}, P(None, "expert", None)),
+        ({"experts": jnp.zeros((3, 64, 128))}, P(None, None, None)),
+    ):
+        assert [x.spec for x in jax.tree.leaves(param_shardings(params, mesh))] == [spec]
+    own = param_shardings({"moe": jnp.zeros((4, 64, 128))}, mesh, experts={"moe"})
     assert own["moe"].spec == P("expert", None, None)
 
 
@@ -145,7 +136,7 @@ def test_scales_are_cut_as_their_data() -> None:
         np.testing.assert_array_equal(placed.value, scaled.value)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_block_sums_once_over_the_devices(devices: int) -> None:
     """Neither the hidden units nor the matrices are gathered, forward or backward."""
     mesh = mesh_of(tensor=devices)
@@ -173,17 +164,3 @@ def test_a_block_sums_once_over_the_devices(devices: int) -> None:
             *map(jax.tree.leaves, (compiled(placed, x), f(params, x))), strict=True
         ):
             assert relative_error(got, wanted) < 1e-5
-
-
-def test_amax_of_a_sharded_array_is_that_of_the_whole() -> None:
-    """The largest entry lies on one device alone; its scale is that of all, ScaledArrays too."""
-    mesh = mesh_of(fsdp=2, tensor=2)
-    x = np.full((64, 32), 0.5, np.float32)
-    x[3, 5] = 100.0
-    scaled = as_scaled(jnp.asarray(x), scale=2.0)
-    placed = jax.device_put(scaled, param_shardings(scaled, mesh))
-    assert placed.data.sharding.spec == P("fsdp", "tensor")
-    assert float(jax.jit(amax)(placed.value)) == 100
-    rescaled = jax.jit(lambda x: rescale(x, "amax", dtype="float8_e4m3fn"))(placed)
-    assert float(rescaled.scale) == 0.25  # 100 / 0.25 is 400, 100 / 0.125 above 448
-    np.testing.assert_array_equal(rescaled.value, x)

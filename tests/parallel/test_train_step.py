@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from recipes.bench.wire import collectives
 from tests.batching import compute
 from tests.optimizers import scaled
 from tests.parallel.devices import mesh_of, relative_error
@@ -80,31 +79,6 @@ def distance(params: Any, wanted: Any) -> float:
     return max(relative_error(moved[k], wanted[k] - first[k]) for k in first)
 
 
-def test_float32_on_eight_devices_with_shardings() -> None:
-    """data x fsdp x tensor = 2 x 2 x 2: jit divides the work, the numbers are those of one."""
-    mesh = mesh_of(data=2, fsdp=2, tensor=2)
-    optimizer = OPTIMIZERS["adam"]
-    params = jax.device_put(first_params(), param_shardings(first_params(), mesh, small=256))
-    state = optimizer.init(params)
-    state = jax.device_put(state, param_shardings(state, mesh, small=256))
-
-    @jax.jit
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for batch in batches():
-        params, state, value = step(params, state, shard_batch(batch, mesh))
-        losses.append(float(value))
-    assert {s.data.shape for s in params["up"].addressable_shards} == {(WIDTH // 2, HIDDEN // 2)}
-    wanted, wanted_losses = on_one_device("adam")
-    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    for name, value in params.items():
-        assert relative_error(value, wanted[name]) < 1e-5
-
-
 # Each tells gradients from multiples of them.
 EXACT = {
     "sgd": optax.sgd(0.1),
@@ -150,8 +124,12 @@ def by_shard_map(optimizer: Any, mesh: Any) -> Any:
     return step(state, batches()[0])[0].params
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("devices", [2, 4, 8])
+SLOW = [(n, d) for n in EXACT for d in (2, 4, 8) if (n, d) != ("adam", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("adam", 4), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)]
+)
 @pytest.mark.parametrize("divide", [by_compiler, by_shard_map])
 def test_a_unit_scaled_step_is_that_of_one_device(divide: Any, devices: int, name: str) -> None:
     found, wanted = divide(EXACT[name], mesh_of(data=devices)), one_unit_step()[name]
@@ -162,32 +140,7 @@ def test_a_unit_scaled_step_is_that_of_one_device(divide: Any, devices: int, nam
         assert moved > 2**-10 * np.linalg.norm(first)
 
 
-def test_cotangents_are_those_of_one_device() -> None:
-    """In narrow formats it matters how large they are, not only what the gradients come to."""
-    seen = []
-
-    @jax.custom_vjp
-    def spy(x):
-        return x
-
-    def see(_, cotangent):
-        jax.debug.callback(lambda c: seen.append(np.abs(c).max()), cotangent)
-        return (cotangent,)
-
-    spy.defvjp(lambda x: (x, None), see)
-
-    def loss(params, x):
-        return ops.mse_loss(spy(ops.dense(x, params).data), jnp.zeros((len(x), 4)))
-
-    params, x = jnp.ones((WIDTH, 4)), np.ones((BATCH, WIDTH), np.float32)
-    jax.grad(loss)(params, x)
-    step = train_step(loss, optax.sgd(0.1), mesh_of(data=8), dtype="float32")
-    step(ParallelState(params, optax.sgd(0.1).init(params)), x)
-    jax.effects_barrier()
-    np.testing.assert_allclose(seen, [seen[0]] * 9, rtol=1e-6)
-
-
-@pytest.mark.parametrize("axes", [(2, 2, 2), (4, 2, 1), (2, 4, 1), (1, 4, 2)])
+@pytest.mark.parametrize("axes", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", [("first", "second"), ("up", "down")])
 def test_gradients_of_matrices_in_a_row(axes: tuple[int, ...], names: tuple[str, str]) -> None:
     """What went wrong with the batch over data before fsdp; see `batch_axes`."""
@@ -239,16 +192,6 @@ def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
         np.testing.assert_allclose(list(jax.tree.leaves(state.auto)), mu, rtol=1e-5)
 
 
-def test_exchange_is_in_fp8() -> None:
-    optimizer = optax.sgd(0.1)
-    step = train_step(loss, optimizer, mesh_of(data=8), small=256)
-    state = ParallelState(first_params(), optimizer.init(first_params()))
-    found = collectives(step.lower(state, batches()[0]).compile())
-    large = [c for c in found if c.size >= 256 * 4 or c.dtype == "u8"]
-    assert {c.dtype for c in large} == {"u8"}
-    assert {c.kind for c in large} == {"all-to-all", "all-gather"}
-
-
 def test_scaled_optimizer() -> None:
     """Weights as float16 ScaledArrays, moments in FP8, gradients exchanged in FP8."""
     optimizer = scaled(optax.adam(1e-2))
@@ -275,6 +218,9 @@ def test_refusals() -> None:
     step = train_step(loss, optax.sgd(0.1), mesh)
     with pytest.raises(ValueError, match="must be divisible by the 4 devices of 'data'"):
         step(ParallelState(first_params(), ()), (np.ones((6, WIDTH)), np.ones((6, WIDTH))))
+    params = scaled(optax.sgd(0.1)).scale_params(first_params())
+    with pytest.raises(TypeError, match=r"must be of unitscale\.optim\.scaled"):
+        step(ParallelState(params, ()), batches()[0])
 
 
 def test_the_loss_is_its_value_in_float32() -> None:

@@ -26,8 +26,7 @@ class Input:
 
     Attributes:
         uses: number of operations that its gradient is summed from.
-        cut: whether each of them reads it through a cut edge, so that the backward factor of its
-            gradient there is free.
+        cut: whether all of them read it through cut edges, so that its backward factor is free.
     """
 
     name: str
@@ -64,8 +63,7 @@ class CutEdges:
         for x in (*self.inputs, *self.intermediates):
             text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
             if isinstance(x, Input):
-                often = f", used {x.uses} times" if x.uses != 1 else ""
-                lines[x.cut].append(f"  input {x.name} {text}{often}")
+                lines[x.cut].append(f"  input {x.name} {text}, uses {x.uses}")
             else:
                 lines[x.cut].append(f"  {text} {x.source}")
         return "\n".join(lines[True] + lines[False])
@@ -86,9 +84,6 @@ def cut_edges(
         *args: its arguments: arrays, or anything with shape and dtype.
         argnums: the arguments that are differentiated; all by default. An input that is not, such
             as a batch, closes no cycle.
-
-    Returns:
-        `CutEdges`, which lists both kinds as text.
 
     Raises:
         TypeError: if ``fn`` cannot be traced.
@@ -132,23 +127,25 @@ def cut_edges(
             "output; got a function with none. Integers and stop_gradient carry no gradient."
         )
     cut = {edges[i] for i in bridges((e.start, e.end) for e in edges)}
-    uses: dict[int, list[Edge]] = {}
-    made: dict[int, list[Edge]] = {}
+    leaving: dict[int, list[Edge]] = {}
+    entering: dict[int, list[Edge]] = {}
     for edge in edges:
-        uses.setdefault(edge.start, []).append(edge)
-        made.setdefault(edge.end, []).append(edge)
-    inputs = []
+        leaving.setdefault(edge.start, []).append(edge)
+        entering.setdefault(edge.end, []).append(edge)
+    inputs, intermediates = [], []
     for node, name, var in zip(graph.inputs, names, closed.jaxpr.invars, strict=True):
         if node is not None:
-            own = uses.get(node, [])
-            shape, dtype = tuple(var.aval.shape), var.aval.dtype.name
-            inputs.append(Input(name, shape, dtype, len(own), cut.issuperset(own)))
-    intermediates = []
+            own = leaving.get(node, [])
+            inputs.append(Input(name, *_kind(var), len(own), cut.issuperset(own)))
     for node, (eqns, var) in sorted(graph.values.items()):
-        if node in made:
-            shape, dtype, free = tuple(var.aval.shape), var.aval.dtype.name, cut.issuperset
-            intermediates.append(Intermediate(source_of(*eqns), shape, dtype, free(made[node])))
+        if node in entering:
+            is_cut = cut.issuperset(entering[node])
+            intermediates.append(Intermediate(source_of(*eqns), *_kind(var), is_cut))
     return CutEdges(tuple(inputs), tuple(intermediates))
+
+
+def _kind(var: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(var.aval.shape), var.aval.dtype.name
 
 
 class Edge(NamedTuple):
@@ -179,8 +176,8 @@ class Graph(Interpreter):
         values: by vertex, the equation of each value outside of custom_vjp functions, followed by
             the calls around it, and its variable.
         ops: equations of the outermost custom_vjp functions.
-        measured: by number of the op, the result of ``measure(eqn, operands)`` if ``args`` are
-            given; of a loop, in its first iteration.
+        measured: results of ``measure(eqn, operands)`` by the number of the op, if ``args`` are
+            given.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Evaluate programs in float64 without rounding, so that gradients compare to many digits."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from ..core import cast, dithered
-from ._program import Interpreter, bind, inner_program, is_float
+from ._program import Interpreter, bind, inner_program, is_float, types_of
 
 
 def wide(x: Any) -> Any:
@@ -19,24 +18,18 @@ def wide(x: Any) -> Any:
     return lax.convert_element_type(x, jnp.float64) if is_float(x) else x
 
 
-def types_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of variables of a jaxpr, as `jax.make_jaxpr` takes them."""
-    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
-
-
 def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluate a program in float64 without rounding; call it under `jax.enable_x64(True)`.
 
-    Casts and rounding are identities, except for operations on the bits of floating-point numbers.
-    Functions with a custom_vjp are replaced by their forward bodies, so that differentiating the
-    result gives the true derivative; custom_jvp rules are kept.
+    Casts and rounding are identities. Functions with a custom_vjp are replaced by their forward
+    bodies, so that the derivative of the result is the true one; custom_jvp rules are kept.
     """
     arrays = [jnp.asarray(x) if isinstance(x, float | int) else x for x in args]
     return Exact().run(closed, [wide(x) for x in arrays])
 
 
 def has_while(jaxpr: Any) -> bool:
-    """Return whether a program has a loop that its values end, also inside of another."""
+    """Return whether a program has a while loop, also inside of another."""
     inner = (p.jaxpr for e in jaxpr.eqns for p in e.params.values() if isinstance(p, ClosedJaxpr))
     return any(e.primitive.name == "while" for e in jaxpr.eqns) or any(map(has_while, inner))
 

@@ -9,18 +9,13 @@ from ..rules import Factors
 
 
 @dataclasses.dataclass(frozen=True)
-class FittedFactors:
-    """The ideal factors of a function, before any constraint.
+class FittedFactors(rules.Simulation):
+    """The ideal factors of a function, before any constraint: a `rules.Simulation`.
 
     Attributes:
-        factors: estimated by simulation; one backward factor per floating argument.
-        fwd_interval, bwd_intervals: 95 percent confidence intervals.
         closed_form: the exact factors, where a rule is known; else None.
     """
 
-    factors: Factors
-    fwd_interval: tuple[float, float]
-    bwd_intervals: tuple[tuple[float, float], ...]
     closed_form: Factors | None
 
     def __str__(self) -> str:
@@ -47,9 +42,6 @@ def fit_factors(
         example: its arguments. Only the shapes of floating ones count; others are passed unchanged.
         seeds: number of draws, at least 2.
 
-    Returns:
-        `FittedFactors`, with the closed form if `rules` has it.
-
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
             result is not one floating array.
@@ -63,6 +55,4 @@ def fit_factors(
         backward 0  1.4... [..., ...]  exact 1.4...
     """
     found = rules.simulate(fn, example, seeds=seeds, name="analysis.fit_factors")
-    return FittedFactors(
-        found.factors, found.fwd_interval, found.bwd_intervals, rules.closed_form(fn, example)
-    )
+    return FittedFactors(**vars(found), closed_form=rules.closed_form(fn, example))

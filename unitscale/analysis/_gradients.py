@@ -18,8 +18,8 @@ import numpy as np
 
 from ..core import is_scaled
 from ._cut_edges import Edge, Graph, bridges
-from ._exact import evaluate, has_while, only_rounds, types_of
-from ._program import Source, bind, is_float, source_of, traced
+from ._exact import evaluate, has_while, only_rounds
+from ._program import Source, bind, is_float, source_of, traced, types_of
 
 _SOUND = ("right", "no gradient")
 # Gradients this much smaller than the largest are what rounding in float64 leaves of zero.
@@ -35,12 +35,10 @@ class ParameterGradient:
 
     Attributes:
         name: its path.
-        verdict: "right"; "no gradient" if the loss does not depend on it and no gradient is given;
-            "truth not finite" if the given one cannot be judged; or what is wrong: "lost",
-            "negative", "wrong direction", "not of the loss", "not finite".
+        verdict: "right"; "no gradient" if both are zero; "truth not finite" if the given one cannot
+            be judged; or "lost", "negative", "wrong direction", "not of the loss", "not finite".
         constant: the given gradient over the true one.
-        spread: share of the given gradient that is no multiple of the true one; nan if one of them
-            is not finite.
+        spread: share of the given gradient that is no multiple of the true one.
     """
 
     name: str
@@ -121,9 +119,6 @@ def check_gradients(
         *batch: further arguments, which are not differentiated.
         tolerance: largest spread of a gradient that is right.
 
-    Returns:
-        `GradientReport`: true if all is right; its text is a table, and names the guilty ops.
-
     Raises:
         TypeError: if ``loss`` cannot be traced.
         ValueError: if it is no floating scalar, has side effects, there is no floating parameter,
@@ -195,10 +190,9 @@ def check_gradients(
                 graphs.append(Graph(closed, flags, xs, _gradients_of_op))
                 return graphs[-1].measured
 
-            pairs = _run(measured, closed, wide)
             ratios = {
                 call: [None if pair is None else Ratio.of(*pair) for pair in operands]
-                for call, operands in pairs.items()
+                for call, operands in _run(measured, closed, wide).items()
             }
             report = dataclasses.replace(report, guilty=blame(graphs[-1], ratios))
     return report
@@ -227,27 +221,28 @@ def _judge(
     names: list[str], given: Any, true: Any, tolerance: float
 ) -> tuple[ParameterGradient, ...]:
     ratios = [Ratio.of(g, t) for g, t in zip(given, true, strict=True)]
-    largest_given = max((r.given for r in ratios if math.isfinite(r.given)), default=0.0)
-    largest_true = max((r.true for r in ratios if math.isfinite(r.true)), default=0.0)
+    least_given = _NOTHING * max((r.given for r in ratios if math.isfinite(r.given)), default=0.0)
+    least_true = _NOTHING * max((r.true for r in ratios if math.isfinite(r.true)), default=0.0)
+
+    def verdict_of(ratio: Ratio) -> str:
+        if not math.isfinite(ratio.true):
+            return "truth not finite"
+        if not math.isfinite(ratio.given):
+            return "not finite"
+        is_given, is_true = ratio.given > least_given, ratio.true > least_true
+        if not is_given:
+            return "lost" if is_true else "no gradient"
+        if not is_true:
+            return "not of the loss"
+        if ratio.spread > tolerance or not math.isfinite(ratio.constant):
+            return "wrong direction"
+        return "negative" if ratio.constant < 0 else "right"
+
     found = []
     for name, ratio in zip(names, ratios, strict=True):
-        is_given = ratio.given > _NOTHING * largest_given
-        is_true = ratio.true > _NOTHING * largest_true
-        verdict: str = "right"
-        if not math.isfinite(ratio.true):
-            verdict = "truth not finite"
-        elif not math.isfinite(ratio.given):
-            verdict = "not finite"
-        elif not (is_given or is_true):
-            ratio, verdict = Ratio(math.nan, 0.0, 0.0, 0.0), "no gradient"
-        elif not is_given:
-            verdict = "lost"
-        elif not is_true:
-            verdict = "not of the loss"
-        elif ratio.spread > tolerance or not math.isfinite(ratio.constant):
-            verdict = "wrong direction"
-        elif ratio.constant < 0:
-            verdict = "negative"
+        verdict = verdict_of(ratio)
+        if verdict == "no gradient":
+            ratio = Ratio(math.nan, 0.0, 0.0, 0.0)
         found.append(ParameterGradient(name, verdict, ratio.constant, ratio.spread))
     return tuple(found)
 

@@ -22,8 +22,7 @@ class Source(NamedTuple):
 
     Attributes:
         op: name of the unitscale op that made it, or of its primitive.
-        line: ``file:line (function)`` of the user's code, or of the library's where only that is
-            known; "" if nothing is.
+        line: ``file:line (function)`` of the user's code, else of the library's; "" if unknown.
         layer: classes of the unitscale layers between the two, such as ``"MLP/Dense"``, or "".
     """
 
@@ -76,25 +75,24 @@ def traced(where: str, fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr,
         raise TypeError(f"{name}: expected a function; got {type(fn).__name__}")
     try:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    except jax.errors.JAXTypeError as error:
-        raise TypeError(
-            f"{name}: expected a function that JAX can trace; got one that needs the values of its "
-            f"arguments ({str(error).strip().splitlines()[0]}). Close over what must be static, "
-            "and use jax.lax.cond or jnp.where for choices."
-        ) from error
     except TypeError as error:
-        if "abstract array" not in str(error) and "JAX type" not in str(error):
-            raise
-        raise TypeError(
-            f"{name}: expected arrays as arguments and results; got something else "
-            f"({str(error).strip().splitlines()[0]}). Close over what is not an array."
-        ) from error
+        first, *_ = str(error).strip().splitlines() or [""]
+        if isinstance(error, jax.errors.JAXTypeError):
+            raise TypeError(
+                f"{name}: expected a function that JAX can trace; got one that needs the values of "
+                f"its arguments ({first}). Use jax.lax.cond or jnp.where for choices."
+            ) from error
+        if "abstract array" in first or "JAX type" in first:
+            raise TypeError(
+                f"{name}: expected arrays as arguments and results; got something else ({first}). "
+                "Close over what is not an array."
+            ) from error
+        raise
     if closed.effects:
-        # The text of an effect on a Ref goes on with its address.
-        effects = {str(effect).split("<")[0] or type(effect).__name__ for effect in closed.effects}
+        effects = sorted({type(effect).__name__ for effect in closed.effects})
         raise ValueError(
-            f"{name}: expected a function without side effects; got one with "
-            f"{', '.join(sorted(effects))}. Remove jax.debug.print, callbacks and Refs."
+            f"{name}: expected a function without side effects; got one with {', '.join(effects)}. "
+            "Remove jax.debug.print, callbacks and Refs."
         )
     return closed, out
 
@@ -103,6 +101,11 @@ def is_float(x: Any) -> bool:
     """Return whether an array or type of one has derivatives."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def types_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of variables of a jaxpr, as `jax.make_jaxpr` takes them."""
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:

@@ -20,13 +20,11 @@ def snr(format: Any, scales: Any, *, block: int | None = None) -> np.ndarray:
 
     Scaling:
         10 log10(E[x^2] / E[(x - round(x))^2]) with x ~ N(0, scale^2), rounded as by
-        `unitscale.cast`: to nearest, saturating, with subnormal numbers. With ``block`` the values
-        are first divided by the smallest power of two that brings the largest of so many into
-        range, as by `quant.Block`. The expectations are integrated over the grid of the format.
+        `unitscale.cast`: to nearest, saturating. With ``block`` the values are first divided by the
+        smallest power of two that brings the largest of so many into range, as by `quant.Block`.
 
     Args:
-        format: a format, as `core.format_of` knows it: a dtype, a name such as "e4m3fn",
-            "float6_e2m3fn" or "E3M4".
+        format: a dtype, or a name such as "e4m3fn", "float6_e2m3fn" or "E3M4".
         scales: standard deviations, a number or an array.
         block: number of values that share a power-of-two scale; None for no scale.
 
@@ -115,19 +113,12 @@ def _block_noise(fmt: Format, sigma: float, block: int) -> float:
     return sum(f * (below(fmt.max, unit) - below(fmt.max / 2, unit)) for f, unit in units)
 
 
+# Label, format and block of the lines that `plot_snr` draws.
+_NAMES = ("float32", "float16", "bfloat16", "e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1")
 LINES: tuple[tuple[str, Any, int | None], ...] = (
-    ("FP32", "float32", None),
-    ("FP16", "float16", None),
-    ("BF16", "bfloat16", None),
-    ("FP8 E4M3", "e4m3fn", None),
-    ("FP8 E5M2", "e5m2", None),
-    ("FP8 E4M3 fnuz", "e4m3fnuz", None),
-    ("FP8 E5M2 fnuz", "e5m2fnuz", None),
-    ("FP6 E2M3", "e2m3", None),
-    ("FP6 E3M2", "e3m2", None),
-    ("FP4 E2M1", "e2m1", None),
-    ("MXFP8 E4M3", "e4m3fn", 32),
-    ("MXFP4 E2M1", "e2m1", 32),
+    *((name, name, None) for name in _NAMES),
+    ("MXFP8 e4m3fn", "e4m3fn", 32),
+    ("MXFP4 e2m1", "e2m1", 32),
 )
 
 
@@ -135,8 +126,8 @@ def plot_snr(lines: Sequence[tuple[str, Any, int | None]] | None = None, scales:
     """Draw the signal-to-noise ratio of formats by scale, as `snr` computes it.
 
     Args:
-        lines: label, format and block (or None) of each line; by default FP32, FP16, BF16, the FP8,
-            FP6 and FP4 formats, and MX blocks of 32.
+        lines: label, format and block (or None) of each line; by default the common formats of 32
+            to 4 bits, and MX blocks of 32.
         scales: standard deviations; by default 2^-30 to 2^24.
 
     Returns:
@@ -144,19 +135,14 @@ def plot_snr(lines: Sequence[tuple[str, Any, int | None]] | None = None, scales:
 
     Raises:
         ImportError: if matplotlib is not installed.
-
-    Example:
-        >>> figure = plot_snr([("FP8", "e4m3fn", None)], [0.5, 1.0, 2.0])
-        >>> figure.axes[0].get_lines()[0].get_label()
-        'FP8'
     """
     figure = extra("plot_snr", "matplotlib.figure").Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     sigma = 2.0 ** np.linspace(-30, 24, 109) if scales is None else np.asarray(scales, np.float64)
     for index, (label, format, block) in enumerate(LINES if lines is None else lines):
         style = "-" if block is None else "--"
-        color = f"C{index % 10}" if index < 10 else ("black", "grey")[index % 2]
-        axes.plot(sigma, snr(format, sigma, block=block), style, color=color, label=label)
+        values = snr(format, sigma, block=block)
+        axes.plot(sigma, values, style, color=f"C{index % 10}", label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, None)
     axes.axvline(1.0, color="black", linewidth=0.8)

@@ -24,7 +24,6 @@ UP, DOWN = 2.0**60, 2.0**-60
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
 _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
 _NAMED = 60  # values up to which each has its name in the plot
-_FORMAT_COLORS = ("tab:green", "tab:purple", "tab:brown", "tab:olive", "tab:cyan", "tab:gray")
 
 
 def extra(where: str, module: str) -> Any:
@@ -132,45 +131,43 @@ class ScaleTrace(Sequence[ScaleRecord]):
     def plot(self) -> Any:
         """Return a `matplotlib.figure.Figure` of the RMS and amax of each value, on a log2 axis.
 
-        Values are in program order, with their names if they are up to 60. The range of each format
-        is shaded, its normal numbers darker than its subnormal ones.
+        The range of each format is shaded, its normal numbers darker than its subnormal ones.
 
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        count = len(self.records)
-        width = min(20.0, 6 + 0.15 * count)
-        figure = extra("ScaleTrace.plot", "matplotlib.figure").Figure((width, 5))
-        figure.set_layout_engine("constrained")
+        count = len(self)
+        size = (min(20.0, 6 + 0.15 * count), 5)
+        module = extra("ScaleTrace.plot", "matplotlib.figure")
+        figure = module.Figure(size, layout="constrained")
         axes = figure.subplots()
-        shown = [(i, r) for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
-        levels = [math.log2(v) for _, r in shown for v in (r.rms, r.amax)]
+        shown = [i for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
+        levels = [math.log2(v) for i in shown for v in (self[i].rms, self[i].amax)]
         low, high = min([-8.0, *levels]) - 2, max([4.0, *levels]) + 2
-        for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
-            label = "backward" if backward else "forward"
-            points = [(i, math.log2(r.rms), math.log2(r.amax)) for i, r in shown]
-            points = [p for p, (_, r) in zip(points, shown, strict=True) if r.backward is backward]
-            if points:
-                places, rms, amax = zip(*points, strict=True)
+        for backward, label, color in ((False, "forward", "C0"), (True, "backward", "C1")):
+            places = [i for i in shown if self[i].backward is backward]
+            if places:
+                rms, amax = (
+                    np.log2([getattr(self[i], f) for i in places]) for f in ("rms", "amax")
+                )
                 axes.vlines(places, rms, amax, color=color, alpha=0.35)
                 axes.plot(places, rms, "o", color=color, markersize=4, label=f"{label} RMS")
                 axes.plot(places, amax, "_", color=color, label=f"{label} amax")
-        lost = sorted({i for i, r in enumerate(self) if r.executions} - {i for i, _ in shown})
+        lost = sorted({i for i, r in enumerate(self) if r.executions} - set(shown))
         if lost:
             label = "all zero or not finite"
-            axes.plot(lost, [low + 0.5] * len(lost), "x", color="tab:red", label=label)
-        for index, name in enumerate(self.records[0].formats if self.records else ()):
-            fmt, color = format_of(name), _FORMAT_COLORS[index % len(_FORMAT_COLORS)]
-            edges = (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
-            bottom, normal, top = (min(max(math.log2(v), low), high) for v in edges)
+            axes.plot(lost, [low + 0.5] * len(lost), "x", color="C3", label=label)
+        for index, name in enumerate(self[0].formats if count else ()):
+            fmt, color = format_of(name), f"C{index + 4}"
+            edges = np.log2([fmt.smallest_subnormal, fmt.smallest_normal, fmt.max])
+            bottom, normal, top = np.clip(edges, low, high)
             axes.axhspan(bottom, normal, color=color, alpha=0.05, linewidth=0)
             axes.axhspan(normal, top, color=color, alpha=0.12, linewidth=0, label=name)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="log2 of the value")
         axes.set_xlabel("value, in program order")
         if 0 < count <= _NAMED:
-            labels = [r.label if len(r.label) <= 48 else f"...{r.label[-45:]}" for r in self]
-            axes.set_xticks(range(count), labels, rotation=90, fontsize=8)
+            axes.set_xticks(range(count), [r.label[-48:] for r in self], rotation=90, fontsize=8)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside upper center", ncols=4, frameon=False)
         return figure
@@ -187,11 +184,10 @@ def trace_scales(
     The returned function is traced once for all arguments of the same types, as by `jax.jit`.
 
     Scaling:
-        amax is taken over all elements and loop iterations. RMS = sqrt(mean(x^2)), the share of
-        zeros, and the shares that each format would make zero or subnormal or saturate are taken
-        over a sample of each array; the RMS of n normal elements has a relative standard error of
-        (2n)^-1/2, 1.1% for the default. Equations run one by one, so a program that the compiler
-        fuses may round less often.
+        amax is taken over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of
+        zeros, and the shares that each format would make zero or subnormal or saturate over a
+        sample of each array. The RMS of n normal elements has a relative standard error of
+        (2n)^-1/2, 1.1% for the default.
 
     Args:
         fn: any function that JAX can trace; it calls `jax.grad` itself to show a backward pass.
@@ -200,8 +196,8 @@ def trace_scales(
             three times as many, evenly spaced; None measures all elements.
 
     Returns:
-        A function of the arguments of ``fn`` that returns a `ScaleTrace`: records of the inputs and
-        values in program order, without those that only rearrange another's elements.
+        A function of the arguments of ``fn`` that returns a `ScaleTrace`: records in program order,
+        without values that only rearrange another's elements.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace.

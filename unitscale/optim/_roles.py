@@ -47,16 +47,9 @@ _ROLES: dict[str, dict[str, Role]] = {
     "SophiaState": {"mu": "trace", "nu": "trace"},
 }
 
-# Transformations that measure how far the weights have moved, in steps that begin near 1e-6 of
-# them.
-_TINY_STEPS = (
-    "DAdaptAdamWState",
-    "DoGState",
-    "DoWGState",
-    "MechanicState",
-    "ProdigyState",
-    "ScaleByDistanceOverGradientsState",
-)
+# Transformations that measure how far the weights have moved, in steps near 1e-6 of them at first.
+_TINY_STEPS = {"DAdaptAdamWState", "DoGState", "DoWGState", "MechanicState", "ProdigyState"}
+_TINY_STEPS |= {"ScaleByDistanceOverGradientsState"}
 
 # A format must span this many binades to hold squares.
 _BINADES_OF_SQUARES = 34
@@ -67,9 +60,19 @@ def _optax_name(x: Any) -> str:
     return type(x).__name__ if type(x).__module__.partition(".")[0] == "optax" else ""
 
 
-def starts_tiny(x: Any) -> bool:
-    """Whether ``x`` is the state of a transformation whose first steps are lost in rounding."""
-    return _optax_name(x) in _TINY_STEPS
+def check_first_steps(state: Any, weights: Any) -> None:
+    """Raise an error if rounded weights would lose the first steps of a transformation."""
+
+    def starts_tiny(x: Any) -> bool:
+        return _optax_name(x) in _TINY_STEPS
+
+    if tiny := [x for x in jax.tree.leaves(state, is_leaf=starts_tiny) if starts_tiny(x)]:
+        raise ValueError(
+            f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: it learns its step "
+            "size from how far the weights have moved, in steps that begin near 1e-6 of them, "
+            f"which weights in {format_of(weights).name} lose in rounding. Keep them wide: "
+            "weights=None."
+        )
 
 
 def path_name(path: Any) -> str:
@@ -137,8 +140,7 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
 def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
     """Return fresh state with its moments in their formats, rounded to nearest.
 
-    Arrays of fewer entries than ``min_size``, and scalars, stay as they are. A moment has one scale
-    per item of the axes for which its parameter has.
+    A moment has one scale per item of the axes for which its parameter has.
     """
     formats = formats_of(moments, block)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
@@ -157,6 +159,6 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None, mi
             return leaf
         moment = _as_moment(moment, role, path_name(path), block)
         own = [stacks.get((path[start:], jnp.shape(leaf)), 0) for start in range(len(path) + 1)]
-        return store(jnp.asarray(leaf), dataclasses.replace(moment, stack_axes=max(own)))
+        return store(dataclasses.replace(moment, stack_axes=max(own)), jnp.asarray(leaf))
 
     return _map_with_role(convert, state)

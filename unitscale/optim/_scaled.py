@@ -1,7 +1,7 @@
 """Optimizer state and weights in 16 and 8 bits, around any optax transformation."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core import CastRounding, format_of, is_scaled, widen
-from ._roles import Moments, formats_of, starts_tiny, store_state
+from ._roles import Moments, check_first_steps, formats_of, path_name, store_state
 from ._storage import (
     WITHIN_SCALIFY,
     check_dtype,
@@ -22,32 +22,21 @@ from ._storage import (
     load,
     moment_of,
     scale_weight,
+    split_key,
     store,
 )
 from ._values import apply_updates, is_leaf, values
 
 
 class ScaledState(NamedTuple):
-    """State of `scaled`: the inner state with its moments stored, and a key for rounding.
-
-    Example:
-        >>> tx = scaled(optax.sgd(0.1), weights=None, rounding="stochastic")
-        >>> tx.init({"w": jnp.ones(2)}).key.shape
-        ()
-    """
+    """State of `scaled`: the inner state with its moments stored, and a key for rounding."""
 
     inner: Any
     key: jax.Array | None
 
 
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`, with the steps skipped in total and since the last finite one.
-
-    Example:
-        >>> state = skip_nonfinite(optax.sgd(0.5)).init([1.0])
-        >>> print(state.skipped, state.consecutive)
-        0 0
-    """
+    """State of `skip_nonfinite`, with the steps skipped in total and since the last finite one."""
 
     inner: Any
     skipped: jax.Array
@@ -75,29 +64,16 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
             tree of numbers, a prefix of ``params``.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
             one, with the rounding, and its key, of the transformation.
-
-    Example:
-        >>> tx = scaled(optax.sgd(0.5), min_size=0)
-        >>> params = tx.scale_params({"w": jnp.full(2, 4.0)})
-        >>> params, _ = tx.step(params, tx.init(params), {"w": jnp.ones(2)})
-        >>> print(params["w"].value)
-        [3.5 3.5]
     """
 
     scale_params: Callable[[Any], Any]
     step: Callable[..., tuple[Any, Any]]
 
-    def __new__(
-        cls, init: Any, update: Any, scale_params: Any, step: Any
-    ) -> "ScaledTransformation":
-        """Make the pair that optax knows, and add the other two."""
+    # With defaults, as `copy` passes the pair alone and restores the attributes afterwards.
+    def __new__(cls, init: Any, update: Any, scale_params: Any = None, step: Any = None) -> Any:
         self = super().__new__(cls, init, update)
         self.scale_params, self.step = scale_params, step
         return self
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """Return the arguments that `copy` passes to ``__new__``."""
-        return (*self, self.scale_params, self.step)
 
 
 def _check_transformation(where: str, inner: Any) -> None:
@@ -122,19 +98,6 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
             "params = tx.scale_params(params) first, or pass weights=None to keep plain weights. "
             "nn.Optimizer does the first where scaled is outermost: clip inside scaled, as in "
             f"scaled(optax.chain(clip, inner)). {WITHIN_SCALIFY}"
-        )
-
-
-def _check_first_steps(state: Any, weights: Any) -> None:
-    if weights is None or format_of(weights).eps <= format_of(jnp.float32).eps:
-        return
-    tiny = [x for x in jax.tree.leaves(state, is_leaf=starts_tiny) if starts_tiny(x)]
-    if tiny:
-        raise ValueError(
-            f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: it learns its step "
-            "size from how far the weights have moved, in steps that begin near 1e-6 of them, "
-            f"which weights in {format_of(weights).name} lose in rounding. Keep them wide: "
-            "weights=None."
         )
 
 
@@ -211,8 +174,7 @@ def scaled(
         Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
         `unitscale.grad` returns them), parameters and state are float32 values, ``inner`` computes
         in float32, and each result is rounded once: moments as in `Moment`, weights as in
-        `apply_updates`. A gradient by value does not depend on a parameter's scale, so rescaling a
-        parameter leaves the moments alone.
+        `apply_updates`.
 
         Rounding to nearest stops a moving average that changes by less than half the distance
         between neighbours. On gradients from N(0, 1) the root of a second moment in float16 is 4%
@@ -221,26 +183,21 @@ def scaled(
 
     Args:
         inner: an optax transformation: Adam, Lion, chains with clipping and schedules,
-            `optax.MultiSteps`, `optax.partition`, ... It sees float32 values.
+            `optax.MultiSteps`, `optax.partition`, ...
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
             are. All-zero parameters get the scale 2^-8: in float16 updates below 2^-33 (1e-10)
             leave them zero.
         moments: formats of the first and second moments, each a dtype, a `Moment` or None (as
             ``inner`` keeps it). The role of an array (`Role`) comes from the optax type of its
-            state; a "trace" takes the finer of the two formats. All other state, and that of
-            transformations of your own, stays as it is: sums, averages of parameters, differences.
-            Or a function of path (``"0.mu.kernel"``) and role (or None) that returns one of these
-            for every floating array of the state.
+            state; a "trace" takes the finer of the two formats, and state without a role stays as
+            it is. Or a function of path (``"0.mu.kernel"``) and role (or None) that returns one of
+            these for every floating array of the state, your own transformations' too.
         rounding: "nearest" or "stochastic", of weights and moments alike.
         key: seed or `jax.random` key of stochastic rounding; kept in the state.
         block: number of entries along the last axis that share a scale in the moments; None for
             one scale per array.
         min_size: parameters and moments of fewer entries are plain float32 arrays; a stack of
             layers counts as one array. 0 stores all.
-
-    Returns:
-        ScaledTransformation: ``init`` and ``update`` as in optax, ``scale_params``, and ``step``,
-        which updates and applies in one.
 
     Raises:
         TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
@@ -266,7 +223,7 @@ def scaled(
         section 2.2; Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4.
     """
     _check_transformation("scaled", inner)
-    if rounding not in ("nearest", "stochastic"):
+    if rounding not in get_args(CastRounding):
         raise ValueError(
             f"unitscale.optim.scaled: rounding must be 'nearest' or 'stochastic'; got {rounding!r}"
         )
@@ -296,7 +253,8 @@ def scaled(
     def init(params: Any) -> ScaledState:
         _check_params(params, weights, min_size)
         state = inner.init(values(params))
-        _check_first_steps(state, weights)
+        if weights is not None and format_of(weights).eps > format_of(jnp.float32).eps:
+            check_first_steps(state, weights)
         state = store_state(state, params, moments, block, min_size)
         if rounding == "nearest":
             return ScaledState(state, None)
@@ -306,11 +264,11 @@ def scaled(
 
     def advance(grads: Any, state: ScaledState, params: Any, extra_args: dict[str, Any]) -> Any:
         _check_params(params, weights, min_size)
-        following = keys = for_weights = None
+        following = for_moments = for_weights = None
         if state.key is not None:
-            following, keys, for_weights = jax.random.split(state.key, 3)
+            following, for_moments, for_weights = jax.random.split(state.key, 3)
         found, structure = jax.tree.flatten_with_path(state.inner, is_leaf=is_stored)
-        inspected = {path: inspect(leaf) for path, leaf in found}
+        inspected = {path: inspect(x) for path, x in found}
         wide_state = jax.tree.unflatten(structure, [load(x) for x, _ in inspected.values()])
         wide = _wide_gradients(grads, params), wide_state, values(params)
         with jax.numpy_dtype_promotion("standard"):  # optax takes powers of floats by integers
@@ -318,14 +276,13 @@ def scaled(
         # Moments keep their formats. The rest of a state may change its structure: optax.monitor
         # adds its measurements in the first update.
         before = {path: x for path, x in inspected.items() if is_stored(x[0])}
-        split = [None] * len(before) if keys is None else jax.random.split(keys, len(before) or 1)
-        key_of = dict(zip(before, split, strict=False))
+        keys = dict(zip(before, split_key(for_moments, len(before)), strict=True))
 
         def store_again(path: Any, x: Any) -> Any:
             if path not in before:
                 return x
             stored, seen = before[path]
-            return store(x, moment_of(stored), rounding, key_of[path], seen)
+            return store(moment_of(stored), x, keys[path], seen)
 
         new = jax.tree.map_with_path(store_again, new)
         return updates, ScaledState(new, following), for_weights
@@ -344,16 +301,16 @@ def scaled(
 def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
     """Leave weights and state untouched in a step whose gradients are not finite.
 
-    Like `optax.apply_if_finite`, but for ScaledArrays too. It selects instead of branching, so that
-    a compiled update still runs in place, and never gives up: compare ``state.consecutive`` with a
-    limit of your own.
+    Like `optax.apply_if_finite`, but for ScaledArrays too, without a branch, so that a compiled
+    update still runs in place. It never gives up: compare ``state.consecutive`` with a limit of
+    your own.
 
     Args:
         inner: an optax transformation, or what `scaled` returns.
 
     Returns:
-        ScaledTransformation whose state is a `SkipState`. Its ``scale_params`` is that of
-        ``inner``, or the identity.
+        ScaledTransformation whose state is a `SkipState`. ``scale_params`` is that of ``inner``, or
+        the identity.
 
     Raises:
         TypeError: if inner is no transformation.
@@ -365,50 +322,44 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         0.0 1
     """
     _check_transformation("skip_nonfinite", inner)
-    supported = optax.with_extra_args_support(inner)
+    own = inner if isinstance(inner, ScaledTransformation) else None
+    inner_update = optax.with_extra_args_support(inner).update
 
     def init(params: Any) -> SkipState:
         return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def select(finite: jax.Array, new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-    def all_finite(grads: Any) -> jax.Array:
+    def select(grads: Any, state: SkipState, new: Any, result: Any, otherwise: Any) -> Any:
         leaves = [x for x in jax.tree.leaves(grads) if is_floating(x)]
-        return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
-
-    def count(finite: jax.Array, new: Any, state: SkipState) -> SkipState:
+        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
+        result, new = jax.tree.map(
+            lambda n, o: jnp.where(finite, n, o), (result, new), (otherwise, state.inner)
+        )
         skipped = state.skipped + jnp.where(finite, 0, 1)
-        consecutive = jnp.where(finite, 0, state.consecutive + 1)
-        return SkipState(select(finite, new, state.inner), skipped, consecutive)
+        return result, SkipState(new, skipped, jnp.where(finite, 0, state.consecutive + 1))
 
     def update(grads: Any, state: SkipState, params: Any = None, **extra_args: Any) -> Any:
-        finite = all_finite(grads)
-        updates, new = supported.update(grads, state.inner, params, **extra_args)
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
-        return updates, count(finite, new, state)
+        updates, new = inner_update(grads, state.inner, params, **extra_args)
+        return select(grads, state, new, updates, jax.tree.map(jnp.zeros_like, updates))
 
     def step(params: Any, state: SkipState, grads: Any, **extra_args: Any) -> Any:
-        if not isinstance(inner, ScaledTransformation):
+        if own is None:
             updates, state = update(grads, state, params, **extra_args)
             return apply_updates(params, updates), state
-        finite = all_finite(grads)
-        moved, new = inner.step(params, state.inner, grads, **extra_args)
-        return select(finite, moved, params), count(finite, new, state)
+        moved, new = own.step(params, state.inner, grads, **extra_args)
+        return select(grads, state, new, moved, params)
 
-    def identity(params: Any, *, stack_axes: Any = None) -> Any:
+    def keep(params: Any, *, stack_axes: Any = None) -> Any:
         del stack_axes
         return params
 
-    return ScaledTransformation(init, update, getattr(inner, "scale_params", identity), step)
+    return ScaledTransformation(init, update, own.scale_params if own else keep, step)
 
 
 def convert_state(state: Any, like: Any) -> Any:
     """Convert optimizer state to other formats, so that a run continues in them.
 
-    Scaling:
-        Each moment is read as float32 and rounded once, to nearest, into the format of its
-        counterpart in ``like``, with a fresh scale. All other state is copied.
+    Each moment is read as float32 and rounded once, to nearest, into the format of its counterpart
+    in ``like``, with a fresh scale. All other state is copied.
 
     Args:
         state: of any optax transformation, or of `scaled` around it.
@@ -429,41 +380,33 @@ def convert_state(state: Any, like: Any) -> Any:
         >>> params = ours.scale_params(params)
         >>> convert_state(state, ours.init(params)).inner[0].mu["w"]
         ScaledArray(float8_e4m3fn[64,64], scale=0.000488281)
-
-    References:
-        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.2.
     """
 
-    def is_own(x: Any) -> bool:
-        return isinstance(x, ScaledState) or is_stored(x)
+    # By path, without the level that `scaled` adds.
+    def named(tree: Any) -> dict[str, Any]:
+        found = jax.tree.leaves_with_path(tree, is_leaf=is_stored)
+        return {path_name([k for k in path if k != _INNER]): x for path, x in found}
 
-    def plain(x: Any) -> Any:
-        if not isinstance(x, ScaledState):
-            return load(x)
-        keys.append(x.key)
-        return jax.tree.map(plain, x.inner, is_leaf=is_own)
-
-    def convert(new: Any, value: Any) -> Any:
-        if isinstance(new, ScaledState):
-            key = keys.pop(0) if keys else None
-            key = new.key if key is None or new.key is None else key
-            return ScaledState(jax.tree.map(convert, new.inner, value, is_leaf=is_own), key)
+    def convert(name: str, new: Any) -> Any:
+        is_key = jnp.issubdtype(getattr(new, "dtype", None), jax.dtypes.prng_key)
+        value = load(source.get(name, new)) if is_key else load(source[name])
         if jnp.shape(new) != jnp.shape(value):
-            raise ValueError(f"got shape {jnp.shape(value)}, expected {jnp.shape(new)}")
+            raise ValueError(f"got shape {jnp.shape(value)}, expected {jnp.shape(new)} at {name}")
         if is_stored(new):
-            return store(value, moment_of(new))
-        dtype = getattr(new, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-            return jnp.asarray(value, dtype)
-        return value
+            return store(moment_of(new), value)
+        return jnp.asarray(value, new.dtype) if hasattr(new, "dtype") and not is_key else value
 
-    keys: list[jax.Array | None] = []
+    source, target = named(state), named(like)
     try:
-        return jax.tree.map(
-            convert, like, jax.tree.map(plain, state, is_leaf=is_own), is_leaf=is_own
-        )
+        if other := {n for n in source.keys() ^ target.keys() if n.rpartition(".")[2] != "key"}:
+            raise ValueError(f"only one of them has {', '.join(sorted(other))}")
+        leaves = [convert(name, new) for name, new in target.items()]
     except ValueError as error:
         raise ValueError(
             "unitscale.optim.convert_state: state must be of the transformation and the parameters "
             f"that like is of: {error}"
         ) from error
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_stored), leaves)
+
+
+_INNER = jax.tree_util.GetAttrKey("inner")

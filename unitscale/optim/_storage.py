@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import export, lax
+from jax.extend.random import define_prng_impl
 
 from ..core import (
-    CastRounding,
     ScaledArray,
     cast,
     decode_float8,
@@ -53,21 +53,18 @@ class Moment:
     """The storage format of an array of optimizer state.
 
     Scaling:
-        data = x / scale, or sign(x) |x|^1/2 / scale if ``root``. The scale is a power of two that
-        is chosen in every step. Arrays of up to 2^16 entries, initial states and blocks use the
-        exact maximum, and nothing saturates. float32 and bfloat16 take scale 1.
+        data = x / scale, or sign(x) |x|^1/2 / scale if ``root``, with a power-of-two scale that is
+        chosen in every step; 1 in float32 and bfloat16. Arrays of up to 2^16 entries, initial
+        states and blocks use the exact maximum, and nothing saturates.
 
-        The exact maximum of a larger array would cost another pass over memory. Its scale comes
-        from about 2^14 evenly spaced entries, with 2^10 of headroom in formats of 5 exponent bits
-        (float16, e5m2). Formats of fewer leave room for twice (e4m3fn: 3.5 times) the largest of
-        these and of all previous entries: an entry that outgrows that in one step saturates, and
-        the next steps make room for it.
+        For larger arrays the scale comes from about 2^14 evenly spaced entries, with 2^10 of
+        headroom in formats of 5 exponent bits (float16, e5m2). Formats of fewer leave room for
+        twice (e4m3fn: 3.5 times) the largest of these and of all previous entries: an entry that
+        outgrows that in one step saturates, and the next steps make room for it.
 
-        The root halves the exponents, so that the format covers twice as many binades: in
-        float8_e4m3fn 2^34 between the largest and the smallest second moment. Its relative error
-        is at most ``eps`` (2^-3 for e4m3, 2^-10 for float16), and that of an Adam step, which
-        divides by the root, ``eps`` / 2. Nonzero values never round to zero: a second moment that
-        vanishes before the first would make the step explode.
+        The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
+        smallest second moment, with a relative error of at most ``eps``, 2^-3. Nonzero values never
+        round to zero: a second moment that vanishes before the first would make the step explode.
 
     Attributes:
         dtype: float8, float16, bfloat16 or float32.
@@ -77,10 +74,6 @@ class Moment:
 
     Raises:
         ValueError: if the dtype is not one of those, or block is not positive.
-
-    Example:
-        >>> Moment("e4m3fn", root=True).dtype.name
-        'float8_e4m3fn'
 
     References:
         Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.2 (the formats of the moments).
@@ -102,18 +95,18 @@ class Moment:
 
 def check_dtype(where: str, name: str, dtype: Any) -> Any:
     """Return the dtype of a format in which weights and moments can be stored."""
-    dtype = format_of(dtype).dtype
-    signed = dtype is not None and format_of(dtype).signed
-    if dtype is None or not signed or dtype.itemsize > 4 or dtype.name.startswith("float4"):
+    fmt = format_of(dtype)
+    dtype = fmt.dtype
+    if dtype is None or not fmt.signed or dtype.itemsize > 4 or fmt.name.startswith("float4"):
         raise ValueError(
             f"unitscale.optim.{where}: {name} must be a float8, float16, bfloat16 or float32 "
-            f"format; got {name} {dtype if dtype is not None else 'of a simulated format'}"
+            f"format; got {fmt.name}"
         )
     return dtype
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SquareRoot:
     """A non-negative array, stored as the ScaledArray of its square root.
 
@@ -141,9 +134,6 @@ class SquareRoot:
     def nbytes(self) -> int:
         """Bytes of data and scale together."""
         return self.root.nbytes
-
-    def __repr__(self) -> str:
-        return f"SquareRoot({self.root!r})"
 
 
 export.register_pytree_node_serialization(
@@ -190,6 +180,30 @@ def stack_axes_of(x: Any) -> int:
     return count if shape[:count] == x.shape[:count] else 0
 
 
+def _unused(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+# A key that is its own two random words, which is what `cast` draws from a key. Those of all arrays
+# are drawn at once, since XLA compiles a loop of 200 operations wherever bits are drawn.
+_WORDS = define_prng_impl(
+    key_shape=(2,),
+    seed=_unused,
+    split=_unused,
+    fold_in=_unused,
+    random_bits=lambda words, width, shape: words,
+    name="unitscale_words",
+)
+
+
+def split_key(key: jax.Array | None, count: int) -> list[Any]:
+    """Return a key for `store` and `add_update` of each of so many arrays; None if key is None."""
+    if key is None or not count:
+        return [None] * count
+    draw = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))
+    return list(jax.random.wrap_key_data(draw(jax.random.split(key, count)), impl=_WORDS))
+
+
 def load(stored: Any) -> Any:
     """Return stored state as a float32 array, and anything else as it is."""
     if not is_stored(stored):
@@ -230,23 +244,18 @@ def inspect(stored: Any) -> tuple[Any, Seen | None]:
 
 
 # Traced once for all arrays of a shape: a model has many.
-@functools.partial(jax.jit, static_argnames=("moment", "rounding"), inline=True)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def store(
-    x: jax.Array,
-    moment: Moment,
-    rounding: CastRounding = "nearest",
-    key: jax.Array | None = None,
-    seen: Seen | None = None,
+    moment: Moment, x: jax.Array, key: jax.Array | None = None, seen: Seen | None = None
 ) -> ScaledArray | SquareRoot:
-    """Round an array of state once, into its storage format.
+    """Round an array of state once, into its storage format: to nearest without a key.
 
     Scales are chosen from all of ``x``, or from a sample and what `inspect` has seen of the
     previous state. An entry that is not finite becomes NaN, as do all entries of an array, item or
     block whose scale is chosen from it.
     """
     fmt, x = format_of(moment.dtype), lax.convert_element_type(x, jnp.float32)
-    y = lax.sqrt(lax.abs(x)) if moment.root else x
-    scale = block = None
+    y, scale, block = lax.sqrt(lax.abs(x)) if moment.root else x, None, None
     if fmt.exponent_bits < 8:
         if moment.block is not None and x.ndim:
             block = (1,) * (x.ndim - 1) + (moment.block,)
@@ -257,14 +266,12 @@ def store(
         bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
         inverse = lax.bitcast_convert_type(bits, jnp.float32)
         y = y * to_float(ScaledArray(x, inverse, block_shape=block).full_scale)
-        if moment.root:
-            y = lax.max(y, jnp.float32(fmt.smallest_subnormal))
-    if moment.root:
-        y = lax.sign(x) * y
+        y = lax.max(y, jnp.float32(fmt.smallest_subnormal)) if moment.root else y
+    y = lax.sign(x) * y if moment.root else y
     if fmt.exponent_bits < 8:
-        data = round_finite(y, fmt, rounding, key)
+        data = round_finite(y, fmt, key)
     else:
-        data = cast(y, fmt, rounding, key, saturate=False)
+        data = cast(y, fmt, "nearest" if key is None else "stochastic", key, saturate=False)
     stored = ScaledArray(data, scale, block_shape=block)
     return SquareRoot(stored) if moment.root else stored
 
@@ -276,13 +283,13 @@ def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.
     """
     axes = tuple(range(moment.stack_axes, x.ndim))
     parts = [x] if seen is None else sample(x, axes)
-    if moment.block is not None and x.ndim:
+    in_blocks = moment.block is not None and x.ndim > 0
+    if in_blocks:
         padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % moment.block, 0)]
         x = lax.pad(x, jnp.float32(0), padding)
         parts, axes = [x.reshape(*x.shape[:-1], -1, moment.block)], (x.ndim,)
     largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
-    if moment.block is not None and x.ndim:
-        largest = largest[..., 0]
+    largest = largest[..., 0] if in_blocks else largest
     # Round as the format will, so that a value that rounds up to a power of two counts as one, and
     # storing again what was stored changes nothing. The square of a root rounds up at half the
     # distance.
@@ -324,9 +331,8 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 def sample(x: Any, axes: Sequence[int]) -> list[Any]:
     """Return evenly spaced rows and columns of a large array, and all of a small one.
 
-    Rows cover all columns, and columns almost all rows. Both are needed: every 64th row of a layer
-    behind a flattened map of 64 channels belongs to one channel. Columns are few, as a GPU reads 32
-    bytes for each of their entries.
+    Both are needed: every 64th row of a layer behind a flattened map of 64 channels belongs to one
+    channel. Columns are few, as a GPU reads 32 bytes for each of their entries.
     """
     if not is_sampled(x.shape, axes):
         return [x]
@@ -345,23 +351,16 @@ def _thin(x: Any, axes: Sequence[int], entries: int) -> Any:
     return x[tuple(slice(None, None, stride) for stride in strides)]
 
 
-def round_finite(
-    x: jax.Array, dtype: Any, rounding: CastRounding = "nearest", key: jax.Array | None = None
-) -> jax.Array:
-    """Round float32 and saturate; infinity becomes NaN, so that it is noticed.
-
-    In fewer operations than a `cast` that saturates, which keeps infinity.
-    """
+def round_finite(x: jax.Array, dtype: Any, key: jax.Array | None = None) -> jax.Array:
+    """Round float32 and saturate; infinity becomes NaN (a `cast` that saturates keeps it)."""
     fmt = format_of(dtype)
     assert fmt.dtype is not None, "check_dtype rejects simulated formats"
 
     def convert(x: jax.Array) -> jax.Array:
         x = lax.clamp(x.dtype.type(-fmt.max), x + 0 * x, x.dtype.type(fmt.max))
-        if rounding == "nearest":
-            return x.astype(fmt.dtype)
-        return cast(x, fmt, rounding, key, saturate=False)
+        return x.astype(fmt.dtype) if key is None else cast(x, fmt, "stochastic", key, False)
 
-    if rounding == "nearest" and is_float8(fmt.dtype):
+    if key is None and is_float8(fmt.dtype):
         return encode_float8(x, fmt, convert, infinity=False)
     return convert(x)
 
@@ -371,11 +370,9 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
 
     Each item of the leading ``stack_axes`` has its own scale: by default of all but the last two.
     """
-    if not is_scaled(x):
-        if not is_floating(x):
-            return x
-        x = ScaledArray(x, None)
-    value = widen(x.value)
+    if not (is_scaled(x) or is_floating(x)):
+        return x
+    value = widen(x.value if is_scaled(x) else jnp.asarray(x))
     stack = max(value.ndim - 2, 0) if stack_axes is None else min(stack_axes, value.ndim)
     size = rms(value, tuple(range(stack, value.ndim)) if stack else None)
     scale = jnp.where(size > 0, scale_near(size), _SCALE_OF_ZEROS)
@@ -383,8 +380,8 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
 
 
 # Traced once for all parameters of a shape: a model has many.
-@functools.partial(jax.jit, static_argnames="rounding", inline=True)
-def add_update(weight: Any, update: Any, key: jax.Array | None, *, rounding: CastRounding) -> Any:
+@functools.partial(jax.jit, inline=True)
+def add_update(weight: Any, update: Any, key: jax.Array | None = None) -> Any:
     """Return a weight plus its update, rounded once into the format of the weight."""
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight) and not is_floating(weight):
@@ -392,11 +389,11 @@ def add_update(weight: Any, update: Any, key: jax.Array | None, *, rounding: Cas
     total = widen(weight.value if is_scaled(weight) else weight)
     total = total + lax.convert_element_type(update, total.dtype)
     if not is_scaled(weight) or weight.scale is None:
-        data = round_finite(total, weight.dtype, rounding, key)
+        data = round_finite(total, weight.dtype, key)
         return ScaledArray(data) if is_scaled(weight) else data
     scale, block = _weight_scale(weight), weight.block_shape
     full = ScaledArray(weight.data, scale, block_shape=block).full_scale
-    data = round_finite(total / to_float(full), weight.dtype, rounding, key)
+    data = round_finite(total / to_float(full), weight.dtype, key)
     return ScaledArray(data, scale, block_shape=block)
 
 

@@ -22,9 +22,9 @@ def _factor_of(path: Any, parameter: Any, **settings: Any) -> float:
     if not _has_role(parameter):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
-            "as those of unitscale.nn layers are (nnx.state(model, nnx.Param)); "
-            f"{path_name(path) or 'params'} has none; make a parameter of your own with them, as "
-            "in nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
+            "as nnx.state(model, nnx.Param) of unitscale.nn layers are; "
+            f"{path_name(path) or 'params'} has none; make it with them, as in "
+            "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
         )
     shape = {"fan_in": parameter.fan_in, "fan_out": parameter.fan_out, "depth": parameter.depth}
     return rules.umup_learning_rate(parameter.role, **shape, **settings)
@@ -43,16 +43,13 @@ def umup(
     Scaling:
         The updates of ``inner`` are multiplied by `rules.umup_learning_rate` of each parameter's
         role, fan-in, fan-out and depth. This would scale weight decay inside ``inner`` too; put
-        `independent_weight_decay` after it. SGD takes the same factors, as unit-scaled gradients
-        give it updates of unit size; with a readout constraint, which removes the readout's width
-        from all earlier gradients, they restore it.
+        `independent_weight_decay` after it.
 
         Gradients are near 1 here, so that Adam's usual ``eps`` of 1e-8 has no effect: parameters
         whose gradients decay take full-size steps until these underflow. Use about 2^-12.
 
-        At the best rate for weights gains and biases, whose updates no fan-in divides, grow to a
-        hundred within thousands of steps. ``multipliers={"norm": 0.03, "bias": 0.03}`` prevents
-        this; u-muP's own models have neither.
+        At the best rate for weights, gains and biases grow to a hundred within thousands of steps.
+        ``multipliers={"norm": 0.03, "bias": 0.03}`` prevents this; u-muP's own models have neither.
 
     Args:
         inner: an optax transformation.
@@ -67,8 +64,8 @@ def umup(
         optax.GradientTransformation over trees of the same structure, of variables or of arrays.
 
     Raises:
-        ValueError: if a parameter has no role, for an unknown role, optimizer or constraint, or an
-            invalid multiplier; in ``update``, if the tree of updates differs from ``params``.
+        ValueError: if a parameter has no role, an argument is invalid, or in ``update`` the tree of
+            updates differs from ``params``.
 
     Example:
         >>> from flax import nnx
@@ -120,10 +117,6 @@ class UmupRate(NamedTuple):
         role: of the parameter.
         factor: of u-muP, which multiplies the global learning rate.
         plain: Adam rate of a plain model's parameter that moves as far at a global rate of 1.
-
-    Example:
-        >>> UmupRate("up.kernel", "weight", 2**-4, 2**-8).plain
-        0.00390625
     """
 
     path: str
@@ -133,33 +126,26 @@ class UmupRate(NamedTuple):
 
 
 class UmupRates(list[UmupRate]):
-    """The learning rates of a model's parameters; prints as a table.
-
-    Example:
-        >>> print(f"{UmupRates([UmupRate('up.kernel', 'weight', 2**-4, 2**-8)]).start(1e-3):.3f}")
-        0.256
-    """
+    """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return the global rate that moves kernels as a plain model's Adam rate does.
+        """Return the global rate that moves hidden kernels as a plain model's Adam rate does.
 
-        It is the geometric mean over the kernels of hidden layers: where to start a search.
+        It is a geometric mean: where to start a search.
         """
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
     def __str__(self) -> str:
         width = max((len(rate.path) for rate in self), default=0)
-        rows = [
-            f"{rate.path:<{width}}  {rate.role:<9}  {rate.factor:<9.4g}  {rate.plain:.4g}"
-            for rate in self
-        ]
-        head = f"{'parameter':<{width}}  {'role':<9}  {'u-muP':<9}  as a plain model's"
-        last = (
+        lines = [f"{'parameter':<{width}}  {'role':<9}  {'u-muP':<9}  as a plain model's"]
+        for path, role, factor, plain in self:
+            lines.append(f"{path:<{width}}  {role:<9}  {factor:<9.4g}  {plain:.4g}")
+        lines.append(
             f"Start at {self.start(1.0):.4g} x your plain model's Adam learning rate, and search "
             "around it by factors of two."
         )
-        return "\n".join([head, *rows, last])
+        return "\n".join(lines)
 
 
 def umup_rates(params: Any) -> UmupRates:
@@ -168,14 +154,11 @@ def umup_rates(params: Any) -> UmupRates:
     Scaling:
         A unit-scaled kernel W with fan-in n acts as W n^-1/2 in a plain model, and u-muP multiplies
         its updates by n^-1/2. So a rate r is r / n for a plain model's kernel: 0.5 at a width of
-        256 is 2e-3 there. Factors of depth are included. Embeddings, gains and biases are as in a
-        plain model whose tables have unit variance.
+        256 is 2e-3 there. Embeddings, gains and biases are as in a plain model whose tables have
+        unit variance.
 
     Args:
         params: as for `umup`.
-
-    Returns:
-        One entry for each, in the order of the tree.
 
     Raises:
         ValueError: if a parameter has no role.
@@ -202,16 +185,12 @@ def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTr
     """Remove the same share of every weight in every step.
 
     Scaling:
-        w <- w - decay * w, besides the update. The decay of `optax.adamw` would change with the
-        width, depth and schedule that u-muP's rates depend on. Use this instead:
-        ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(1e-4))``.
+        w <- w - decay * w, besides the update. `optax.adamw` would multiply decay by u-muP's rates;
+        use ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(1e-4))``.
 
     Args:
         decay: the share of a weight that a step removes, in [0, 1).
         mask: which parameters decay: tree of booleans, or a function from parameters to it.
-
-    Returns:
-        optax.GradientTransformation whose ``update`` needs params.
 
     Raises:
         ValueError: if decay is not in [0, 1).

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core import is_scaled, to_array, widen
-from ._storage import add_update, is_floating
+from ._storage import add_update, is_floating, split_key
 
 
 def values(tree: Any) -> Any:
@@ -35,8 +35,7 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
         and columns), so the scale lags one step behind.
 
         Rounding to nearest loses an update below half the distance between neighbours: in float16,
-        2^-12 to 2^-11 of the entry. Stochastic rounding (with a ``key``) keeps the expected value
-        of the new parameter exact.
+        2^-12 to 2^-11 of the entry. Stochastic rounding keeps the expected value exact.
 
     Args:
         params: tree of ScaledArrays and arrays.
@@ -67,37 +66,23 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
             "unitscale.optim.apply_updates: updates must have the structure of params; got "
             f"{other}, expected {structure}"
         )
-    rounding = "nearest" if key is None else "stochastic"
-    keys = [None] * len(leaves) if key is None else jax.random.split(key, len(leaves) or 1)
     total = [
-        w if w is None or u is None else add_update(w, u, k, rounding=rounding)
-        for w, u, k in zip(leaves, changes, keys, strict=False)
+        w if w is None or u is None else add_update(w, u, k)
+        for w, u, k in zip(leaves, changes, split_key(key, len(leaves)), strict=True)
     ]
     return jax.tree.unflatten(structure, total)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Return the root of the sum of all squared values: `optax.global_norm` by value.
-
-    Example:
-        >>> from unitscale import ScaledArray
-        >>> print(global_norm({"w": ScaledArray(jnp.ones(4), 4.0), "b": jnp.zeros(2)}))
-        8.0
-    """
+    """Return `optax.global_norm` by value: the root of the sum of all squares."""
     return optax.tree.norm(values(tree))
 
 
 def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
-    """Update a moving average of parameters: `optax.incremental_update` by value.
+    """Return ``step_size * new + (1 - step_size) * old`` by value, as plain float32 arrays.
 
-    Args:
-        new: parameters.
-        old: the average so far. Keep it in float32: 16 bits lose steps of less than half the
-            distance between neighbours.
-        step_size: weight of ``new``.
-
-    Returns:
-        ``step_size * new + (1 - step_size) * old``, as plain float32 arrays.
+    It is `optax.incremental_update`. Keep the average ``old`` in float32: 16 bits lose steps of
+    less than half the distance between neighbours.
 
     Example:
         >>> from unitscale import ScaledArray
@@ -108,29 +93,14 @@ def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Return `optax.clip_by_global_norm` by value; its updates are plain arrays.
-
-    Example:
-        >>> from unitscale import ScaledArray
-        >>> tx = clip_by_global_norm(4.0)
-        >>> updates, _ = tx.update(ScaledArray(jnp.ones(4), 4.0), tx.init(None))
-        >>> print(updates)
-        [2. 2. 2. 2.]
-    """
+    """Return `optax.clip_by_global_norm` by value; its updates are plain arrays."""
     return _by_value(optax.clip_by_global_norm(max_norm))
 
 
 def ema(
     decay: float, debias: bool = True, accumulator_dtype: Any = jnp.float32
 ) -> optax.GradientTransformation:
-    """Return `optax.ema` by value, for averages of updates or of parameters, as plain arrays.
-
-    Example:
-        >>> from unitscale import ScaledArray
-        >>> tx, w = ema(0.5, debias=False), ScaledArray(jnp.ones(2), 4.0)
-        >>> print(tx.update(w, tx.init(w))[0])
-        [2. 2.]
-    """
+    """Return `optax.ema` by value, for averages of updates or of parameters, as plain arrays."""
     return _by_value(optax.ema(decay, debias, accumulator_dtype))
 
 

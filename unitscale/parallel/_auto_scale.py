@@ -24,9 +24,8 @@ class AutoScale:
         entries, over all devices, are infinite or beyond the range of the format; else
         mu <- min(mu 2^(1/recovery), largest).
 
-        FP8-LM sums in FP8 and so starts below 1. Here sums are wide and mu = 1 never overflows:
-        mu grows above it while few enough entries saturate, so that a tensor with rare outliers
-        gains the binades that they would cost.
+        Sums are wide here, so that mu = 1 never overflows. mu grows above it while few enough
+        entries saturate, and a tensor with rare outliers gains the binades that they would cost.
 
     Attributes:
         mu: tree of float32 scalars, as the gradients.
@@ -74,12 +73,7 @@ class AutoScale:
         return cls(mu=mu, threshold=threshold, recovery=recovery, largest=largest)
 
     def updated(self, saturated: Any, steps: int = 1) -> "AutoScale":
-        """Return the state after steps in which these shares of entries saturated.
-
-        Args:
-            saturated: tree of shares, as ``mu``.
-            steps: number of such steps.
-        """
+        """Return the state after so many steps in which these shares of entries saturated."""
 
         def follow(mu: jax.Array, share: Any) -> jax.Array:
             grown = jnp.minimum(mu * 2.0 ** (steps / self.recovery), self.largest)
@@ -99,10 +93,7 @@ class AutoScale:
         small: int = 1024,
         small_dtype: Any = jnp.float32,
     ) -> tuple[Any, "AutoScale"]:
-        """Run `all_reduce` with this mu; return the means, and the state for the next step.
-
-        It also exchanges one float32 per tensor, the share of its entries that saturated.
-        """
+        """Run `all_reduce` with this mu; return the means, and the state for the next step."""
         where = "AutoScale.all_reduce"
         means, saturated = exchange(
             where, grads, self.mu, axis_name, dtype, rounding, key, small, small_dtype, count=True

@@ -115,11 +115,8 @@ def agree(
 ) -> list[_SharedScale]:
     """Return one power-of-two scale per tensor and its inverse, the same on all devices.
 
-    Scaling:
-        scale = 2^ceil(log2(amax / max)) / mu, with the largest magnitude ``amax`` on any device and
-        ``max`` of the format, so that nothing saturates for mu <= 1; NaN if a value is not finite.
-        Formats with the exponents of float32, and tensors of zeros, take scale 1. mu is rounded
-        down to a power of two.
+    scale = 2^ceil(log2(amax / max)) / mu, with the largest magnitude ``amax`` on any device; NaN if
+    a value is not finite. Formats with the exponents of float32, and zeros, take scale 1.
     """
     one = jnp.float32(1)
     scales = [(one, one)] * len(leaves)
@@ -141,11 +138,10 @@ def agree(
     return scales
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def encode(
-    x: jax.Array, fmt: Format, rounding: CastRounding = "nearest", key: jax.Array | None = None
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def encode(x: jax.Array, fmt: Format, key: jax.Array | None = None) -> jax.Array:
     """Round data to a format of 8 or 16 bits, saturating, and return the bits."""
+    rounding = "nearest" if key is None else "stochastic"
     data = cast(x, fmt, rounding, key, saturate=fmt.exponent_bits < 8)
     return lax.bitcast_convert_type(data, jnp.uint8 if _dtype(fmt).itemsize == 1 else jnp.uint16)
 
@@ -166,15 +162,10 @@ def decode(bits: jax.Array, fmt: Format) -> jax.Array:
 
 
 def _scatter_mean(
-    parts: jax.Array,
-    fmt: Format,
-    shared: _SharedScale,
-    axis_name: AxisName,
-    rounding: CastRounding,
-    key: jax.Array | None,
+    parts: jax.Array, fmt: Format, shared: _SharedScale, axis_name: AxisName, key: Any
 ) -> jax.Array:
     """Return the mean of part i over all devices on device i, in units of the scale."""
-    bits = encode(widen(parts) * shared[1], fmt, rounding, key)
+    bits = encode(widen(parts) * shared[1], fmt, key)
     received = lax.all_to_all(bits, axis_name, 0, 0)
     return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
 
@@ -220,8 +211,8 @@ def exchange(
             return narrow(lax.pmean(widen(leaf), axis_name), leaf.dtype)
         first, second = (None, None) if key is None else jax.random.split(key)
         parts = jnp.pad(leaf.reshape(-1), (0, -leaf.size % devices)).reshape(devices, -1)
-        own = _scatter_mean(parts, fmt, shared, axis_name, rounding, first)
-        data = widen(_gather(encode(own, fmt, rounding, second), fmt, axis_name))
+        own = _scatter_mean(parts, fmt, shared, axis_name, first)
+        data = widen(_gather(encode(own, fmt, second), fmt, axis_name))
         return narrow(data[: leaf.size].reshape(leaf.shape) * shared[0], leaf.dtype)
 
     def share_beyond(leaf: jax.Array, fmt: Format, shared: _SharedScale) -> jax.Array:
@@ -254,14 +245,13 @@ def all_reduce(
            all-to-all). Device i averages what it received in float32.
         3. The mean is rounded to ``dtype`` at the same scale and sent to all (an all-gather).
 
-        Two roundings, and 2 (n - 1) / n bytes per element on n devices: a quarter of a float32
-        all-reduce. Rounding to nearest loses entries below the format's smallest value times the
-        scale (2^-17 of the largest in float8_e4m3fn); stochastic rounding keeps them on average.
+        2 (n - 1) / n bytes per element on n devices: a quarter of a float32 all-reduce. Rounding to
+        nearest loses entries below the format's smallest value times the scale (2^-17 of the
+        largest in float8_e4m3fn); stochastic rounding keeps them on average.
 
     Args:
-        grads: tree of floating arrays, of the same shapes on all devices. A ScaledArray that
-            `jax.grad` made, data beside a scale of zero, is a tree like any other. To be called
-            inside `jax.shard_map`.
+        grads: tree of floating arrays, of the same shapes on all devices, inside `jax.shard_map`. A
+            ScaledArray that `jax.grad` made, data beside a scale of zero, is a tree too.
         axis_name: mesh axis, or several that count as one.
         dtype: format of the exchange: float8, float16, bfloat16, or float32 (`jax.lax.pmean`).
         mu: positive factor on the data, rounded down to a power of two; a number or a tree of
@@ -318,13 +308,12 @@ def reduce_scatter(
         Steps 1 and 2 of `all_reduce`: one rounding, and (n - 1) / n bytes per element.
 
     Args:
-        grads: tree of floating arrays as for `all_reduce`, with ``axis`` divisible by the number of
-            devices.
+        grads: tree of floating arrays, no ScaledArrays.
         axis_name: mesh axis, or several that count as one.
-        dtype: as for `all_reduce`; float32 is `jax.lax.psum_scatter`.
-        axis: dimension that is scattered.
-        rounding: as for `all_reduce`.
-        key: as for `all_reduce`.
+        dtype: format of the exchange; float32 is `jax.lax.psum_scatter`.
+        axis: dimension that is scattered, divisible by the number of devices.
+        rounding: "nearest" or "stochastic".
+        key: `jax.random` key for stochastic rounding.
 
     Returns:
         The same tree, ``axis`` divided by the number of devices, in the input dtypes. A tensor is
@@ -333,18 +322,6 @@ def reduce_scatter(
     Raises:
         TypeError: if a leaf is not floating or a ScaledArray, or the exchange is differentiated.
         ValueError: if the axis cannot be scattered, or for arguments that `all_reduce` rejects.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from unitscale.parallel import make_mesh
-        >>> mesh = make_mesh({"fsdp": 1}, devices=jax.devices()[:1])
-        >>> specs = {"in_specs": P("fsdp"), "out_specs": P("fsdp")}
-        >>> mean = jax.shard_map(lambda g: reduce_scatter(g, "fsdp"), mesh=mesh, **specs)
-        >>> print(mean(jnp.array([1.0, -3.0])))
-        [ 1. -3.]
-
-    References:
-        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.1.
     """
     where = "reduce_scatter"
     devices, fmt = axis_size(where, axis_name), wire_format(where, dtype)
@@ -371,7 +348,7 @@ def reduce_scatter(
             return narrow(total / devices, leaf.dtype)
         shape = (*leaf.shape[:i], devices, leaf.shape[i] // devices, *leaf.shape[i + 1 :])
         parts = jnp.moveaxis(leaf.reshape(shape), i, 0)
-        own = _scatter_mean(parts, fmt, scale, axis_name, rounding, key)
+        own = _scatter_mean(parts, fmt, scale, axis_name, key)
         return narrow(own * scale[0], leaf.dtype)
 
     return jax.tree.unflatten(structure, list(map(mean, leaves, shared, keys)))
@@ -393,17 +370,16 @@ def all_gather(
         which the largest magnitude of all parts fits. Weights that are already in ``dtype``, with
         the same power-of-two scale on all devices, arrive unchanged.
 
-    No derivative passes: an 8-bit array has 8-bit cotangents. Differentiate with respect to
-    ``to_array`` of the result, and scatter the gradient with `reduce_scatter`.
+    It has no derivative: differentiate with respect to ``to_array`` of the result, and scatter the
+    gradient with `reduce_scatter`.
 
     Args:
         weights: tree of floating arrays and ScaledArrays (of one scale), each this device's part.
-            To be called inside `jax.shard_map`.
         axis_name: mesh axis, or several that count as one.
         dtype: format of the exchange and of the result: float8, float16 or bfloat16.
         axis: dimension along which the parts are concatenated.
-        rounding: as for `all_reduce`.
-        key: as for `all_reduce`.
+        rounding: "nearest" or "stochastic".
+        key: `jax.random` key for stochastic rounding.
 
     Returns:
         The same tree of ScaledArrays in ``dtype``, ``axis`` times the number of devices, the same
@@ -413,15 +389,6 @@ def all_gather(
         TypeError: if a leaf is not floating, or the exchange is differentiated.
         ValueError: for float32 (use `jax.lax.all_gather`), a leaf without ``axis``, or arguments
             that `all_reduce` rejects.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from unitscale.parallel import make_mesh
-        >>> mesh = make_mesh({"fsdp": 1}, devices=jax.devices()[:1])
-        >>> specs = {"in_specs": P("fsdp"), "out_specs": P()}
-        >>> whole = jax.shard_map(lambda w: all_gather(w, "fsdp"), mesh=mesh, **specs)
-        >>> whole(jnp.array([448.0, 3.0]))
-        ScaledArray(float8_e4m3fn[2], scale=1)
 
     References:
         Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.3 (weights of ZeRO in FP8).
@@ -452,7 +419,7 @@ def all_gather(
     keys = _device_keys(where, rounding, key, axis_name, len(values))
 
     def gather(value: jax.Array, scale: _SharedScale, key: jax.Array | None) -> ScaledArray:
-        bits = encode(widen(value) * scale[1], fmt, rounding, key)
+        bits = encode(widen(value) * scale[1], fmt, key)
         return ScaledArray(_gather(bits, fmt, axis_name, axis % value.ndim), scale[0])
 
     return jax.tree.unflatten(structure, list(map(gather, values, shared, keys)))

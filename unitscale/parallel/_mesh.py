@@ -19,20 +19,17 @@ ROW_LAYERS = frozenset(
 EXPERT_LAYERS = frozenset(("experts",))
 """Names of layers with one matrix per expert, which `param_shardings` shards by expert."""
 
-_BIAS = "bias"
-
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
     """Make a mesh of named axes over all devices of all processes, by `jax.make_mesh`.
 
     Args:
-        axes: name to number of devices, as in a config: ``{"data": 4, "fsdp": 2}``. Neighbours on
-            the last axis are nearest.
+        axes: name to number of devices: ``{"data": 4, "fsdp": 2}``. Neighbours on the last axis are
+            nearest.
         devices: by default `jax.devices()`.
 
     Returns:
-        A Mesh whose axes are left to the compiler (`jax.sharding.AxisType.Auto`), for jit with
-        shardings and for `jax.shard_map`.
+        A Mesh whose axes are left to the compiler (`jax.sharding.AxisType.Auto`).
 
     Raises:
         ValueError: if a number is not positive, or they do not multiply to the number of devices.
@@ -72,18 +69,11 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     Processes whose devices hold the same rows, such as those of one tensor-parallel group, pass the
     same share.
 
-    Args:
-        mesh: of `make_mesh`.
-
     Returns:
         The index of the share, from 0, and the number of shares; (0, 1) for one process.
 
     Raises:
         ValueError: if the rows of two processes partly overlap.
-
-    Example:
-        >>> batch_share(make_mesh({"data": 1}, devices=jax.devices()[:1]))
-        (0, 1)
     """
     sharding, shards = _batch_sharding(mesh)
     rows: dict[int, set[int]] = {}
@@ -106,9 +96,6 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         batch: tree of arrays of one leading size. With several processes each passes its own share
             of the global batch (`batch_share`).
         mesh: of `make_mesh`.
-
-    Returns:
-        The same tree of global arrays.
 
     Raises:
         ValueError: if a leaf has no dimension, or its devices do not divide it.
@@ -151,8 +138,7 @@ def param_shardings(
     ``tensor`` shards pairs of matrices: the first ones of a block along their last dimension (the
     outputs of a `dense` kernel); those that end it, with a name of ``rows`` in their path, along
     the one before (the inputs). So each device has its own hidden units or heads, and a block
-    needs one all-reduce forward and one backward. `unitscale.nn` calls the latter ``down`` in an
-    MLP and ``out`` in attention; the other default names are those of common libraries.
+    needs one all-reduce forward and one backward.
 
     ``expert`` shards matrices with a name of ``experts`` in their path along the dimension before
     their last two, and those named ``bias`` along the one before the last, so that each device has
@@ -162,12 +148,8 @@ def param_shardings(
     but no dimension before them (stacked layers). Vectors, small arrays and indivisible ones are
     replicated. Scales are sharded like their data where they are divisible.
 
-    Layers of `unitscale.nn` traced under ``jax.set_mesh(mesh)`` keep activations sharded by batch,
-    so that weights are gathered.
-
     Args:
-        params: tree of arrays or ScaledArrays; optimizer state too, whose arrays have the shapes
-            and paths of parameters.
+        params: tree of arrays or ScaledArrays; optimizer state too.
         mesh: of `make_mesh`.
         small: arrays of fewer entries are replicated.
         rows: names of layers whose matrices are sharded along their inputs.
@@ -197,10 +179,10 @@ def param_shardings(
             return spec
         names = {jax.tree_util.keystr((key,), simple=True) for key in path}
         if not names.isdisjoint(experts):
-            expert = len(shape) - (2 if _BIAS in names else 3)
+            expert = len(shape) - (2 if "bias" in names else 3)
             if expert >= 0 and divides("expert", shape[expert]):
                 spec[expert] = "expert"
-            if _BIAS in names:
+            if "bias" in names:
                 return spec
         free = [len(shape) - 2, len(shape) - 1]
         axis = free[names.isdisjoint(rows)]

@@ -24,12 +24,11 @@ def initialize(
 ) -> bool:
     """Join the processes of a run; afterwards `jax.devices()` has the devices of all.
 
-    Call it in every process, before any other use of JAX. CPUs communicate through gloo, GPUs
-    through NCCL.
+    Call it in every process, before any other use of JAX.
 
     Args:
-        coordinator: address of process 0, ``"host:port"``; by default the environment variable
-            JAX_COORDINATOR_ADDRESS.
+        coordinator: address of process 0, ``"host:port"``; by default JAX_COORDINATOR_ADDRESS of
+            the environment.
         processes: number of processes; by default JAX_NUM_PROCESSES.
         process: index of this process, from 0; by default JAX_PROCESS_ID.
         detect: take missing values from a scheduler that JAX knows: Slurm, Open MPI, Kubernetes,
@@ -39,21 +38,17 @@ def initialize(
             others.
 
     Returns:
-        Whether there are several processes. False, and nothing is done, if neither arguments nor
-        variables are set, or they say one process.
+        Whether there are several processes. If neither arguments nor variables are set, or they say
+        one process, nothing is done.
 
     Raises:
         ValueError: if only some of the three are given, one is invalid, or ``detect`` finds no
             scheduler.
         RuntimeError: if JAX has been used already.
-
-    Example:
-        >>> initialize()  # one process
-        False
     """
-    given, found = (coordinator, processes, process), {}
-    for (name, variable), value in zip(_VARIABLES.items(), given, strict=True):
-        found[name] = os.environ.get(variable) if value is None else value
+    found: dict[str, Any] = {"coordinator": coordinator, "processes": processes, "process": process}
+    for name, variable in _VARIABLES.items():
+        found[name] = os.environ.get(variable) if found[name] is None else found[name]
     missing = [name for name, value in found.items() if value is None]
     if not detect and len(missing) == len(found):
         return False

@@ -15,14 +15,7 @@ from ._collectives import AxisName, all_reduce, wire_format
 
 
 class ParallelState(NamedTuple):
-    """The state of `train_step`: parameters, optimizer state, and `AutoScale` or None.
-
-    Example:
-        >>> import optax
-        >>> params = {"w": jnp.ones(4)}
-        >>> ParallelState(params, optax.sgd(0.1).init(params)).auto is None
-        True
-    """
+    """The state of `train_step`: parameters, optimizer state, and `AutoScale` or None."""
 
     params: Any
     opt_state: Any
@@ -50,8 +43,7 @@ def train_step(
     Scaling:
         Each of n devices differentiates 1/n of the mean loss of its shard of the batch. Gradients
         are averaged by `all_reduce` in ``dtype`` and multiplied by n, and every device takes the
-        same optimizer step. In float32 that is the step of one device with the whole batch, as
-        factors that hold a batch size use the global one (`batch_over`).
+        same optimizer step. In float32 that is the step of one device with the whole batch.
 
     Args:
         loss: function of parameters and a batch, the mean over the batch; no collectives in it.
@@ -114,7 +106,13 @@ def train_step(
         else:
             grads, auto = auto.all_reduce(grads, axis_name, dtype, **settings)
         grads = jax.tree.map(lambda g: g * devices, grads)
-        params, opt_state = _advance(optimizer, grads, state)
+        if callable(getattr(optimizer, "step", None)):
+            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
+        else:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = jax.tree.map(
+                lambda p, u: jnp.asarray(p + u).astype(jnp.result_type(p)), state.params, updates
+            )
         return ParallelState(params, opt_state, auto), lax.pmean(value, axis_name)
 
     def step(state: ParallelState, batch: Any, key: jax.Array | None = None) -> Any:
@@ -124,6 +122,12 @@ def train_step(
                     f"{where}: the batch must be divisible by the {devices} devices of "
                     f"{axis_name!r}; got a leaf of shape {jnp.shape(x)}"
                 )
+        is_plain = not callable(getattr(optimizer, "step", None))
+        if is_plain and any(map(is_scaled, jax.tree.leaves(state.params, is_leaf=is_scaled))):
+            raise TypeError(
+                f"{where}: optimizer must be of unitscale.optim.scaled for parameters that are "
+                f"ScaledArrays; got {type(optimizer).__name__}, which adds to data and scale alike"
+            )
         whole = PartitionSpec()
         # Unchecked, so that gradients of replicated parameters stay those of this device.
         mapped = jax.shard_map(
@@ -136,20 +140,3 @@ def train_step(
         return mapped(state, batch, key)
 
     return jax.jit(step, donate_argnums=0 if donate else ())
-
-
-def _advance(optimizer: Any, grads: Any, state: ParallelState) -> tuple[Any, Any]:
-    """One optimizer step: that of `unitscale.optim`, or optax's update and its application."""
-    if callable(getattr(optimizer, "step", None)):
-        return optimizer.step(state.params, state.opt_state, grads)
-    if any(map(is_scaled, jax.tree.leaves(state.params, is_leaf=is_scaled))):
-        raise TypeError(
-            "unitscale.parallel.train_step: optimizer must be of unitscale.optim.scaled for "
-            f"parameters that are ScaledArrays; got {type(optimizer).__name__}, which would add to "
-            "data and scale alike"
-        )
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = jax.tree.map(
-        lambda p, u: jnp.asarray(p + u).astype(jnp.result_type(p)), state.params, updates
-    )
-    return params, opt_state

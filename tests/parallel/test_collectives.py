@@ -1,0 +1,406 @@
+"""Exchanges in FP8 against the mean, or the whole, in float64."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from recipes.bench.wire import bytes_on_wire, collectives
+from tests.exported import assert_is_read_again
+from tests.parallel.devices import heavy_tailed, mesh_of, on_each, relative_error
+from unitscale import ScaledArray, cast
+from unitscale.core import format_of, to_array
+from unitscale.parallel import AutoScale, ParallelState, all_gather, all_reduce, reduce_scatter
+
+FORMATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"]
+
+
+def reduced(rows: Any, devices: int = 8, dtype: Any = "float8_e4m3fn", **settings: Any) -> Any:
+    """What each of the devices gets."""
+    f = on_each(lambda g: all_reduce(g, "data", dtype, **{"small": 0} | settings), devices)
+    return jax.tree.map(np.asarray, f(rows))
+
+
+@pytest.mark.parametrize(("devices", "shape"), [(8, (64, 33)), (4, (7,)), (3, (5, 5)), (2, ())])
+def test_mean(devices: int, shape: tuple[int, ...]) -> None:
+    rows = np.random.default_rng(1).normal(size=(devices, *shape)).astype(np.float32)
+    exact = rows.astype(np.float64).mean(0)
+
+    def in_all(grads):
+        return {dtype: all_reduce(grads, "data", dtype, small=0) for dtype in FORMATS}
+
+    for dtype, got in on_each(in_all, devices)(rows).items():
+        got, fmt = np.asarray(got), format_of(dtype)
+        assert got.shape == rows.shape
+        assert got.dtype == np.float32
+        assert (got == got[0]).all()  # bit for bit the same on all devices
+        # Two roundings to nearest, each at most half a step: of the terms, then of the mean. Below
+        # the normal numbers the step is that of the smallest, at a scale of at most 2 amax / max.
+        half = fmt.eps / 2
+        bound = half * (np.abs(rows).mean(0) + np.abs(exact) * (1 + half)) * (1 + 1e-6)
+        steps = 2 * np.abs(rows).max() / fmt.max * fmt.smallest_subnormal
+        error = np.abs(got[0] - exact)
+        assert (error <= bound + steps + 1e-6 * np.abs(rows).mean(0)).all(), dtype
+
+
+def test_heavy_tails_within_four_percent() -> None:
+    """Three of every hundred is what one rounding to e4m3fn costs, and there are two."""
+    rows = heavy_tailed((8, 64, 64))
+    exact = rows.astype(np.float64).mean(0)
+    got = reduced(rows)[0]
+    assert relative_error(got, exact) <= 0.04
+    assert relative_error(reduced(rows, dtype="float32")[0], exact) < 1e-6
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean of many exchanges comes as near to the exact one as independent errors allow."""
+    draws, devices = 400, 8
+    rows = heavy_tailed((devices, 256), seed=3)
+
+    def many(g):
+        keys = jax.random.split(jax.random.key(5), draws)
+        return lax.map(lambda k: all_reduce(g, "data", rounding="stochastic", key=k, small=0), keys)
+
+    got = np.asarray(on_each(many, devices, P())(rows), np.float64)
+    exact = rows.astype(np.float64).mean(0)
+    spread = got.std(0, ddof=1) / np.sqrt(draws)
+    moved = spread > 0
+    assert moved.mean() > 0.9
+    z = (got.mean(0) - exact)[moved] / spread[moved]
+    # Of entries far below one step few draws differ from zero, and z is not normal there.
+    often = (np.abs(got[:, moved] - got[:, moved].mean(0)) > 0).mean(0) > 0.1
+    often &= (got[:, moved] != 0).mean(0) > 0.1
+    z = z[often]
+    assert z.size > 100
+    assert np.abs(z).max() < 5
+    assert abs(z.mean()) < 4 / np.sqrt(z.size)
+    # Nearest rounding of the same gradients is not: it loses the small ones, each time.
+    nearest = reduced(rows)[0]
+    small = (np.abs(exact) < 2.0**-12) & (exact != 0)
+    assert (nearest[small] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16"])
+def test_what_is_not_finite_is_not_hidden(dtype: str) -> None:
+    rows = {name: np.ones((4, 3, 5), np.float32) for name in ("inf", "-inf", "nan", "1")}
+    for bad in list(rows):
+        rows[bad][2, 1, 1] = float(bad)
+    got = reduced(rows, 4, dtype)
+    np.testing.assert_array_equal(got.pop("1"), 1)
+    assert all(np.isnan(mean).all() for mean in got.values())
+
+
+def test_ends_of_the_range() -> None:
+    sizes = np.float32([1e-37, 1e38])
+    got = reduced([np.full((4, 9), size) for size in sizes], 4)
+    for mean, size in zip(got, sizes, strict=True):
+        np.testing.assert_allclose(mean, size, rtol=2.0**-3)
+
+
+def test_mu() -> None:
+    """mu = 4 saturates what is above a quarter of the range, and reaches two binades deeper."""
+    rows = np.full((4, 4), 448.0, np.float32)
+    rows[:, 1], rows[:, 2], rows[:, 3] = 100.0, 2.0**-11, 0.0
+    np.testing.assert_array_equal(reduced(rows, 4, mu=4)[0], [112, 96, 2.0**-11, 0])
+    got = reduced({"a": rows, "b": rows}, 4, mu={"a": 1.0, "b": jnp.float32(7)})
+    np.testing.assert_array_equal(got["a"][0], [448, 96, 0, 0])
+    assert got["b"][0, 0] == 112
+
+
+def test_two_axes_count_as_one() -> None:
+    rows = np.random.default_rng(2).normal(size=(4, 50)).astype(np.float32)
+    axes = ("data", "fsdp")
+    f = jax.shard_map(
+        lambda g: all_reduce(g[0], axes, small=0),
+        mesh=mesh_of(data=2, fsdp=2),
+        in_specs=P(axes),
+        out_specs=P(),
+    )
+    np.testing.assert_array_equal(jax.jit(f)(rows), reduced(rows, 4)[0])
+
+
+def test_gradients_of_scaled_arrays() -> None:
+    """data beside a scale of zero, as jax.grad makes them, stay that."""
+    grads = ScaledArray(jnp.full((4, 6), 3.0, jnp.float16), jnp.zeros((4, 1)))
+    f = on_each(lambda g: all_reduce(g, "data", small=4), 4, P())
+    got = f(grads)
+    np.testing.assert_array_equal(got.data, np.full(6, 3.0))
+    assert got.dtype == jnp.float16
+    assert float(jnp.max(got.scale)) == 0
+
+
+def test_summed_gradients_are_refused() -> None:
+    """Under shard_map's own checks, jax.grad has summed those of replicated parameters."""
+    mesh = mesh_of(data=4)
+
+    def loss(w, x):
+        return jnp.sum(w * x)
+
+    def summed(w, x):
+        return all_reduce(jax.grad(loss)(w, x[0]), "data", small=0)
+
+    def local(w, x):
+        return all_reduce(jax.grad(loss)(lax.pcast(w, "data", to="varying"), x[0]), "data", small=0)
+
+    w, x = jnp.ones(8), jnp.arange(32.0).reshape(4, 8)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    maps = [jax.jit(jax.shard_map(f, mesh=mesh, **specs)) for f in (summed, local)]
+    with pytest.raises(ValueError, match=r"grads must differ between the devices of 'data'.*pcast"):
+        maps[0](w, x)
+    np.testing.assert_allclose(maps[1](w, x), x.mean(0), rtol=2.0**-3)
+
+
+def test_an_empty_tree_and_empty_leaves() -> None:
+    assert reduced((), 2) == ()
+    assert reduced(np.ones((2, 0), np.float32), 2).shape == (2, 0)
+
+
+def scattered(rows: Any, dtype: str = "float8_e4m3fn", axis: int = 0, **settings: Any) -> Any:
+    """The parts of all devices, side by side along `axis`."""
+    settings = {"axis": axis, **settings}
+    f = on_each(lambda g: reduce_scatter(g, "data", dtype, **settings), 4)
+    parts = f(rows)
+    return jax.tree.map(lambda x: np.concatenate(np.asarray(x), axis), parts)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_reduce_scatter(dtype: str, axis: int) -> None:
+    rows = np.random.default_rng(1).normal(size=(4, 8, 12, 4)).astype(np.float32)
+    got = scattered(rows, dtype, axis)
+    exact = rows.astype(np.float64).mean(0)
+    fmt = format_of(dtype)
+    # One rounding of the terms: half a step each, below the normal numbers that of the smallest.
+    bound = (fmt.eps / 2 + 1e-6) * np.abs(rows).mean(0)
+    bound += 2 * np.abs(rows).max() / fmt.max * fmt.smallest_subnormal
+    assert got.shape == exact.shape
+    assert (np.abs(got - exact) <= bound).all()
+
+
+def test_bytes_of_reduce_scatter() -> None:
+    f = on_each(lambda g: reduce_scatter(g, "data"), 4)
+    sent = bytes_on_wire(f.lower(np.zeros((4, 4096), np.float32)).compile())
+    assert sent == (4096 + 2 * 4) * (4 - 1) / 4
+
+
+def gathered(rows: Any, dtype: Any = "float8_e4m3fn", **settings: Any) -> Any:
+    return on_each(lambda w: all_gather(w, "data", dtype, **settings), 4, P())(rows)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather(dtype: str, axis: int) -> None:
+    rows = np.random.default_rng(0).normal(size=(4, 3, 6)).astype(np.float32)
+    rows[2, 1, 1] = 5.5  # the largest of all
+    got = gathered(rows, dtype, axis=axis)
+    fmt = format_of(dtype)
+    scale = 1.0 if dtype == "bfloat16" else 2.0 ** np.ceil(np.log2(5.5 / fmt.max))
+    whole = np.concatenate(rows, axis)
+    assert float(got.scale) == scale
+    assert got.dtype == fmt.dtype
+    np.testing.assert_array_equal(got.value, np.float32(cast(whole / scale, dtype)) * scale)
+
+
+def test_what_is_in_the_format_already_arrives_as_it_was() -> None:
+    data = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+    stored = ScaledArray(cast(data, "float8_e4m3fn"), jnp.full((4, 1), 2.0**-5))
+    np.testing.assert_array_equal(gathered(stored).value, stored.value.reshape(-1))
+
+
+def test_bytes_of_all_gather() -> None:
+    f = on_each(lambda w: all_gather(w, "data"), 4, P())
+    program = f.lower(np.zeros((4, 1024), np.float32)).compile()
+    assert bytes_on_wire(program) == (4096 + 2 * 4) * (4 - 1) / 4
+    assert {c.dtype for c in collectives(program)} == {"u8", "s32"}
+
+
+def test_fsdp() -> None:
+    """Parts of weights in, parts of gradients out, both in FP8, near those of whole weights."""
+    random = np.random.default_rng(0)
+    w = random.normal(size=(16, 8)).astype(np.float32)
+    x = random.normal(size=(32, 16)).astype(np.float32)
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(x @ w))
+
+    def local(part, x):
+        whole = to_array(all_gather(part, "fsdp"))
+        return reduce_scatter(jax.grad(loss)(whole, x), "fsdp")
+
+    mesh = mesh_of(fsdp=4)
+    each = P("fsdp")
+    # all_gather gives the same on all devices, of which shard_map's checks would sum gradients.
+    f = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(each, each), out_specs=each, check_vma=False)
+    )
+    exact = np.asarray(jax.grad(loss)(w, x))
+    error = np.linalg.norm(f(w, x) - exact) / np.linalg.norm(exact)
+    assert error < 2.0**-4  # half a step of e4m3fn, at most, for weights and for gradients
+
+
+def followed(recovery: int, steps: int) -> list[float]:
+    """mu after each step on ones, which take 256 of the range up to 448 at mu = 1."""
+    rows = {"w": np.ones((4, 64), np.float32)}
+    auto, step, found = AutoScale.create({"w": 0.0}, recovery=recovery), stepper(), []
+    for _ in range(steps):
+        means, auto = step(auto, rows)
+        found.append(float(auto.mu["w"]))
+        assert float(means["w"][0]) in (1.0, 448 / 512)
+    return found
+
+
+def test_halves_on_overflow() -> None:
+    assert followed(recovery=1, steps=5) == [2, 1, 2, 1, 2]
+
+
+def test_one_device_overflows_for_all() -> None:
+    rows = np.full((4, 100), 1.0, np.float32)
+    rows[:, 0] = 256.0
+    rows[2, 1] = 256.0
+    auto = AutoScale(mu=jnp.float32(2), threshold=4.5 / 400)  # 5 of 400 saturate at mu = 2
+    means, after = stepper()(auto, rows)
+    assert float(after.mu) == 1.0
+    assert float(stepper()(AutoScale(mu=jnp.float32(2), threshold=5.5 / 400), rows)[1].mu) > 2
+    assert float(means[0]) == 224.0  # 448 / 2
+
+
+def test_tensors_have_their_own() -> None:
+    rows = {"a": np.ones((4, 8), np.float32), "b": np.ones((4, 8), np.float32)}
+    rows["b"][1, 1] = np.inf
+    means, auto = stepper()(AutoScale.create({"a": 0, "b": 0}), rows)
+    np.testing.assert_allclose(auto.mu["a"], 2.0**0.001, rtol=1e-6)
+    assert float(auto.mu["b"]) == 0.5
+    assert np.isnan(means["b"]).all()
+
+
+def test_bounds() -> None:
+    auto = AutoScale.create(0.0, largest=4.0, recovery=1)
+    for _ in range(5):
+        auto = auto.updated(0.0)
+    assert float(auto.mu) == 4.0
+    for _ in range(50):
+        auto = auto.updated(1.0)
+    assert float(auto.mu) == 2.0**-8
+    assert float(auto.updated(0.0).mu) == 2.0**-7
+
+
+def test_is_all_reduce_with_its_mu() -> None:
+    rows = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
+    settings: dict[str, Any] = {"dtype": "float8_e5m2"}
+    got, _ = stepper(**settings)(AutoScale(mu=jnp.float32(4)), rows)
+    f = jax.shard_map(
+        lambda g: all_reduce(g[0], "data", mu=4.0, small=0, **settings),
+        mesh=mesh_of(data=4),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    np.testing.assert_array_equal(got, jax.jit(f)(rows))
+
+
+def test_the_state_of_a_step() -> None:
+    params = {"w": jnp.ones(3)}
+    auto = AutoScale.create(params, recovery=7)
+    assert_is_read_again(auto)
+    assert_is_read_again(ParallelState(params, jnp.zeros(3), auto))
+
+
+@functools.cache
+def stepper(**settings: Any) -> Any:
+    def local(auto, rows):
+        grads = jax.tree.map(lambda x: x[0], rows)
+        return auto.all_reduce(grads, "data", **{"small": 0} | settings)
+
+    mesh = mesh_of(data=4)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+
+
+ONES = np.ones((4, 6), np.float32)
+STORED = ScaledArray(jnp.ones((4, 8)), jnp.full((4, 1), 2.0))
+WRONG = {
+    "reduce: rounding": (all_reduce, ONES, {"rounding": "up"}, ValueError),
+    "reduce: rounding='stochastic' needs key": (
+        all_reduce,
+        ONES,
+        {"rounding": "stochastic"},
+        ValueError,
+    ),
+    "reduce: mu must be positive": (all_reduce, ONES, {"mu": 0.0}, ValueError),
+    "reduce: mu must be a number, or a tree": (all_reduce, ONES, {"mu": [1.0, 1.0]}, ValueError),
+    "reduce: dtype": (all_reduce, ONES, {"dtype": "float4_e2m1fn"}, ValueError),
+    "reduce: grads must be floating": (all_reduce, ONES.astype(int), {}, TypeError),
+    "scatter: axis 0": (reduce_scatter, ONES, {}, ValueError),
+    "scatter: dtype": (reduce_scatter, ONES, {"dtype": "E4M3"}, ValueError),
+    "scatter: grads": (reduce_scatter, STORED, {}, TypeError),
+    "scatter: rounding": (reduce_scatter, ONES, {"rounding": "stochastic"}, ValueError),
+    "gather: dtype must have at most 16 bits": (all_gather, ONES, {"dtype": "float32"}, ValueError),
+    "gather: weights must be floating": (all_gather, ONES.astype(int), {}, TypeError),
+    "gather: weights must have axis 1": (all_gather, ONES, {"axis": 1}, ValueError),
+    "gather: rounding": (all_gather, ONES, {"rounding": "stochastic"}, ValueError),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_refusals(message: str) -> None:
+    exchange, rows, settings, error = WRONG[message]
+    with pytest.raises(error, match=message):
+        on_each(lambda x: exchange(x, "data", **settings), 4)(rows)
+    with pytest.raises(ValueError, match="axis_name must be an axis of the surrounding"):
+        exchange(rows, "data")
+
+
+def test_exchanges_have_no_derivative() -> None:
+    for exchange in (reduce_scatter, all_gather):
+        with pytest.raises(TypeError, match="an exchange has no derivative"):
+            on_each(jax.grad(lambda x, f=exchange: jnp.sum(to_array(f(x, "data")))), 4)(
+                np.ones((4, 8), np.float32)
+            )
+
+
+@pytest.mark.parametrize("wrong", [{"threshold": 1.0}, {"recovery": 0}, {"largest": 0.5}])
+def test_auto_scale_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"AutoScale\.create: expected 0 <= threshold < 1"):
+        AutoScale.create(0.0, **wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16"])
+@pytest.mark.parametrize("largest", [448.0, 449.0, 1e-30, 3e38, 2.0**-126])
+def test_scale_is_the_smallest_power_of_two_that_fits(dtype: str, largest: float) -> None:
+    rows = np.zeros((4, 3), np.float32)
+    rows[2, 1] = -largest  # one device alone has it
+    rows[1, 0] = largest / 2
+    wanted = np.ceil(np.log2(float(np.float32(largest)) / format_of(dtype).max))
+    scale = np.asarray(gathered(rows, dtype).scale)
+    assert scale == 2.0 ** max(wanted, -126)
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    rows = {name: np.ones((4, 8), np.float32) for name in ("0", "inf", "nan", "1")}
+    for name, x in rows.items():
+        x[...] = 0 if name == "0" else 1
+        x[1, 5] = float(name)
+
+    def each(x):
+        parts = reduce_scatter(x, "data")
+        return jax.tree.map(lambda part: lax.all_gather(part, "data", tiled=True), parts)
+
+    for found in (on_each(each, 4)(rows), to_array(gathered(rows)), reduced(rows, 4)):
+        found = {name: np.asarray(x) for name, x in found.items()}
+        assert np.isnan([found["inf"], found["nan"]]).all()
+        assert (found["0"] == 0).all()
+        assert np.isfinite(found["1"]).all()
+
+
+def test_stochastic_rounding_of_parts_is_unbiased() -> None:
+    """Each device has its own bits, so that the mean of four has half the spread."""
+    rows, settings = np.full((4, 4096), 1.03, np.float32), {"rounding": "stochastic"}
+    share = (1.03 - 1) / 0.125
+    for seed, f in enumerate((scattered, lambda x, **k: gathered(x, **k).value)):
+        got = f(rows, key=jax.random.key(seed), **settings)
+        spread = 0.125 * np.sqrt(share * (1 - share) / 4096 / (4 if seed == 0 else 1))
+        assert abs(float(np.mean(got)) - 1.03) < 5 * spread
+        assert abs(float(np.std(got)) / (spread * 64) - 1) < 0.2
