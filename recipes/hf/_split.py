@@ -12,9 +12,6 @@ import numpy as np
 from unitscale import ScaledArray, cast
 from unitscale.core import is_scaled
 
-# A scale is a normal float32 number.
-_LEAST, _MOST = -126, 127
-
 
 def split(tree: Any, dtype: Any = None) -> Any:
     """Replaces each floating array of a tree by a ScaledArray of exactly the same value.
@@ -27,19 +24,19 @@ def split(tree: Any, dtype: Any = None) -> Any:
       dtype: Rounds the data to this format, saturating. None keeps the type of each array, so
         that `join` gives back every bit.
     """
-    return jax.tree.map(lambda leaf: _split(leaf, dtype), tree, is_leaf=is_scaled)
 
+    def convert(leaf: Any) -> Any:
+        if is_scaled(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            return leaf
+        array = np.asarray(leaf)
+        exponent = _exponent(array, exact=dtype is None)
+        data = np.ldexp(array.astype(np.float64), -exponent)
+        scale = jnp.asarray(np.ldexp(np.float32(1), exponent))
+        if dtype is None:
+            return ScaledArray(jnp.asarray(data.astype(array.dtype)), scale)
+        return ScaledArray(cast(jnp.asarray(data.astype(np.float32)), dtype), scale)
 
-def _split(leaf: Any, dtype: Any) -> Any:
-    if is_scaled(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-        return leaf
-    array = np.asarray(leaf)
-    exponent = _exponent(array, exact=dtype is None)
-    data = np.ldexp(array.astype(np.float64), -exponent)
-    scale = jnp.asarray(np.ldexp(np.float32(1), exponent))
-    if dtype is None:
-        return ScaledArray(jnp.asarray(data.astype(array.dtype)), scale)
-    return ScaledArray(cast(jnp.asarray(data.astype(np.float32)), dtype), scale)
+    return jax.tree.map(convert, tree, is_leaf=is_scaled)
 
 
 def _exponent(array: np.ndarray, *, exact: bool) -> int:
@@ -54,7 +51,7 @@ def _exponent(array: np.ndarray, *, exact: bool) -> int:
         least = np.frexp(np.float64(jnp.finfo(array.dtype).smallest_subnormal))[1] - 1
         # Data do not overflow: the largest is at most sqrt(2 * size) times the RMS.
         exponent = min(exponent, int(last.min() - least))
-    return min(max(exponent, _LEAST), _MOST)
+    return min(max(exponent, -126), 127)  # a scale is a normal float32 number
 
 
 def join(leaf: Any, dtype: Any = None) -> np.ndarray:
@@ -67,6 +64,5 @@ def join(leaf: Any, dtype: Any = None) -> np.ndarray:
     if not is_scaled(leaf):
         value = np.asarray(leaf)
         return value if dtype is None else value.astype(dtype)
-    data = np.asarray(leaf.data)
-    scale = np.asarray(1 if leaf.scale is None else leaf.scale)
+    data, scale = np.asarray(leaf.data), np.asarray(1 if leaf.scale is None else leaf.scale)
     return (data.astype(np.float64) * scale.astype(np.float64)).astype(dtype or data.dtype)
