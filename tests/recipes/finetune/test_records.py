@@ -1,6 +1,5 @@
 """Records are padded sequences that grain can batch, laid out as the tokenizer itself does."""
 
-import grain
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
@@ -28,14 +27,6 @@ def test_records_are_padded() -> None:
     assert found == expected
     assert {array.dtype for array in records[0].values()} == {np.dtype(np.int32)}
     assert [int(record["mask"].sum()) for record in records] == [4, 5, 2]
-
-
-def test_grain_shuffles_and_batches_records() -> None:
-    dataset = grain.MapDataset.source(make()).shuffle(seed=0).repeat(2).batch(2)
-    batches = [dataset[index] for index in range(len(dataset))]
-    assert [batch["ids"].shape for batch in batches] == [(2, 5)] * 3
-    labels = np.concatenate([batch["label"] for batch in batches])
-    assert sorted(labels[:3]) == sorted(labels[3:]) == [0, 1, 2]
 
 
 def test_the_last_batch_is_filled_with_its_last_record() -> None:

@@ -144,19 +144,6 @@ def labelled_texts(made: SquadFeatures) -> list[str | None]:
     return texts
 
 
-def test_a_context_that_fits_is_one_window() -> None:
-    made = features(ask("1878"))
-    (record,) = made.records
-    expected = TOKENIZER.encode("when did the mine open?", CONTEXT)
-    count = len(expected)
-    assert record["ids"][:count].tolist() == expected.ids
-    assert record["segments"][:count].tolist() == expected.type_ids
-    assert record["mask"].tolist() == [1] * count + [0] * (64 - count)
-    # [CLS] when did the mine open ? [SEP] the copper mine opened in 1 ##8 ##7 ##8
-    assert (record["start"], record["end"]) == (13, 16)
-    assert made.windows[0].first == 8
-
-
 def test_what_question_and_context_share_has_the_questions_segment() -> None:
     length, text = {"sequence_length": 20, "stride": 6}, "when did the mine open?"
     plain, marked = (features(ask("1878", text), mark_matches=m, **length) for m in (False, True))
@@ -356,37 +343,6 @@ def test_candidates_are_the_best_of_all_spans(seed: int, longest: int) -> None:
             if window.question == number
         ]
         assert prediction.null_odds == min(nulls) - ranked[0][1]
-
-
-def test_an_answer_that_ends_before_it_starts_is_none() -> None:
-    """The highest scores are at the end and the start of a pair in the wrong order."""
-    start, end = np.zeros((2, *SHAPE))
-    window = FEATURES.windows[0]
-    start[0, window.first + 5] = end[0, window.first] = 10
-    start[0, window.first + 1], end[0, window.first + 4] = 8, 9
-    assert predict(start, end)["0"].text == "copper mine opened in"
-
-
-def test_tokens_of_the_question_and_padding_are_no_answer() -> None:
-    start, end = np.zeros((2, *SHAPE))
-    for row, window in enumerate(FEATURES.windows):
-        last = window.first + len(window.offsets)
-        for scores in (start, end):
-            scores[row, 1 : window.first] = scores[row, last:] = 100
-    for prediction in predict(start, end).values():
-        assert max(candidate.score for candidate in prediction.best) == 0
-
-
-def test_text_is_that_of_the_context() -> None:
-    """Capitals, accents and spaces that the tokens have lost."""
-    start, end = np.zeros((2, *SHAPE))
-    cafe = CONTEXT.index("Café")
-    for row, window in enumerate(FEATURES.windows):
-        begins = window.offsets[:, 0].tolist()
-        if window.question == 0 and {cafe, cafe + 5} <= set(begins):
-            start[row, window.first + begins.index(cafe)] = 5
-            end[row, window.first + begins.index(cafe + 5)] = 5
-    assert predict(start, end, max_answer_length=9)["0"].text == "Café 9"
 
 
 def test_no_answer_is_a_candidate_where_it_may_be() -> None:

@@ -228,6 +228,7 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         load_data(tuned(folder, "squad", f"init={other}"))
 
 
+@pytest.mark.slow
 def test_a_run_is_described_without_its_weights(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,10 +77,9 @@ def test_generation_from_a_folder(capsys: Captured) -> None:
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
-def test_streamed_text_is_the_same(name: str, capsys: Captured) -> None:
+def test_streamed_text_is_the_same(capsys: Captured) -> None:
     """Pieces of it, at any length, and past the end of the context."""
-    command = ["generate", str(FIXTURES / name), "--prompt", "The scale", "--tokens", "9"]
+    command = ["generate", str(FIXTURES / "llama3"), "--prompt", "The scale", "--tokens", "9"]
     assert main(command) == 0
     text = capsys.readouterr().out
     assert main([*command, "--stream"]) == 0

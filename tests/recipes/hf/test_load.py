@@ -18,7 +18,7 @@ import safetensors.numpy
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.hf import Pretrained, join, labels_in, load, save, split
+from recipes.hf import Bert, Pretrained, join, labels_in, load, save, split
 from tests.recipes import make_pretrained_fixtures as fixtures
 from tests.recipes.pretrained import (
     FIXTURES,
@@ -41,8 +41,15 @@ def loaded(name: str) -> Pretrained:
     return load(FIXTURES / name)
 
 
-def logits(model: Any, *inputs: np.ndarray) -> np.ndarray:
-    return np.asarray(nnx.jit(lambda model, *inputs: model(*inputs))(model, *inputs))
+@nnx.jit
+def logits(model: Any, *inputs: np.ndarray) -> jax.Array:
+    return model(*inputs)
+
+
+def same_parameters(one: Pretrained, other: Pretrained) -> None:
+    leaves = (jax.tree.leaves(each.params) for each in (one, other))
+    for found, expected in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def same_files(one: Path, other: Path) -> set[str]:
@@ -77,11 +84,10 @@ def test_what_is_padding_changes_nothing(name: str) -> None:
     model = loaded(name).model
     (ids, segments, mask), expected = reference(FIXTURES / name)
     other = np.where(mask == 1, ids, (ids + 7) % 100)
-    run = nnx.jit(lambda model, *inputs: model(*inputs))
-    np.testing.assert_allclose(run(model, other, segments, mask), expected, atol=TOLERANCE)
-    assert np.abs(run(model, other, segments, mask * 0 + 1) - expected).max() > TOLERANCE
+    np.testing.assert_allclose(logits(model, other, segments, mask), expected, atol=TOLERANCE)
+    assert np.abs(logits(model, other, segments, mask * 0 + 1) - expected).max() > TOLERANCE
     if name == "bert-classes":
-        assert np.abs(run(model, ids, segments * 0, mask) - expected).max() > TOLERANCE
+        assert np.abs(logits(model, ids, segments * 0, mask) - expected).max() > TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -160,9 +166,7 @@ def test_files_of_old_versions(name: str, change, unused: tuple[str, ...], tmp_p
     change_tensors(folder, change)
     pretrained = load(folder)
     assert pretrained.unused == unused
-    leaves = (jax.tree.leaves(one.params) for one in (pretrained, loaded(name)))
-    for found, expected in zip(*leaves, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    same_parameters(pretrained, loaded(name))
     save(pretrained, tmp_path / "new")
     same_files(folder, tmp_path / "new")
 
@@ -206,10 +210,9 @@ def test_a_new_head(name: str, tmp_path: Path) -> None:
     assert len(config["id2label"]) == len(config["label2id"]) == 5
     again = load(tmp_path)
     assert (again.task, again.drawn, again.unused) == ("classification", (), ())
+    same_parameters(again, pretrained)
     inputs, _ = reference(FIXTURES / name)
-    expected = logits(pretrained.model, *inputs)
-    assert expected.shape == (len(inputs[0]), 5)
-    np.testing.assert_array_equal(logits(again.model, *inputs), expected)
+    assert nnx.eval_shape(logits, again.model, *inputs).shape == (len(inputs[0]), 5)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)  # which writes the same bytes
     assert safetensors.numpy.save(tensors, {"format": "pt"}) == (tmp_path / WEIGHTS).read_bytes()
     for source in (pretrained, again):  # a head that is new, and one that was there
@@ -257,21 +260,19 @@ def test_dropout_is_that_of_the_config() -> None:
 def test_losses_are_means_of_cross_entropies() -> None:
     """Over labels that are not negative; of an answer, over its first and last token."""
     for name in ("bert-mlm", "bert-qa", "bert-classes"):
-        inputs, scores = reference(FIXTURES / name)
+        inputs, given = reference(FIXTURES / name)
         draw, (size, time) = np.random.default_rng(0), inputs[0].shape
         if name == "bert-mlm":
             labels = (np.where(draw.random((size, time)) < 0.5, -100, inputs[0]),)
         else:
             labels = draw.integers(0, 3, (2 if name == "bert-qa" else 1, size))
-        scores = np.moveaxis(scores, 1, 2) if name == "bert-qa" else scores
+        scores = np.moveaxis(given, 1, 2) if name == "bert-qa" else given
         wanted = np.stack(labels, -1) if name == "bert-qa" else np.asarray(labels[0])
         scores = scores.astype(np.float64).reshape(-1, scores.shape[-1])[wanted.ravel() >= 0]
         chosen = scores[np.arange(len(scores)), wanted[wanted >= 0]]
         expected = np.mean(np.log(np.exp(scores).sum(-1)) - chosen)
-        found = nnx.jit(lambda model, *inputs: model.loss(*inputs))(
-            loaded(name).model, *inputs, *labels
-        )
-        assert float(found) == pytest.approx(expected, rel=1e-5)
+        model: Any = functools.partial(lambda x, *_, **__: jnp.asarray(x), given)
+        assert float(Bert.loss(model, *inputs, *labels)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_files_beside_the_weights(tmp_path: Path) -> None:
