@@ -3,9 +3,8 @@
 Decoders: GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: BERT, RoBERTa
 and ModernBERT.
 
-`load` reads a folder, `split` makes ScaledArrays of its parameters without the loss of a bit, and
-`save` writes the files again. `adapt` freezes a decoder but for low-rank updates (LoRA), which
-`save_adapter` writes.
+`load` reads a folder, and `save` writes the files again. `adapt` freezes a decoder but for low-rank
+updates (LoRA), which `save_adapter` writes.
 """
 
 from ._bert import Bert as Bert
@@ -25,4 +24,3 @@ from ._shapes import (
     shape_of_bert as shape_of_bert,
     shape_of_decoder as shape_of_decoder,
 )
-from ._split import join as join, split as split

@@ -99,14 +99,13 @@ def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
             f"{', '.join(one for names in known.values() for one in names)}; got {name!r}; no "
             "other is supported"
         )
-    only: list[Task | None] = [*tasks] if len(tasks) == 1 else [None]
-    task = wanted or (found or only)[0]
-    if task is None:
+    candidates: list[Any] = tasks if name is None else [task for task in found if task]
+    if wanted is None and len(candidates) != 1:
         raise RecipeError(
             f"{path / CONFIG}: expected an architecture with a task; got {name!r}; choose the "
             f"task, {' or '.join(tasks)}"
         )
-    return task
+    return wanted or candidates[0]
 
 
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:

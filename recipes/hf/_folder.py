@@ -68,21 +68,14 @@ def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model"
 def read_folder(path: str | Path) -> Folder:
     """Reads a folder whole."""
     path = Path(path)
-    config, index = read_config(path), _index(path)
+    config, shards = read_config(path), _shards(path)
     files: dict[str, Any] = {}
     tensors: dict[str, np.ndarray] = {}
-    for name in sorted(set(index.values())) or [SINGLE]:
-        listed = {tensor for tensor, file in index.items() if file == name}
+    for name in shards or [SINGLE]:
         metadata, found = read_tensors(path / name)
-        if odd := sorted(listed ^ found.keys()) if index else []:
-            where = f"{name}, but not {INDEX}" if odd[0] in found else f"{INDEX}, but not {name}"
-            raise RecipeError(
-                f"{path}: expected {name} to hold the tensors that {INDEX} lists; got {odd[0]} in "
-                f"{where}; copy both files again"
-            )
         files[name] = metadata, list(found)
         tensors |= found
-    texts = {name: path / name for name in _TEXTS if index or name != INDEX}
+    texts = {name: path / name for name in _TEXTS if shards or name != INDEX}
     texts = {name: file.read_bytes() for name, file in texts.items() if file.is_file()}
     return Folder(path, config, texts, files, tensors)
 
@@ -127,10 +120,10 @@ def write_tensors(
     os.replace(partial, path)
 
 
-def _index(path: Path) -> dict[str, str]:
-    """The file of each tensor by the index of shards; {} if the folder has one file."""
+def _shards(path: Path) -> list[str]:
+    """The files that the index of shards names; [] if the folder has one file."""
     if (path / SINGLE).is_file() or not (path / INDEX).is_file():
-        return {}
+        return []
     index = _read_json(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise RecipeError(
@@ -143,7 +136,7 @@ def _index(path: Path) -> dict[str, str]:
                 f"{path / INDEX}: expected the name of a file beside it; got {file!r}, which is "
                 "not there; copy the whole folder"
             )
-    return index
+    return sorted(set(index.values()))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from unitscale import to_array
+
 from ..config import GPTModelConfig, ScalifyConfig
 from ..errors import RecipeError
 from ._bert import Bert
@@ -19,7 +21,6 @@ from ._folder import CONFIG, FLOATS, SINGLE, Folder, read_folder, write_folder
 from ._lora import merge_adapter
 from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
 from ._shapes import DECODERS, ENCODERS, BertConfig, ModernBertConfig
-from ._split import join
 from .plain import GPT
 
 
@@ -47,7 +48,7 @@ class Pretrained:
 
     @property
     def params(self) -> nnx.State:
-        """The parameters: a state to `split` into ScaledArrays, or to train."""
+        """The parameters, to be trained or handed to `unitscale.as_scaled`."""
         return nnx.state(self.model, nnx.Param)
 
 
@@ -155,7 +156,8 @@ def save(
         if entry is None:
             tensors[name] = old
             continue
-        tensors[name] = entry.pack({path: join(values[path], old.dtype) for path in entry.paths})
+        parts = {path: np.asarray(to_array(values[path])) for path in entry.paths}
+        tensors[name] = entry.pack(parts).astype(old.dtype)
         if not np.isfinite(tensors[name]).all() and np.isfinite(old).all():
             raise RecipeError(
                 f"{name} has values that are not finite in {old.dtype}, the type of its file; "
