@@ -36,7 +36,8 @@ ARCHITECTURES: dict[str, Architectures] = {
 }
 """Architectures of each model type by task, the one that is written first; None: no head."""
 
-# Keys that change nothing here: file names, ids, generation, training, and how a model is run.
+# Keys that change nothing here: file names, ids, generation, dropout and other training, how a
+# model is run, heads that are not read, and second names.
 _INERT_KEYS = """
 _name_or_path name_or_path _commit_hash architectures auto_map model_type dtype torch_dtype prefix
 transformers_version transformers.js_config unsloth_version unsloth_fixed sentence_transformers
@@ -51,9 +52,15 @@ task_specific_params max_length min_length do_sample early_stopping num_beams nu
 diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty output_scores
 no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
 return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
-exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+exponential_decay_length_penalty suppress_tokens begin_suppress_tokens n_ctx resid_pdrop embd_pdrop
+attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj summary_activation n_special
+summary_first_dropout summary_proj_to_labels predict_special_tokens attention_probs_dropout_prob
+classifier_dropout embedding_dropout directionality pooler_fc_size pooler_num_attention_heads
+pooler_num_fc_layers pooler_size_per_head pooler_type initializer_cutoff_factor layer_norm_eps
+deterministic_flash_attn reference_compile repad_logits_with_grad sparse_prediction
+sparse_pred_ignore_index
 """
-_INERT = frozenset(_INERT_KEYS.split())
+INERT = frozenset(_INERT_KEYS.split())
 # Unknown keys with these values, or 0, switch nothing on.
 _OFF = (None, False, "", [], {})
 
@@ -137,14 +144,14 @@ def validated(
       values: What the file, or its section `key`, holds.
       path: The folder, for messages.
       key: Name of the section.
-      inert: If given, keys that are neither in the schema nor here nor in `_INERT` are refused, as
-        they may change what is computed.
+      inert: If given, keys that are neither in the schema nor here are refused, as they may change
+        what is computed.
       file: Name of the file.
     """
     if inert is not None:
         own = {field.alias or name for name, field in schema.model_fields.items()}
         for name, value in values.items():
-            if name not in _INERT | inert | own and value not in _OFF:
+            if name not in inert | own and value not in _OFF:
                 raise RecipeError(
                     f"{path / file}: {name}: expected no key that is not known here; got "
                     f"{clipped(value)}, which may change what the model computes; if it does not, "

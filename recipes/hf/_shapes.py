@@ -22,7 +22,7 @@ from ..config import (
     Whole,
 )
 from ..errors import RecipeError, clipped
-from ._config import model_type, validated
+from ._config import INERT, model_type, validated
 from ._folder import CONFIG, read_config
 
 _TANH = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -156,16 +156,8 @@ class _Gpt2File(BaseModel):
     tie_word_embeddings: Flag = True
 
 
-# Dropout, heads that a language model has not, and second names.
-_GPT2_INERT = {
-    *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn"),
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
-    *("summary_proj_to_labels", "n_special", "predict_special_tokens"),
-}
-
-
 def _gpt2(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
-    file = validated(_Gpt2File, config, path, inert=_GPT2_INERT)
+    file = validated(_Gpt2File, config, path, inert=INERT)
     shape = {
         "library": "plain",
         "vocab": file.vocab_size,
@@ -290,7 +282,7 @@ def _usual_window(kind: str, file: Any, index: int) -> bool:
 
 def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
     kind = config["model_type"]
-    file = validated(FAMILY[kind], config, path, inert=frozenset())
+    file = validated(FAMILY[kind], config, path, inert=INERT)
     context, gemma = file.max_position_embeddings, kind.startswith("gemma")
     get = dict(file).get  # None for keys that this member of the family does not have
     usual = [_usual_window(kind, file, index) for index in range(file.num_hidden_layers)]
@@ -406,14 +398,6 @@ class BertConfig(Section):
         return self
 
 
-# Dropout, and what multilingual BERTs say of their pooler, which is that of all others.
-_BERT_INERT = {
-    *("attention_probs_dropout_prob", "classifier_dropout", "directionality"),
-    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
-    *("pooler_size_per_head", "pooler_type"),
-}
-
-
 class ModernBertConfig(GPTModelConfig):
     """The shape of a ModernBERT: layers as a GPT's, which attend both ways, and its heads.
 
@@ -462,16 +446,8 @@ class _ModernFile(BaseModel):
     position_embedding_type: Literal["absolute", "sans_pos"] = "absolute"  # left over: rotary
 
 
-# What only draws, pads or trains.
-_MODERN_INERT = {
-    *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile"),
-    *("embedding_dropout", "classifier_dropout", "layer_norm_eps"),
-    *("repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"),
-}
-
-
 def _modernbert(config: Mapping[str, Any], path: Path) -> ModernBertConfig:
-    file = validated(_ModernFile, config, path, inert=_MODERN_INERT)
+    file = validated(_ModernFile, config, path, inert=INERT)
     every = file.global_attn_every_n_layers
     usual = [index % every != 0 for index in range(file.num_hidden_layers)]
     local = _local_layers(file.layer_types, usual, path)
@@ -500,7 +476,7 @@ def _modernbert(config: Mapping[str, Any], path: Path) -> ModernBertConfig:
 
 
 def _bert(config: Mapping[str, Any], path: Path) -> BertConfig:
-    return validated(BertConfig, config, path, inert=_BERT_INERT)
+    return validated(BertConfig, config, path, inert=INERT)
 
 
 DECODERS: dict[str, Callable[[Mapping[str, Any], Path], GPTModelConfig]] = {
