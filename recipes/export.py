@@ -6,12 +6,11 @@ from pathlib import Path
 from flax import nnx
 from safetensors import flax as tensors
 
-from unitscale.core import is_scaled
+from unitscale import to_array
 from unitscale.nn import convert, to_static, unpadded
 
 from .config import RunConfig
 from .errors import RecipeError, refused
-from .hf import join
 from .run.scaling import plain
 from .run.state import load_trained
 
@@ -75,7 +74,7 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
                 f"{name} holds a {type(value).__name__}, and safetensors has arrays only; "
                 "export what unitscale.nn.to_static made"
             )
-        arrays[name] = join(value, "float32") if is_scaled(value) else value
+        arrays[name] = to_array(value, "float32")
     with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()  # of a path that cannot be written the library says less

@@ -9,11 +9,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import make_pipeline
 
+from ..finetune.classification import load_classification
 from ..finetune.config import FinetuneConfig
-from ..finetune.rows import load_classification
-from ..finetune.squad_data import Question, read_squad
-from ..finetune.squad_predict import Prediction
-from ..finetune.squad_score import normalize, score_predictions
+from ..finetune.squad import Prediction, Question, normalize, read_squad, score_predictions
 from ._tasks import sentences_of
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from ..atomic import write_whole
 from ..config import RunConfig
 from ..errors import RecipeError, read_text, refused
+from ..finetune.classification import load_classification
 from ..finetune.config import ClassificationConfig, DataConfig
-from ..finetune.rows import load_classification
-from ..finetune.squad_data import Question, read_squad
+from ..finetune.squad import Question, read_squad
 from ..run.folder import run_folder
 
 HELD_OUT = 8

@@ -11,10 +11,10 @@ class RopeConfig(Section):
     """Rotary position embedding."""
 
     base: Positive = Field(default=10000.0, description="what the wavelengths are powers of")
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
+    scaling: Literal["none", "linear", "llama3", "yarn"] = Field(
         default="none",
         description="all frequencies over `factor` (linear), or those of long wavelengths (llama3, "
-        "yarn); dynamic scales none up to `context`, and longer sequences are refused",
+        "yarn)",
     )
     factor: Positive = Field(default=1.0, description="what frequencies are divided by")
     low_factor: Positive = Field(
@@ -25,7 +25,7 @@ class RopeConfig(Section):
     )
     context: Count = Field(
         default=8192,
-        description="llama3, yarn, dynamic: the longest sequence before it was scaled",
+        description="llama3, yarn: the longest sequence before it was scaled",
     )
     fast: Positive = Field(
         default=32.0, description="yarn: frequencies that turn more often in context are kept"

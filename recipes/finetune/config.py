@@ -182,37 +182,41 @@ class FinetuneConfig(RunConfig):
         For a Hugging Face folder that is `scalify`. For a run it is `optimizer.multipliers`, those
         of the run: learning rates that suited a role in pretraining suit it here.
         """
-        optimizer, folder = self.optimizer, f"the Hugging Face folder {self.init}"
-        if not self.plain:
-            if not is_run(self.init):
-                return self  # what reads the run says so
-            if self.scalify is not None:
-                raise RecipeError(
-                    f"scalify is for plain models; the run in init {self.init} is of a unitscale "
-                    "model; set scalify null"
-                )
-            run = pretraining_of(self.init)
-            if run.model.library == "plain":
-                raise RecipeError(
-                    "init: expected the run of a unitscale model; got that of a baseline, "
-                    f"model.library plain, in {self.init}; give another"
-                )
-            if "multipliers" in optimizer.model_fields_set or not optimizer.umup:
-                return self
-            changes = {"multipliers": run.optimizer.multipliers}
-            return self.model_copy(update={"optimizer": optimizer.model_copy(update=changes)})
+        if self.plain:
+            return self._settled_plain()
+        if not is_run(self.init):
+            return self  # what reads the run says so
+        if self.scalify is not None:
+            raise RecipeError(
+                f"scalify is for plain models; the run in init {self.init} is of a unitscale "
+                "model; set scalify null"
+            )
+        run = pretraining_of(self.init)
+        if run.model.library == "plain":
+            raise RecipeError(
+                "init: expected the run of a unitscale model; got that of a baseline, "
+                f"model.library plain, in {self.init}; give another"
+            )
+        optimizer = self.optimizer
+        if "multipliers" in optimizer.model_fields_set or not optimizer.umup:
+            return self
+        optimizer = optimizer.model_copy(update={"multipliers": run.optimizer.multipliers})
+        return self.model_copy(update={"optimizer": optimizer})
+
+    def _settled_plain(self) -> Self:
+        folder = f"the Hugging Face folder {self.init}"
         if self.policy not in FORMATS:
             raise RecipeError(
                 f"policy: expected {', '.join(FORMATS)} for {folder}; got {self.policy}; use one "
                 "of them, or init with a run of recipe bert"
             )
-        if optimizer.umup:
+        if self.optimizer.umup:
             raise RecipeError(
                 f"optimizer.umup: expected false for {folder}, whose weights are in standard "
                 "parametrization; got true; add optimizer.umup=false and a learning rate of that "
                 "parametrization, such as optimizer.learning_rate=5e-5"
             )
-        if self.monitor or optimizer.scaled:
+        if self.monitor or self.optimizer.scaled:
             raise RecipeError(
                 f"monitor, optimizer.weights and optimizer.moments: expected null for {folder}, "
                 "whose model runs under scalify; remove them"

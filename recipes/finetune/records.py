@@ -4,15 +4,15 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ..errors import RecipeError
 
-_PAD_TOKENS = "[PAD]", "<pad>"
-_PROBE = "a"
+CHUNK = 1024
+"""Texts that are tokenized at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,37 +40,34 @@ class Records:
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         return {name: array[index].astype(np.int32) for name, array in self.arrays.items()}
 
-    def take(self, indices: np.ndarray) -> Self:
-        """The records of these indices, in this order."""
-        arrays = {name: array[indices] for name, array in self.arrays.items()}
-        return dataclasses.replace(self, arrays=arrays)
-
-    def mark_matches(self, second: Sequence[slice]) -> None:
-        """Gives tokens of a second text that the first has too the segment of the first.
-
-        That is the feature "exact match" of Chen et al. 2017, "Reading Wikipedia".
-
-        Args:
-          second: Where the second text stands in each record.
-        """
-        ids, segments = self.arrays["ids"], self.arrays["segments"]
-        for row, own in enumerate(second):
-            segments[row, own] &= ~np.isin(ids[row, own], ids[row, : own.start])
-
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
-        """One pass in order, for evaluation.
+        """One pass in order, for evaluation; drop what is past `len(self)`.
 
-        The last batch is filled up with its last record, so that all have one shape and none has a
-        sequence of padding alone; drop what is past `len(self)`.
+        The last batch is filled up with its last record, so that all have one shape.
         """
         for start in range(0, len(self), size):
             yield self[np.minimum(np.arange(start, start + size), len(self) - 1)]
 
 
-def make_records(encodings: Iterable[Encoding], labels: dict[str, Any]) -> Records:
-    """Records of sequences that `padding_copy` encoded; labels are read after the last of them."""
-    names = {"ids": np.int32, "type_ids": np.int8, "attention_mask": np.int8}
-    rows = [[np.array(getattr(one, name), names[name]) for name in names] for one in encodings]
+def make_records(encodings: Iterable[Encoding], labels: dict[str, Any], *, mark: bool) -> Records:
+    """Makes records of sequences that a `padding_copy` encoded.
+
+    Args:
+      encodings: Texts, or pairs of them.
+      labels: Labels of the records by name, read after the last encoding.
+      mark: Whether to give tokens of a second text that the first has too the segment of the first:
+        the feature "exact match" of Chen et al. 2017, "Reading Wikipedia".
+    """
+    rows = []
+    for encoding in encodings:
+        ids = np.array(encoding.ids, np.int32)
+        segments, mask = (
+            np.array(part, np.int8) for part in (encoding.type_ids, encoding.attention_mask)
+        )
+        if mark:
+            second = second_text(encoding)
+            segments[second] &= ~np.isin(ids[second], ids[: second.start])
+        rows.append((ids, segments, mask))
     ids, segments, mask = (np.stack(arrays) for arrays in zip(*rows, strict=True))
     values = {name: np.array(label, np.int32) for name, label in labels.items()}
     return Records({"ids": ids, "segments": segments, "mask": mask, **values})
@@ -78,7 +75,7 @@ def make_records(encodings: Iterable[Encoding], labels: dict[str, Any]) -> Recor
 
 def second_text(encoding: Encoding) -> slice:
     """Where the second text of an encoded pair stands; of one text, an empty slice."""
-    parts = encoding.sequence_ids
+    parts: Sequence[int | None] = encoding.sequence_ids
     first = parts.index(1) if 1 in parts else 0
     return slice(first, first + parts.count(1))
 
@@ -88,7 +85,7 @@ def padding_copy(tokenizer: Tokenizer, length: int) -> Tokenizer:
     copy, padding = Tokenizer.from_str(tokenizer.to_str()), tokenizer.padding
     copy.no_padding()
     copy.no_truncation()
-    for probe in (copy.encode(_PROBE), copy.encode(_PROBE, _PROBE)):
+    for probe in (copy.encode("a"), copy.encode("a", "a")):
         texts = [part for part in probe.sequence_ids if part is not None]
         if not any(probe.special_tokens_mask[:1]) or texts != sorted(texts):
             raise RecipeError(
@@ -96,7 +93,7 @@ def padding_copy(tokenizer: Tokenizer, length: int) -> Tokenizer:
                 "task reads its answer there, and the second text behind the first; got "
                 f"{' '.join(probe.tokens)}; use a tokenizer made for BERT"
             )
-    found = (copy.token_to_id(token) for token in _PAD_TOKENS)
+    found = (copy.token_to_id(token) for token in ("[PAD]", "<pad>"))
     pad = padding["pad_id"] if padding else next((i for i in found if i is not None), 0)
     copy.enable_padding(length=length, pad_id=pad)
     return copy

@@ -1,44 +1,124 @@
-"""Fine-tuning as `recipes.train` sees it."""
+"""Fine-tuning as `recipes.train` sees it: the pretrained model under a head, data and scores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tokenizers import Tokenizer, processors
 
+from unitscale import nn, ops
+
+from ..batches import Data, Examples
+from ..bert.config import BertModelConfig, Pooling
+from ..bert.heads import mean_loss
+from ..bert.model import Encoder, Pooler
+from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..hf import save
+from ..hf import Bert, Pretrained, labels_in, load, save, shape_of_bert
 from ..run.earlier import take_weights
 from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
-from .classification import score_classification, write_labels
+from ..text import SubwordTokenizer, save_tokenizer
+from .classification import (
+    Dataset,
+    load_classification,
+    make_classification_records,
+    score_classification,
+    write_labels,
+)
 from .config import FinetuneConfig, pretraining_of
-from .data import TaskData, load_data as load_data
-from .model import PlainModel, TaskModel
-from .pretrained import read_plain
-from .rows import Dataset, load_classification
-from .squad_features import SquadFeatures
-from .squad_predict import predict_answers, write_predictions
-from .squad_score import score_predictions, version_of
+from .records import Records
+from .squad import (
+    SquadFeatures,
+    make_squad_features,
+    predict_answers,
+    read_squad,
+    score_predictions,
+    version_of,
+    with_answers,
+    write_predictions,
+)
 
-Model = TaskModel | PlainModel
+
+class TaskModel(nnx.Module):
+    """Scores `classes` labels of a text or a pair; for None, each token as an answer's ends."""
+
+    def __init__(
+        self,
+        config: BertModelConfig,
+        classes: int | None,
+        pooling: Pooling = "cls",
+        *,
+        policy: str | nn.Policy,
+        rngs: nnx.Rngs,
+    ):
+        self.encoder = Encoder(config, policy=policy, rngs=rngs)
+        pooled = classes is not None
+        self.pooler = Pooler(config.width, pooling, policy=policy, rngs=rngs) if pooled else None
+        self.dropout = nn.Dropout(config.dropout, rngs=rngs) if pooled else None
+        self.readout = nn.Readout(
+            config.width, classes or 2, use_bias=True, policy=policy, rngs=rngs
+        )
+
+    def __call__(
+        self, ids: jax.Array, segments: jax.Array, mask: jax.Array, *, deterministic: bool = True
+    ) -> ops.ArrayLike:
+        """Logits (batch, classes) or (batch, time, 2); as for the encoder, the mask 1 on tokens."""
+        x = self.encoder(ids, segments, mask=mask > 0, deterministic=deterministic)
+        if self.pooler is not None and self.dropout is not None:
+            x = self.dropout(self.pooler(x, mask > 0), deterministic=deterministic)
+        return self.readout(x)
+
+    def loss(
+        self,
+        ids: jax.Array,
+        segments: jax.Array,
+        mask: jax.Array,
+        *labels: jax.Array,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Mean cross entropy of a label (batch,), or of two: the positions of start and end."""
+        logits = self(ids, segments, mask, deterministic=deterministic)
+        if self.pooler is not None:
+            return mean_loss(logits, *labels)
+        start, end = (mean_loss(logits[..., i], label) for i, label in enumerate(labels))
+        return (start + end) / 2
 
 
-def build(config: FinetuneConfig) -> Model:
+def build(config: FinetuneConfig) -> TaskModel | Bert:
     """The model of a config's task, with the pretrained weights under a head for it."""
-    classes = _classes(config)
     if config.plain:
-        return PlainModel(read_plain(config, classes).model)
+        model: Any = _read_plain(config).model
+        return model
     pretraining = pretraining_of(config.init)
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
     pooling, policy = config.classification.pooling, monitored(config)
-    model = TaskModel(shape, classes, pooling, policy=policy, rngs=nnx.Rngs(config.seed))
+    rngs = nnx.Rngs(config.seed)
+    model = TaskModel(shape, _classes(config), pooling, policy=policy, rngs=rngs)
     take_weights(model, pretraining, needed=("encoder",), wanted=("pooler",))
     return model
+
+
+def _read_plain(config: FinetuneConfig) -> Pretrained:
+    """The Hugging Face folder of a config, with a new head where it has none of the task."""
+    return load(
+        config.init,
+        "question_answering" if config.task == "squad" else "classification",
+        new_head=True,
+        classes=_classes(config),
+        dropout=config.dropout,
+        param_dtype=jnp.float32,
+        scalify=config.scalify,
+        seed=config.seed,
+    )
 
 
 def _classes(config: FinetuneConfig) -> int | None:
@@ -56,24 +136,126 @@ def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (*[tokens] * 3, *[labels] * (2 if config.task == "squad" else 1))
 
 
-def closing(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> Iterator[str]:
+@dataclass(frozen=True)
+class TaskData(Data):
+    """Records to train and to score on."""
+
+    train: Records
+    scored: Records
+    batch_size: int
+    tokenizer: Tokenizer
+    source: SquadFeatures | Dataset
+
+    @property
+    def digest(self) -> str:
+        return self.train.digest + self.scored.digest
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self.train):,} training and {len(self.scored):,} validation records"
+
+    def save(self, folder: Path) -> None:
+        save_tokenizer(SubwordTokenizer(self.tokenizer), folder)
+
+    def examples(self, *, training: bool) -> Sequence[Examples]:
+        """The arrays of a record, in the order in which the model's loss takes them."""
+        source: Any = grain.MapDataset.source(self.train if training else self.scored)
+        return [Examples(source.map(lambda record: tuple(record.values())))]
+
+
+def load_data(config: FinetuneConfig) -> TaskData:
+    """Reads and tokenizes the files of a task."""
+    if config.plain:
+        shape = shape_of_bert(config.init)
+        vocab, positions = shape.vocab, shape.longest
+    else:
+        pretraining = pretraining_of(config.init)
+        vocab, positions = pretraining.model.vocab, pretraining.longest
+    data, length = config.data, config.data.sequence_length
+    if positions is not None and length > positions:
+        raise RecipeError(
+            f"data.sequence_length: the model in {config.init} learned {positions} positions; got "
+            f"{length}; use at most {positions}"
+        )
+    tokenizer = _tokenizer(config.init, vocab)
+    if config.task == "squad":
+        settings = config.squad.model_dump(
+            include={"max_question_length", "stride", "mark_matches"}
+        )
+        features, source = (
+            make_squad_features(
+                read_squad(path, key), tokenizer, sequence_length=length, **settings
+            )
+            for path, key in ((data.train, "data.train"), (data.validation, "data.validation"))
+        )
+        train, scored = features.records, source.records
+        version_of(source.questions, config.squad)  # complains before hours of training
+        if config.squad.negatives is not None:
+            train = with_answers(train, config.squad.negatives, config.seed)
+    else:
+        known = labels_in(config.init) if config.plain else ()
+        source = load_classification(data, config.classification, known)
+        mark = config.classification.mark_matches
+        train, scored = (
+            make_classification_records(
+                source, rows, tokenizer, sequence_length=length, mark_matches=mark
+            )
+            for rows in (source.train, source.validation)
+        )
+    if len(train) < data.batch_size:
+        raise RecipeError(
+            f"data.batch_size: expected at most the {len(train)} records of {data.train}; "
+            f"got {data.batch_size}; use more data or a smaller batch"
+        )
+    return TaskData(train, scored, data.batch_size, tokenizer, source)
+
+
+def _tokenizer(folder: str, vocab: int) -> Tokenizer:
+    """The pretrained model's tokenizer, which lays texts out as [CLS] text [SEP] pair [SEP]."""
+    tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key="init")
+    if tokenizer.vocab > vocab:
+        raise RecipeError(
+            f"init: expected a tokenizer of at most the {vocab} ids of the model in {folder}; got "
+            f"{tokenizer.vocab}; put the tokenizer back that it was trained with"
+        )
+    if tokenizer.inner.post_processor is None:
+        tokenizer.inner.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[(name, tokenizer.id(name)) for name in ("[CLS]", "[SEP]")],
+        )
+    return tokenizer.inner
+
+
+def closing(
+    config: FinetuneConfig, data: TaskData, model: TaskModel | Bert, folder: Path
+) -> Iterator[str]:
     """Where the predictions are; a Hugging Face folder is written again, with what was learned."""
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
-    if isinstance(model, PlainModel):
-        state = nnx.state(model.bert, nnx.Param)
+    if isinstance(model, Bert):
         labels = data.source.labels if isinstance(data.source, Dataset) else None
-        save(read_plain(config, _classes(config)), folder / "pretrained", state, labels)
+        state = nnx.state(model, nnx.Param)
+        save(_read_plain(config), folder / "pretrained", state, labels)
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
 
 
-def scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -> dict[str, float]:
+def scores(
+    config: FinetuneConfig, data: TaskData, model: TaskModel | Bert, folder: Path
+) -> dict[str, float]:
     """Scores by name; SQuAD's as percentages, those of classification as shares of 1.
 
     Leaves `predictions.json` in the folder.
     """
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
     inputs = (tuple(batch.values())[:3] for batch in batches)  # without labels
-    logits = finite(predict(model, inputs, config.scalify)[: len(data.scored)])
+    # In float64 sums of float32 numbers keep their order.
+    logits = np.asarray(predict(model, inputs, config.scalify)[: len(data.scored)], np.float64)
+    if not np.isfinite(logits).all():
+        raise RecipeError(
+            "the scores of the validation data are not finite; lower optimizer.learning_rate, or "
+            "choose a policy of wider range",
+            exit_code=1,
+        )
     if isinstance(data.source, SquadFeatures):
         questions, squad = data.source.questions, config.squad
         no_answers = version_of(questions, squad) == "v2.0"
@@ -83,15 +265,3 @@ def scores(config: FinetuneConfig, data: TaskData, model: Model, folder: Path) -
     rows, labels = data.source.validation, data.source.labels
     write_labels(folder, rows, logits, labels)
     return score_classification(logits.argmax(axis=-1), data.source.ids(rows), len(labels))
-
-
-def finite(logits: np.ndarray) -> np.ndarray:
-    """Scores in float64, in which sums of float32 numbers keep their order."""
-    scores = np.asarray(logits, np.float64)
-    if not np.isfinite(scores).all():
-        raise RecipeError(
-            "the scores of the validation data are not finite; lower optimizer.learning_rate, or "
-            "choose a policy of wider range",
-            exit_code=1,
-        )
-    return scores

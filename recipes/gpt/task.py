@@ -1,9 +1,15 @@
-"""A GPT as `recipes.train` sees it."""
+"""A GPT as `recipes.train` sees it.
+
+Plain models and Hugging Face folders are imported where a config asks for them.
+"""
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +18,6 @@ from flax import nnx
 from unitscale.nn import convert
 
 from ..errors import RecipeError
-from ..hf import adapt, load, plain, save, save_adapter, start_from
 from ..run.earlier import take_weights
 from ..run.folder import earlier_run
 from ..run.monitor import monitored
@@ -22,7 +27,10 @@ from . import model
 from .config import GPTConfig
 from .generate import Writer
 
-GPT = model.GPT | plain.GPT
+if TYPE_CHECKING:
+    from ..hf import plain
+
+GPT: TypeAlias = "model.GPT | plain.GPT"
 START = "\n"  # what a sample begins with
 scores = no_scores
 
@@ -34,7 +42,9 @@ def build(config: GPTConfig) -> GPT:
     if config.init is not None and folder is None:
         take_weights(gpt, earlier_run(config.init, GPTConfig))
     if config.lora is not None:
-        updated = cast(plain.GPT, gpt)
+        from ..hf import adapt, start_from
+
+        updated = cast("plain.GPT", gpt)
         adapt(updated, config.lora, seed=config.seed)
         if folder is not None and config.lora.init is not None:
             start_from(updated, config.lora, config.lora.init)
@@ -42,6 +52,8 @@ def build(config: GPTConfig) -> GPT:
 
 
 def _loaded(config: GPTConfig, folder: str) -> GPT:
+    from ..hf import load
+
     pretrained = load(
         folder,
         "lm",
@@ -58,7 +70,7 @@ def _loaded(config: GPTConfig, folder: str) -> GPT:
             f"model: expected the shape of init {folder}; got another; read the config with "
             "recipes.registry, which fills it in"
         )
-    return _with_products(cast(plain.GPT, pretrained.model), config)
+    return _with_products(cast("plain.GPT", pretrained.model), config)
 
 
 def _drawn(config: GPTConfig) -> GPT:
@@ -66,6 +78,8 @@ def _drawn(config: GPTConfig) -> GPT:
     shape = config.model.model_copy(update={"context": config.context})
     if config.model.library != "plain":
         return model.GPT(shape, policy=monitored(config), rngs=rngs)
+    from ..hf import plain
+
     gpt = plain.GPT(shape, dtype=jnp.dtype(config.policy), scalify=config.scalify, rngs=rngs)
     return _with_products(gpt, config)
 
@@ -125,13 +139,17 @@ def load_data(config: GPTConfig) -> Corpus | Mixture:
 
 def closing(config: GPTConfig, data: Corpus | Mixture, model: GPT, folder: Path) -> Iterator[str]:
     """A sample of the model's own text; of a Hugging Face folder, the tuned one or its adapter."""
-    pretrained = config.pretrained
     if config.train.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
         yield f"sample:{writer(START, tokens=config.train.sample_tokens, seed=config.seed)}"
-    if pretrained is not None and config.lora is not None:
-        save_adapter(cast(plain.GPT, model), config.lora, folder / "adapter", pretrained)
+    pretrained = config.pretrained
+    if pretrained is None:
+        return
+    from ..hf import load, save, save_adapter
+
+    if config.lora is not None:
+        save_adapter(cast("plain.GPT", model), config.lora, folder / "adapter", pretrained)
         yield f"the adapter, in files as PEFT has them, is in {folder / 'adapter'}"
-    elif pretrained is not None:
+    else:
         save(load(pretrained, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"

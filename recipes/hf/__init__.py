@@ -3,22 +3,24 @@
 Decoders: GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: BERT, RoBERTa
 and ModernBERT.
 
-`load` reads a folder, `split` makes ScaledArrays of its parameters without the loss of a bit, and
-`save` writes the files again. `adapt` freezes a decoder but for low-rank updates (LoRA), which
-`save_adapter` writes.
+`load` reads a folder, and `save` writes the files again. `adapt` freezes a decoder but for low-rank
+updates (LoRA), which `save_adapter` writes.
 """
 
 from ._bert import Bert as Bert
-from ._chat import chat_prompt as chat_prompt
-from ._config import (
+from ._config import Task as Task, labels_in as labels_in
+from ._folder import chat_prompt as chat_prompt
+from ._load import Pretrained as Pretrained, load as load, save as save
+from ._lora import (
+    Frozen as Frozen,
+    adapt as adapt,
+    save_adapter as save_adapter,
+    start_from as start_from,
+    updated_tensors as updated_tensors,
+)
+from ._shapes import (
     BertConfig as BertConfig,
     ModernBertConfig as ModernBertConfig,
-    Task as Task,
-    labels_in as labels_in,
     shape_of_bert as shape_of_bert,
     shape_of_decoder as shape_of_decoder,
 )
-from ._load import Pretrained as Pretrained, load as load, save as save
-from ._lora import Frozen as Frozen, adapt as adapt, updated_tensors as updated_tensors
-from ._peft import save_adapter as save_adapter, start_from as start_from
-from ._split import join as join, split as split

@@ -1,6 +1,10 @@
-"""BERT and RoBERTa in plain `flax.nnx`, as published: post-norm, and a head for each task."""
+"""BERT, RoBERTa and ModernBERT in plain `flax.nnx`, as published, with a head for each task.
 
-from collections.abc import Callable
+References:
+  Devlin et al., 2018, BERT. Liu et al., 2019, RoBERTa. Warner et al., 2024, Smarter, Better,
+  Faster, Longer (ModernBERT).
+"""
+
 from typing import Any
 
 import jax
@@ -9,14 +13,10 @@ import optax
 from flax import nnx
 
 from ..config import ScalifyConfig
-from ._config import BertConfig, ModernBertConfig, Task
-from .layers import Parts, attend
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_new": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
+from ._config import Task
+from ._shapes import BertConfig, ModernBertConfig
+from .layers import ACTIVATIONS, Parts, attend
+from .plain import Layer as GPTLayer
 
 
 class Attention(nnx.Module):
@@ -51,7 +51,7 @@ class Layer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings and layers: ids (batch, time) to states (batch, time, width)."""
+    """BERT's and RoBERTa's: ids (batch, time) to states (batch, time, width)."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -64,32 +64,75 @@ class Encoder(nnx.Module):
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
         segments = jnp.zeros_like(ids) if segments is None else segments
         visible = None if mask is None else (jnp.asarray(mask) != 0)[:, None, None, :]
-        x = self.embed(ids) + self.segments(segments) + self.positions(self._places(ids))
+        positions = jnp.arange(ids.shape[1])
+        if self.padding is not None:  # RoBERTa counts from the padding's id on, which padding has
+            real = (ids != self.padding).astype(jnp.int32)
+            positions = jnp.cumsum(real, axis=1) * real + self.padding
+        x = self.embed(ids) + self.segments(segments) + self.positions(positions)
         x = self.dropout(self.norm(x), deterministic=deterministic)
         for layer in self.layers:
             x = layer(x, visible, deterministic=deterministic)
         return x
 
-    def _places(self, ids):
-        """Positions from 0; RoBERTa's from the padding's id on, which padding has itself."""
-        if self.padding is None:
-            return jnp.arange(ids.shape[1])
-        real = (ids != self.padding).astype(jnp.int32)
-        return jnp.cumsum(real, axis=1) * real + self.padding
+
+class _Same(nnx.Module):
+    def __call__(self, x):
+        return x
+
+
+class ModernEncoder(nnx.Module):
+    """ModernBERT's: layers of a GPT that attend both ways, without the first attention's norm."""
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        self.local, self.window = config.variant.local_layers, config.variant.window
+        self.embed, self.norm = parts.embed(config.vocab), parts.norm()
+        self.dropout = parts.dropout()
+        layers: Any = [GPTLayer(parts, index) for index in range(config.layers)]
+        layers[0].attention_norm = _Same()
+        self.layers = nnx.List(layers)
+        self.last_norm = parts.norm()
+
+    def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
+        """`segments` has no effect: the model has none."""
+        positions = jnp.arange(ids.shape[1])
+        shown = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask) != 0
+        whole = shown[:, None, None, :]
+        near = whole & (jnp.abs(positions[:, None] - positions) < (self.window or 0))
+        x = self.dropout(self.norm(self.embed(ids)), deterministic=deterministic)
+        for index, layer in enumerate(self.layers):
+            seen = near if index in self.local else whole
+            x, _ = layer(x, positions, mask=seen, deterministic=deterministic)
+        return self.last_norm(x)
+
+
+class Head(nnx.Module):
+    """norm(act(x W)), before the last product."""
+
+    def __init__(self, parts: Parts):
+        config = parts.config
+        self.activation = ACTIVATIONS[config.head_activation]
+        self.transform = parts.linear(config.width, config.width, bias=config.head_bias)
+        self.norm = parts.norm()
+
+    def __call__(self, x):
+        return self.norm(self.activation(self.transform(x)))
 
 
 class Bert(nnx.Module):
     """An encoder with the head of a task.
 
-    Every head is called with `ids`, int32 (batch, time), and optionally `segments` of the same
-    shape (0 by default) and `mask` (0 or False where there is padding).
+    It is called with `ids`, int32 (batch, time), and optionally `segments` of the same shape (0 by
+    default) and `mask` (0 or False where there is padding). Logits are (batch, time, vocab) of each
+    token (masked_lm), (batch, time, 2) of the first and the last token of the answer
+    (question_answering), or (batch, classes) of the sequence (classification), which is read from
+    its first token or, as an option of ModernBERT, from the mean.
     """
-
-    encoder_class: Callable[[Parts], Any] = Encoder
 
     def __init__(
         self,
         config: BertConfig | ModernBertConfig,
+        task: Task,
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
@@ -97,84 +140,47 @@ class Bert(nnx.Module):
         rngs: nnx.Rngs,
     ):
         parts = Parts(config, dtype, param_dtype, scalify, rngs, norm_bias=config.norm_bias)
-        self.config = config
-        self.encoder = self.encoder_class(parts)
+        width, modern = config.width, isinstance(config, ModernBertConfig)
+        masked, pooled = task == "masked_lm", task == "classification"
+        self.config, self.task = config, task
+        self.encoder = ModernEncoder(parts) if modern else Encoder(parts)
         parts.product = jax.lax.dot_general
-        self._add_head(parts)
+        self.head = Head(parts) if modern or masked else None
+        self.pooler = parts.linear(width, width) if pooled and not modern else None
+        own = masked and not config.tied_readout
+        self.readout = parts.linear(width, config.vocab, bias=False) if own else None
+        zeros = jnp.zeros(config.vocab, param_dtype)
+        self.bias = nnx.Param(zeros) if masked and config.readout_bias else None
+        self.ends = parts.linear(width, 2) if task == "question_answering" else None
+        self.classes = parts.linear(width, config.classes) if pooled else None
+        self.dropout = parts.dropout() if pooled else None
 
-    def _add_head(self, parts: Parts) -> None:
-        raise NotImplementedError("Bert is the base of a model for each task")
-
-
-class MaskedLM(Bert):
-    """Logits (batch, time, vocab) of every token."""
-
-    def _add_head(self, parts: Parts) -> None:
-        config = parts.config
-        self.activation = ACTIVATIONS[config.head_activation]
-        self.transform = parts.linear(config.width, config.width, bias=config.head_bias)
-        self.norm = parts.norm()
-        self.readout = (
-            None if config.tied_readout else parts.linear(config.width, config.vocab, bias=False)
-        )
-        self.bias = (
-            nnx.Param(jnp.zeros(config.vocab, parts.options["param_dtype"]))
-            if config.readout_bias
-            else None
-        )
-
-    def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
+    def __call__(self, ids, segments=None, mask=None, *, deterministic=True) -> jax.Array:
         x = self.encoder(ids, segments, mask, deterministic=deterministic)
-        x = self.norm(self.activation(self.transform(x)))
+        if self.classes is not None and self.config.pooling == "mean":
+            shown = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask) != 0
+            x = jnp.mean(x, axis=1, where=shown[..., None])
+        elif self.classes is not None:
+            x = x[:, 0]
+        x = x if self.pooler is None else jnp.tanh(self.pooler(x))
+        x = x if self.head is None else self.head(x)
+        if self.classes is not None and self.dropout is not None:
+            return self.classes(self.dropout(x, deterministic=deterministic))
+        if self.ends is not None:
+            return self.ends(x)
         logits = self.encoder.embed.attend(x) if self.readout is None else self.readout(x)
         return logits if self.bias is None else logits + self.bias[...]
 
-    def loss(self, ids, labels, segments=None, mask=None, *, deterministic=True) -> jax.Array:
-        """Mean cross entropy where labels (batch, time) are not negative, in nats per token."""
+    def loss(self, ids, segments, mask, *labels, deterministic=True) -> jax.Array:
+        """Mean cross entropy over labels that are not negative, in nats.
+
+        Labels are (batch, time) for masked tokens, (batch,) for classes, and for an answer two of
+        (batch,), the positions of its first and last token.
+        """
         logits = self(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
-        chosen = labels >= 0
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        wanted = labels[0]
+        if len(labels) > 1:
+            logits, wanted = logits.swapaxes(1, 2), jnp.stack(labels, axis=-1)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(wanted, 0))
+        chosen = wanted >= 0
         return jnp.where(chosen, losses, 0.0).sum() / jnp.maximum(chosen.sum(), 1)
-
-
-class QuestionAnswering(Bert):
-    """Logits (batch, time, 2) of the first and the last token of the answer."""
-
-    def _add_head(self, parts: Parts) -> None:
-        self.ends = parts.linear(parts.config.width, 2)
-
-    def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
-        return self.ends(self.encoder(ids, segments, mask, deterministic=deterministic))
-
-    def loss(self, ids, labels, segments=None, mask=None, *, deterministic=True) -> jax.Array:
-        """Mean cross entropy of labels (batch, 2), the positions of the first and last token."""
-        logits = self(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.swapaxes(1, 2), labels)
-        return losses.mean()
-
-
-class Classification(Bert):
-    """Logits (batch, classes) of the whole sequence, from its first token."""
-
-    def _add_head(self, parts: Parts) -> None:
-        config = parts.config
-        self.pooler = parts.linear(config.width, config.width)
-        self.classes, self.dropout = parts.linear(config.width, config.classes), parts.dropout()
-
-    def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
-        x = self.encoder(ids, segments, mask, deterministic=deterministic)
-        pooled = jnp.tanh(self.pooler(x[:, 0]))
-        return self.classes(self.dropout(pooled, deterministic=deterministic))
-
-    def loss(self, ids, labels, segments=None, mask=None, *, deterministic=True) -> jax.Array:
-        """Mean cross entropy of labels (batch,)."""
-        logits = self(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-BERTS: dict[Task, type[Bert]] = {
-    "masked_lm": MaskedLM,
-    "question_answering": QuestionAnswering,
-    "classification": Classification,
-}
-"""The model for each task."""

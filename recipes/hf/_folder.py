@@ -1,34 +1,28 @@
-"""A Hugging Face folder: config.json, the tokenizer, and safetensors in one file or in shards."""
+"""The files of a Hugging Face folder: config.json, tokenizer, chat template and safetensors."""
 
+import importlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp  # which registers bfloat16 with NumPy
 import numpy as np
+from safetensors import SafetensorError, numpy as safetensors, safe_open
 
 from ..errors import RecipeError, read_text, refused
-from ._tensors import read_tensors, write_tensors
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Small files that belong to a model and are written back as they came.
+CONFIG, GENERATION, TOKENS = "config.json", "generation_config.json", "tokenizer_config.json"
+SINGLE, INDEX, TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
+# Small files that belong to a model and are written back unchanged.
 _TEXTS = (
-    CONFIG,
-    "tokenizer.json",
-    INDEX,
-    GENERATION,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+    *(CONFIG, "tokenizer.json", INDEX, GENERATION, TOKENS, "special_tokens_map.json", TEMPLATE),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -39,19 +33,19 @@ class Folder:
       path: Where it was read.
       config: What config.json holds.
       texts: Small files by name.
-      headers: Header of each safetensors file, by file name.
+      files: Metadata of each safetensors file and names of its tensors, by file name.
       tensors: Tensors of all files, by name.
     """
 
     path: Path
     config: dict[str, Any]
     texts: dict[str, bytes]
-    headers: dict[str, bytes]
+    files: dict[str, tuple[dict[str, str] | None, list[str]]]
     tensors: dict[str, np.ndarray]
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a text: of generation_config.json, or else of config.json."""
+        """The ids that end a text, from generation_config.json or else config.json."""
         stated = self.config
         if GENERATION in self.texts:
             stated = stated | _parsed(self.texts[GENERATION].decode(), self.path / GENERATION)
@@ -60,95 +54,92 @@ class Folder:
         return tuple(index for index in ids if isinstance(index, int))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """What config.json of a folder holds."""
-    if not path.is_dir():
+def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
+    """What config.json of a folder holds, or another JSON file that every such folder has."""
+    if not (path / name).is_file():
+        got = "a file" if path.is_file() else f"one without {name}" if path.exists() else "nothing"
         raise RecipeError(
-            f"{path}: expected a folder of a Hugging Face model; got "
-            f"{'a file' if path.exists() else 'nothing'}; name the folder that has {CONFIG}, in "
-            "a config as init=FOLDER"
+            f"{path}: expected the folder of a {what}, with {name}; got {got}; give the folder "
+            "that has it, or copy the whole folder"
         )
-    if not (path / CONFIG).is_file():
-        raise RecipeError(
-            f"{path}: expected a folder of a Hugging Face model, with {CONFIG}; got one without; "
-            "name another, or copy the whole folder"
-        )
-    return read_json(path / CONFIG)
+    return _read_json(path / name)
 
 
 def read_folder(path: str | Path) -> Folder:
     """Reads a folder whole."""
     path = Path(path)
-    config = read_config(path)
-    headers, tensors = {}, {}
-    for name, wanted in _tensor_files(path).items():
-        headers[name], found = read_tensors(path / name)
-        if wanted is not None and wanted != found.keys():
-            odd = sorted(wanted ^ found.keys())[0]
-            where = f"{name}, but not {INDEX}" if odd in found else f"{INDEX}, but not {name}"
-            raise RecipeError(
-                f"{path}: expected {name} to hold the tensors that {INDEX} lists; got {odd} in "
-                f"{where}; copy both files again"
-            )
+    config, shards = read_config(path), _shards(path)
+    files: dict[str, Any] = {}
+    tensors: dict[str, np.ndarray] = {}
+    for name in shards or [SINGLE]:
+        metadata, found = read_tensors(path / name)
+        files[name] = metadata, list(found)
         tensors |= found
-    files = (path / name for name in _TEXTS)
-    texts = {file.name: file.read_bytes() for file in files if file.is_file()}
-    if SINGLE in headers:
-        texts.pop(INDEX, None)  # left over from shards that are not read
-    return Folder(path, config, texts, headers, tensors)
+    texts = {name: path / name for name in _TEXTS if shards or name != INDEX}
+    texts = {name: file.read_bytes() for name, file in texts.items() if file.is_file()}
+    return Folder(path, config, texts, files, tensors)
 
 
 def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the files of a folder, with other numbers for its tensors."""
     with refused(f"cannot write {path}", "give a folder that can be written"):
         path.mkdir(parents=True, exist_ok=True)
-        for name, header in folder.headers.items():
-            write_tensors(path / name, header, tensors)
+        for name, (metadata, names) in folder.files.items():
+            write_tensors(path / name, {name: tensors[name] for name in names}, metadata)
         for name, content in folder.texts.items():
             (path / name).write_bytes(content)
 
 
-def _tensor_files(path: Path) -> dict[str, set[str] | None]:
-    """The safetensors files of a folder; with an index, what each holds."""
-    if (path / SINGLE).is_file():
-        return {SINGLE: None}
-    if (path / INDEX).is_file():
-        return _shards(path)
-    refuse_pickles(path, SINGLE, "transformers' AutoModel.from_pretrained(...)")
-    raise RecipeError(
-        f"{path}: expected {SINGLE}, or shards with {INDEX}; got neither; copy the whole folder"
-    )
-
-
-def refuse_pickles(path: Path, wanted: str, opener: str) -> None:
-    """Raises where a folder has pickles in place of a safetensors file; they are never opened."""
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
+def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarray]]:
+    """Metadata and tensors of a safetensors file."""
+    if not path.is_file():
+        if pickle := next((file for end in _PICKLES for file in path.parent.glob(end)), None):
+            raise RecipeError(
+                f"{path.parent}: expected {path.name}; got the pickle file {pickle.name}, which "
+                "can run any code and is not read; where it is trusted, convert it with "
+                "from_pretrained(...).save_pretrained(...) of transformers or peft"
+            )
+        raise RecipeError(f"{path.parent}: expected {path.name}; got no such file; copy the folder")
+    try:
+        with safe_open(path, "np") as file:
+            return file.metadata(), {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (OSError, SafetensorError, AttributeError, TypeError) as error:
         raise RecipeError(
-            f"{path}: expected {wanted}; got the pickle file {pickles[0]}, which can run any code "
-            f"and is not read; convert it where it is trusted, with {opener}.save_pretrained(...)"
-        )
+            f"{path}: expected a safetensors file of types such as F32, F16 and BF16; got "
+            f"{error}; copy or convert the file"
+        ) from error
 
 
-def _shards(path: Path) -> dict[str, set[str] | None]:
-    by_name = read_json(path / INDEX).get("weight_map")
-    if not isinstance(by_name, dict) or not by_name:
+def write_tensors(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None
+) -> None:
+    """Writes a safetensors file; the one that was there is replaced when the new one is whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    safetensors.save_file(whole, partial, metadata)
+    os.replace(partial, path)
+
+
+def _shards(path: Path) -> list[str]:
+    """The files that the index of shards names; [] if the folder has one file."""
+    if (path / SINGLE).is_file() or not (path / INDEX).is_file():
+        return []
+    index = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
         raise RecipeError(
-            f"{path / INDEX}: expected weight_map, from tensors to files; got {by_name!r}; copy "
-            "the file again"
+            f"{path / INDEX}: expected weight_map, from tensors to files; got {index!r}; copy the "
+            "file again"
         )
-    shards: dict[str, set[str] | None] = {}
-    for file in sorted({str(file) for file in by_name.values()}):
-        if Path(file).name != file or not (path / file).is_file():
+    for file in index.values():
+        if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
             raise RecipeError(
                 f"{path / INDEX}: expected the name of a file beside it; got {file!r}, which is "
                 "not there; copy the whole folder"
             )
-        shards[file] = {name for name, place in by_name.items() if place == file}
-    return shards
+    return sorted(set(index.values()))
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     return _parsed(read_text(file, "folder", "copy the whole folder"), file)
 
 
@@ -162,3 +153,51 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
             f"{file}: expected a JSON object; got {type(content).__name__}; copy the file again"
         )
     return content
+
+
+def chat_prompt(folder: str, message: str) -> str:
+    """Lays out a user's message by the chat template of a folder, in Jinja's sandbox.
+
+    Raises:
+      RecipeError: The folder has no template, it cannot be rendered, or jinja2 is not installed.
+    """
+    try:
+        jinja: Any = importlib.import_module("jinja2")  # optional
+        sandbox: Any = importlib.import_module("jinja2.sandbox")
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            '--chat: expected jinja2 to be installed; it is not; pip install "unitscale[hf]", or '
+            "leave out --chat"
+        ) from error
+    path = Path(folder)
+    tokens = _read_json(path / TOKENS) if (path / TOKENS).is_file() else {}
+    template = tokens.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {one.get("name"): one.get("template") for one in template}.get("default")
+    if (path / TEMPLATE).is_file():
+        template = read_text(path / TEMPLATE, "--chat", "copy the whole folder")
+    if not isinstance(template, str):
+        raise RecipeError(
+            f"--chat: expected {path} to have {TEMPLATE}, or chat_template in {TOKENS}; got "
+            "neither; name the folder of a model that was tuned to chat, or leave out --chat"
+        )
+
+    def raise_exception(text: str) -> None:  # called by templates that refuse the messages
+        raise jinja.TemplateError(text)
+
+    special = {name: tokens.get(name) or "" for name in ("bos_token", "eos_token")}
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    try:
+        return environment.from_string(template).render(
+            messages=[{"role": "user", "content": message}],
+            add_generation_prompt=True,
+            raise_exception=raise_exception,
+            **{n: t.get("content", "") if isinstance(t, dict) else t for n, t in special.items()},
+        )
+    except jinja.TemplateError as error:
+        raise RecipeError(
+            f"{path}: expected a chat template that takes one message of a user; got: {error}; "
+            "write the prompt out, and leave out --chat"
+        ) from error

@@ -11,30 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from unitscale import to_array
+
 from ..config import GPTModelConfig, ScalifyConfig
 from ..errors import RecipeError
-from ._bert import BERTS, Bert
-from ._config import (
-    SHAPES,
-    TASKS,
-    BertConfig,
-    ModernBertConfig,
-    Task,
-    labels_of,
-    model_type,
-    task_of,
-)
-from ._folder import CONFIG, SINGLE, Folder, read_folder, write_folder
-from ._modernbert import MODERN
+from ._bert import Bert
+from ._config import ARCHITECTURES, Task, labels_of, task_of
+from ._folder import CONFIG, FLOATS, SINGLE, Folder, read_folder, write_folder
+from ._lora import merge_adapter
 from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
-from ._peft import merge_adapter
-from ._split import join
-from ._tensors import make_header
+from ._shapes import DECODERS, ENCODERS, BertConfig, ModernBertConfig
 from .plain import GPT
-
-# The model for each task, by model type; the others are GPTs.
-MODELS: dict[str, dict[Task, type[Bert]]] = {"bert": BERTS, "roberta": BERTS, "modernbert": MODERN}
-_FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -48,6 +35,7 @@ class Pretrained:
       drawn: Names of the tensors of a new head, which the folder does not have.
       unused: Names of the tensors of other heads.
       source: The folder, as it was read.
+      table: Which parameters each tensor of the folder holds.
     """
 
     model: GPT | Bert
@@ -56,10 +44,11 @@ class Pretrained:
     drawn: tuple[str, ...]
     unused: tuple[str, ...]
     source: Folder
+    table: Table
 
     @property
     def params(self) -> nnx.State:
-        """The parameters: a state to `split` into ScaledArrays, or to train."""
+        """The parameters, to be trained or handed to `unitscale.as_scaled`."""
         return nnx.state(self.model, nnx.Param)
 
 
@@ -105,26 +94,27 @@ def load(
         not supported, or tensors are missing, unknown or of other shapes; the message names them.
     """
     source = read_folder(folder)
-    kind, task = model_type(source.config, source.path), task_of(source.config, task, source.path)
+    task = task_of(source.config, task, source.path)
+    kind: str = source.config["model_type"]
     own = {"dropout": dropout, "remat": remat, "classes": classes if new_head else None}
-    read = SHAPES[kind](source.config, source.path)
+    read: Any = (DECODERS | ENCODERS)[kind](source.config, source.path)
     config = read.model_copy(update={key: x for key, x in own.items() if x is not None})
-    build: Any = MODELS.get(kind, {}).get(task, GPT)
     kept = jnp.float32 if param_dtype is None else param_dtype
 
     def make() -> GPT | Bert:
-        rngs = nnx.Rngs(params=seed, dropout=seed)
-        return build(config, dtype=dtype, param_dtype=kept, scalify=scalify, rngs=rngs)
+        options: Any = {"dtype": dtype, "param_dtype": kept, "scalify": scalify}
+        options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
+        return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
     model = _undrawn(make) if on_host else make()
-    table = table_of(kind, config, task)
+    table = table_of(kind, task, values_by_path(nnx.state(model, nnx.Param)).keys())
     drawn, unused = _matched(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
             f"{source.path}: expected classes to be None or that of the folder; got {classes}; "
             "remove it, or load a folder without a head and draw a new one"
         )
-    _fill(model, table, kind, source, param_dtype, np if on_host else jnp)
+    _fill(model, table, source, param_dtype, np if on_host else jnp)
     if adapter is not None:
         if not isinstance(model, GPT):
             raise RecipeError(
@@ -132,7 +122,7 @@ def load(
                 "without an adapter"
             )
         merge_adapter(model, adapter)
-    return Pretrained(model, config, task, drawn, unused, source)
+    return Pretrained(model, config, task, drawn, unused, source, table)
 
 
 def save(
@@ -141,10 +131,11 @@ def save(
     params: Any = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Writes the folder of a model: the same files, byte for byte where nothing was trained.
+    """Writes the folder of a model: the same files, with the tensors' names, shapes and types.
 
-    Tensors keep their names, order and types. With a new head there is one model.safetensors,
-    without the heads of other tasks, and config.json names the new architecture.
+    Where nothing was trained, files that the safetensors library wrote come out byte for byte. With
+    a new head there is one model.safetensors, without the heads of other tasks, and config.json
+    names the new architecture.
 
     Args:
       pretrained: From `load`.
@@ -155,20 +146,18 @@ def save(
     Raises:
       RecipeError: A weight is not finite in the type of its file, or a file cannot be written.
     """
-    source, kind = pretrained.source, model_type(pretrained.source.config, pretrained.source.path)
-    table = table_of(kind, pretrained.config, pretrained.task)
-    values = values_by_path(pretrained.params if params is None else params)
-    if pretrained.drawn:
-        source = _with_new_head(pretrained, table, kind)
+    source = _with_new_head(pretrained) if pretrained.drawn else pretrained.source
     if labels and tuple(labels) != labels_of(source.config):
         source = _with_config(source, **_label_keys(labels))
+    values = values_by_path(pretrained.params if params is None else params)
     tensors = {}
     for name, old in source.tensors.items():
-        entry = table.get(full_name(name, kind))
+        entry = pretrained.table.get(full_name(name, source.config["model_type"]))
         if entry is None:
             tensors[name] = old
             continue
-        tensors[name] = entry.pack({path: join(values[path], old.dtype) for path in entry.paths})
+        parts = {path: np.asarray(to_array(values[path])) for path in entry.paths}
+        tensors[name] = entry.pack(parts).astype(old.dtype)
         if not np.isfinite(tensors[name]).all() and np.isfinite(old).all():
             raise RecipeError(
                 f"{name} has values that are not finite in {old.dtype}, the type of its file; "
@@ -177,41 +166,40 @@ def save(
     write_folder(Path(folder), source, tensors)
 
 
+def values_by_path(state: Any) -> dict[str, Any]:
+    """What the variables of a state hold, by dotted path."""
+    return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
+
+
 def _matched(
     table: Table, kind: str, source: Folder, task: Task, new_head: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The tensors that are to be drawn and those not used, or complaints about the rest."""
     names = {name: full_name(name, kind) for name in source.tensors}
-    found = set(names.values())
-    missing = [name for name, tensor in table.items() if not tensor.tied and name not in found]
-    head = [name for name, tensor in table.items() if tensor.head and not tensor.tied]
+    needed = {name: tensor.head for name, tensor in table.items() if not tensor.tied}
+    missing = [name for name in needed if name not in names.values()]
     gone = {head_part(name) for name in missing}
     # Whole parts of the head: a classifier is new on a pooler that is there.
-    if missing and set(missing) == {name for name in head if head_part(name) in gone}:
-        if not new_head:
+    if missing == [name for name, head in needed.items() if head and head_part(name) in gone]:
+        if missing and not new_head:
             raise RecipeError(
                 f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
                 "choose the task that it was trained for, or draw a new head"
             )
-    elif missing:
+    else:
         raise RecipeError(
             f"{source.path}: expected every tensor of the model; {_list(missing)} missing; "
             "copy the whole folder"
         )
-    others = {name for name, full in names.items() if full not in table}
-    buffers = {name for name in others if is_buffer(names[name], kind)}
-    unused = {name for name in others if is_other_head(names[name], kind)}
-    if extra := sorted(others - buffers - unused):
+    others = {name: full for name, full in names.items() if full not in table}
+    unused = sorted(name for name, full in others.items() if is_other_head(full, kind))
+    buffers = {name for name, full in others.items() if is_buffer(full)}
+    if extra := sorted(others.keys() - buffers - {*unused}):
         raise RecipeError(
             f"{source.path}: expected only tensors that {CONFIG} accounts for; {_list(extra)} "
             f"extra; give the {CONFIG} that belongs to the weights"
         )
-    return tuple(missing), tuple(sorted(unused))
-
-
-def values_by_path(state: Any) -> dict[str, Any]:
-    """What the variables of a state hold, by dotted path."""
-    return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
+    return tuple(missing), tuple(unused)
 
 
 def _list(names: list[str]) -> str:
@@ -226,64 +214,57 @@ def _undrawn(make: Callable[[], Any]) -> Any:
     return nnx.merge(graphdef, params, rest)
 
 
-def _fill(
-    model: nnx.Module, table: Table, kind: str, source: Folder, param_dtype: Any, library: Any
-) -> None:
+def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
     """Sets the parameters of a model to what the tensors hold, as arrays of `library`."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
     filled: dict[str, str] = {}
     for name, array in source.tensors.items():
-        entry = table.get(full_name(name, kind))
+        entry = table.get(full_name(name, source.config["model_type"]))
         if entry is None:
             continue
         shapes = {path: np.empty(variables[path].get_value().shape) for path in entry.paths}
-        if array.shape != (wanted := entry.pack(shapes).shape) or array.dtype not in _FLOATS:
+        if array.shape != (wanted := entry.pack(shapes).shape) or array.dtype not in FLOATS:
             raise RecipeError(
                 f"{source.path}: {name} must be {list(wanted)} of float32, float16 or bfloat16; "
                 f"got {list(array.shape)} of {array.dtype}; give the {CONFIG} that belongs to the "
                 "weights"
             )
         for path, piece in entry.unpack(array).items():
-            if path in filled:
-                first = filled[path]
-                if source.tensors[first].tobytes() != array.tobytes():
-                    raise RecipeError(
-                        f"{source.path}: expected {first} and {name} to be equal, as they are "
-                        f"tied; got different numbers; set tie_word_embeddings false in {CONFIG} "
-                        "if they are not"
-                    )
-                continue
-            filled[path] = name
-            value = np.ascontiguousarray(piece)
-            variables[path].set_value(library.asarray(value, param_dtype or value.dtype))
+            if path not in filled:
+                filled[path] = name
+                value = np.ascontiguousarray(piece)
+                variables[path].set_value(library.asarray(value, param_dtype or value.dtype))
+            elif source.tensors[filled[path]].tobytes() != array.tobytes():
+                raise RecipeError(
+                    f"{source.path}: expected {filled[path]} and {name} to be equal, as they are "
+                    f"tied; got different numbers; set tie_word_embeddings false in {CONFIG} if "
+                    "they are not"
+                )
     if param_dtype is None:  # a new head takes the type of the rest
-        kept = next(iter(filled.values()))
+        dtype = source.tensors[next(iter(filled.values()))].dtype
         for path in variables.keys() - filled.keys():
-            value = variables[path].get_value()
-            variables[path].set_value(value.astype(source.tensors[kept].dtype))
+            variables[path].set_value(variables[path].get_value().astype(dtype))
 
 
-def _with_new_head(pretrained: Pretrained, table: Table, kind: str) -> Folder:
+def _with_new_head(pretrained: Pretrained) -> Folder:
     """The folder with one file of weights, the new head in it, and a config.json that says so."""
-    source = pretrained.source
-    kept = {
-        name: array
-        for name, array in source.tensors.items()
-        if name not in pretrained.unused and full_name(name, kind) in table
-    }
-    dtype = next(iter(kept.values())).dtype
-    tensors = {full_name(name, kind): array for name, array in kept.items()}
-    drawn = values_by_path(pretrained.params)
-    tensors |= {name: np.asarray(table[name].pack(drawn), dtype) for name in pretrained.drawn}
-    changes: dict[str, Any] = {"architectures": [TASKS[kind][pretrained.task]]}
+    source, table, kind = (
+        pretrained.source,
+        pretrained.table,
+        pretrained.source.config["model_type"],
+    )
+    full = {full_name(name, kind): array for name, array in source.tensors.items()}
+    tensors = {name: array for name, array in full.items() if name in table}
+    dtype, values = next(iter(tensors.values())).dtype, values_by_path(pretrained.params)
+    tensors |= {name: np.asarray(table[name].pack(values), dtype) for name in pretrained.drawn}
+    changes: dict[str, Any] = {"architectures": [ARCHITECTURES[kind][pretrained.task][0]]}
     if pretrained.task == "classification":
         classes = cast("BertConfig | ModernBertConfig", pretrained.config).classes
         changes |= _label_keys([f"LABEL_{index}" for index in range(classes)])
     texts = {name: text for name, text in source.texts.items() if not name.endswith("index.json")}
-    header = make_header(tensors)
-    source = replace(source, texts=texts, headers={SINGLE: header}, tensors=tensors)
-    return _with_config(source, **changes)
+    files = {SINGLE: ({"format": "pt"}, list(tensors))}
+    return _with_config(replace(source, texts=texts, files=files, tensors=tensors), **changes)
 
 
 def _label_keys(labels: Sequence[str]) -> dict[str, Any]:

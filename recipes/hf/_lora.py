@@ -1,25 +1,35 @@
-"""Low-rank updates of a plain decoder: its own weights are frozen, in FP8 if asked for.
+"""Low-rank updates (LoRA) of a plain decoder, and their files as the library PEFT writes them.
 
-An update is of one tensor of the folder's files, as PEFT has it: GPT-2's query, key and value are
-one tensor, so that they share the first product.
+The model's own weights are frozen, in FP8 if asked for. An update is of one tensor of the folder's
+files: GPT-2's query, key and value are one tensor, so that they share the first product.
 """
 
+import json
 import re
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from pydantic import BaseModel, Field
 
 from unitscale import ScaledArray
 from unitscale.quant import Dynamic, quantize
 
-from ..config import GPTModelConfig, LoraConfig
-from ..errors import RecipeError
-from ._names import Table, table_of
+from ..config import Count, Flag, GPTModelConfig, LoraConfig, Positive
+from ..errors import RecipeError, refused
+from ._config import validated
+from ._folder import read_config, read_tensors, write_tensors
+from ._names import Table, Tensor, full_name, table_of
 from .plain import GPT
 
-_KERNEL = re.compile(r"layers\.\d+\.(?:attention|mlp)\.(\w+)\.kernel")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LINEARS = (
+    *(f"attention.{name}" for name in ("query", "key", "value", "out")),
+    *(f"mlp.{name}" for name in ("gate", "up", "down")),
+)
 
 
 class Frozen(nnx.Variable):
@@ -40,12 +50,12 @@ class NarrowLinear(nnx.Module):
         self.bias = layer.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = _multiplied(x.astype(self.dtype), self.kernel.get_value())
+        y = _widened_matmul(x.astype(self.dtype), self.kernel.get_value())
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
 @jax.checkpoint
-def _multiplied(x: jax.Array, kernel: ScaledArray) -> jax.Array:
+def _widened_matmul(x: jax.Array, kernel: ScaledArray) -> jax.Array:
     return x @ kernel.value.astype(x.dtype)
 
 
@@ -86,53 +96,49 @@ def adapt(model: GPT, lora: LoraConfig, *, seed: int = 0) -> None:
             for name, child in list(vars(part).items()):
                 if isinstance(child, nnx.Linear):
                     setattr(part, name, NarrowLinear(child, str(lora.base)))
-    _freeze(model)
-    rngs = nnx.Rngs(seed)
-    for tensor in updated.values():
-        places = [_place(model, path) for path in tensor.paths]
-        inputs = getattr(*places[0]).kernel.get_value().shape[0]
-        bound = inputs**-0.5
-        shape = (inputs, lora.rank)
-        lora_a = nnx.LoRAParam(jax.random.uniform(rngs(), shape, minval=-bound, maxval=bound))
-        for parent, name in places:
-            base = getattr(parent, name)
-            lora_b = nnx.LoRAParam(jnp.zeros((lora.rank, base.kernel.get_value().shape[1])))
-            setattr(parent, name, UpdatedLinear(base, lora_a, lora_b, lora.scale))
-
-
-def _freeze(model: GPT) -> None:
     for _, module in nnx.iter_modules(model):
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param):
                 value = variable.get_value()
                 dtype = model.dtype if value.ndim > 1 else jnp.float32
                 setattr(module, name, Frozen(jnp.asarray(value, dtype)))
+    rngs = nnx.Rngs(seed)
+    for tensor in updated.values():
+        inputs = layer_at(model, tensor.paths[0]).kernel.get_value().shape[0]
+        bound, shape = inputs**-0.5, (inputs, lora.rank)
+        lora_a = nnx.LoRAParam(jax.random.uniform(rngs(), shape, minval=-bound, maxval=bound))
+        for path in tensor.paths:
+            owner, name = _place(model, path)
+            base = getattr(owner, name)
+            lora_b = nnx.LoRAParam(jnp.zeros((lora.rank, base.kernel.get_value().shape[1])))
+            setattr(owner, name, UpdatedLinear(base, lora_a, lora_b, lora.scale))
 
 
 def linears(shape: GPTModelConfig) -> Table:
     """The tensors that may be updated: those of the layers' kernels, without `.weight`."""
-    table = table_of("gpt2" if shape.decoder is None else "llama", shape, "lm")
-    return {
-        name.removesuffix(".weight"): tensor
-        for name, tensor in table.items()
-        if all(_KERNEL.fullmatch(path) for path in tensor.paths)
-    }
+    kind = "gpt2" if shape.decoder is None else "llama"
+    kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
+    table = table_of(kind, "lm", kernels)
+    return {name.removesuffix(".weight"): tensor for name, tensor in table.items()}
 
 
 def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
-    """The tensors that hold the layers of `lora.targets`."""
+    """The tensors that hold the layers of `lora.targets`.
+
+    Raises:
+      RecipeError: The model has no such layers, or only some of those of one tensor are named.
+    """
     wanted, known, chosen = set(lora.targets), set[str](), {}
     for name, tensor in linears(shape).items():
         own = [path.split(".")[-2] for path in tensor.paths]
         known |= set(own)
-        if wanted.isdisjoint(own):
-            continue
-        if not wanted.issuperset(own):
+        if wanted.issuperset(own):
+            chosen[name] = tensor
+        elif not wanted.isdisjoint(own):
             raise RecipeError(
                 f"lora.targets: expected all of {', '.join(own)} or none, as {name} is one tensor "
                 f"of them; got {', '.join(lora.targets)}; add the others"
             )
-        chosen[name] = tensor
     if wanted - known:
         raise RecipeError(
             f"lora.targets: expected some of {', '.join(sorted(known))}, which the model has; got "
@@ -148,8 +154,160 @@ def layer_at(model: GPT, path: str) -> Any:
 
 def _place(model: GPT, path: str) -> tuple[Any, str]:
     """What holds the layer of a kernel, and the layer's name in it."""
-    *parts, name, _ = path.split(".")
-    owner: Any = model
-    for part in parts:
-        owner = owner[int(part)] if part.isdecimal() else getattr(owner, part)
-    return owner, name
+    _, index, part, name, _ = path.split(".")
+    return getattr(model.layers[int(index)], part), name
+
+
+# Adapters in files
+
+
+class Update(NamedTuple):
+    """a (in, rank) and b (rank, out) of one tensor, float32: it becomes W + scale * a b."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+class _File(BaseModel):
+    peft_type: Literal["LORA"]
+    r: Count
+    lora_alpha: Positive
+    use_rslora: Flag = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    bias: Literal["none"] = "none"
+    # Others change the weights that the adapter is added to.
+    init_lora_weights: Literal[True, False, "gaussian", "orthogonal", "eva"] = True
+
+
+# Keys that say how an adapter was made, not what it computes.
+_INERT = {
+    *("task_type", "auto_mapping", "base_model_name_or_path", "peft_version", "revision"),
+    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config"),
+    *("eva_config", "runtime_config", "qalora_group_size"),
+}
+
+
+def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
+    """Writes the updates of a model that `adapt` has changed.
+
+    Args:
+      model: The model.
+      lora: As `adapt` was given it.
+      folder: Where to write.
+      base: The folder of the model that is updated, for `base_model_name_or_path`.
+    """
+    updated = updated_tensors(model.config, lora)
+    tensors = {}
+    for name, tensor in updated.items():
+        layers = [layer_at(model, path) for path in tensor.paths]
+        b = np.concatenate([np.asarray(layer.lora_b.get_value()) for layer in layers], axis=-1)
+        for letter, value in (("A", np.asarray(layers[0].lora_a.get_value())), ("B", b)):
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = value.T.astype(np.float32)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        # The last two parts of a name, as GPT-2 has a c_proj in attention and one in the MLP.
+        "target_modules": sorted({".".join(name.split(".")[-2:]) for name in updated}),
+        "fan_in_fan_out": not all(tensor.transposed for tensor in updated.values()),
+        "bias": "none",
+        "use_rslora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    with refused(f"cannot write {folder}", "give a folder that can be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def merge_adapter(model: GPT, folder: str | Path) -> None:
+    """Adds the updates of a folder to a model's kernels, in place."""
+    for name, update in read_adapter(folder, model).items():
+        change = update.scale * (update.a @ update.b)
+        for path, piece in _pieces(linears(model.config)[name], change).items():
+            kernel = layer_at(model, path).kernel
+            value = kernel.get_value()
+            kernel.set_value((value.astype(jnp.float32) + piece).astype(value.dtype))
+
+
+def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
+    """Sets the updates of a model that `adapt` has changed to those of a folder.
+
+    Raises:
+      RecipeError: As `read_adapter`, or rank, alpha or layers are not those of `lora`.
+    """
+    updates, updated = read_adapter(folder, model), updated_tensors(model.config, lora)
+    if odd := sorted(updates.keys() ^ updated.keys()):
+        raise RecipeError(
+            f"lora.targets: expected those of lora.init {folder}; got {', '.join(lora.targets)}, "
+            f"and {'no ' if odd[0] in updated else ''}{odd[0]} in {WEIGHTS}; correct lora.targets"
+        )
+    for name, (a, b, scale) in updates.items():
+        rank = a.shape[1]
+        for key, wanted, got in (("rank", rank, lora.rank), ("alpha", scale * rank, lora.alpha)):
+            if wanted != got:
+                raise RecipeError(
+                    f"lora.{key}: expected {wanted:g}, that of {name} in lora.init {folder}; got "
+                    f"{got:g}; set lora.{key}={wanted:g}"
+                )
+        for path, piece in _pieces(updated[name], b).items():
+            layer = layer_at(model, path)
+            layer.lora_a.set_value(jnp.asarray(a))
+            layer.lora_b.set_value(jnp.asarray(piece))
+
+
+def _pieces(tensor: Tensor, whole: np.ndarray) -> dict[str, np.ndarray]:
+    """The part of each kernel in (..., out), whose last axis has the outputs of all of them."""
+    return tensor._replace(transposed=False).unpack(whole)
+
+
+def read_adapter(folder: str | Path, model: GPT) -> dict[str, Update]:
+    """The updates of a folder, by the name of the tensor without `.weight`.
+
+    Raises:
+      RecipeError: A file is missing or damaged, the weights are a pickle, or the adapter is of
+        other layers, of other sizes, or of a variant of LoRA that is not supported.
+    """
+    path, shape = Path(folder), model.config
+    given = read_config(path, CONFIG, "LoRA adapter")
+    config = validated(_File, given, path, inert=_INERT, file=CONFIG)
+    _, tensors = read_tensors(path / WEIGHTS)
+    known, kind = linears(shape), "gpt2" if shape.decoder is None else "llama"
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in tensors.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        layer = full_name(match[1], kind) if match else ""
+        if match is None or layer not in known:
+            raise RecipeError(
+                f"{path / WEIGHTS}: expected lora_A and lora_B of linear layers of the model, such "
+                f"as {next(iter(known))}; got {name}; give an adapter of such layers of this model"
+            )
+        parts.setdefault(layer, {})[match[2]] = np.asarray(array, np.float32).T
+    updates = {}
+    for layer, pair in parts.items():
+        if len(pair) < 2:
+            raise RecipeError(
+                f"{path / WEIGHTS}: expected lora_A and lora_B of {layer}; got lora_{min(pair)} "
+                "alone; copy the file again"
+            )
+        a, b = pair["A"], pair["B"]
+        kernels = [layer_at(model, p).kernel.get_value().shape for p in known[layer].paths]
+        inputs, outputs = kernels[0][0], sum(kernel[1] for kernel in kernels)
+        rank = a.shape[-1] if config.rank_pattern else config.r
+        if (a.shape, b.shape) != ((inputs, rank), (rank, outputs)):
+            raise RecipeError(
+                f"{path / WEIGHTS}: expected {layer} with lora_A {[rank, inputs]} and lora_B "
+                f"{[outputs, rank]}, by {CONFIG} and the model; got {[*a.T.shape]} and "
+                f"{[*b.T.shape]}; give an adapter of this model, with its own {CONFIG}"
+            )
+        updates[layer] = Update(
+            a, b, config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
+        )
+    return updates

@@ -1,15 +1,25 @@
-"""What the plain models are made of: layers in one dtype, attention, and products in FP8."""
+"""What the plain models are made of: layers in one dtype, attention, and rotary positions."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from unitscale import transforms
 
-from ..config import ScalifyConfig
+from ..config import RopeConfig, ScalifyConfig
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "gelu_new": jax.nn.gelu,
+}
 
 
 def attend(
@@ -38,13 +48,60 @@ def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None 
     return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(q.shape)
 
 
+def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
+    """Radians per position of each pair of features of a head, float32 (size / 2,).
+
+    base^(-2 i / size), over `factor` if linear. Those of llama3 depend on how often they turn in
+    the context of the first training, turns = context * frequency / (2 pi): kept above high_factor,
+    over `factor` below low_factor, and between the two in proportion. Those of yarn are kept above
+    `fast` turns, over `factor` below `slow`, and between the two in proportion to i.
+
+    References:
+      Su et al., 2021, RoFormer. Grattafiori et al., 2024, The Llama 3 Herd of Models. Peng et al.,
+      2023, YaRN, section 3.2; the ends of its band are those of `transformers`.
+    """
+    pairs = np.arange(size // 2, dtype=np.float64)
+    kept = rope.base ** (-2 * pairs / size)
+    share = np.ones_like(kept)  # of the frequency as it was
+    if rope.scaling == "linear":
+        share = np.zeros_like(kept)
+    if rope.scaling == "llama3":
+        turns = rope.context * kept / (2 * np.pi)
+        share = np.clip((turns - rope.low_factor) / (rope.high_factor - rope.low_factor), 0, 1)
+    if rope.scaling == "yarn":  # pair i turns context / (2 pi base^(2 i / size)) times
+        low, high = (
+            size * math.log(rope.context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+            for turns in (rope.fast, rope.slow)
+        )
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        share = 1 - np.clip((pairs - low) / (high - low if high != low else 0.001), 0, 1)
+    return (kept * (share + (1 - share) / rope.factor)).astype(np.float32)
+
+
+def rotate(
+    x: jax.Array, positions: jax.Array, frequency: np.ndarray, factor: float = 1.0
+) -> jax.Array:
+    """Turns x (batch, time, heads, head_dim) at positions (time,) by their angles, times `factor`.
+
+    Feature i and feature i + head_dim / 2 are a pair.
+    """
+    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
 def make_product(
     scalify: ScalifyConfig | None, product: Callable[..., jax.Array] = jax.lax.dot_general
 ) -> Callable[..., jax.Array]:
-    """A product, its operands and its output's gradient in the formats asked for.
+    """A product with its operands and its output's gradient in the formats asked for.
 
-    The casts and rescales are markers: they act under `unitscale.scalify`, and are identities
-    outside it.
+    The casts are markers: they act under `unitscale.scalify`, and are identities outside it.
     """
     if scalify is None or (scalify.products is None and scalify.gradients is None):
         return product
@@ -83,8 +140,7 @@ class Parts:
       param_dtype: What parameters are stored in.
       scalify: Formats of products; set `product` to `jax.lax.dot_general` before a readout is made.
       rngs: Streams `params` and `dropout`.
-      bias: Whether linear layers have one.
-      norm: "rms", "layer", or "offset" for an RMSNorm that multiplies by 1 + scale.
+      norm: "rms", "layer", or "offset" for `OffsetNorm`.
       norm_bias: Whether a LayerNorm adds a bias.
     """
 
@@ -96,21 +152,20 @@ class Parts:
         scalify: ScalifyConfig | None,
         rngs: nnx.Rngs,
         *,
-        bias: bool = True,
         norm: str = "layer",
         norm_bias: bool = True,
     ):
-        self.config, self.bias, self.kind, self.norm_bias = config, bias, norm, norm_bias
+        self.config, self.kind, self.norm_bias = config, norm, norm_bias
         self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.product = make_product(scalify)
 
     def linear(
-        self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool | None = None
+        self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool = True
     ) -> nnx.Linear:
         return nnx.Linear(
             features_in,
             features_out,
-            use_bias=self.bias if bias is None else bias,
+            use_bias=bias,
             kernel_init=nnx.initializers.normal(stddev),
             dot_general=self.product,
             **self.options,

@@ -5,7 +5,6 @@ value cache), with GPT-2's initialisation and neither scales nor loss scaling. W
 it is also any decoder of the Llama family.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,7 @@ from flax import nnx
 from unitscale.core import shard_activations
 
 from ..config import GPTModelConfig, ScalifyConfig
-from .layers import Parts, attend
-from .rope import check_length, frequencies, rotate
+from .layers import ACTIVATIONS, Parts, attend, frequencies, rotate
 
 
 class KVCache(NamedTuple):
@@ -48,19 +46,14 @@ class Attention(nnx.Module):
         self.window, self.cap = own.window if local else None, own.attention_cap
         self.scale = own.attention_scale
         self.rope = (local and own.local_rope) or own.rope if config.positions == "rope" else None
-        bias = "qkv" in config.biases
-        self.query = parts.linear(config.width, self.heads * self.head_dim, bias=bias)
-        self.key = parts.linear(config.width, self.kv_heads * self.head_dim, bias=bias)
-        self.value = parts.linear(config.width, self.kv_heads * self.head_dim, bias=bias)
+        width, inner, bias = config.width, self.heads * self.head_dim, "qkv" in config.biases
+        self.query = parts.linear(width, inner, bias=bias)
+        self.key = parts.linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.value = parts.linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.query_norm, self.key_norm = (
             parts.norm(self.head_dim) if own.query_key_norms else None for _ in range(2)
         )
-        self.out = parts.linear(
-            self.heads * self.head_dim,
-            config.width,
-            stddev=_last(config),
-            bias="out" in config.biases,
-        )
+        self.out = parts.linear(inner, width, stddev=_last(config), bias="out" in config.biases)
 
     def __call__(self, x, positions, past=None, mask=None):
         """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values).
@@ -75,7 +68,6 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rope is not None:
-            check_length(self.rope, time if past is None else past[0].shape[1])
             turns, factor = frequencies(self.head_dim, self.rope), self.rope.attention_factor
             q, k = (rotate(x, positions, turns, factor) for x in (q, k))
         if past is not None:
@@ -93,31 +85,22 @@ class Attention(nnx.Module):
         return self.out(attend(q, k, v, **options).reshape(batch, time, -1)), past
 
 
-_GATES = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-}
-
-
 class MLP(nnx.Module):
     """gelu(x W) V, or (silu(x G) * x W) V when gated, with another activation if asked for."""
 
     def __init__(self, parts: Parts):
-        config = parts.config
-        bias = "mlp" in config.biases
+        config, bias = parts.config, "mlp" in parts.config.biases
         self.activation = config.variant.activation
         self.up = parts.linear(config.width, config.hidden, bias=bias)
-        self.gate = (
-            parts.linear(config.width, config.hidden, bias=bias) if config.mlp == "gated" else None
-        )
+        gated = config.mlp == "gated"
+        self.gate = parts.linear(config.width, config.hidden, bias=bias) if gated else None
         self.down = parts.linear(config.hidden, config.width, stddev=_last(config), bias=bias)
 
     def __call__(self, x):
         hidden = self.up(x)
         if self.gate is None:
             return self.down(jax.nn.gelu(hidden))
-        return self.down(_GATES[self.activation](self.gate(x)) * hidden)
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * hidden)
 
 
 class Layer(nnx.Module):
@@ -173,10 +156,7 @@ class GPT(nnx.Module):
         )
 
     def __call__(self, ids, *, deterministic=True, cache: KVCache | None = None):
-        """Logits of the next token.
-        Returns:
-          Logits (batch, time, vocab), with `cache` the pair of logits and the new cache.
-        """
+        """Logits (batch, time, vocab) of the next token; with `cache`, also the new cache."""
         start = 0 if cache is None else cache.position
         positions = start + jnp.arange(ids.shape[1])
         x = self.embed(ids)
@@ -185,27 +165,26 @@ class GPT(nnx.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         x = shard_activations(self.dropout(x, deterministic=deterministic))
-        keys, values = [], []
 
         def apply(layer, x, positions, past):
             return layer(x, positions, past, deterministic=deterministic)
 
         if self.remat == "layer" and cache is None:
             apply = nnx.remat(apply)
+        kept = []
         for index, layer in enumerate(self.layers):
             past = None if cache is None else (cache.keys[index], cache.values[index])
             x, past = apply(layer, x, positions, past)
             x = shard_activations(x)
-            if past is not None:
-                keys.append(past[0])
-                values.append(past[1])
+            kept.append(past)
         x = self.norm(x)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
         if (cap := self.config.variant.logit_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
         if cache is None:
             return logits
-        return logits, KVCache(tuple(keys), tuple(values), cache.position + ids.shape[1])
+        keys, values = zip(*kept, strict=True)
+        return logits, KVCache(keys, values, cache.position + ids.shape[1])
 
     def init_cache(self, batch: int, length: int) -> KVCache:
         """An empty cache for `length` tokens of each of `batch` sequences."""

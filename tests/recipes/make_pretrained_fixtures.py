@@ -8,8 +8,6 @@ From the root, where `torch` and `transformers` are installed:
 Every parameter is random, biases and norms too, so that one left out or transposed shows in the
 logits. Each folder is what `save_pretrained` writes, with `reference.npz` beside it: the inputs,
 and the logits that `transformers` gives in float32. Versions 2.13.0 and 5.23.0 made those here.
-
-With a folder and `--full`, it makes the real shapes of GPT-2 small and BERT base there instead.
 """
 
 import argparse
@@ -22,6 +20,7 @@ HERE = Path(__file__).with_name("pretrained_fixtures")
 TEXT = """The quick brown fox jumps over the lazy dog. Numbers in sixteen bits, or in eight:
 a scale goes with them. What is the scale of a sum? It is the root of the squares of the scales."""
 BATCH, TIME = 3, 11
+_BERTS = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification")
 CLASSES = {
     "GPT2LMHeadModel": "GPT2Config",
     "LlamaForCausalLM": "LlamaConfig",
@@ -30,19 +29,15 @@ CLASSES = {
     "Qwen3ForCausalLM": "Qwen3Config",
     "Gemma2ForCausalLM": "Gemma2Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
-    "BertForMaskedLM": "BertConfig",
-    "BertForQuestionAnswering": "BertConfig",
-    "BertForSequenceClassification": "BertConfig",
-    "RobertaForMaskedLM": "RobertaConfig",
-    "RobertaForQuestionAnswering": "RobertaConfig",
-    "RobertaForSequenceClassification": "RobertaConfig",
-    "ModernBertForMaskedLM": "ModernBertConfig",
-    "ModernBertForQuestionAnswering": "ModernBertConfig",
-    "ModernBertForSequenceClassification": "ModernBertConfig",
+    **{
+        f"{kind}{head}": f"{kind}Config"
+        for kind in ("Bert", "Roberta", "ModernBert")
+        for head in _BERTS
+    },
 }
 
 
-def make_model(architecture: str, *, seed: int, spread: float = 0.15, **config: Any) -> Any:
+def make_model(architecture: str, *, seed: int, **config: Any) -> Any:
     """A model of `transformers` with every parameter drawn, in evaluation mode."""
     import torch
     import transformers
@@ -54,23 +49,23 @@ def make_model(architecture: str, *, seed: int, spread: float = 0.15, **config: 
         for name, parameter in model.named_parameters():
             norm = any(word in name for word in ("ln_", "norm", "LayerNorm"))
             ones = norm and name.endswith("weight") and not architecture.startswith("Gemma")
-            parameter.copy_(spread * torch.randn(parameter.shape) + (1.0 if ones else 0.0))
+            parameter.copy_(0.15 * torch.randn(parameter.shape) + (1.0 if ones else 0.0))
     return model
 
 
-def reference(model: Any, *, seed: int, time: int = TIME) -> dict[str, np.ndarray]:
+def reference(model: Any, *, seed: int) -> dict[str, np.ndarray]:
     """Inputs and the logits of a model for them; BERT's come with padding and two segments."""
     import torch
 
     draw = np.random.default_rng(seed)
-    inputs = {"input_ids": draw.integers(0, model.config.vocab_size, (BATCH, time))}
+    inputs = {"input_ids": draw.integers(0, model.config.vocab_size, (BATCH, TIME))}
     if "bert" in model.config.model_type:
         # A ModernBERT's padding is near a token, as softmax of nothing is no number to compare.
         modern = model.config.model_type == "modernbert"
-        lengths = np.asarray([time, time - 1, time - 2] if modern else [time, time - 4, 2])[:, None]
-        inputs["attention_mask"] = (np.arange(time) < lengths).astype(np.int64)
+        lengths = np.asarray([TIME, TIME - 1, TIME - 2] if modern else [TIME, TIME - 4, 2])[:, None]
+        inputs["attention_mask"] = (np.arange(TIME) < lengths).astype(np.int64)
         if model.config.model_type == "bert":
-            inputs["token_type_ids"] = (np.arange(time) >= lengths // 2).astype(np.int64)
+            inputs["token_type_ids"] = (np.arange(TIME) >= lengths // 2).astype(np.int64)
         else:  # an id of its own, which positions are counted without
             padding = inputs["attention_mask"] == 0
             inputs["input_ids"] = np.where(padding, model.config.pad_token_id, inputs["input_ids"])
@@ -198,10 +193,10 @@ DECODERS = {
 """Architecture of each decoder of the Llama family and what it has beside `FAMILY`, by folder."""
 
 
-def write(folder: Path, model: Any, *, seed: int, shards: str = "1GB", **options: Any) -> None:
+def write(folder: Path, model: Any, *, seed: int, shards: str = "1GB") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size=shards)
-    np.savez(folder / "reference.npz", **reference(model, seed=seed, **options))
+    np.savez(folder / "reference.npz", **reference(model, seed=seed))
 
 
 def make_tiny(root: Path) -> None:
@@ -229,19 +224,10 @@ def make_tiny(root: Path) -> None:
         tokenizers[kind].save(str(root / name / "tokenizer.json"))
 
 
-def make_full(root: Path) -> None:
-    """Random models of the default shapes: GPT-2 small and BERT base."""
-    for seed, architecture in enumerate(CLASSES):
-        model = make_model(architecture, seed=seed, spread=0.02)
-        write(root / architecture, model, seed=seed, shards="200MB", time=128)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=HERE)
-    parser.add_argument("--full", action="store_true", help="the real shapes, about 1.7 GB")
-    arguments = parser.parse_args()
-    (make_full if arguments.full else make_tiny)(arguments.folder)
+    make_tiny(parser.parse_args().folder)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import yaml
 
 from recipes.config import ScalifyConfig
 from recipes.finetune.config import FinetuneConfig
-from recipes.finetune.data import TaskData
+from recipes.finetune.task import TaskData
 from recipes.registry import load_kind
 from recipes.run.evaluate import predict
 

@@ -27,9 +27,9 @@ from recipes.bench._tasks import (
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
+from recipes.finetune.classification import load_classification
 from recipes.finetune.config import FinetuneConfig
-from recipes.finetune.rows import load_classification
-from recipes.finetune.squad_data import Answer, Question
+from recipes.finetune.squad import Answer, Question
 from recipes.registry import CONFIGS, load_config
 from tests.recipes.masked import bert_config, write_bert
 from tests.recipes.pretrained import FOLDERS, copied

@@ -1,30 +1,73 @@
-"""Fine-tuning a tiny pretrained BERT on both tasks, from files to scores."""
+"""Fine-tuning a tiny BERT on both tasks, from files to scores: of a run, and of a folder."""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 from flax import nnx
+from pydantic import ValidationError
 
-from recipes.bert.config import BertConfig
 from recipes.cli import main
 from recipes.config import TOKENIZER_FILE
 from recipes.errors import RecipeError
-from recipes.finetune.config import FinetuneConfig, pretraining_of
-from recipes.finetune.pretrained import tokenizer_of
-from recipes.finetune.task import abstract_batch, build, load_data
+from recipes.finetune import task as task_module
+from recipes.finetune.config import ClassificationConfig, FinetuneConfig, pretraining_of
+from recipes.finetune.task import abstract_batch, build, load_data, scores
+from recipes.hf import Bert, load
 from recipes.run.evaluate import SCORES
 from recipes.run.state import init_state, load_trained
 from unitscale import to_array
 
 from ..masked import write_run
+from ..pretrained import copied, one_layer
 from ..tasks import ANIMALS, logits, squad, tuned, write_tasks
 
+Captured = pytest.CaptureFixture[str]
 SGD = "optimizer={name: sgd, b1: 0.0, learning_rate: 0.05}"  # a smaller program than adam's
+STANDARD = "optimizer={umup: false, name: sgd, b1: 0.0, learning_rate: 0.05}"
+FILES = {"train": "train.json", "validation": "dev.json"}
+RUN = {"recipe": "finetune", "name": "task", "init": "run"}
+
+
+def test_columns_are_names_or_positions() -> None:
+    columns = ClassificationConfig(header=False, text=0, pair=2, label=1)
+    assert (columns.text, columns.pair, columns.label) == (0, 2, 1)
+
+
+# section, its values, and what the message has to say
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("data", {"format": "tsv"}, r"data\.format of task squad must be squad; got tsv"),
+    ("data", {"format": "xml"}, r"data\.format"),
+    ("squad", {"version": "v1.2"}, r"squad\.version"),
+    ("squad", {"stride": 0}, r"squad\.stride"),
+    ("squad", {"n_best": True}, r"squad\.n_best"),
+    ("squad", {"no_answer_threshold": float("inf")}, r"squad\.no_answer_threshold"),
+    ("classification", {"text": -1}, r"classification\.text"),
+    ("classification", {"text": True}, r"classification\.text"),
+    ("classification", {"labels": ["yes"]}, r"classification\.labels"),
+    ("classification", {"labels": ["yes", "yes"]}, r"labels must be different names"),
+    ("classification", {"pair": "label"}, r"must be different columns; got text 'sentence', pair"),
+]
+
+
+@pytest.mark.parametrize(("section", "values", "message"), WRONG)
+def test_wrong_values(section: str, values: dict[str, Any], message: str) -> None:
+    tree: dict[str, Any] = {**RUN, "task": "squad", "data": dict(FILES)}
+    tree[section] = tree.get(section, {}) | values
+    with pytest.raises(ValidationError, match=message):
+        FinetuneConfig.model_validate(tree)
+
+
+def test_the_formats_of_classification() -> None:
+    tree = {**RUN, "task": "classification", "data": {**FILES, "format": "squad"}}
+    with pytest.raises(ValidationError, match=r"task classification must be tsv, csv or jsonl"):
+        FinetuneConfig.model_validate(tree)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +144,7 @@ def test_weights_of_the_encoder_are_those_of_the_run(folder: Path, task: str) ->
 
 
 def test_weights_that_are_taken_bind_the_step_to_no_device(folder: Path) -> None:
-    """Of arrays of both kinds the first step makes bound ones, and the second compiles again."""
+    """Otherwise the first step makes bound arrays, and the second compiles again."""
     state = init_state(tuned(folder, "classification"))[2]
     assert not [leaf for leaf in jax.tree.leaves(state) if leaf.committed]
 
@@ -174,7 +217,6 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         tuned(folder, "squad", "scalify={}")
     run = folder / "runs" / "tiny-bert"
     config = pretraining_of(str(run))
-    assert isinstance(config, BertConfig)
     other = tmp_path / "other"
     other.mkdir()
     shape = config.model.model_copy(update={"vocab": 50})
@@ -183,11 +225,90 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
     (other / "config.yaml").write_text(yaml.safe_dump(changed), encoding="utf-8")
     (other / TOKENIZER_FILE).write_bytes((run / TOKENIZER_FILE).read_bytes())
     with pytest.raises(RecipeError, match=r"at most the 50 ids of the model .* got 120"):
-        tokenizer_of(tuned(folder, "squad", f"init={other}"))
+        load_data(tuned(folder, "squad", f"init={other}"))
 
 
+@pytest.mark.slow
 def test_a_run_is_described_without_its_weights(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["describe", str(folder / "squad.yaml")]) == 0
     assert "squad: recipe finetune, policy float32" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks of a BERT that has the head of neither."""
+    folder = tmp_path_factory.mktemp("plain")
+    write_tasks(folder, one_layer(copied("bert-mlm", folder)))
+    return folder
+
+
+@pytest.mark.slow
+def test_logits_of_each_policy_are_those_of_the_model(plain: Path) -> None:
+    """Less rounding: an epsilon of the products' format, over some ten products in a row."""
+    found = {}
+    for policy in ("float32", "float16", "fp8"):
+        config = tuned(plain, "classification", STANDARD, f"policy={policy}")
+        model, data = build(config), load_data(config)
+        found[policy] = logits(model, data, config.scalify)
+    batch = next(data.scored.batches(len(data.scored)))
+    own = load(config.init, "classification", new_head=True, classes=2).model
+    expected = own(*(batch[name] for name in ("ids", "segments", "mask")))
+    np.testing.assert_allclose(found["float32"], expected, rtol=1e-5, atol=1e-6)
+    size = float(np.sqrt(np.mean(np.square(expected))))
+    for policy, dtype in (("float16", jnp.float16), ("fp8", jnp.float8_e4m3fn)):
+        error = float(np.sqrt(np.mean(np.square(found[policy] - expected))))
+        assert 0 < error < 10 * float(jnp.finfo(dtype).eps) * size, policy
+
+
+@pytest.mark.slow
+def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
+    words = [str(plain / "squad.yaml"), STANDARD, "policy=fp8", "train.steps=2"]
+    assert main(["finetune", *words]) == 0
+    said = capsys.readouterr().out
+    written = plain / "runs" / "squad" / "pretrained"
+    assert f"the tuned model as a Hugging Face folder is in {written}" in said
+    kept = load(written).model.ends.kernel[...]
+    first = build(tuned(plain, "squad", *words[1:]))
+    assert isinstance(first, Bert)
+    assert (kept != first.ends.kernel[...]).any()
+    assert main(["evaluate", *words]) == 0
+    scores = [line for line in said.splitlines() if line.startswith("exact match")]
+    assert scores == [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("exact match")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
+        (["policy=fp8_delayed"], r"policy: expected float32, bfloat16, float16, fp8 for the Hugg"),
+        (["policy=fp8", "monitor={}"], r"monitor, .* expected null for the Hugging Face folder"),
+        (["optimizer.weights=float16"], r"optimizer\.weights .* expected null"),
+    ],
+)
+def test_what_a_plain_model_has_not_is_refused(plain: Path, words: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        tuned(plain, "squad", STANDARD, *words)
+
+
+def test_a_folder_that_does_not_fit_is_named(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="learned 32 positions; got 64"):
+        load_data(tuned(plain, "squad", STANDARD, "data.sequence_length=64"))
+    gpt = copied("gpt2", tmp_path)
+    with pytest.raises(RecipeError, match="bert, roberta, modernbert; got 'gpt2'"):
+        load_data(tuned(plain, "squad", STANDARD, f"init={gpt}"))
+
+
+def test_scores_that_are_not_finite(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tuned(folder, "classification")
+    wrong: Any = np.full((len(load_data(config).scored), 2), np.nan, np.float32)
+    monkeypatch.setattr(task_module, "predict", lambda *_: wrong)
+    model: Any = None
+    with pytest.raises(RecipeError, match=r"are not finite; lower optimizer\.lear") as caught:
+        scores(config, load_data(config), model, tmp_path)
+    assert caught.value.exit_code == 1

@@ -1,4 +1,4 @@
-"""Attention with a cap, and the norms of the Llama family, against NumPy in float64."""
+"""Attention with a cap, norms and rotary positions, against NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,8 @@ import pytest
 from flax import nnx
 
 from recipes.config import DecoderConfig, GPTModelConfig, RopeConfig
-from recipes.hf.layers import OffsetNorm, Parts, attend
+from recipes.hf.layers import OffsetNorm, Parts, attend, frequencies, rotate
 from recipes.hf.plain import Attention
-from recipes.hf.rope import frequencies
 
 TIME, HEADS, GROUPS, SIZE, WIDTH = 7, 4, 2, 6, 10
 DRAW = np.random.default_rng(0)
@@ -78,7 +77,7 @@ def test_an_attention_block(local: bool, cap: float | None) -> None:
     config = GPTModelConfig(
         width=WIDTH, heads=HEADS // 2, kv_heads=1, library="plain", norm_eps=1e-9, decoder=decoder
     )
-    parts = Parts(config, jnp.float32, jnp.float32, None, nnx.Rngs(0), bias=False, norm="rms")
+    parts = Parts(config, jnp.float32, jnp.float32, None, nnx.Rngs(0), norm="rms")
     block = Attention(parts, int(local))
     graphdef, state = nnx.split(block)
     drawn = [DRAW.standard_normal(leaf.shape) for leaf in jax.tree.leaves(state)]
@@ -103,3 +102,61 @@ def test_an_attention_block(local: bool, cap: float | None) -> None:
     expected = mixed.reshape(TIME, -1) @ np.asarray(block.out.kernel[...], np.float64)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found[0], expected, atol=2e-5 * np.abs(expected).max())
+
+
+LLAMA3 = RopeConfig(base=50.0, scaling="llama3", factor=8.0, context=64)
+YARN = RopeConfig(base=50.0, scaling="yarn", factor=8.0, context=64, fast=4.0, attention_factor=1.2)
+
+
+def llama3(size: int, rope: RopeConfig) -> np.ndarray:
+    """By wavelengths, as in the model's published code, a frequency at a time."""
+    found = []
+    for pair in range(size // 2):
+        frequency = 1.0 / rope.base ** (2 * pair / size)
+        wavelength = 2 * np.pi / frequency
+        if wavelength > rope.context / rope.low_factor:
+            frequency /= rope.factor
+        elif wavelength >= rope.context / rope.high_factor:
+            smooth = rope.context / wavelength - rope.low_factor
+            smooth /= rope.high_factor - rope.low_factor
+            frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
+        found.append(frequency)
+    return np.asarray(found)
+
+
+def test_frequencies() -> None:
+    plain = frequencies(8, RopeConfig(base=16.0))
+    np.testing.assert_allclose(plain, [1, 1 / 2, 1 / 4, 1 / 8], rtol=1e-7)
+    assert plain.dtype == np.float32
+    linear = frequencies(8, RopeConfig(base=16.0, scaling="linear", factor=5.0))
+    np.testing.assert_allclose(linear, plain / 5, rtol=1e-6)
+    scaled = frequencies(16, LLAMA3)
+    np.testing.assert_allclose(scaled, llama3(16, LLAMA3), rtol=1e-6)
+    share = scaled / frequencies(16, RopeConfig(base=50.0))
+    kept, divided = np.isclose(share, 1), np.isclose(share, 1 / 8)
+    bands = kept, divided, ~kept & ~divided
+    assert all(band.any() for band in bands)
+
+
+@pytest.mark.parametrize(("context", "share"), [(6, 1 / 8), (2, 1.0)])
+def test_a_band_of_no_width(context: int, share: float) -> None:
+    """Of contexts that no pair turns in, as `transformers` has it: the first pair is kept."""
+    rope = RopeConfig(base=10.0, scaling="yarn", factor=8.0, context=context)
+    found = frequencies(8, rope) / frequencies(8, RopeConfig(base=10.0))
+    np.testing.assert_allclose(found, [1, share, share, share], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(), LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
+def test_rotation_is_a_product_of_complex_numbers(rope: RopeConfig) -> None:
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((2, 3, 2, 8)).astype(np.float32)
+    positions = np.asarray([0, 5, 17])
+    turn = frequencies(8, rope).astype(np.float64)
+    pairs = x[..., :4].astype(np.float64) + 1j * x[..., 4:]
+    factor = rope.attention_factor
+    turned = factor * pairs * np.exp(1j * positions[:, None, None] * turn)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    found = rotate(jnp.asarray(x), jnp.asarray(positions), frequencies(8, rope), factor)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    half = rotate(jnp.asarray(x, jnp.float16), jnp.asarray(positions), frequencies(8, rope))
+    assert half.dtype == jnp.float16

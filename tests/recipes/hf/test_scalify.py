@@ -8,11 +8,10 @@ import pytest
 from flax import nnx
 
 from recipes.config import ScalifyConfig
-from recipes.hf import load, save, split
+from recipes.hf import load, save
 from recipes.run.scaling import plain, scaled
 from tests.recipes.pretrained import FIXTURES, copied, one_layer, reference
-from unitscale import scalify, to_array
-from unitscale.core import ScaledArray
+from unitscale import ScaledArray, as_scaled, scalify, to_array
 
 FLOAT16 = ScalifyConfig(storage="float16")
 FP8 = ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2")
@@ -28,7 +27,7 @@ def error(name: str, config: ScalifyConfig) -> tuple[float, int]:
         return nnx.merge(graphdef, params, rest)(*inputs)
 
     operations = len(jax.make_jaxpr(logits)(params).eqns)
-    found = to_array(jax.jit(scalify(logits))(split(params, jnp.float16)))
+    found = to_array(jax.jit(scalify(logits))(as_scaled(params, dtype=jnp.float16)))
     difference = np.asarray(found, np.float64) - expected
     return float(np.sqrt(np.mean(difference**2) / np.mean(expected**2))), operations
 
@@ -61,7 +60,7 @@ def test_a_step_of_fine_tuning(tmp_path) -> None:
 
     def step(params, state):
         def loss(params):
-            return nnx.merge(graphdef, params, rest).loss(ids, labels, segments, mask)
+            return nnx.merge(graphdef, params, rest).loss(ids, segments, mask, labels)
 
         value, gradient = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradient, state)

@@ -1,0 +1,340 @@
+"""From config.json to a shape: published files, older spellings, defaults, and what is refused."""
+
+import functools
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipes.config import DecoderConfig, RopeConfig
+from recipes.errors import RecipeError
+from recipes.hf import shape_of_bert, shape_of_decoder
+from recipes.hf.layers import frequencies
+from tests.recipes.make_pretrained_fixtures import LINEAR, LLAMA3
+from tests.recipes.pretrained import FIXTURES
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published.json").read_text("utf-8")
+)
+"""The config.json of widely used checkpoints; of gemma-3-270m with its last two layers alone."""
+
+
+def read(config: dict[str, Any], folder: Path) -> Any:
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    shape = shape_of_bert if "bert" in str(config["model_type"]) else shape_of_decoder
+    return shape(str(folder))
+
+
+def shape_of(name: str, folder: Path, **changes: Any) -> Any:
+    """The shape of a published model or a fixture with other keys; Ellipsis takes one out."""
+    keys = PUBLISHED.get(name) or json.loads((FIXTURES / name / "config.json").read_text("utf-8"))
+    return read({k: v for k, v in (keys | changes).items() if v is not ...}, folder)
+
+
+# width, layers, heads, heads of keys, size of a head, hidden, context, tied
+DECODERS = {
+    "llama-7b": (4096, 32, 32, 32, 128, 11008, 2048, False),
+    "vicuna-7b-v1.5-16k": (4096, 32, 32, 32, 128, 11008, 4096, False),
+    "Llama-3.2-1B-Instruct": (2048, 16, 32, 8, 64, 8192, 131072, True),
+    "SmolLM2-135M-Instruct": (576, 30, 9, 3, 64, 1536, 8192, True),
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 64, 4864, 32768, True),
+    "Qwen2.5-7B-Instruct, long": (3584, 28, 28, 4, 128, 18944, 32768, False),
+    "Qwen3-0.6B": (1024, 28, 16, 8, 128, 3072, 40960, True),
+    "Mistral-7B-v0.1": (4096, 32, 32, 8, 128, 14336, 32768, False),
+    "gemma-2-9b": (3584, 42, 16, 8, 256, 14336, 8192, True),
+    "gemma-3-270m": (640, 2, 4, 1, 256, 2048, 32768, True),
+    "distilgpt2": (768, 6, 12, None, 64, 3072, 1024, True),
+}
+# width, layers, heads, hidden, positions that tokens can have
+ENCODERS = {
+    "bert-base-multilingual-cased": (768, 12, 12, 3072, 512),
+    "distilroberta-base": (768, 6, 12, 3072, 512),
+    "ModernBERT-base": (768, 22, 12, 1152, 8192),
+    "mmBERT-base": (768, 22, 12, 1152, 8192),
+}
+# window, and how many layers have it
+WINDOWS = {
+    "Mistral-7B-v0.1": (4096, 32),
+    "Qwen2.5-0.5B": (None, 0),
+    "gemma-2-9b": (4096, 21),
+    "gemma-3-270m": (512, 1),
+    "ModernBERT-base": (65, 14),
+}
+# kind of scaling, base, factor, first context
+ROPES = {
+    "SmolLM2-135M-Instruct": ("none", 1e5, 1.0, 8192),
+    "vicuna-7b-v1.5-16k": ("linear", 1e4, 4.0, 8192),
+    "Llama-3.2-1B-Instruct": ("llama3", 5e5, 32.0, 8192),
+    "Qwen2.5-7B-Instruct, long": ("yarn", 1e6, 4.0, 32768),
+    "mmBERT-base": ("none", 1.6e5, 1.0, 8192),
+}
+# What older versions of transformers wrote into every file, and training and serving add.
+INERT = {
+    "_commit_hash": "d5b10f7",
+    "_num_labels": 2,
+    "auto_map": {"AutoTokenizer": ["tokenization_own.Tokenizer", None]},
+    "bad_words_ids": None,
+    "is_encoder_decoder": False,
+    "length_penalty": 1.0,
+    "neftune_noise_alpha": 5,
+    "prefix": "",
+    "pruned_heads": {},
+    "sentence_transformers": {"version": "4.1.0"},
+    "torch_dtype": "bfloat16",
+    "unknown": None,
+    "use_bfloat16": False,
+}
+
+
+def test_published_files(tmp_path: Path) -> None:
+    assert PUBLISHED.keys() == DECODERS.keys() | ENCODERS.keys()
+    for name in PUBLISHED:
+        shape = shape_of(name, tmp_path)
+        assert shape_of(name, tmp_path, **INERT) == shape, name
+        size = (shape.width, shape.layers, shape.heads)
+        if name in ENCODERS:
+            assert (*size, shape.hidden, shape.longest) == ENCODERS[name], name
+        else:
+            size = (*size, shape.kv_heads, shape.head_dim, shape.hidden)
+            assert (*size, shape.context, shape.tied_readout) == DECODERS[name], name
+        if name in WINDOWS:
+            own = shape.variant
+            assert (own.window, len(own.local_layers)) == WINDOWS[name], name
+        if name in ROPES:
+            rope = shape.variant.rope
+            found = rope.scaling, rope.base, rope.factor, rope.context
+            assert found == ROPES[name], name
+
+
+OLD_LLAMA3 = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+OLD_LINEAR = {"type": "linear", "factor": 2.0}
+GONE = {"rope_parameters": ..., "layer_types": ...}
+# fixture, keys as older versions of transformers wrote them
+OLD: list[tuple[str, dict[str, Any]]] = [
+    ("llama3", {"rope_parameters": ..., "rope_theta": 50.0, "rope_scaling": OLD_LLAMA3}),
+    ("llama2", {"rope_parameters": ..., "rope_theta": 100, "rope_scaling": OLD_LINEAR}),
+    ("llama2", {"rope_parameters": LINEAR | {"type": "linear"}, "head_dim": ...}),
+    ("mistral", {"rope_parameters": ..., "rope_scaling": None, "head_dim": 6}),
+    ("qwen2", {"layer_types": ...}),
+    ("gemma2", {"layer_types": ..., "hidden_act": "gelu_pytorch_tanh", "rope_parameters": None}),
+    (
+        "gemma3",
+        {"sliding_window_pattern": 2, "rope_theta": 100.0, "rope_local_base_freq": 20.0}
+        | GONE
+        | {"rope_scaling": OLD_LINEAR},
+    ),
+    (
+        "modernbert-mlm",
+        {"global_attn_every_n_layers": 3, "global_rope_theta": 100.0, "local_rope_theta": 20.0}
+        | GONE
+        | {"position_embedding_type": "absolute", "layer_norm_eps": 1e-5},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), OLD, ids=[name for name, _ in OLD])
+def test_older_spellings(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    assert shape_of(name, tmp_path, **keys) == shape_of(name, tmp_path)
+
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 2.0, "truncate": False}
+# fixture, keys, and what they change in the shape
+KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("gpt2", {"n_inner": None}, {"mlp_ratio": 4.0}),
+    ("gpt2", {"layer_norm_epsilon": 0.1}, {"norm_eps": 0.1}),
+    ("llama2", {"rms_norm_eps": 0.1}, {"norm_eps": 0.1}),
+    ("llama2", {"hidden_act": "gelu"}, {"variant.activation": "gelu"}),
+    ("llama2", {"mlp_bias": True}, {"variant.biases": ("mlp",)}),
+    ("llama2", {"rope_parameters": LINEAR | {"factor": 3.0}}, {"variant.rope.factor": 3.0}),
+    ("llama2", {"rope_parameters": LINEAR | {"rope_theta": 9.0}}, {"variant.rope.base": 9.0}),
+    ("llama3", {"attention_bias": False}, {"variant.biases": ()}),
+    (
+        "llama3",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3.0}},
+        {"variant.rope.low_factor": 1.5, "variant.rope.high_factor": 3.0},
+    ),
+    (
+        "llama3",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}},
+        {"variant.rope.context": 32},
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": YARN},
+        {"variant.rope.fast": 2.0, "variant.rope.slow": 1.0, "variant.rope.truncate": False}
+        | {"variant.rope.context": 64, "variant.rope.attention_factor": 0.1 * np.log(8) + 1},
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": YARN | {"attention_factor": 1.5}},
+        {"variant.rope.attention_factor": 1.5},
+    ),
+    ("mistral", {"sliding_window": 5}, {"variant.window": 5}),
+    ("mistral", {"sliding_window": None}, {"variant.window": None, "variant.local_layers": ()}),
+    ("qwen2", {"layer_types": [LOCAL, FULL]}, {"variant.local_layers": (0,)}),
+    ("qwen2", GONE | {"use_sliding_window": False}, {"variant.local_layers": ()}),
+    ("qwen2", GONE | {"max_window_layers": 0}, {"variant.local_layers": (0, 1)}),
+    ("qwen3", {}, {"variant.query_key_norms": True, "variant.post_norms": False}),
+    ("gemma2", {"hidden_activation": "silu"}, {"variant.activation": "silu"}),
+    ("gemma2", {"query_pre_attn_scalar": 16}, {"variant.attention_scale": 0.25}),
+    ("gemma2", {"attn_logit_softcapping": 0.6}, {"variant.attention_cap": 0.6}),
+    ("gemma2", {"final_logit_softcapping": 3.0}, {"variant.logit_cap": 3.0}),
+    (
+        "gemma3",
+        {"rope_parameters": {FULL: LINEAR, LOCAL: LINEAR}},
+        {"variant.local_rope.scaling": "linear", "variant.local_rope.factor": 2.0},
+    ),
+    ("gemma3", {}, {"variant.query_key_norms": True, "variant.norm_offset": True}),
+    ("gemma3", {}, {"variant.embedding_scale": True, "variant.post_norms": True}),
+    ("gemma3", GONE | {"num_hidden_layers": 7}, {"variant.local_layers": (0, 1, 2, 3, 4, 6)}),
+    ("roberta-mlm", {"pad_token_id": 5}, {"padding": 5, "longest": 26}),
+    ("roberta-mlm", {"hidden_act": "relu"}, {"activation": "relu", "head_activation": "gelu"}),
+    ("bert-mlm", {"layer_norm_eps": 0.1}, {"norm_eps": 0.1, "longest": 32, "padding": None}),
+    ("bert-classes", {"id2label": None, "num_labels": 7}, {"classes": 7}),
+    ("modernbert-mlm", {"local_attention": 6}, {"variant.window": 4, "longest": 32}),
+    ("modernbert-mlm", {"layer_types": [FULL] * 3}, {"variant.local_layers": ()}),
+    ("modernbert-mlm", {"classifier_activation": "relu"}, {"head_activation": "relu"}),
+    ("modernbert-mlm", {"norm_eps": 0.1, "norm_bias": True}, {"norm_eps": 0.1, "norm_bias": True}),
+    ("modernbert-mlm", {"decoder_bias": False}, {"readout_bias": False, "head_bias": True}),
+    ("modernbert-classes", {"classifier_pooling": "cls"}, {"pooling": "cls", "classes": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), KEYS)
+def test_every_key_counts(name: str, keys: Any, expected: dict[str, Any], tmp_path: Path) -> None:
+    shape = shape_of(name, tmp_path, **keys)
+    for path, value in expected.items():
+        found = functools.reduce(getattr, path.split("."), shape)
+        assert found == pytest.approx(value) if isinstance(value, float) else found == value, path
+
+
+CODE = {"AutoConfig": "configuration_bert.BertConfig"}
+# a published model or a fixture, keys, and what the message has to name
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # keys that may change what is computed
+    ("SmolLM2-135M-Instruct", {"rope_interleaved": True}, "rope_interleaved: .*True"),
+    ("Mistral-7B-v0.1", {"rope_interleaved": True}, "rope_interleaved: expected no key .* True"),
+    ("Qwen2.5-0.5B", {"use_mrope": True}, "use_mrope: expected no key .* True"),
+    ("llama3", {"sliding_window": 8}, "sliding_window: expected no key .*got 8"),
+    ("mistral", {"layer_types": [FULL] * 2}, "layer_types: expected no key"),
+    ("qwen2", {"model_type": "llama"}, "layer_types: .*full"),
+    ("Qwen3-0.6B", {"quantization_config": {"bits": 3}}, "quantization_config: .*'bits': 3"),
+    ("distilgpt2", {"multi_query": True}, "multi_query: expected no key .*True"),
+    ("bert-mlm", {"embedding_size": 128}, "embedding_size: expected no key"),
+    ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: expected no key"),
+    ("bert-mlm", {"auto_map": CODE}, "auto_map: expected no code .*'configuration_bert"),
+    # values that no model here has
+    ("gemma-3-270m", {"model_type": "gemma3"}, "expected model_type gpt2, llama, .*got 'gemma3'"),
+    ("bert-mlm", {"model_type": "albert"}, "expected model_type bert, roberta, .*got 'albert'"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function: expected .*got 'relu'"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: .*got True"),
+    ("gpt2", {"n_head": 3}, "heads must divide width; got heads 3"),
+    ("mistral", {"hidden_act": "relu"}, "hidden_act: expected .*'silu'.*got 'relu'"),
+    ("llama3", {"num_key_value_heads": 3}, "kv_heads must divide heads; got kv_heads 3"),
+    ("qwen3", {"head_dim": 5}, "even head size .* 5"),
+    ("gemma2", {"layer_types": [FULL]}, "layer_types of 2 layers; got 1"),
+    ("gemma2", {"sliding_window": None}, "local layers need a window"),
+    ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention: .* got True"),
+    ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: expected None; got 5"),
+    ("bert-mlm", {"position_embedding_type": "relative_key"}, "got 'relative_key'"),
+    ("bert-mlm", {"is_decoder": True}, "is_decoder: expected False; got True"),
+    ("bert-mlm", {"hidden_size": "16"}, "hidden_size: expected a valid integer; got '16'"),
+    ("bert-mlm", {"num_attention_heads": 3}, "num_attention_heads that divide .*got 3"),
+    ("roberta-mlm", {"pad_token_id": 31}, "pad_token_id below .*got 31 and 32"),
+    ("modernbert-mlm", {"local_attention": 0}, "local_attention: expected greater than 0"),
+    ("modernbert-mlm", {"position_embedding_type": "alibi"}, "_type: expected .*got 'alibi'"),
+    # rotary positions
+    (
+        "llama3",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_type: .*got 'longrope'",
+    ),
+    ("llama2", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type: .*got 'dynamic'"),
+    ("llama2", {"rope_scaling": {"type": "yarn"}}, "rope_type yarn with factor"),
+    ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned: .* no such"),
+    ("llama2", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast .*got 0.5, 1.0 and 100"),
+    ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with low_freq_factor, high_f"),
+    (
+        "gemma3",
+        {"rope_parameters": {"rope_theta": 5.0}},
+        f"{FULL} and {LOCAL}; got rope_t",
+    ),
+    ("modernbert-mlm", {"rope_parameters": {"whole": {}}}, "got whole"),
+    ("ModernBERT-base", {"rope_scaling": {"type": "yarn"}}, "rope_scaling: expected None"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), REFUSED)
+def test_what_is_refused(name: str, keys: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=rf"config\.json: .*{message}"):
+        shape_of(name, tmp_path, **keys)
+
+
+def test_shapes_that_contradict_themselves() -> None:
+    with pytest.raises(ValueError, match=r"local layers need a window; got layers \[0, 3\]"):
+        DecoderConfig(local_layers=(0, 3))
+    with pytest.raises(ValueError, match=r"high_factor above its low_factor; got 1\.0 and 2\.0"):
+        RopeConfig(scaling="llama3", low_factor=2.0, high_factor=1.0)
+    with pytest.raises(ValueError, match=r"beta_fast of at least its beta_slow, .*got 1\.0, 2\.0 "):
+        RopeConfig(scaling="yarn", fast=1.0, slow=2.0)
+
+
+def yarn(size: int, base: float, context: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:
+    """Frequencies and the factor of queries and keys, by Peng et al. (2023), a pair at a time.
+
+    The paper's ramp is over the turns of a pair in the context; its code and `transformers` ramp
+    over the index of the pair, between those that turn beta_fast and beta_slow times.
+    """
+    factor, context = given["factor"], given.get("original_max_position_embeddings", context)
+    ends = []
+    for turns in (given.get("beta_fast", 32), given.get("beta_slow", 1)):
+        wavelength = context / turns  # of the pair i with 2 pi base^(2 i / size) = wavelength
+        ends.append(size / 2 * np.log(wavelength / (2 * np.pi)) / np.log(base))
+    if given.get("truncate", True):
+        ends = [np.floor(ends[0]), np.ceil(ends[1])]
+    first, last = max(ends[0], 0), min(ends[1], size - 1)
+    found = []
+    for pair in range(size // 2):
+        ramp = 1.0 if pair <= first else 0.0 if pair >= last else (last - pair) / (last - first)
+        frequency = base ** (-2 * pair / size)
+        found.append((1 - ramp) * frequency / factor + ramp * frequency)
+    return np.asarray(found), given.get("attention_factor", 0.1 * np.log(factor) + 1)
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"factor": 4.0, "original_max_position_embeddings": 32768},  # Qwen's
+    {"factor": 4, "rope_theta": 500.0},
+    {"factor": 8.0, "beta_fast": 16, "beta_slow": 2},
+    {"factor": 8.0, "truncate": False, "attention_factor": 1.5},
+]
+
+
+@pytest.mark.parametrize("given", SCALINGS, ids=str)
+def test_yarn(given: dict[str, Any], tmp_path: Path) -> None:
+    rope_scaling = {"type": "yarn", **given}
+    rope = shape_of("llama-7b", tmp_path, rope_theta=1e6, rope_scaling=rope_scaling).variant.rope
+    for size in (64, 128):
+        expected, attention = yarn(size, given.get("rope_theta", 1e6), 2048, given)
+        found = frequencies(size, rope)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert rope.attention_factor == pytest.approx(attention, rel=1e-12)
+        share = found / frequencies(size, RopeConfig(base=rope.base))
+        kept, divided = np.isclose(share, 1), np.isclose(share, 1 / given["factor"])
+        assert all(band.any() for band in (kept, divided, ~kept & ~divided))
+
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2", "bert", "roberta", "modernbert"])
+def test_defaults_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    transformers = importlib.import_module("transformers")
+    theirs = transformers.AutoConfig.for_model(kind).to_dict()
+    own = read({"model_type": kind}, tmp_path).model_dump(exclude={"pad"})
+    given = {name: value for name, value in theirs.items() if value is not None}
+    assert read(given, tmp_path).model_dump(exclude={"pad"}) == own
