@@ -109,7 +109,6 @@ def loss_case(name, reference):
         fwd=1.0,
         bwd=(TOKENS, TOKENS * router_factor(route)),
         slack=SLACK,
-        transforms=("jit",),
     )
 
 
@@ -121,7 +120,6 @@ CASES = {
         fwd=1.0,
         bwd=factors_of(route),
         slack=SLACK,
-        transforms=("jit", "vmap") if name == "two" else ("jit",),
     )
     for name, route in ROUTES.items()
 }
