@@ -17,12 +17,6 @@ import pytest
 from unitscale.core import ScaledArray, to_float
 
 DTYPES = ("float32", "float16", "bfloat16")
-# How often an op is run does not depend on its dtype: all ways in one, compilation alone in others.
-TRANSFORMS = {
-    "float32": ("grad", "jit", "vmap", "scan", "checkpoint"),
-    "float16": ("jit",),
-    "bfloat16": ("jit",),
-}
 SCALES = (1.0, 2.0**12, 2.0**-12)
 # float32 accumulates, and is compared with a finite difference; 16-bit types round the operand of a
 # factor, the factor and the result.
@@ -98,11 +92,11 @@ def check(
     bwd: Sequence[float],
     dtype: str = "float32",
     scales: Sequence[Any] | None = None,
-    transforms: Sequence[str] = ("jit",),
+    mapped: bool = False,
     slack: float | Mapping[str, float] = 1,
     step: float = 1e-5,
 ) -> None:
-    """Checks value and gradients of an op, under each transformation of JAX.
+    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint too.
 
     The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
     derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
@@ -118,59 +112,43 @@ def check(
         wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, scales, strict=True))
         return _data_and_scale(op(*wrapped))
 
+    def scanned(*stacked: jax.Array) -> Any:
+        step = jax.checkpoint(apply)
+        return jax.lax.scan(lambda carry, data: (carry, step(*data)), 0, stacked)[1]
+
     def true(*data: np.ndarray) -> np.ndarray:
         return reference(*(d * v for d, v in zip(data, factors, strict=True)))
-
-    expected_values = [true(*(p[i] for p in pairs)) for i in (0, 1)]
-    cotangents = rounded(normal("cotangent", (2, *expected_values[0].shape))[0], dtype)
-    stacked = tuple(jnp.asarray(p, dtype) for p in pairs)
-    first = tuple(s[0] for s in stacked)
 
     def pull(f: Callable[..., Any], ct: jax.Array, *data: jax.Array) -> Any:
         y, vjp, scale = jax.vjp(f, *data, has_aux=True)
         return y, scale, vjp(ct.astype(y.dtype))
 
-    ct = jnp.asarray(cotangents, jnp.float32)
+    def program(ct: jax.Array, *stacked: jax.Array) -> dict[str, Any]:
+        if mapped:
+            vmapped = jax.vmap(functools.partial(pull, apply))(ct, *stacked)
+            return {"vmap": vmapped, "scan": pull(scanned, ct, *stacked)}
+        one = pull(apply, *(x[0] for x in (ct, *stacked)))
+        return {"jit": jax.tree.map(lambda x: x[None], one)}
 
-    def compiled(ct: jax.Array, first: Any, stacked: Any) -> dict[str, Any]:
-        runs = {
-            "jit": lambda: pull(apply, ct[0], *first),
-            "vmap": lambda: jax.vmap(functools.partial(pull, apply))(ct, *stacked),
-            "scan": lambda: pull(_scanned(apply), ct, *stacked),
-            "checkpoint": lambda: pull(jax.checkpoint(apply), ct[0], *first),
-        }
-        return {name: run() for name, run in runs.items() if name in transforms}
-
-    results = dict(jax.jit(compiled)(ct, first, stacked))
-    if "grad" in transforms:  # op by op, without jit
-        results["grad"] = pull(apply, ct[0], *first)
-    true_grads: dict[int, list[np.ndarray]] = {}
-    for name, result in results.items():
-        y, scale, grads = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), result)
-        if name not in ("vmap", "scan"):
-            y, scale, grads = jax.tree.map(lambda x: x[None], (y, scale, grads))
-        for i in range(len(y)):
-            what = f"{name}, example {i}"
-            expected = fwd * expected_values[i]
-            assert_close(y[i] * scale[i], expected, dtype, f"value under {what}", slack)
-            if i not in true_grads:
-                divisor = np.where(scale[i] > 0, scale[i], 1)
-                true_grads[i] = gradients(
-                    lambda *data, divisor=divisor: true(*data) / divisor,
-                    [p[i] for p in pairs],
-                    cotangents[i],
-                    [step / np.where(v > 0, v, 1) for v in factors],
-                )
-            for j, (grad, derivative) in enumerate(zip(grads, true_grads[i], strict=True)):
-                what = f"gradient {j} under {name}, example {i}"
-                assert_close(grad[i], bwd[j] * derivative, dtype, what, slack)
-
-
-def _scanned(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def f(*stacked: jax.Array) -> Any:
-        return jax.lax.scan(lambda carry, data: (carry, apply(*data)), 0, stacked)[1]
-
-    return f
+    expected = [true(*(p[i] for p in pairs)) for i in ((0, 1) if mapped else (0,))]
+    cotangents = rounded(normal("cotangent", (2, *expected[0].shape))[0], dtype)
+    stacked = (jnp.asarray(p, dtype) for p in pairs)
+    results = jax.jit(program)(jnp.asarray(cotangents, jnp.float32), *stacked)
+    for i, wanted in enumerate(expected):
+        true_grads: list[np.ndarray] = []
+        for name, result in results.items():
+            y, scale, grads = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), result)
+            what = f"under {name}, example {i}"
+            assert_close(y * scale, fwd * wanted, dtype, f"value {what}", slack)
+            divisor = np.where(scale > 0, scale, 1)
+            true_grads = true_grads or gradients(
+                lambda *data, divisor=divisor: true(*data) / divisor,
+                [p[i] for p in pairs],
+                cotangents[i],
+                [step / np.where(v > 0, v, 1) for v in factors],
+            )
+            for j, (grad, derivative) in enumerate(zip(grads, true_grads, strict=True)):
+                assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
 
 
 # `case(op, reference, args, fwd=..., bwd=...)` is a check that is made when it is called. Central
@@ -181,13 +159,12 @@ Case = functools.partial[None]
 
 
 def in_every_dtype(cases: Mapping[str, Case]) -> Any:
-    """The test that cases hold in every dtype, and where they name `transforms`, in these alone."""
+    """The test that cases hold in every dtype; in float32, also under transformations."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("name", cases)
     def test(name: str, dtype: str) -> None:
-        ways = cases[name].keywords.get("transforms", TRANSFORMS[dtype])
-        cases[name](dtype=dtype, transforms=[way for way in TRANSFORMS[dtype] if way in ways])
+        cases[name](dtype=dtype, mapped=dtype == "float32" and "scales" not in cases[name].keywords)
 
     return test
 

@@ -18,7 +18,6 @@ from unitscale.ops import _attention_kernels as kernels
 from unitscale.parallel import make_mesh
 
 from .conformance import (
-    TRANSFORMS,
     assert_close,
     assert_scales_are_constants,
     assert_unit,
@@ -143,7 +142,7 @@ def test_every_transformation(implementation: str) -> None:
         normal("transforms", SHAPE, SHAPE, SHAPE),
         fwd=fwd,
         bwd=(fwd,) * 3,
-        transforms=TRANSFORMS["float32"],
+        mapped=True,
     )
 
 

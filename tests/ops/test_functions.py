@@ -101,7 +101,6 @@ CASES["expected dropout"] = linear(
     normal("dropout", (4, 5)),
     fwd=0.8,
     bwd=(0.8,),
-    transforms=("jit",),
 )
 test_value_and_gradients = in_every_dtype(CASES)
 

@@ -18,7 +18,6 @@ from unitscale.ops._loss import in_one_pass, in_two_passes, normalizer, token_gr
 from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, QuantState, Static
 
 from .conformance import (
-    TRANSFORMS,
     assert_close,
     assert_scales_are_constants,
     case,
@@ -121,7 +120,7 @@ def test_readout_cross_entropy(dtype, tied, where, chunk, scales, options) -> No
         bwd=(kept(**how) * OF_X, kept(**how) * OF_KERNEL),
         dtype=dtype,
         scales=scales,
-        transforms=TRANSFORMS["float32"] if (chunk, dtype) == (4, "float32") else ("jit",),
+        mapped=(chunk, dtype, scales) == (4, "float32", None),
         slack=4,
     )
 

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.gradients import jit
-from tests.refusals import refuses
+from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
-from unitscale.parallel import make_mesh
+from unitscale.ops._moe import ExpertDevices, reshard_like, token_rows
 
-from .conformance import assert_scales_are_constants, case, in_every_dtype, normal
+from .conformance import assert_scales_are_constants, case, in_every_dtype, normal, scaled
 
 TOKENS, WIDTH, HIDDEN = 6, 4, 3
 # experts, top_k, mult, renormalize
@@ -24,6 +24,7 @@ ROUTES = {
     "one of the probabilities": (4, 1, 2.0, False),
     "three of the probabilities": (5, 3, 1.0, False),
 }
+SLACK = {"float32": 4, "float16": 8, "bfloat16": 8}
 TANH = rules.elementwise(jnp.tanh).fwd
 
 
@@ -82,24 +83,6 @@ def factors_of(route):
     return 1.0, router_factor(route), *kernels
 
 
-CASES = {
-    name: case(
-        functools.partial(mixture, route=route),
-        functools.partial(dense, route=route),
-        normal(name, *shapes(route[0])),
-        fwd=1.0,
-        bwd=factors_of(route),
-        slack={"float32": 4, "float16": 8, "bfloat16": 8},
-    )
-    for name, route in ROUTES.items()
-}
-test_value_and_gradients = in_every_dtype(CASES)
-
-
-def test_under_scales() -> None:
-    CASES["two"](scales=(2.0**3, 0.25, 0.5, 8.0))
-
-
 def balancing(x, kernel, top_k, mult, renormalize):
     gates = gates_of(x, kernel, top_k, mult, renormalize)
     p = softmax(mult * WIDTH**-0.5 * x.reshape(-1, WIDTH) @ kernel)
@@ -125,16 +108,32 @@ def loss_case(name, reference):
         normal(f"{name} of uneven choices", *shapes(route[0])[:2]),
         fwd=1.0,
         bwd=(TOKENS, TOKENS * router_factor(route)),
-        slack={"float32": 4, "float16": 8, "bfloat16": 8},
+        slack=SLACK,
     )
 
 
-test_losses = in_every_dtype(
-    {
-        "load_balancing_loss": loss_case("load_balancing_loss", balancing),
-        "z_loss": loss_case("z_loss", z_loss),
-    }
-)
+CASES = {
+    name: case(
+        functools.partial(mixture, route=route),
+        functools.partial(dense, route=route),
+        normal(name, *shapes(route[0])),
+        fwd=1.0,
+        bwd=factors_of(route),
+        slack=SLACK,
+    )
+    for name, route in ROUTES.items()
+}
+CASES |= {
+    "load_balancing_loss": loss_case("load_balancing_loss", balancing),
+    "z_loss": loss_case("z_loss", z_loss),
+}
+test_value_and_gradients = in_every_dtype(CASES)
+
+
+def test_scales() -> None:
+    CASES["two"](scales=(2.0**3, 0.25, 0.5, 8.0))
+    operands = scaled(normal("scales", *shapes(4)), (2.0, 0.5, 4.0, 1.0))
+    assert_scales_are_constants(functools.partial(mixture, route=ROUTES["two"]), *operands)
 
 
 def test_routing() -> None:
@@ -181,12 +180,6 @@ def test_all_tokens_to_one_expert(dtype: str) -> None:
         assert grad[2].any()
 
 
-def test_scales_are_constants() -> None:
-    arrays = (jnp.asarray(a, jnp.float32) for a in normal("scales", *shapes(4)))
-    operands = [ScaledArray(a, s) for a, s in zip(arrays, (2.0, 0.5, 4.0, 1.0), strict=True)]
-    assert_scales_are_constants(functools.partial(mixture, route=ROUTES["two"]), *operands)
-
-
 def test_attached_losses() -> None:
     """The gradient is that of the sum, the value that of the first."""
     x, kernel = (jnp.asarray(a, jnp.float32) for a in normal("attach", (6, WIDTH), (WIDTH, 3)))
@@ -221,7 +214,7 @@ def gradients(x, kernel, up, down):
 
 def test_inside_of_shard_map_each_device_has_its_experts() -> None:
     """With the batch divided too: the mean over its parts of the gradients, as in one place."""
-    mesh = make_mesh({"data": 2, "expert": 2}, devices=jax.devices()[:4])
+    mesh = mesh_of(data=2, expert=2)
     args = [jnp.asarray(a, jnp.float32) for a in normal("manual", *shapes(4))]
 
     def local(x, kernel, up, down):
@@ -249,7 +242,7 @@ def test_scales_of_experts_on_several_devices() -> None:
         return y, pull(jnp.cos(y))
 
     expected = jax.jit(run)(*args)
-    with jax.set_mesh(make_mesh({"expert": 2}, devices=jax.devices()[:2])):
+    with jax.set_mesh(mesh_of(expert=2)):
         found = jax.jit(run)(*args)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         # sums of as many terms as a token has choices and features, in another order
@@ -257,36 +250,34 @@ def test_scales_of_experts_on_several_devices() -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=error)
 
 
-def in_shard_map(spec, **options):
-    mesh = make_mesh({"expert": 2}, devices=jax.devices()[:2])
-    args = [jnp.asarray(a, jnp.float32) for a in normal("refused", *shapes(4))]
-    specs = spec, P(), P("expert"), P("expert")
-    f = functools.partial(mixture, route=ROUTES["two"])
-    run = jax.shard_map(
-        lambda *args: f(*args).value, mesh=mesh, in_specs=specs, out_specs=spec, **options
-    )
-    return jax.eval_shape(run, *args)
-
-
-def on_a_mesh(experts):
-    with jax.set_mesh(make_mesh({"expert": 2}, devices=jax.devices()[:2])):
-        args = [jnp.asarray(a, jnp.float32) for a in normal("refused", *shapes(experts))]
-        return mixture(*args, (experts, 2, 1.0, True))
-
-
-x, kernel = jnp.ones((2, 3, WIDTH)), jnp.ones((WIDTH, 4))
-routing = ops.route(x, kernel, 2)
-ERRORS = [
-    (ValueError, lambda: ops.route(x, kernel, 5), "router: top_k must be at most"),
-    (ValueError, lambda: ops.route(x, kernel[:2], 2), r"route: kernel must be \(in, out\)"),
-    (TypeError, lambda: ops.route(x > 0, kernel, 2), "route: x must be a floating array"),
-    (
-        ValueError,
-        lambda: ops.mixture(apply, x[:1], routing, ()),
-        "mixture: x must be .* with the 6 tokens of the routing",
-    ),
-    (ValueError, lambda: on_a_mesh(3), "the 2 devices of the axis 'expert' must divide the 3"),
-    (ValueError, lambda: in_shard_map(P("expert")), "must see the same tokens; got tokens that"),
-    (ValueError, lambda: in_shard_map(P(), check_vma=False), "need check_vma=True; got False"),
+PLACES = [
+    (P("data"), P("data"), ("data",)),
+    (P(("data", "expert")), P(("data", "expert")), ("data",)),
+    (P(None, "data"), P(), ()),
+    (P("data", "expert"), P("data"), ("data",)),
 ]
-test_errors = refuses(ERRORS)
+
+
+def test_tokens_on_axes_that_are_part_of_the_type() -> None:
+    x = np.arange(48, dtype=np.float32).reshape(4, 4, 3)
+    devices = ExpertDevices.of(jnp.asarray(x), "expert", 4)
+    assert (devices.size, devices.manual, devices.tokens) == (1, False, ())
+    np.testing.assert_array_equal(token_rows(jnp.asarray(x[0, 0])), x[0, :1])
+    mesh = explicit_mesh(data=2, expert=2)
+    with jax.set_mesh(mesh):
+        for spec, rows, tokens in PLACES:
+            y = jax.device_put(x, spec)
+            devices = ExpertDevices.of(y, "expert", 4)
+            assert (devices.size, devices.tokens) == (2, tokens)
+            found = jax.jit(token_rows)(y)
+            back = jax.jit(lambda rows, x: reshard_like(rows.reshape(x.shape), x))(found, y)
+            assert found.sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
+            assert back.sharding.is_equivalent_to(y.sharding, 3)
+            np.testing.assert_array_equal(found, x.reshape(16, 3))
+            np.testing.assert_array_equal(back, x)
+        # Features that are divided are whole in rows; one token alone has none to divide.
+        y = jax.device_put(x[..., :2], P("data", None, "expert"))
+        whole = NamedSharding(mesh, P("data"))
+        assert token_rows(y).sharding.is_equivalent_to(whole, 2)
+        assert reshard_like(token_rows(y).reshape(4, 4, 2), y).sharding.is_equivalent_to(whole, 3)
+        assert token_rows(jax.device_put(x[0, :2, 0], P("data"))).shape == (1, 2)

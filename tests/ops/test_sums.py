@@ -108,7 +108,6 @@ SUMS = {
         PAIR,
         fwd=1.0,
         bwd=(1 / 0.6, 1 / 0.8),
-        transforms=("jit",),
     ),
 }
 SPLITS = {
@@ -118,7 +117,6 @@ SPLITS = {
         PAIR[:1],
         fwd=1.0,
         bwd=(weight,),
-        transforms=("jit",),
     )
     for i, weight in enumerate((0.6, 0.8))
 }
@@ -138,7 +136,6 @@ FAN_OUT = case(
     fwd=1.0,
     bwd=(1.0,),
     slack=4,
-    transforms=("jit",),
 )
 TRUE = {
     name: case(
@@ -148,7 +145,6 @@ TRUE = {
         fwd=1.0,
         bwd=(1.0,) * len(shapes),
         slack=slack,
-        transforms=("jit", "scan") if name in ("gru", "lstm") else ("jit",),
     )
     for name, (op, reference, shapes, slack) in CELLS.items()
 }

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 from unitscale import rules
-from unitscale.rules import AttentionContext
+from unitscale.rules import AttentionContext, _attention as module
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("length", "mult", "rate"), [(16, 1.0, 0.0), (48, 8.0, 0.0), (48, 1.0, 0.3), (32, 24.0, 0.0)]
+    ("length", "mult", "rate"), [(48, 8.0, 0.0), (48, 1.0, 0.3), (32, 24.0, 0.0)]
 )
 def test_output_and_gradients_are_unit(length, mult, rate, is_causal, assert_unit) -> None:
-    head_dim, batch = 256, 4
+    head_dim, batch = 256, 2
     factors = rules.dot_product_attention(
         head_dim, length, is_causal=is_causal, mult=mult, dropout_rate=rate, constraint=None
     )
@@ -39,44 +39,20 @@ def test_output_and_gradients_are_unit(length, mult, rate, is_causal, assert_uni
     assert_unit(trial, trials=100, bias=4 * mult**2 / head_dim / head_dim**0.5 + 2 / head_dim)
 
 
-def test_default_shares_the_output_factor() -> None:
+def test_limits() -> None:
     factors = rules.dot_product_attention(64, 128, is_causal=True)
     assert factors.bwd == (factors.fwd,) * 3
-
-
-def test_dropout_multiplies_by_its_factor() -> None:
-    plain = rules.dot_product_attention(64, 128, is_causal=True)
     dropped = rules.dot_product_attention(64, 128, is_causal=True, dropout_rate=0.36)
-    assert dropped.fwd == pytest.approx(0.8 * plain.fwd, rel=1e-15)
-
-
-def test_wide_heads_average_uniformly() -> None:
-    factors = rules.dot_product_attention(10**8, 256, is_causal=False)
-    assert factors.fwd == pytest.approx(16, rel=1e-7)
+    assert dropped.fwd == pytest.approx(0.8 * factors.fwd, rel=1e-15)
+    assert rules.dot_product_attention(32, 128, is_causal=True, mean_square=0.25).fwd == 2
+    # Wide heads average uniformly, and a single key has factors of one.
+    wide = rules.dot_product_attention(10**8, 256, is_causal=False)
+    assert wide.fwd == pytest.approx(16, rel=1e-7)
     causal = rules.dot_product_attention(10**8, 256, is_causal=True)
     assert causal.fwd == pytest.approx(np.mean(1 / np.arange(1, 257)) ** -0.5, rel=1e-4)
-
-
-def test_single_key_has_factors_of_one() -> None:
     for is_causal in (False, True):
         factors = rules.dot_product_attention(64, 1, is_causal=is_causal, constraint=None)
         assert (factors.fwd, *factors.bwd) == pytest.approx((1.0,) * 4, rel=1e-9)
-
-
-def test_logit_factor() -> None:
-    assert rules.logit_factor(64) == 1 / 64
-    assert rules.logit_factor(64, 4.0) == 1 / 16
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="head_dim must be at least 1"):
-        rules.dot_product_attention(0, 4, is_causal=True)
-    with pytest.raises(ValueError, match="use 'to_output_scale'"):
-        rules.dot_product_attention(4, 4, is_causal=True, constraint="to_left_grad_scale")
-    with pytest.raises(ValueError, match="rate must be in"):
-        rules.dot_product_attention(4, 4, is_causal=True, dropout_rate=1.0)
-    with pytest.raises(ValueError, match="logit_factor: mult must be positive"):
-        rules.logit_factor(4, 0.0)
 
 
 LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 16, 16, 3, 24
@@ -93,13 +69,12 @@ def relu(x):
 
 CASES = [
     # causal, numpy activation, jax activation, gated, norm placement, tau
+    pytest.param(False, relu, jax.nn.relu, True, "post", 1.0, marks=pytest.mark.slow),
+    pytest.param(False, relu, jax.nn.relu, False, "none", 0.2, marks=pytest.mark.slow),
+    pytest.param(False, gelu, jax.nn.gelu, False, "pre", 0.5, marks=pytest.mark.slow),
+    pytest.param(True, gelu, jax.nn.gelu, True, "pre", 1.0, marks=pytest.mark.slow),
+    pytest.param(True, relu, jax.nn.relu, False, "post", 1.0, marks=pytest.mark.slow),
     (True, gelu, jax.nn.gelu, False, "pre", 0.5),
-    (True, gelu, jax.nn.gelu, False, "pre", 1.5),
-    (True, relu, jax.nn.relu, False, "post", 1.0),
-    (True, gelu, jax.nn.gelu, True, "pre", 1.0),
-    (False, gelu, jax.nn.gelu, False, "pre", 0.5),
-    (False, relu, jax.nn.relu, True, "post", 1.0),
-    (False, relu, jax.nn.relu, False, "none", 0.2),
 ]
 
 
@@ -166,6 +141,7 @@ def test_predicted_mean_square_is_that_of_a_random_stack(
     assert (np.abs(ratio - 1) <= 5 * error + finite_width).all(), (ratio, error)
 
 
+@pytest.mark.slow
 def test_without_norms_it_is_an_estimate_much_nearer_than_independence() -> None:
     predicted, ratio, _ = simulate(True, relu, jax.nn.relu, False, "none", 0.2)
     independent = ratio * predicted / predicted[0]
@@ -173,19 +149,14 @@ def test_without_norms_it_is_an_estimate_much_nearer_than_independence() -> None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("length", [1, 7, 64, 100, 1000])
-def test_the_first_layer_is_the_rule_of_independent_values(length, is_causal) -> None:
-    found = AttentionContext().mean_square(32, length, is_causal=is_causal, mult=2.0)
-    factors = rules.dot_product_attention(32, length, is_causal=is_causal, mult=2.0)
-    # Groups of neighbours stand for their middle, which costs little beyond the first 64.
-    assert found == pytest.approx(factors.fwd**-2, rel=2e-3)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
 def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
+    for length in (1, 7, 100, 1000):
+        found = AttentionContext().mean_square(32, length, is_causal=is_causal, mult=2.0)
+        factors = rules.dot_product_attention(32, length, is_causal=is_causal, mult=2.0)
+        # Groups of neighbours stand for their middle, which costs little beyond the first 64.
+        assert found == pytest.approx(factors.fwd**-2, rel=2e-3)
     context = AttentionContext(taus_below=(0.5,) * 8)
     grouped = context.mean_square(32, 300, is_causal=is_causal)
-    module = __import__("unitscale.rules._attention", fromlist=["_groups"])
 
     def forget() -> None:
         for cached in (module._stream, module._keys):
@@ -201,7 +172,6 @@ def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) ->
 
 def test_the_average_of_a_covariance() -> None:
     """Against `A S A^T` by products of matrices, with a position in each group."""
-    module = __import__("unitscale.rules._attention", fromlist=["_Attention"])
     length, spread = 12, 0.5
     seen = np.tril(np.ones((length, length)))
     average = seen / seen.sum(1, keepdims=True)
@@ -220,7 +190,6 @@ def test_the_average_of_a_covariance() -> None:
 
 def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
     """The moments of attention are computed once for all layers."""
-    module = __import__("unitscale.rules._attention", fromlist=["moments_by_size"])
     calls = []
 
     def counted(*arguments):
@@ -232,23 +201,3 @@ def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
     for layer in range(8):
         AttentionContext(taus_below=(0.5, 0.25) * layer).mean_square(32, 77, is_causal=True)
     assert len(calls) == 1
-
-
-def test_the_factor_is_the_inverse_root() -> None:
-    given = rules.dot_product_attention(32, 128, is_causal=True, mean_square=0.25)
-    assert given.fwd == 2.0
-    with pytest.raises(ValueError, match="mean_square must be"):
-        rules.dot_product_attention(32, 128, is_causal=True, mean_square=0.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"taus_below": (0.5,)}, "an even number; got 1"),
-        ({"norm_placement": "sandwich"}, "norm_placement must be .*; got 'sandwich'"),
-        ({"mlp_mult": 0.0}, "mlp_mult must be"),
-    ],
-)
-def test_bad_arguments_are_named(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionContext(**options)
