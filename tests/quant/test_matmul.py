@@ -136,44 +136,15 @@ def cast(x: np.ndarray, name: str) -> np.ndarray:
     return np.clip(x, -top, top).astype(np.float32).astype(name).astype(np.float64)
 
 
-def scale_of(x: np.ndarray, name: str, margin: int = 0) -> float:
-    amax, top = np.max(np.abs(x), initial=0.0), float(ml_dtypes.finfo(name).max)
-    if amax == 0:
-        return 1.0
-    k = math.ceil(math.log2(amax / top)) - 2
-    while amax > top * 2.0**k:
-        k += 1
-    return 2.0 ** (k + margin)
-
-
-def scales_of(x: np.ndarray, labels: str, summed: str, name: str, which: int, strategy: Any) -> Any:
-    """One scale for each element, slice by slice."""
-    if isinstance(strategy, Unit):
-        return np.ones(x.shape)
-    if isinstance(strategy, Static | Delayed):
-        return np.full(x.shape, STATIC[which])
-    if isinstance(strategy, Dynamic) and strategy.granularity == "tensor":
-        return np.full(x.shape, scale_of(x, name, strategy.margin))
-    steps = [1] * x.ndim
-    if isinstance(strategy, Block):
-        steps[max(labels.index(c) for c in summed)] = strategy.size
-        if strategy.dims == 2:
-            steps[max(i for i, c in enumerate(labels) if c not in summed)] = strategy.size
-    else:
-        steps = [n if c in summed else 1 for c, n in zip(labels, x.shape, strict=True)]
-    out = np.empty(x.shape)
-    for start in itertools.product(*map(range, (0,) * x.ndim, x.shape, steps)):
-        at = tuple(slice(a, a + step) for a, step in zip(start, steps, strict=True))
-        out[at] = scale_of(x[at], name)
-    return out
-
-
 def reference(spec: Contraction, formats: Any, strategy: Any, lhs: Any, rhs: Any, dy: Any) -> list:
-    """Values of the three matmuls, and a bound of the rounding of their float32 sums."""
+    """Values of the three matmuls of quantized values, and a bound of their float32 rounding."""
 
     def quantized(x, labels, summed, which):
-        s = scales_of(x, labels, summed, formats[which], which, strategy)
-        return cast(x / s, formats[which]) * s, s
+        stored = isinstance(strategy, Static | Delayed)
+        axes = tuple(axis for axis, c in enumerate(labels) if c in summed)
+        own = Static(STATIC[which]) if stored else strategy
+        q = quantize(jnp.float32(x), formats[which], own, axis=axes)
+        return np.float64(q.value), 1.0 if q.scale is None else np.float64(q.full_scale)
 
     def bounded(s: Contraction, a, b):
         count = math.prod(n for c, n in zip(s.lhs, a.shape, strict=True) if c in s.summed)
@@ -192,11 +163,11 @@ def reference(spec: Contraction, formats: Any, strategy: Any, lhs: Any, rhs: Any
         (Contraction(spec.out, spec.rhs, spec.lhs), b, s_b, spec.rhs),
         (Contraction(spec.lhs, spec.out, spec.rhs), a, s_a, spec.lhs),
     ):
-        folded = np.ones(dy.shape)
+        folded = 1.0
         if strategy == Dynamic("channel"):
             folded, value = along(s, labels, spec.summed), value / s
         ct, _ = quantized(dy * folded, spec.out, grad.summed, 2)
-        out.append(bounded(grad, *((ct, value) if value.shape == rhs.shape else (value, ct))))
+        out.append(bounded(grad, *((ct, value) if labels == spec.rhs else (value, ct))))
     return out
 
 
