@@ -22,7 +22,6 @@ from unitscale.quant import (
     MatmulConfig,
     Static,
     Unit,
-    dot_general,
 )
 
 from .products import state_of, three_products
@@ -99,26 +98,6 @@ def test_factors_of_several_products_are_inside_them_and_not_rounded() -> None:
     assert re.findall(rf"bf16\[[\d,]*{OUT}\]\S* fusion\(", text) == []
 
 
-def test_the_backward_reads_8_bit_residuals() -> None:
-    """The backward on its own: what it is given of the forward is 8 bits wide."""
-    config = MatmulConfig(cotangent="float8_e5m2")
-
-    def forward(x, w):
-        return ops.dense(x, w, config=config).data
-
-    args = Spec((BATCH, TIME, IN), jnp.bfloat16), Spec((IN, OUT), jnp.float32)
-    residuals = jax.eval_shape(lambda *a: jax.vjp(forward, *a)[1], *args)
-    kept = {leaf.dtype.name for leaf in jax.tree.leaves(residuals) if leaf.size > 1}
-    assert kept == {"float8_e4m3fn"}
-    leaves, structure = jax.tree.flatten(residuals)
-    program = compile_h200(
-        lambda ct, *leaves: jax.tree.unflatten(structure, leaves)(ct),
-        Spec((BATCH, TIME, OUT), jnp.bfloat16),
-        *leaves,
-    )
-    assert library_calls(program.as_text()) == [FP8_GEMM] * 2
-
-
 STRATEGIES = [Unit(), Static((2.0, 4.0, 2.0**-10)), Static(), Delayed(), Dynamic()]
 
 
@@ -149,19 +128,3 @@ def test_scales_of_every_strategy_leave_fp8_kernels(strategy: Any) -> None:
         use = re.compile(rf"%{re.escape(result)}\b(?![.\d])(?! =)")
         users = [line for line in text.splitlines() if use.search(line) and " = " in line]
         assert all(re.search(r"= \S+ bitcast\(|ROOT .* tuple\(", line) for line in users), users
-
-
-def test_a_hook_of_flax_becomes_fp8_kernels() -> None:
-    dot = dot_general(MatmulConfig(cotangent="e5m2", strategy=Dynamic()))
-
-    def three_products(x, w, ct):
-        y, vjp = jax.vjp(lambda x, w: dot(x, w, (((2,), (0,)), ((), ()))), x, w)
-        return y, *vjp(ct)
-
-    program = compile_h200(
-        three_products,
-        Spec((BATCH, TIME, IN), jnp.bfloat16),
-        Spec((IN, OUT), jnp.bfloat16),
-        Spec((BATCH, TIME, OUT), jnp.bfloat16),
-    )
-    assert library_calls(program.as_text()) == [FP8_GEMM] * 3

@@ -12,10 +12,10 @@ from unitscale import nn
 
 
 def mlps(policy: str) -> tuple[Any, Any]:
-    """The loss of four MLPs and its arguments, shapes only."""
+    """The loss of two MLPs and its arguments, shapes only."""
     make = lambda rngs: nn.MLP(256, 1024, use_bias=False, policy=policy, rngs=rngs)  # noqa: E731
     graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: nnx.List(make(nnx.Rngs(0)) for _ in range(4))), nnx.Param, ...
+        nnx.eval_shape(lambda: nnx.List(make(nnx.Rngs(0)) for _ in range(2))), nnx.Param, ...
     )
 
     def loss(params, rest, x):
@@ -40,7 +40,7 @@ def test_the_backward_of_layers_keeps_less_than_in_bfloat16(policy: str) -> None
         vjp = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], *args)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
 
-    activations, weights, factors = 4 * 8192 * 256 * (1 + 4), 4 * 2 * 256 * 1024, 4 * 2 * 2 * 4
+    activations, weights, factors = 2 * 8192 * 256 * (1 + 4), 2 * 2 * 256 * 1024, 2 * 2 * 2 * 4
     saved = kept("bfloat16") - kept(policy)
     assert saved >= (activations + weights) * (1 - 1 / 32) - factors
 

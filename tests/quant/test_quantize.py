@@ -1,13 +1,12 @@
 """Quantization of one tensor: rounding, saturation, and the scale of every strategy."""
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.gradients import jit
 from unitscale.core import ScaledArray, format_of
 from unitscale.quant import (
     Block,
@@ -69,15 +68,6 @@ def test_the_scale_is_the_least_power_of_two_that_does_not_saturate(name: str) -
     scales = jax.vmap(lambda x: quantize(x, name, Dynamic()).scale)(amaxes[:, None])
     expected = [2.0 ** least_exponent(float(a), top) for a in amaxes]
     np.testing.assert_array_equal(np.ravel(scales), np.float32(expected))
-
-
-_SCALE = jax.jit(lambda x: quantize(x, "e4m3fn", Dynamic()).scale)
-
-
-@hypothesis.given(st.floats(2.0**-100, 2.0**127, width=32))
-def test_nothing_saturates_and_half_the_range_is_used(amax: float) -> None:
-    scale = float(_SCALE(np.float32([amax])))
-    assert 224 * scale < amax <= 448 * scale
 
 
 @pytest.mark.parametrize(
@@ -165,9 +155,12 @@ def test_blocks_of_zeros_beside_others() -> None:
 def test_scales_are_constants_of_the_gradient() -> None:
     """Data space: a whole number passes both casts, and the scale has no derivative."""
     x = jnp.asarray([[448.0, 896.0, 3.0], [2.0, 1.0, 0.0]])
-    for strategy in (Dynamic(), Dynamic("channel"), Static(2.0), Block(2)):
-        grad = jax.grad(lambda x, s=strategy: jnp.sum(quantize(x, "e4m3fn", s).value))(x)
-        np.testing.assert_array_equal(grad, jnp.ones_like(x))
+
+    def total(x):
+        strategies = Dynamic(), Dynamic("channel"), Static(2.0), Block(2)
+        return sum(jnp.sum(quantize(x, "e4m3fn", s).value) for s in strategies)
+
+    np.testing.assert_array_equal(jit(jax.grad(total))(x), jnp.full_like(x, 4))
 
 
 LHS = jnp.asarray([[0.3, 500.0, -3.0, 7e-3]])
@@ -175,16 +168,24 @@ RHS = jnp.asarray([[1.0], [2e4], [0.0], [3.0]])
 AXES = ((1,), (0,))
 
 
-@pytest.mark.parametrize(
-    "strategy", [Unit(), Dynamic(), Dynamic("channel"), Static(8.0), Block(2)], ids=str
-)
-def test_fake_quantization_gives_the_values_of_quantize(strategy) -> None:
-    config = MatmulConfig(rhs="e5m2", strategy=strategy)
-    lhs, rhs = fake_quantize_operands(LHS, RHS, config)
-    np.testing.assert_array_equal(lhs, quantize(LHS, "e4m3fn", strategy, axis=1).value)
-    np.testing.assert_array_equal(rhs, quantize(RHS, "e5m2", strategy, axis=0).value)
-    flipped = fake_quantize_operands(RHS, LHS, config, axes=((0,), (1,)))[0]
-    np.testing.assert_array_equal(flipped, quantize(RHS, "e4m3fn", strategy, axis=0).value)
+def test_fake_quantization_gives_the_values_of_quantize() -> None:
+    strategies = [Unit(), Dynamic(), Dynamic("channel"), Static(8.0), Block(2)]
+
+    def run(lhs, rhs, strategy):
+        config = MatmulConfig(rhs="e5m2", strategy=strategy)
+        found = (
+            *fake_quantize_operands(lhs, rhs, config),
+            *fake_quantize_operands(rhs, lhs, config, axes=((0,), (1,))),
+        )
+        wanted = (
+            quantize(x, name, strategy, axis=axis).value
+            for x, name, axis in ((lhs, "e4m3fn", 1), (rhs, "e5m2", 0), (rhs, "e4m3fn", 0))
+        )
+        return found[:3], tuple(wanted)
+
+    for found, wanted in jit(lambda *a: [run(*a, s) for s in strategies])(LHS, RHS):
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -307,7 +307,6 @@ def check_fp8(compiled: Any) -> Fp8Report:
     Raises:
         TypeError: if it is neither a compiled program nor text.
         ValueError: if the program was not compiled for a GPU.
-
     """
     program = parse_hlo(compiled if isinstance(compiled, str) else _text_of(compiled))
     nodes = program.instructions
@@ -395,11 +394,11 @@ def _reason(origins: list[HloInstruction | None]) -> str:
 
 def _examine(program: HloProgram, at: HloInstruction) -> Matmul | None:
     """Describe an instruction that is a matmul; None for any other."""
-    target, body = at.quoted("custom_call_target"), program.computations[at.computation]
+    target = at.quoted("custom_call_target") if at.opcode == "custom-call" else ""
     is_cublas = re.match(r"__cublas\$(gemm|lt\$\w*[mM]atmul)", target)
     if not is_cublas and at.opcode not in ("dot", "scaled-dot"):
         return None
-    operands = [body[name] for name in at.operands[:2]]
+    operands = [program.computations[at.computation][name] for name in at.operands[:2]]
     if is_cublas:
         fp8, problem = target.endswith(("$f8", "$mx")), ""
         kernel = "cuBLASLt FP8" if fp8 else "cuBLASLt"
