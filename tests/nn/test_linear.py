@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import parameters
 from tests.optimizers import scaled
 from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
@@ -78,23 +77,6 @@ def test_the_layers_of_flax_over_the_roots_of_fan_in_and_rank() -> None:
     assert not np.any(alone(x).value)
     wrapped = nn.LoRA(5, 3, 4, base_module=base, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(wrapped(x).value, base(x))
-
-
-@pytest.mark.parametrize("policy", ["float16", "fp8"])
-def test_an_update_begins_as_the_layer_itself(policy) -> None:
-    plain = nn.Dense(16, 32, policy=policy, rngs=nnx.Rngs(0))
-    layer = nn.LoRALinear(16, 32, lora_rank=4, policy=policy, rngs=nnx.Rngs(0))
-    names = parameters(plain).keys()
-    assert parameters(layer).keys() == names | {"lora.lora_a", "lora.lora_b"}
-    x = normal(0, 2, 16)
-    assert layer(x).dtype == plain(x).dtype
-    (y, vjp), (expected, expected_vjp) = (
-        jax.vjp(lambda x, m=m: m(x).data, x) for m in (layer, plain)
-    )
-    np.testing.assert_array_equal(y, expected)
-    np.testing.assert_array_equal(vjp(expected), expected_vjp(expected))
-    wide = nn.LoRALinear(16, 32, lora_rank=4, lora_param_dtype="bfloat16", rngs=nnx.Rngs(0))
-    assert (wide.lora.lora_a.dtype, wide.kernel.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_rows_of_the_table_in_the_compute_dtype() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,23 +92,13 @@ def of_nnx() -> tuple[Any, Callable[..., Any]]:
     return state, lambda state, x: nnx.merge(graph, state)(x)
 
 
-def of_linen() -> tuple[Any, Callable[..., Any]]:
-    model = linen.Dense(2)
-    return model.init(jax.random.key(0), X), model.apply
-
-
-def of_haiku() -> tuple[Any, Callable[..., Any]]:
-    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 2])(x)))
-    return model.init(jax.random.key(0), X), model.apply
-
-
 def of_equinox() -> tuple[Any, Callable[..., Any]]:
     model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)
     return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
 
-@pytest.mark.parametrize("library", [of_nnx, of_linen, of_haiku, of_equinox])
+@pytest.mark.parametrize("library", [of_nnx, of_equinox])
 def test_loss_and_gradients_are_those_of_the_plain_model(library: Callable[[], Any]) -> None:
     params, apply = library()
     program = jax.value_and_grad(lambda params, x: jnp.mean(jnp.tanh(apply(params, x)) ** 2))

@@ -115,6 +115,7 @@ class Dense(_KernelLayer):
     """A dense layer (`ops.dense`), as `flax.nnx.Linear`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> layer = Dense(16, 32, policy="float16", rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 16)))
         ScaledArray(float16[2,32], scale=None)
@@ -168,6 +169,7 @@ class Readout(_KernelLayer):
             kernels prefer, such as 128. They are never trained, and give no logits.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> Readout(16, 256, rngs=nnx.Rngs(0))(jnp.ones((2, 16))).shape
         (2, 256)
     """
@@ -230,6 +232,7 @@ class Einsum(_KernelLayer):
         ValueError: if ``einsum_str`` is not a matmul of an input and a kernel of this shape.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> layer = Einsum("btd,dhk->bthk", (16, 4, 5), (4, 5), rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 3, 16))).shape
         (2, 3, 4, 5)
@@ -322,6 +325,7 @@ class Conv(_Convolution):
         ValueError: if the groups do not divide the features.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> layer = Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 5, 5, 3))).shape
         (1, 5, 5, 8)
@@ -420,6 +424,7 @@ class LoRA(nnx.Module):
     unit variance and ``b`` is zero at initialisation.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> layer = LoRA(16, 4, 32, base_module=Dense(16, 32, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
         >>> layer(jnp.ones((2, 16))).shape, layer.lora_a.shape
         ((2, 32), (16, 4))

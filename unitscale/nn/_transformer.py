@@ -176,9 +176,11 @@ class TransformerLayer(nnx.Module):
         norm, tau = (self.attention_norm, self.mlp_norm)[index], self.taus[index]
         if factors is not None:
             tau = rules.ResidualFactors(factors.branch[index], factors.skip[index])
-        branch = (lambda h: fn(norm(h))) if self.norm_placement == "pre" else fn
-        y = ops.residual(branch, x, tau)
-        return shard_activations(norm(y) if self.norm_placement == "post" else y)
+        if norm is None:
+            return shard_activations(ops.residual(fn, x, tau))
+        before = self.norm_placement == "pre"
+        y = ops.residual((lambda h: fn(norm(h))) if before else fn, x, tau)
+        return shard_activations(y if before else norm(y))
 
 
 class TransformerStack(nnx.Module):
