@@ -1,4 +1,4 @@
-"""Every optimizer of optax in few bits, 200 steps on a small smooth problem, against itself."""
+"""States of optax: which arrays are moments, in which formats, and where training ends."""
 
 import functools
 import inspect
@@ -14,8 +14,11 @@ from optax import contrib
 
 from tests.batching import chunks, compute, entry
 from tests.optimizers import scaled
+from unitscale import optim
 from unitscale.core import to_array
-from unitscale.optim._roles import _ROLES, _TINY_STEPS
+from unitscale.optim import Moment, SquareRoot
+from unitscale.optim._roles import _ROLES, _TINY_STEPS, path_name
+from unitscale.optim._storage import is_stored, load
 
 STEPS = 200
 RNG = np.random.default_rng(0)
@@ -102,7 +105,6 @@ RUNS: dict[str, Run] = {
     "sophia": Run(lambda: contrib.sophia(1e-2), ("obj_fn",)),
     "split_real_and_imaginary": Run(lambda: contrib.split_real_and_imaginary(optax.adam(1e-2))),
 }
-
 # Their gradients are not as the parameters: pairs of parameters, one gradient per example.
 REFUSED = {
     "lookahead": (
@@ -116,7 +118,6 @@ REFUSED = {
         lambda grads: jax.tree.map(lambda g: g[None], grads),
     ),
 }
-
 # What optimizers are made of; so is all that is called scale_by_*.
 PARTS = """
     add_decayed_weights add_noise adaptive_grad_clip apply_every apply_if_finite centralize chain
@@ -126,10 +127,8 @@ PARTS = """
     partition reduce_on_plateau scale selective_transform set_to_zero snapshot stateless
     stateless_with_tree_map trace with_extra_args_support zero_nans
 """
-
 # Which warn that they are deprecated, in every call.
 DEPRECATED = {"dpsgd", "optimistic_adam"}
-
 # States with arrays of the size of parameters that are kept as they are; see `_states`.
 KEPT = """
     COCOBState EmaState GaLoreState MadgradState SAMState ScaleByLBFGSState
@@ -209,7 +208,13 @@ def train(run: Run, formats: bool) -> Callable[[Any], jax.Array]:
     return whole
 
 
-@pytest.mark.parametrize("names", chunks(RUNS, 8))
+QUICK = ("adafactor, factored", "adam", "lion", "muon", "prodigy", "sam", "sgd, momentum")
+REST = chunks([name for name in RUNS if name not in QUICK], 8)
+
+
+@pytest.mark.parametrize(
+    "names", [*chunks(QUICK), *(pytest.param(*p.values, marks=pytest.mark.slow) for p in REST)]
+)
 def test_ends_where_the_same_optimizer_ends_in_float32(names: list[str]) -> None:
     """In shares of the loss that training begins with.
 
@@ -237,14 +242,233 @@ def test_refusals_say_why(name: str) -> None:
         tx.update(grads, tx.init(params), params)
 
 
-@pytest.mark.parametrize("weights", [None, "float16"])
-def test_a_sum_never_stalls(weights: Any) -> None:
+TREE = {"a": np.ones((4, 6), np.float32), "b": {"c": np.ones(6, np.float32)}}
+TREE_LABELS = {"a": "matrix", "b": {"c": "vector"}}
+MASK = {"a": True, "b": {"c": False}}
+
+
+def found(inner, params=TREE, **kwargs) -> dict[str, str]:
+    """Path of every stored array -> its dtype, with a star where the root is stored."""
+    tx = scaled(inner, weights=None, **kwargs)
+    state = jax.eval_shape(tx.init, params).inner
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)
+    return {
+        path_name(path): (x.root.dtype.name + "*" if isinstance(x, SquareRoot) else x.dtype.name)
+        for path, x in leaves
+        if is_stored(x)
+    }
+
+
+def both(field: str, kind: str) -> dict[str, str]:
+    return {f"{field}.a": kind, f"{field}.b.c": kind}
+
+
+FIRST, SECOND, TRACE = "float8_e4m3fn", "float16*", "float16"
+ADAM = both("0.mu", FIRST) | both("0.nu", SECOND)
+TABLE: dict[str, tuple[Any, dict[str, str]]] = {
+    "adam": (optax.adam(0.1), ADAM),
+    "adamw": (optax.adamw(0.1), ADAM),
+    "amsgrad": (optax.amsgrad(0.1), ADAM | both("0.nu_max", SECOND)),
+    "lion": (optax.lion(0.1), both("0.mu", TRACE)),
+    "momentum": (optax.sgd(0.1, momentum=0.9), both("0.trace", TRACE)),
+    "sgd": (optax.sgd(0.1), {}),
+    "rmsprop": (optax.rmsprop(0.1), both("0.nu", SECOND)),
+    "adagrad": (optax.adagrad(0.1), {}),  # a sum that only grows
+    "average": (optax.ema(0.9), {}),  # of anything, parameters too
+    "centred": (optax.rmsprop(0.1, centered=True), {}),  # a difference of its moments
+    "belief": (optax.adabelief(0.1), both("0.nu", SECOND)),
+    "sm3": (optax.sm3(0.1), both("0.nu", TRACE)),  # mu sums, and nu is no square
+    "chain": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        both("1.0.mu", FIRST) | both("1.0.nu", SECOND),
+    ),
+    "multi steps": (
+        optax.MultiSteps(optax.lion(0.1), 2),
+        both("inner_opt_state.0.mu", TRACE),  # accumulated gradients stay float32
+    ),
+    "hyperparams": (
+        optax.inject_hyperparams(optax.lion)(learning_rate=0.1),
+        both("inner_state.0.mu", TRACE),
+    ),
+    "masked": (
+        optax.masked(optax.trace(0.9), MASK),
+        {"inner_state.trace.a": TRACE},
+    ),
+    "partition": (
+        optax.partition({"matrix": optax.lion(0.1), "vector": optax.adam(0.1)}, TREE_LABELS),
+        {
+            "inner_states.matrix.inner_state.0.mu.a": TRACE,
+            "inner_states.vector.inner_state.0.mu.b.c": FIRST,
+            "inner_states.vector.inner_state.0.nu.b.c": SECOND,
+        },
+    ),
+    "muon": (
+        optax.contrib.muon(0.1),
+        {
+            "inner_states.muon.inner_state.0.mu.a": TRACE,
+            "inner_states.adam.inner_state.0.mu.b.c": FIRST,
+            "inner_states.adam.inner_state.0.nu.b.c": SECOND,
+        },
+    ),
+    "adafactor": (optax.adafactor(0.1), both("0.v", SECOND)),  # too small to factor
+    "finite": (optax.apply_if_finite(optax.lion(0.1), 3), both("inner_state.0.mu", TRACE)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_moments_of(name: str) -> None:
+    inner, expected = TABLE[name]
+    assert found(inner) == expected
+
+
+def test_factored_moments_of_adafactor_stay_as_they_are() -> None:
+    inner = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    assert found(inner) == {"0.v.b.c": SECOND}
+
+
+def test_one_array_as_params() -> None:
+    assert found(optax.adam(0.1), jnp.ones(5)) == {"0.mu": FIRST, "0.nu": SECOND}
+    # Numbers stay: nothing is saved by 8 bits of one.
+    assert found(optax.adam(0.1), jnp.ones(())) == {}
+
+
+def test_formats_by_a_function_of_path_and_role() -> None:
+    asked = {}
+
+    def moments(path: str, role: str | None) -> Any:
+        asked[path] = role
+        if path.endswith(".c"):
+            return None
+        return {"first": "bfloat16", "second": Moment("float8_e5m2", root=True)}.get(role)
+
+    inner = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
+    formats = found(inner, moments=moments)
+    assert formats == {
+        "inner_opt_state.0.mu.a": "bfloat16",
+        "inner_opt_state.0.nu.a": "float8_e5m2*",
+    }
+    assert asked["acc_grads.a"] is None
+    assert asked["inner_opt_state.0.nu.b.c"] == "second"
+
+
+def test_none_keeps_a_moment() -> None:
+    assert found(optax.adam(0.1), moments=(None, "float16")) == both("0.nu", "float16*")
+    assert found(optax.adam(0.1), moments=(None, None)) == {}
+
+
+class OwnState(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def own() -> optax.GradientTransformation:
+    """Not of optax, and so nothing is known of its fields."""
+    return optax.GradientTransformation(lambda p: OwnState(p, p), lambda u, s, p: (u, s))
+
+
+def test_names_are_not_enough() -> None:
+    assert found(own()) == {}
+    assert found(optax.chain(own(), optax.adam(0.1))) == {f"1.{k}": v for k, v in ADAM.items()}
+
+
+TRACES = [  # first, second, and what momentum that is the step itself takes of them
+    ("float8_e4m3fn", "float16", "float16"),
+    ("float16", "float8_e4m3fn", "float16"),
+    ("bfloat16", Moment("float16", root=True), "float16"),
+    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn"),
+    ("float32", "float16", "float32"),
+    (None, "float16", None),
+    ("float8_e4m3fn", None, None),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), TRACES)
+def test_a_trace_takes_the_finer_format(first: Any, second: Any, expected: str | None) -> None:
+    formats = found(optax.trace(0.9), moments=(first, second))
+    assert formats == ({} if expected is None else both("trace", expected))
+
+
+MATRIX = {"w": np.linspace(0.5, 2, 24).reshape(4, 6), "b": np.ones(6)}
+MATRIX = {name: x.astype(np.float32) for name, x in MATRIX.items()}
+SLOPES = {"w": np.linspace(1, 2, 24).reshape(4, 6), "b": np.linspace(1, 2, 6)}
+SLOPES = {name: x.astype(np.float32) for name, x in SLOPES.items()}
+
+
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 9)))
+FOUR = scaled(INNER, moments=("e4m3fn", "e4m3fn"), rounding="stochastic", key=5)
+# Each with the error of a square of a rounded root, or of a mean.
+TARGETS: dict[str, tuple[Any, float]] = {
+    "plain": (INNER, 1e-6),
+    "6 bytes": (scaled(INNER), 2**-4),
+    "4 bytes": (FOUR, 2**-3),
+    "blocks": (scaled(INNER, moments=("e5m2", "bfloat16"), block=4), 2**-3),
+    "large ones": (optim.scaled(INNER, min_size=12), 2**-4),
+}
+
+
+def begin(tx: Any) -> tuple[Any, Any]:
+    params = jax.tree.map(jnp.asarray, TREE)
+    params = tx.scale_params(params) if tx is not INNER else params
+    return params, tx.init(params)
+
+
+@functools.cache
+def stepped() -> dict[str, Any]:
+    """States after a step."""
+
+    def step(tx: Any) -> Any:
+        params, state = begin(tx)
+        return tx.update(jax.tree.map(jnp.cos, to_array(TREE)), state, params)[1]
+
+    return compute({name: (functools.partial(step, tx),) for name, (tx, _) in TARGETS.items()})
+
+
+def numbers(state: Any) -> list[Any]:
+    inner = state.inner if hasattr(state, "inner") else state
+    return jax.tree.leaves(jax.tree.map(load, inner, is_leaf=is_stored))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_converted_numbers_are_those_of_the_source_rounded_once(target: str) -> None:
+    tx, error = TARGETS[target]
+
+    @jax.jit
+    def run(states):
+        params, like = begin(tx)
+        converted = [optim.convert_state(state, like) for state in states]
+        for state in converted:  # it goes on
+            tx.update(jax.tree.map(jnp.sin, to_array(TREE)), state, params)
+        return (
+            converted,
+            like,
+            [(numbers(a), numbers(b)) for a, b in zip(converted, states, strict=True)],
+        )
+
+    converted, like, pairs = run(list(stepped().values()))
+    for after, (mine, theirs) in zip(converted, pairs, strict=True):
+        assert jax.tree.structure(after) == jax.tree.structure(like)
+        assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(like)]
+        for got, wanted in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1.05 * error)
+
+
+def test_the_key_is_part_of_a_converted_state() -> None:
+    states, like = stepped(), jax.jit(lambda: begin(FOUR)[1])()
+    own, of_plain = (optim.convert_state(states[n], like).key for n in ("4 bytes", "plain"))
+    for found, wanted in ((own, states["4 bytes"].key), (of_plain, like.key)):
+        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(wanted))
+    assert (jax.random.key_data(own) != jax.random.key_data(like.key)).any()
+
+
+def test_a_sum_never_stalls_and_what_is_stored_begins_as_inner_does() -> None:
     """4,000 gradients of 1, which a sum in 11 bits stops to count at 1,024."""
-    tx = scaled(optax.scale_by_rss(initial_accumulator_value=0.0), weights=weights)
-    params = tx.scale_params({"w": jnp.ones(4)})
+    tx = scaled(optax.scale_by_rss(initial_accumulator_value=0.0), weights=None)
+    params = {"w": jnp.ones(4)}
 
     def step(state: Any, _: Any) -> tuple[Any, None]:
         return tx.update({"w": jnp.ones(4)}, state, params)[1], None
 
     state: Any = jax.lax.scan(step, tx.init(params), None, length=4000)[0]
     np.testing.assert_array_equal(state.inner.sum_of_squares["w"], 4000.0)
+    tx = scaled(optax.scale_by_rms(initial_scale=0.1), weights=None)
+    np.testing.assert_allclose(tx.init(params).inner.nu["w"].value, 0.1, rtol=2**-9)

@@ -1,3 +1,7 @@
+"""u-muP: factors of learning rates by role and shape, their table, and independent weight decay."""
+
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,7 @@ from flax import nnx
 
 from tests.modules import build
 from unitscale import nn, ops
-from unitscale.optim import umup
+from unitscale.optim import independent_weight_decay, umup, umup_rates
 
 
 class Model(nnx.Module):
@@ -91,38 +95,6 @@ def test_multipliers_by_role() -> None:
     assert factors(updates) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("multipliers", "message"),
-    [
-        ({"embeding": 2.0}, "role must be one of .* got 'embeding'. Did you mean 'embedding'?"),
-        ({"bias": -1.0}, r"multipliers\['bias'\] must be finite and not negative; got -1.0"),
-        ({"norm": float("nan")}, r"multipliers\['norm'\] must be finite and not negative; got nan"),
-    ],
-)
-def test_multipliers_that_cannot_be(multipliers, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        umup(optax.identity(), parameters(), multipliers=multipliers)
-
-
-def test_under_jit_and_in_a_chain() -> None:
-    """Decay after it takes the same share of every parameter, whatever the schedule."""
-    params = parameters()
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        umup(optax.adam(optax.linear_schedule(0.0, 0.1, 10)), params),
-        optax.add_decayed_weights(-0.01),
-    )
-    update = jax.jit(tx.update)
-    grads = ones(params)
-    updates, state = updated(tx, params, grads)
-    for path, u in by_path(updates).items():  # the schedule starts at 0: decay alone
-        np.testing.assert_allclose(u, -0.01 * by_path(params)[path], rtol=1e-6)
-    updates, state = update(grads, state, params)
-    for path, u in by_path(updates).items():
-        step = u + 0.01 * by_path(params)[path]
-        np.testing.assert_allclose(step, -0.01 * EXPECTED[path], rtol=1e-4)
-
-
 def test_with_the_optimizer_of_flax_it_trains() -> None:
     model = nnx.jit(Model)()
     optimizer = nnx.Optimizer(model, umup(optax.adam(0.3), parameters(model)), wrt=nnx.Param)
@@ -203,19 +175,80 @@ def test_sgd_takes_steps_of_one_size_at_every_width() -> None:
             assert wide[path] / narrow[path] == pytest.approx(expected, rel=0.2), path
 
 
-def test_errors() -> None:
-    params = parameters()
-    with pytest.raises(
-        ValueError, match=r"params must be variables with role, .*key.bias has none; make"
-    ):
-        umup(optax.adam(1.0), nnx.as_pure(params))
-    with pytest.raises(ValueError, match="umup: params must be variables"):
-        umup(optax.adam(1.0), parameters(build(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0)))))
-    tx = umup(optax.identity(), params)
-    other = parameters(build(lambda: nn.Dense(3, 4, rngs=nnx.Rngs(0))))
-    with pytest.raises(ValueError, match="updates must have the structure of the params given"):
-        tx.update(ones(other), tx.init(other), other)
-    wrong = parameters(build(lambda: nn.Dense(3, 4, rngs=nnx.Rngs(0))))
-    wrong["kernel"].set_metadata(role="wieght")
-    with pytest.raises(ValueError, match=r"role must be one of weight, .*Did you mean 'weight'"):
-        umup(optax.identity(), wrong)
+WIDTH = 64
+
+
+class Small(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.table = nn.Embed(10, WIDTH, rngs=rngs)
+        self.up = nn.Dense(WIDTH, 32, rngs=rngs)
+        self.out = nn.Readout(32, 4, rngs=rngs)
+
+
+def test_a_step_moves_the_function_as_a_plain_step_does() -> None:
+    """Of one layer, for the same signs of gradients: Adam's first step is its rate times these."""
+    model = Small()
+    params = nnx.state(model, nnx.Param)
+    (rate,) = [r for r in umup_rates(params) if r.path == "up.kernel"]
+    tx = umup(optax.sign_sgd(0.5), params)
+    signs = jnp.sign(jnp.sin(jnp.arange(WIDTH * 32.0) + 1)).reshape(WIDTH, 32)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    grads["up"]["kernel"].set_value(signs)
+    moved = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
+    step = (
+        ops.dense(x, moved["up"]["kernel"].get_value()).value
+        - ops.dense(x, params["up"]["kernel"].get_value()).value
+    )
+    np.testing.assert_allclose(step, -0.5 * rate.plain * (x @ signs), rtol=1e-3, atol=1e-4)
+
+
+def test_table_and_start() -> None:
+    rates = umup_rates(nnx.state(Small(), nnx.Param))
+    by_path = {rate.path: rate for rate in rates}
+    assert by_path["up.kernel"].plain == pytest.approx(1 / WIDTH)
+    assert by_path["out.kernel"].plain == pytest.approx(1 / 32)
+    assert by_path["table.embedding"].plain == by_path["table.embedding"].factor
+    assert rates.start(1e-3) == pytest.approx(1e-3 * WIDTH)
+    head, *rows, last = str(rates).splitlines()
+    assert head.split()[:3] == ["parameter", "role", "u-muP"]
+    assert [row.split()[0] for row in rows] == [rate.path for rate in rates]
+    assert last.startswith(f"Start at {WIDTH} x your plain model's Adam learning rate")
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e-3])
+def test_the_share_depends_on_neither_rate_nor_schedule(rate: float) -> None:
+    schedule = optax.linear_schedule(0.0, rate, 3)
+    tx = optax.chain(optax.sgd(schedule), independent_weight_decay(0.125))
+    params, zero = {"w": jnp.array([2.0, -4.0])}, {"w": jnp.zeros(2)}
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(zero, state, params)
+        np.testing.assert_array_equal(updates["w"], -0.125 * params["w"])
+
+
+def named(shape: Any, **metadata: Any) -> Any:
+    return {"w": nnx.Param(jnp.ones(shape), **metadata)}
+
+
+WEIGHT = {"role": "weight", "fan_in": 3, "fan_out": 4, "depth": 1}
+WRONG: dict[str, Any] = {
+    "params must be variables with role, .* w has none": lambda: umup_rates({"w": jnp.ones(3)}),
+    "params must be variables": lambda: umup(optax.adam(1.0), named((3, 4))),
+    "Did you mean 'weight'": lambda: umup(optax.sgd(1.0), named(3, **WEIGHT | {"role": "wieght"})),
+    "Did you mean 'embedding'": lambda: umup(optax.sgd(1.0), {}, multipliers={"embeding": 2.0}),
+    r"multipliers\['bias'\] must be": lambda: umup(optax.sgd(1.0), {}, multipliers={"bias": -1.0}),
+    r"multipliers\['norm'\] must be": lambda: umup(
+        optax.sgd(1.0), {}, multipliers={"norm": float("nan")}
+    ),
+    "updates must have the structure": lambda: umup(optax.identity(), named(3, **WEIGHT)).update(
+        {}, optax.EmptyState()
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_refusals(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()

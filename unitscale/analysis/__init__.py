@@ -2,8 +2,7 @@
 
 `cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
 leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
-`fit_factors` simulates the factors of an op that has no rule yet, and `snr` computes what a format
-makes of values at a scale. Tables need rich and plots matplotlib: `pip install rich matplotlib`.
+Tables need rich and plots matplotlib: `pip install rich matplotlib`.
 """
 
 from ._cut_edges import (

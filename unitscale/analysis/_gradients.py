@@ -1,9 +1,8 @@
 """Check that unit scaling leaves every gradient a constant times the true one, or blame an op.
 
-Along every edge of the graph the given cotangent is a ratio times the true one. All gradients are
-right exactly if the logarithms of the ratios off cut edges are the differences of a potential. An
-op is blamed if its ratio is not 1 and does not cancel with the ratios of others, as those at the
-split and the sum of a residual connection do.
+Along every edge the given cotangent is a ratio times the true one. All gradients are right exactly
+if the logarithms of the ratios off cut edges are the differences of a potential. An op is blamed if
+its ratio is not 1 and does not cancel with the ratios of others.
 """
 
 import dataclasses
@@ -377,14 +376,10 @@ def _advice(graph: Graph, inner: list[Edge], source: Source, edges: list[Edge]) 
     if any(v in graph.inputs and sum(e.start == v for e in inner) > 1 for v in starts):
         return (
             "a parameter is used several times with different factors: make them agree, by "
-            "unitscale.batch_size(n) around the loss if inputs of several sizes meet it, or as "
-            "nn.Embed and its attend do, or give each use a parameter of its own"
+            "unitscale.batch_size(n) around the loss if inputs of several sizes meet it"
         )
     if source.op.startswith("residual"):
-        return (
-            "weight a branch by ops.residual, or by residual_split and residual_add with the same "
-            "tau around the whole branch"
-        )
+        return "use ops.residual, or residual_split and residual_add with the same tau"
     if source.op.startswith("scale"):
         return "give it the same factor forward and backward, or move it onto a cut edge"
     others = "'to_grad_input_scale'" if len(edges) == 1 else "'to_left_grad_scale'"

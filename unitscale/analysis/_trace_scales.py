@@ -79,8 +79,7 @@ class ScaleRecord:
     @property
     def label(self) -> str:
         """The name of an input or result, otherwise the layer and op."""
-        own = f"{self.source.layer}/{self.source.op}" if self.source.layer else self.source.op
-        return self.name or own
+        return self.name or "/".join(filter(None, (self.source.layer, self.source.op)))
 
 
 class ScaleTrace(Sequence[ScaleRecord]):
@@ -99,11 +98,7 @@ class ScaleTrace(Sequence[ScaleRecord]):
         return f"ScaleTrace({len(self)} values)"
 
     def table(self) -> Any:
-        """Return a `rich.table.Table` with a row for each value.
-
-        Raises:
-            ImportError: if rich is not installed.
-        """
+        """Return a `rich.table.Table` with a row for each value."""
 
         def percent(share: float) -> str:
             return "0" if share == 0 else f"{100 * share:.3g}%"
@@ -111,7 +106,7 @@ class ScaleTrace(Sequence[ScaleRecord]):
         table = extra("ScaleTrace.table", "rich.table").Table(title=repr(self))
         for column in ("value", "pass", "type", "rms", "amax", "zero"):
             table.add_column(column, justify="left" if column in ("value", "pass") else "right")
-        for name in self.records[0].formats if self.records else ():
+        for name in self[0].formats if self else ():
             table.add_column(f"{name}\nzero/subn./sat.", justify="right")
         table.add_column("source", overflow="fold")
         for r in self.records:
@@ -132,9 +127,6 @@ class ScaleTrace(Sequence[ScaleRecord]):
         """Return a `matplotlib.figure.Figure` of the RMS and amax of each value, on a log2 axis.
 
         The range of each format is shaded, its normal numbers darker than its subnormal ones.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
         """
         count = len(self)
         size = (min(20.0, 6 + 0.15 * count), 5)
@@ -289,9 +281,7 @@ class Watcher(Interpreter):
 
     Attributes:
         sites: records of the values that are measured, without their statistics.
-        rows: arrays (n, width) of statistics, in the order of the sites: count, sums of squares at
-            scales 1, `UP` and `DOWN`, zeros; for each format elements that become zero, are below
-            its normal numbers, exceed its largest; amax.
+        rows: arrays (n, width) of statistics in the order of the sites, as `_row` makes them.
         noted: index of the site of a value, by the value's id.
     """
 
@@ -431,7 +421,11 @@ def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
-    """Return one row (1, width), of all elements of which these are the sample."""
+    """Return one row (1, width) of statistics of all elements, of which these are the sample.
+
+    They are the count, sums of squares at scales 1, `UP` and `DOWN`, zeros; for each format
+    elements that become zero, are below its normal numbers, exceed its largest; amax.
+    """
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
     padded = [0, 0, 0, 1]
     for f in formats:

@@ -59,11 +59,10 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
             float32 arrays of values, for `apply_updates`.
         scale_params: ``scale_params(params, *, stack_axes=None) -> params`` as ScaledArrays of the
             chosen format, small ones as plain float32 arrays. Each item of the leading
-            ``stack_axes`` axes has its own scale, so that `jax.lax.scan` and `jax.vmap` map over
-            data and scale together; moments follow. None counts all axes but the last two; or a
-            tree of numbers, a prefix of ``params``.
+            ``stack_axes`` axes has its own scale, and `jax.lax.scan` maps over data and scale
+            together; None counts all axes but the last two. Or a tree of numbers.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
-            one, with the rounding, and its key, of the transformation.
+            one, with the rounding of the transformation.
     """
 
     scale_params: Callable[[Any], Any]
@@ -79,8 +78,8 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
 def _check_transformation(where: str, inner: Any) -> None:
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise TypeError(
-            f"unitscale.optim.{where}: inner must be an optax transformation, with init and "
-            f"update; got {type(inner).__name__}"
+            f"unitscale.optim.{where}: inner must be an optax transformation; got "
+            f"{type(inner).__name__}"
         )
 
 
@@ -110,8 +109,7 @@ def _wide_gradients(gradients: Any, params: Any) -> Any:
             raise TypeError(
                 "unitscale.optim: gradients must be plain arrays, by value; got a ScaledArray at "
                 f"grads{jax.tree_util.keystr(path)}. Differentiate with unitscale.grad or "
-                "unitscale.nn.grad; jax.grad gives the gradient by the data. Convert results of "
-                "scalify with to_array(grads)."
+                "unitscale.nn.grad, or convert results of scalify with to_array(grads)."
             )
     if structure != other:
         raise ValueError(
@@ -171,19 +169,16 @@ def scaled(
     float32: they are few bytes, and each scaled array costs a GPU about ten small kernels.
 
     Scaling:
-        Everything is a ScaledArray with a power-of-two scale. In an update, gradients (by value, as
-        `unitscale.grad` returns them), parameters and state are float32 values, ``inner`` computes
-        in float32, and each result is rounded once: moments as in `Moment`, weights as in
-        `apply_updates`.
+        In an update, gradients (by value, as `unitscale.grad` returns them), parameters and state
+        are float32 values, ``inner`` computes in float32, and each result is rounded once: moments
+        as in `Moment`, weights as in `apply_updates`.
 
         Rounding to nearest stops a moving average that changes by less than half the distance
-        between neighbours. On gradients from N(0, 1) the root of a second moment in float16 is 4%
-        too large at b2 = 0.999, and in e4m3fn 1.5 times too large at 0.95. Use stochastic rounding
-        with 8-bit second moments: it is right to 1% on average, with a spread of 15% in e4m3fn.
+        between neighbours: on gradients from N(0, 1) the root of a second moment in e4m3fn is 1.5
+        times too large at b2 = 0.95. Use stochastic rounding with 8-bit second moments.
 
     Args:
-        inner: an optax transformation: Adam, Lion, chains with clipping and schedules,
-            `optax.MultiSteps`, `optax.partition`, ...
+        inner: any optax transformation.
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
             are. All-zero parameters get the scale 2^-8: in float16 updates below 2^-33 (1e-10)
             leave them zero.
@@ -202,10 +197,9 @@ def scaled(
     Raises:
         TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
             pair nor a function; in ``update``, for gradients that are ScaledArrays.
-        ValueError: if a format cannot be stored or cannot hold squares, or min_size is below 0; in
-            ``init``, if rounded weights would lose the first steps of ``inner`` (D-Adaptation, DoG,
-            Mechanic, Prodigy); in ``update``, without scaled params, or if gradients differ from
-            params.
+        ValueError: for an invalid argument; in ``init``, if rounded weights would lose the first
+            steps of ``inner`` (D-Adaptation, DoG, Mechanic, Prodigy); in ``update``, without scaled
+            params, or if gradients differ from params.
 
     Example:
         >>> tx = scaled(optax.adamw(1e-3))
@@ -308,10 +302,6 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
     Args:
         inner: an optax transformation, or what `scaled` returns.
 
-    Returns:
-        ScaledTransformation whose state is a `SkipState`. ``scale_params`` is that of ``inner``, or
-        the identity.
-
     Raises:
         TypeError: if inner is no transformation.
 
@@ -367,8 +357,7 @@ def convert_state(state: Any, like: Any) -> Any:
             ``scaled(inner, ...).init(params)``, or of ``inner.init(params)`` for float32.
 
     Returns:
-        A tree like ``like`` with the numbers of ``state``, and its keys for stochastic rounding if
-        it has them.
+        A tree like ``like`` with the numbers of ``state``, and its key if it has one.
 
     Raises:
         ValueError: if the two are not of the same transformation and parameters.

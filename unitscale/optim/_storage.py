@@ -34,9 +34,8 @@ WITHIN_SCALIFY = (
     "call tx.step outside."
 )
 
-# Scales of arrays with more entries than this are chosen from samples: at most _ROW_SAMPLE entries
-# in evenly spaced rows (or _ITEM_SAMPLE for each of many scales) and about _COLUMN_SAMPLE in
-# columns.
+# Scales of arrays with more entries than this are chosen from samples: so many entries in evenly
+# spaced rows (or for each of many scales), and in columns.
 _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**10
 # Binades kept free above the largest sampled entry: in formats of 5 exponent bits; in those of
 # fewer, whose previous data is inspected too; and in the latter after an entry outgrew its room.
@@ -59,8 +58,8 @@ class Moment:
 
         For larger arrays the scale comes from about 2^14 evenly spaced entries, with 2^10 of
         headroom in formats of 5 exponent bits (float16, e5m2). Formats of fewer leave room for
-        twice (e4m3fn: 3.5 times) the largest of these and of all previous entries: an entry that
-        outgrows that in one step saturates, and the next steps make room for it.
+        twice the largest of these and of all previous entries: an entry that outgrows that in one
+        step saturates, and the next steps make room for it.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
         smallest second moment, with a relative error of at most ``eps``, 2^-3. Nonzero values never

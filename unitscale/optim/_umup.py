@@ -113,8 +113,6 @@ class UmupRate(NamedTuple):
     """The learning rate of one parameter.
 
     Attributes:
-        path: of the parameter.
-        role: of the parameter.
         factor: of u-muP, which multiplies the global learning rate.
         plain: Adam rate of a plain model's parameter that moves as far at a global rate of 1.
     """
@@ -154,8 +152,7 @@ def umup_rates(params: Any) -> UmupRates:
     Scaling:
         A unit-scaled kernel W with fan-in n acts as W n^-1/2 in a plain model, and u-muP multiplies
         its updates by n^-1/2. So a rate r is r / n for a plain model's kernel: 0.5 at a width of
-        256 is 2e-3 there. Embeddings, gains and biases are as in a plain model whose tables have
-        unit variance.
+        256 is 2e-3 there.
 
     Args:
         params: as for `umup`.

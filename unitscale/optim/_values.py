@@ -30,9 +30,8 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
 
     Scaling:
         The value plus the update in float32, rounded once into the format of the parameter. Where
-        the RMS of a ScaledArray's data has left [1/2, 2], the new data takes the scale that brings
-        it near 1. The RMS is that of the old data (of large arrays the larger of evenly spaced rows
-        and columns), so the scale lags one step behind.
+        the RMS of a ScaledArray's old data has left [1/2, 2] (of large arrays that of evenly spaced
+        rows or columns), the new data takes the scale that brings it near 1.
 
         Rounding to nearest loses an update below half the distance between neighbours: in float16,
         2^-12 to 2^-11 of the entry. Stochastic rounding keeps the expected value exact.
