@@ -254,34 +254,6 @@ def test_records(rows: list[Row], length: int) -> None:
         assert LABELS[record["label"]] == row.label
 
 
-def test_what_two_texts_share_has_the_segment_of_the_first() -> None:
-    rows = [Row("did the copper mine open", "the mine opened", "a", 2)]
-    data = Dataset(rows, rows, LABELS)
-    plain, marked = (
-        make_classification_records(
-            data, rows, make_tokenizer(), sequence_length=16, mark_matches=mark
-        )
-        for mark in (False, True)
-    )
-    tokenizer = make_tokenizer()
-    encoding = tokenizer.encode(rows[0].text, rows[0].pair)
-    first = {i for i, part in zip(encoding.ids, encoding.sequence_ids, strict=True) if part == 0}
-    shared = [
-        part == 1 and i in first
-        for i, part in zip(encoding.ids, encoding.sequence_ids, strict=True)
-    ]
-    assert sum(shared) == 2  # the, mine
-    assert marked[0]["segments"].tolist()[: len(shared)] == [
-        0 if both else kind for both, kind in zip(shared, encoding.type_ids, strict=True)
-    ]
-    assert marked[0]["ids"].tolist() == plain[0]["ids"].tolist()
-    single = Dataset(SINGLE, SINGLE, LABELS)
-    one = make_classification_records(
-        single, SINGLE, make_tokenizer(), sequence_length=16, mark_matches=True
-    )
-    assert one.arrays["segments"].sum() == 0
-
-
 @pytest.mark.parametrize(("rows", "least"), [(SINGLE, 3), (PAIRS, 5)])
 def test_room_for_the_texts(rows: list[Row], least: int) -> None:
     data = Dataset(rows, rows, LABELS)

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -100,8 +101,6 @@ WRONG = [
         "_text; got 'bert'; give the folder of",
     ),
     (["train", "model.width=32"], "model.width: expected 16, that of init"),
-    (["train", "model.widht=32"], "model.widht is not a key of the config; did you mean"),
-    (["train", "model=3"], "model (the shape of the model): expected a mapping"),
     (["train", "data.sequence_length=33"], "context must be at least data.sequence_length; got 32"),
     (
         ["train", "lora={targets: [querry]}"],
@@ -109,11 +108,6 @@ WRONG = [
     ),
     (["train", "lora={base: float8_e4m3fn}"], "scalify chooses the formats of all weights; got"),
     (["train", "lora={}"], "lora.targets: expected all of query, key, value or none, as"),
-    (
-        ["train", "model.remat=dots"],
-        "model: remat dots needs library unitscale; got library plain; set remat none or layer",
-    ),
-    (["train", "optimizer.umup=true"], "optimizer.umup needs model.library unitscale"),
 ]
 
 
@@ -171,11 +165,12 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     merged = tmp_path / "merged"
     assert main(["merge", str(init), str(adapter), str(merged)]) == 0
     assert capsys.readouterr().out == f"{init} with {adapter} is in {merged}\n"
-    question = ["--prompt", "line", "--tokens", "3", "--seed", "1"]
-    assert main(["generate", str(init), "--adapter", str(adapter), *question]) == 0
-    text = capsys.readouterr().out
-    assert main(["generate", str(merged), *question]) == 0
-    assert capsys.readouterr().out == text
+    both = load(merged).params, load(init, adapter=adapter).params
+    for left, right in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_array_equal(left, right)
+    question = ["--adapter", str(adapter), "--prompt", "line", "--tokens", "2"]
+    assert main(["generate", str(init), *question]) == 0
+    assert capsys.readouterr().out.startswith("line")
     assert main(["generate", *command, "--adapter", str(adapter)]) == 2
     assert "--adapter: expected a Hugging Face folder; got" in capsys.readouterr().err
 
