@@ -141,7 +141,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 @given(st.lists(st.tuples(TEXT, st.sampled_from(["0", "1"])), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 def test_any_text_survives_csv(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
 ) -> None:

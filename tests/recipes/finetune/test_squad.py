@@ -227,7 +227,7 @@ def test_windows_say_whose_they_are() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_every_answer_is_in_some_window(data: st.DataObject) -> None:
     words = data.draw(st.lists(st.sampled_from(WORDS), min_size=3, max_size=30))
     first = data.draw(st.integers(0, len(words) - 1))
