@@ -99,7 +99,14 @@ def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) 
         values = {}
         for name in ("text", "pair", "label"):
             column = getattr(columns, name)
-            value = None if column is None else _field(fields, column, f"{where}:{line}")
+            if column is not None and column not in fields:
+                raise RecipeError(
+                    f"{where}:{line}: expected the column {column!r}; got only "
+                    f"{', '.join(map(repr, fields)) or 'an empty object'}; correct the columns in "
+                    "the section classification, or, of a file that does not name them, give "
+                    "positions: 'classification={header: false, text: 0, label: 1}'"
+                )
+            value = fields.get(column)
             if name == "label" and isinstance(value, int) and not isinstance(value, bool):
                 value = str(value)
             empty = name == "label" and isinstance(value, str) and not value.strip()
@@ -111,17 +118,6 @@ def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) 
                 )
             values[name] = value
         yield Row(values["text"], values["pair"], values["label"].strip(), line)
-
-
-def _field(fields: dict[Any, Any], column: int | str, where: str) -> Any:
-    if column not in fields:
-        raise RecipeError(
-            f"{where}: expected the column {column!r}; got only "
-            f"{', '.join(map(repr, fields)) or 'an empty object'}; correct the columns in the "
-            "section classification, or, of a file that does not name them, give positions: "
-            "'classification={header: false, text: 0, label: 1}'"
-        )
-    return fields[column]
 
 
 def _table(text: str, where: str, kind: str, header: bool) -> Iterator[tuple[int, dict[Any, Any]]]:
