@@ -1,1 +1,1 @@
-"""Fine-tuning on a task: what is read, what the model sees, and how its answers are scored."""
+"""Fine-tuning on question answering and sentence classification."""

@@ -1,4 +1,4 @@
-"""Classification of sentences, or of pairs of them: rows of files, records of tokens, and scores.
+"""Classification of sentences or sentence pairs: files, token records and scores.
 
 TSV has no quotation marks: every tab divides, as in the files of GLUE. CSV has them as RFC 4180
 says, so a field may span lines. JSONL has one object a line.
@@ -23,7 +23,7 @@ from .records import CHUNK, Records, make_records, padding_copy
 
 
 class Row(NamedTuple):
-    """A text, a second one or None, the name of the label, and the line of the file."""
+    """A text, an optional second one, the name of the label, and the line in the file."""
 
     text: str
     pair: str | None
@@ -32,14 +32,14 @@ class Row(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """Rows to train and to score on; `labels[i]` is the name of label i."""
+    """Training and validation rows; `labels[i]` is the name of label i."""
 
     train: list[Row]
     validation: list[Row]
     labels: tuple[str, ...]
 
     def ids(self, rows: Sequence[Row]) -> np.ndarray:
-        """Ids of the rows' labels, (rows,)."""
+        """Return the label ids of rows, (rows,)."""
         ids = {name: number for number, name in enumerate(self.labels)}
         return np.array([ids[row.label] for row in rows])
 
@@ -47,7 +47,7 @@ class Dataset(NamedTuple):
 def load_classification(
     data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
 ) -> Dataset:
-    """Reads both files.
+    """Read the training and the validation file.
 
     Args:
       data: Their paths and format.
@@ -99,7 +99,14 @@ def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) 
         values = {}
         for name in ("text", "pair", "label"):
             column = getattr(columns, name)
-            value = None if column is None else _field(fields, column, f"{where}:{line}")
+            if column is not None and column not in fields:
+                raise RecipeError(
+                    f"{where}:{line}: expected the column {column!r}; got only "
+                    f"{', '.join(map(repr, fields)) or 'an empty object'}; correct the columns in "
+                    "the section classification, or, of a file that does not name them, give "
+                    "positions: 'classification={header: false, text: 0, label: 1}'"
+                )
+            value = fields.get(column)
             if name == "label" and isinstance(value, int) and not isinstance(value, bool):
                 value = str(value)
             empty = name == "label" and isinstance(value, str) and not value.strip()
@@ -113,19 +120,8 @@ def _read(path: str, key: str, kind: str | None, columns: ClassificationConfig) 
         yield Row(values["text"], values["pair"], values["label"].strip(), line)
 
 
-def _field(fields: dict[Any, Any], column: int | str, where: str) -> Any:
-    if column not in fields:
-        raise RecipeError(
-            f"{where}: expected the column {column!r}; got only "
-            f"{', '.join(map(repr, fields)) or 'an empty object'}; correct the columns in the "
-            "section classification, or, of a file that does not name them, give positions: "
-            "'classification={header: false, text: 0, label: 1}'"
-        )
-    return fields[column]
-
-
 def _table(text: str, where: str, kind: str, header: bool) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """The line that each row begins at, and its fields by position and, with a header, by name."""
+    """Yield the first line of each row, and its fields by position and, with a header, by name."""
     tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == "tsv" else {}
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs)
     first: list[str] = []
@@ -167,7 +163,7 @@ def make_classification_records(
     sequence_length: int,
     mark_matches: bool = False,
 ) -> Records:
-    """Tokenizes rows; where texts are too long, the longer one of a pair is cut first.
+    """Tokenize rows; if texts are too long, the longer one of a pair is truncated first.
 
     Args:
       dataset: What the rows are of.
@@ -197,7 +193,7 @@ def make_classification_records(
 def score_classification(
     predicted: np.ndarray, labels: np.ndarray, classes: int
 ) -> dict[str, float]:
-    """Scores of predicted ids (rows,) against the true ones (rows,), as shares of 1.
+    """Score predicted label ids (rows,) against the true ones (rows,); 1 is perfect.
 
     Returns:
       `accuracy`; `f1` of label 1, where there are two; `f1_macro`, the mean over the labels that
@@ -208,7 +204,7 @@ def score_classification(
     if classes == 2:
         scores["f1"] = f1_score(labels, predicted, labels=[1], **mean)
     scores["f1_macro"] = f1_score(labels, predicted, **mean)
-    one = np.unique([labels, predicted]).size == 1  # of which scikit-learn warns
+    one = np.unique([labels, predicted]).size == 1  # scikit-learn would warn
     scores["matthews"] = 0.0 if one else matthews_corrcoef(labels, predicted)
     return {name: float(score) for name, score in scores.items()}
 
@@ -216,7 +212,7 @@ def score_classification(
 def write_labels(
     folder: Path, rows: Sequence[Row], logits: np.ndarray, labels: Sequence[str]
 ) -> None:
-    """Writes `predictions.json`: line, label and probability, by logits (rows, labels)."""
+    """Write `predictions.json`, with line, label and probability, from logits (rows, labels)."""
     best, shares = logits.argmax(axis=-1).tolist(), softmax(logits, axis=-1)
     tree = [
         {"line": row.line, "label": labels[label], "probability": float(share[label])}

@@ -1,4 +1,4 @@
-"""What a fine-tuning task can be told, each key declared once, with its meaning beside it."""
+"""The configuration of fine-tuning."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -30,7 +30,7 @@ Column = (
 
 
 class DataConfig(SequenceConfig):
-    """The files of a task, and how their examples are cut into batches.
+    """The files of a task, and their batches.
 
     A sequence has its special tokens among its tokens.
     """
@@ -44,7 +44,7 @@ class DataConfig(SequenceConfig):
 
 
 class SquadConfig(Section):
-    """Windows of long contexts, and the answers taken from them."""
+    """Windows of long contexts, and answers."""
 
     version: Version | None = Field(
         default=None,
@@ -77,7 +77,7 @@ class SquadConfig(Section):
 
 
 class ClassificationConfig(Section):
-    """Where a row has its text and its label."""
+    """Columns of texts and labels."""
 
     header: Flag = Field(default=True, description="whether a TSV or CSV file names its columns")
     text: Column = Field(
@@ -127,16 +127,16 @@ FORMATS: dict[str, ScalifyConfig | None] = {
     "float16": ScalifyConfig(storage="float16"),
     "fp8": ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2"),
 }
-"""What a policy means for a plain model: it runs under scalify."""
+"""Formats under scalify by policy, for plain models."""
 
 
 def pretraining_of(init: str) -> BertConfig:
-    """The config of the pretraining run in a folder."""
+    """Read the config of the pretraining run in a folder."""
     return earlier_run(init, BertConfig, other=", or a Hugging Face folder")
 
 
 class FinetuneConfig(RunConfig):
-    """A whole config of a fine-tuning run."""
+    """The configuration of a fine-tuning run."""
 
     recipe: Literal["finetune"] = Field(description="which recipe this config is of")
     init: str = Field(
@@ -172,12 +172,12 @@ class FinetuneConfig(RunConfig):
 
     @property
     def plain(self) -> bool:
-        """Whether `init` is a Hugging Face folder, whose model is in standard parametrization."""
+        """Whether `init` is a Hugging Face folder (a model in standard parametrization)."""
         return (Path(self.init) / "config.json").is_file()
 
     @property
     def settled(self) -> Self:
-        """The config with what follows from `init` filled in.
+        """The config with defaults that depend on `init`.
 
         For a Hugging Face folder that is `scalify`. For a run it is `optimizer.multipliers`, those
         of the run: learning rates that suited a role in pretraining suit it here.

@@ -1,4 +1,4 @@
-"""Texts as padded token ids, with what is to be predicted of each: a source of batches."""
+"""Padded token ids with labels, as a source of batches."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from tokenizers import Encoding, Tokenizer
 from ..errors import RecipeError
 
 CHUNK = 1024
-"""Texts that are tokenized at once."""
+"""Number of texts that are tokenized at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """What a model is fine-tuned on, as `grain.MapDataset.source` takes it.
+    """Token records with labels, as input of `grain.MapDataset.source`.
 
     Attributes:
       arrays: By name, with a first axis of records: `ids`, `segments` and `mask` (1 on tokens and 0
@@ -28,7 +28,7 @@ class Records:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells whether two sources hold the same records."""
+        """A hash of the records."""
         digest = hashlib.sha256()
         for name, array in sorted(self.arrays.items()):
             digest.update(f"{name} {array.shape}".encode() + array.tobytes())
@@ -41,7 +41,7 @@ class Records:
         return {name: array[index].astype(np.int32) for name, array in self.arrays.items()}
 
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
-        """One pass in order, for evaluation; drop what is past `len(self)`.
+        """Yield batches in order, for evaluation; ignore outputs past `len(self)`.
 
         The last batch is filled up with its last record, so that all have one shape.
         """
@@ -50,7 +50,7 @@ class Records:
 
 
 def make_records(encodings: Iterable[Encoding], labels: dict[str, Any], *, mark: bool) -> Records:
-    """Makes records of sequences that a `padding_copy` encoded.
+    """Make records from the encodings of a tokenizer that `padding_copy` returned.
 
     Args:
       encodings: Texts, or pairs of them.
@@ -74,14 +74,14 @@ def make_records(encodings: Iterable[Encoding], labels: dict[str, Any], *, mark:
 
 
 def second_text(encoding: Encoding) -> slice:
-    """Where the second text of an encoded pair stands; of one text, an empty slice."""
+    """Return the positions of the second text of a pair; an empty slice for a single text."""
     parts: Sequence[int | None] = encoding.sequence_ids
     first = parts.index(1) if 1 in parts else 0
     return slice(first, first + parts.count(1))
 
 
 def padding_copy(tokenizer: Tokenizer, length: int) -> Tokenizer:
-    """A tokenizer that pads to `length` tokens, and else encodes as the one given."""
+    """Copy a tokenizer, with padding to `length` tokens and without truncation."""
     copy, padding = Tokenizer.from_str(tokenizer.to_str()), tokenizer.padding
     copy.no_padding()
     copy.no_truncation()

@@ -1,4 +1,4 @@
-"""SQuAD v1.1 and v2.0: questions, windows of tokens, answers from logits, and the published scores.
+"""SQuAD v1.1 and v2.0: questions, windows of tokens, predicted answers and official scores.
 
 A file is `{"data": [{"paragraphs": [{"context", "qas": [{"id", "question", "answers": [{"text",
 "answer_start"}], "is_impossible"}]}]}]}`; v1.1 has no `is_impossible`. A context that is too long
@@ -33,14 +33,14 @@ from .records import CHUNK, Records, make_records, padding_copy, second_text
 
 
 class Answer(NamedTuple):
-    """A text and where its first character is in the context."""
+    """A text and the position of its first character in the context."""
 
     text: str
     start: int
 
 
 class Question(NamedTuple):
-    """A question about a context; without answers, the context does not answer it."""
+    """A question about a context; without answers, it cannot be answered from the context."""
 
     id: str
     text: str
@@ -105,7 +105,7 @@ class _File(_Strict):
 
 
 def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
-    """Reads and checks every question of a file.
+    """Read and check the questions of a file.
 
     Raises:
       RecipeError: The file cannot be read, is not JSON (line and column named), lacks a key, has a
@@ -143,10 +143,10 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
 
 
 class Window(NamedTuple):
-    """What of a question's context one record holds.
+    """The part of a question's context in one record.
 
     Attributes:
-      question: Which question it belongs to.
+      question: Index of the question.
       first: Position of the first token of the context in the record.
       offsets: First character, and the one after the last, of each token of the context that the
         record holds; (tokens, 2) int32, positions in the context.
@@ -158,7 +158,7 @@ class Window(NamedTuple):
 
 
 class SquadFeatures(NamedTuple):
-    """Records with labels `start` and `end`, and the window that each of them holds."""
+    """Records with labels `start` and `end`, and the window of each record."""
 
     questions: Sequence[Question]
     records: Records
@@ -174,7 +174,7 @@ def make_squad_features(
     stride: int | None = None,
     mark_matches: bool = False,
 ) -> SquadFeatures:
-    """Tokenizes questions beside their contexts.
+    """Tokenize questions together with windows of their contexts.
 
     Args:
       questions: What to read; the label is the first of a question's answers.
@@ -222,7 +222,7 @@ def make_squad_features(
 def _encoded(
     questions: Sequence[Question], tokenizer: Tokenizer, length: int, most: int, stride: int | None
 ) -> Iterator[tuple[int, Encoding]]:
-    """Questions, by number, with each window of their contexts; `length` has room for both."""
+    """Yield each question's index with each window; `length` is the room for both texts."""
     tokenizer.no_truncation()  # what it cuts off it does not always tell
     texts = [question.text.strip() for question in questions]
     by_size: dict[int, list[int]] = defaultdict(list)
@@ -247,7 +247,7 @@ def _encoded(
 
 
 def _label(window: Window, question: Question) -> tuple[int, int]:
-    """Positions of the first and last token of the answer; (0, 0) where it is not whole."""
+    """Return the positions of the answer's first and last token; (0, 0) if it is not all there."""
     if not question.answers or not window.offsets.size:
         return 0, 0
     text, start = question.answers[0]
@@ -263,7 +263,7 @@ def _label(window: Window, question: Question) -> tuple[int, int]:
 
 
 def with_answers(records: Records, others: float, seed: int) -> Records:
-    """The records that hold their answer, and for each `others` that do not, by the seed.
+    """Keep records with their answer, and `others` random ones without for each of them.
 
     Of a long context nearly all windows are without the answer: a model that trains on every one of
     them learns above all to point at [CLS].
@@ -292,7 +292,7 @@ class Candidate(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a model says to one question.
+    """A model's answer to one question.
 
     Attributes:
       text: The best answer that is not empty; "" only where no window has a token of the context.
@@ -308,7 +308,7 @@ class Prediction(NamedTuple):
 def predict_answers(
     features: SquadFeatures, logits: np.ndarray, config: SquadConfig, *, allow_none: bool
 ) -> dict[str, Prediction]:
-    """Searches all spans of at most `max_answer_length` tokens for the highest sums of scores.
+    """Find the spans of at most `max_answer_length` tokens with the highest sums of logits.
 
     Args:
       features: The questions and their windows.
@@ -345,7 +345,7 @@ def predict_answers(
 def _spans(
     window: Window, scores: np.ndarray, context: str, config: SquadConfig
 ) -> Iterator[Candidate]:
-    """The best texts of one window."""
+    """Yield the best texts of one window."""
     count = len(window.offsets)
     if not count:
         return
@@ -368,7 +368,7 @@ def _spans(
 def write_predictions(
     folder: Path, predictions: Mapping[str, Prediction], threshold: float | None
 ) -> None:
-    """Writes `predictions.json`, `nbest.json` and, with a threshold, `null_odds.json`.
+    """Write `predictions.json`, `nbest.json` and, with a threshold, `null_odds.json`.
 
     The files are those that the published scripts read: `evaluate-v1.1.py` and `evaluate-v2.0.py`
     take `predictions.json`, and the latter `null_odds.json` as its `--na-prob-file`.
@@ -393,7 +393,7 @@ def write_predictions(
 
 
 def normalize(text: str) -> str:
-    """Lower case, without ASCII punctuation, then without articles, with single spaces.
+    """Lower the case and remove ASCII punctuation, articles and repeated spaces, in this order.
 
     Example:
       >>> normalize("The  U.S. -- an ‘Answer’")
@@ -404,12 +404,12 @@ def normalize(text: str) -> str:
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 where both are the same text once normalized, else 0."""
+    """Return 1 if both texts are equal after normalization, else 0."""
     return float(normalize(prediction) == normalize(answer))
 
 
 def f1(prediction: str, answer: str, *, empty: float = 0.0) -> float:
-    """Harmonic mean of precision and recall over normalized words, each counted as often as it is.
+    """Return the harmonic mean of precision and recall over normalized words, with repetitions.
 
     `empty` is for two texts without words: 0 in v1.1 and 1 in v2.0.
     """
@@ -421,7 +421,7 @@ def f1(prediction: str, answer: str, *, empty: float = 0.0) -> float:
 def score_predictions(
     questions: Sequence[Question], predictions: Mapping[str, Prediction], config: SquadConfig
 ) -> dict[str, float]:
-    """Scores what a model predicts by the rules of the config's version, in percent.
+    """Score predictions by the rules of the config's version, in percent.
 
     Returns:
       v1.1: `exact_match` and `f1`; the nearest of a question's answers counts. v2.0: `exact`, `f1`
@@ -461,13 +461,13 @@ def score_predictions(
 
 
 def _nearest(metric: Callable[[str, str], float], question: Question, prediction: str) -> float:
-    """The score of the nearest answer that has words, or of "" where none has."""
+    """Return the best score over answers that have words, or over "" if none has."""
     texts = [answer.text for answer in question.answers if normalize(answer.text)]
     return max(metric(prediction, text) for text in texts or [""])
 
 
 def version_of(questions: Sequence[Question], config: SquadConfig) -> str:
-    """The version whose rules score these questions."""
+    """Return the version of SQuAD by whose rules the questions are scored."""
     unanswered = next((q.id for q in questions if not q.answers), None)
     if config.version == "v1.1" and unanswered is not None:
         raise RecipeError(

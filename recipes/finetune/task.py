@@ -1,4 +1,4 @@
-"""Fine-tuning as `recipes.train` sees it: the pretrained model under a head, data and scores."""
+"""The fine-tuning recipe: model, data and scores."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from .squad import (
 
 
 class TaskModel(nnx.Module):
-    """Scores `classes` labels of a text or a pair; for None, each token as an answer's ends."""
+    """An encoder with a head for `classes` labels, or for the ends of an answer (None)."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TaskModel(nnx.Module):
     def __call__(
         self, ids: jax.Array, segments: jax.Array, mask: jax.Array, *, deterministic: bool = True
     ) -> ops.ArrayLike:
-        """Logits (batch, classes) or (batch, time, 2); as for the encoder, the mask 1 on tokens."""
+        """Return logits (batch, classes) or (batch, time, 2); `mask` is 1 on tokens."""
         x = self.encoder(ids, segments, mask=mask > 0, deterministic=deterministic)
         if self.pooler is not None and self.dropout is not None:
             x = self.dropout(self.pooler(x, mask > 0), deterministic=deterministic)
@@ -83,7 +83,7 @@ class TaskModel(nnx.Module):
         *labels: jax.Array,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Mean cross entropy of a label (batch,), or of two: the positions of start and end."""
+        """Return the mean cross entropy of a label (batch,), or of start and end positions."""
         logits = self(ids, segments, mask, deterministic=deterministic)
         if self.pooler is not None:
             return mean_loss(logits, *labels)
@@ -92,7 +92,7 @@ class TaskModel(nnx.Module):
 
 
 def build(config: FinetuneConfig) -> TaskModel | Bert:
-    """The model of a config's task, with the pretrained weights under a head for it."""
+    """Build the model of a config, with pretrained weights and a head for its task."""
     if config.plain:
         model: Any = _read_plain(config).model
         return model
@@ -108,7 +108,7 @@ def build(config: FinetuneConfig) -> TaskModel | Bert:
 
 
 def _read_plain(config: FinetuneConfig) -> Pretrained:
-    """The Hugging Face folder of a config, with a new head where it has none of the task."""
+    """Load the Hugging Face folder of a config, with a new head if it has none for the task."""
     return load(
         config.init,
         "question_answering" if config.task == "squad" else "classification",
@@ -122,14 +122,14 @@ def _read_plain(config: FinetuneConfig) -> Pretrained:
 
 
 def _classes(config: FinetuneConfig) -> int | None:
-    """How many labels there are to choose from, if that is the task."""
+    """Return the number of labels; None for question answering."""
     if config.task != "classification":
         return None
     return len(load_classification(config.data, config.classification).labels)
 
 
 def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the model's loss takes: ids, segments, mask, and the labels of the task."""
+    """Return the shapes of the loss's inputs: ids, segments, mask, and the labels of the task."""
     size, length = config.data.batch_size, config.data.sequence_length
     tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
     labels = jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -138,7 +138,7 @@ def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @dataclass(frozen=True)
 class TaskData(Data):
-    """Records to train and to score on."""
+    """Training and validation records."""
 
     train: Records
     scored: Records
@@ -158,13 +158,13 @@ class TaskData(Data):
         save_tokenizer(SubwordTokenizer(self.tokenizer), folder)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """The arrays of a record, in the order in which the model's loss takes them."""
+        """Yield the arrays of a record in the order of the loss's arguments."""
         source: Any = grain.MapDataset.source(self.train if training else self.scored)
         return [Examples(source.map(lambda record: tuple(record.values())))]
 
 
 def load_data(config: FinetuneConfig) -> TaskData:
-    """Reads and tokenizes the files of a task."""
+    """Read and tokenize the files of a task."""
     if config.plain:
         shape = shape_of_bert(config.init)
         vocab, positions = shape.vocab, shape.longest
@@ -211,7 +211,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
 
 
 def _tokenizer(folder: str, vocab: int) -> Tokenizer:
-    """The pretrained model's tokenizer, which lays texts out as [CLS] text [SEP] pair [SEP]."""
+    """Read the pretrained model's tokenizer, by default with [CLS] text [SEP] pair [SEP]."""
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key="init")
     if tokenizer.vocab > vocab:
         raise RecipeError(
@@ -230,7 +230,7 @@ def _tokenizer(folder: str, vocab: int) -> Tokenizer:
 def closing(
     config: FinetuneConfig, data: TaskData, model: TaskModel | Bert, folder: Path
 ) -> Iterator[str]:
-    """Where the predictions are; a Hugging Face folder is written again, with what was learned."""
+    """Say where the predictions are, and write a tuned Hugging Face model to a folder."""
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, Bert):
         labels = data.source.labels if isinstance(data.source, Dataset) else None
@@ -242,10 +242,7 @@ def closing(
 def scores(
     config: FinetuneConfig, data: TaskData, model: TaskModel | Bert, folder: Path
 ) -> dict[str, float]:
-    """Scores by name; SQuAD's as percentages, those of classification as shares of 1.
-
-    Leaves `predictions.json` in the folder.
-    """
+    """Return scores by name, SQuAD's in percent; leaves `predictions.json` in the folder."""
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
     inputs = (tuple(batch.values())[:3] for batch in batches)  # without labels
     # In float64 sums of float32 numbers keep their order.

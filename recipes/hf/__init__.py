@@ -1,4 +1,4 @@
-"""Models from local Hugging Face folders, as plain Flax ones, and back to the same files.
+"""Import local Hugging Face folders as plain Flax models, and write them back.
 
 Decoders: GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: BERT, RoBERTa
 and ModernBERT.

@@ -20,7 +20,7 @@ from .plain import Layer as GPTLayer
 
 
 class Attention(nnx.Module):
-    """Self-attention of every token to all that the mask shows."""
+    """Bidirectional self-attention."""
 
     def __init__(self, parts: Parts):
         width, self.heads = parts.config.width, parts.config.heads
@@ -33,7 +33,7 @@ class Attention(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP; a norm follows each sum."""
+    """A post-norm Transformer layer."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -51,7 +51,7 @@ class Layer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """BERT's and RoBERTa's: ids (batch, time) to states (batch, time, width)."""
+    """The encoder of BERT and RoBERTa: ids (batch, time) to states (batch, time, width)."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -81,7 +81,7 @@ class _Same(nnx.Module):
 
 
 class ModernEncoder(nnx.Module):
-    """ModernBERT's: layers of a GPT that attend both ways, without the first attention's norm."""
+    """The encoder of ModernBERT: bidirectional GPT layers, without the first attention norm."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -94,7 +94,7 @@ class ModernEncoder(nnx.Module):
         self.last_norm = parts.norm()
 
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
-        """`segments` has no effect: the model has none."""
+        """Encode ids; `segments` is ignored."""
         positions = jnp.arange(ids.shape[1])
         shown = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask) != 0
         whole = shown[:, None, None, :]
@@ -107,7 +107,7 @@ class ModernEncoder(nnx.Module):
 
 
 class Head(nnx.Module):
-    """norm(act(x W)), before the last product."""
+    """norm(act(x W)), the hidden layer of a head."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -172,7 +172,7 @@ class Bert(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...]
 
     def loss(self, ids, segments, mask, *labels, deterministic=True) -> jax.Array:
-        """Mean cross entropy over labels that are not negative, in nats.
+        """Return the mean cross entropy in nats over labels that are not negative.
 
         Labels are (batch, time) for masked tokens, (batch,) for classes, and for an answer two of
         (batch,), the positions of its first and last token.

@@ -1,4 +1,4 @@
-"""The models and tasks that are supported, and how a config.json is checked."""
+"""Supported models and tasks, and validation of config.json."""
 
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -34,7 +34,7 @@ ARCHITECTURES: dict[str, Architectures] = {
     "roberta": _encoder("Roberta"),
     "modernbert": _encoder("ModernBert"),
 }
-"""Architectures of each model type by task, the one that is written first; None: no head."""
+"""Architectures of each model type by task (None: no head); the first one is written."""
 
 # Keys that change nothing here: file names, ids, generation, dropout and other training, how a
 # model is run, heads that are not read, and second names.
@@ -68,7 +68,7 @@ _OFF = (None, False, "", [], {})
 def model_type(
     config: Mapping[str, Any], path: Path, kinds: Mapping[str, Any] = ARCHITECTURES
 ) -> str:
-    """The model type of a config.json, one of `kinds`, without model code of its own.
+    """Return the model type of a config.json; refuse other types, and code for the model.
 
     Such code may compute something else under the name of a standard class (MosaicBERT is a
     "BertForMaskedLM" with ALiBi). A tokenizer's code is not needed, as tokenizer.json is read.
@@ -89,7 +89,7 @@ def model_type(
 
 
 def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
-    """The task asked for, or else that of the architecture in a config.json."""
+    """Return the requested task, or else that of the architecture in config.json."""
     kind = model_type(config, path)
     known = ARCHITECTURES[kind]
     tasks: list[Task] = [task for task in known if task]
@@ -116,7 +116,7 @@ def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
 
 
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the labels in a config.json in the order of their ids; () if it has none."""
+    """Return the label names of a config.json in the order of their ids; () if it has none."""
     names = config.get("id2label")
     if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
         return ()
@@ -124,7 +124,7 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def labels_in(folder: str) -> tuple[str, ...]:
-    """Names of the labels of a folder's model in the order of their ids; () if it has none."""
+    """Return the label names of a folder's model in the order of their ids; () if it has none."""
     return labels_of(read_config(Path(folder)))
 
 
@@ -137,7 +137,7 @@ def validated(
     inert: Set[str] | None = None,
     file: str = CONFIG,
 ) -> Any:
-    """Validates values of a JSON file against a pydantic schema.
+    """Validate values of a JSON file against a pydantic schema.
 
     Args:
       schema: The pydantic model.

@@ -27,7 +27,7 @@ FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat1
 
 @dataclass(frozen=True)
 class Folder:
-    """All that is needed to write the same folder again.
+    """The contents of a folder, as needed to write it again.
 
     Attributes:
       path: Where it was read.
@@ -45,7 +45,7 @@ class Folder:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a text, from generation_config.json or else config.json."""
+        """Token ids that end a text, from generation_config.json or else config.json."""
         stated = self.config
         if GENERATION in self.texts:
             stated = stated | _parsed(self.texts[GENERATION].decode(), self.path / GENERATION)
@@ -55,7 +55,7 @@ class Folder:
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
-    """What config.json of a folder holds, or another JSON file that every such folder has."""
+    """Read config.json of a folder, or another JSON file that the folder must have."""
     if not (path / name).is_file():
         got = "a file" if path.is_file() else f"one without {name}" if path.exists() else "nothing"
         raise RecipeError(
@@ -66,7 +66,7 @@ def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model"
 
 
 def read_folder(path: str | Path) -> Folder:
-    """Reads a folder whole."""
+    """Read a whole folder."""
     path = Path(path)
     config, shards = read_config(path), _shards(path)
     files: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def read_folder(path: str | Path) -> Folder:
 
 
 def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes the files of a folder, with other numbers for its tensors."""
+    """Write the files of a folder, with new values for its tensors."""
     with refused(f"cannot write {path}", "give a folder that can be written"):
         path.mkdir(parents=True, exist_ok=True)
         for name, (metadata, names) in folder.files.items():
@@ -91,7 +91,7 @@ def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarray]]:
-    """Metadata and tensors of a safetensors file."""
+    """Read the metadata and the tensors of a safetensors file."""
     if not path.is_file():
         if pickle := next((file for end in _PICKLES for file in path.parent.glob(end)), None):
             raise RecipeError(
@@ -113,7 +113,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
 def write_tensors(
     path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
-    """Writes a safetensors file; the one that was there is replaced when the new one is whole."""
+    """Write a safetensors file; an old one is replaced once the new one is complete."""
     partial = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     safetensors.save_file(whole, partial, metadata)
@@ -121,7 +121,7 @@ def write_tensors(
 
 
 def _shards(path: Path) -> list[str]:
-    """The files that the index of shards names; [] if the folder has one file."""
+    """Return the files named by the index of shards; [] if the folder has a single file."""
     if (path / SINGLE).is_file() or not (path / INDEX).is_file():
         return []
     index = _read_json(path / INDEX).get("weight_map")
@@ -156,7 +156,7 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
 
 
 def chat_prompt(folder: str, message: str) -> str:
-    """Lays out a user's message by the chat template of a folder, in Jinja's sandbox.
+    """Format a user's message with the chat template of a folder, in Jinja's sandbox.
 
     Raises:
       RecipeError: The folder has no template, it cannot be rendered, or jinja2 is not installed.

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model, and back to the same files."""
+"""Load a model from a Hugging Face folder, and save it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from .plain import GPT
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model that was read from a folder.
+    """A model loaded from a folder.
 
     Attributes:
       model: A plain `flax.nnx` model, of standard parametrization.
@@ -48,7 +48,7 @@ class Pretrained:
 
     @property
     def params(self) -> nnx.State:
-        """The parameters, to be trained or handed to `unitscale.as_scaled`."""
+        """The model's parameters."""
         return nnx.state(self.model, nnx.Param)
 
 
@@ -67,7 +67,7 @@ def load(
     on_host: bool = False,
     seed: int = 0,
 ) -> Pretrained:
-    """Reads a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
+    """Load a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
 
     Args:
       folder: Has config.json and model.safetensors (or shards with their index).
@@ -131,7 +131,7 @@ def save(
     params: Any = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Writes the folder of a model: the same files, with the tensors' names, shapes and types.
+    """Write a model's folder: the same files, with the same names, shapes and types of tensors.
 
     Where nothing was trained, files that the safetensors library wrote come out byte for byte. With
     a new head there is one model.safetensors, without the heads of other tasks, and config.json
@@ -167,14 +167,14 @@ def save(
 
 
 def values_by_path(state: Any) -> dict[str, Any]:
-    """What the variables of a state hold, by dotted path."""
+    """Return the values of a state's variables by dotted path."""
     return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
 
 
 def _matched(
     table: Table, kind: str, source: Folder, task: Task, new_head: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tensors that are to be drawn and those not used, or complaints about the rest."""
+    """Return the names of missing head tensors and of unused ones; refuse other differences."""
     names = {name: full_name(name, kind) for name in source.tensors}
     needed = {name: tensor.head for name, tensor in table.items() if not tensor.tied}
     missing = [name for name in needed if name not in names.values()]
@@ -208,14 +208,14 @@ def _list(names: list[str]) -> str:
 
 
 def _undrawn(make: Callable[[], Any]) -> Any:
-    """A model whose parameters are shapes alone; other state is as it is made."""
+    """Build a model whose parameters are shapes only; other state is initialized."""
     graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
     return nnx.merge(graphdef, params, rest)
 
 
 def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
-    """Sets the parameters of a model to what the tensors hold, as arrays of `library`."""
+    """Set a model's parameters from the tensors, as arrays of `library` (NumPy or jax.numpy)."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
     filled: dict[str, str] = {}
@@ -248,7 +248,7 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:
-    """The folder with one file of weights, the new head in it, and a config.json that says so."""
+    """Return the folder with the new head in a single file of weights and in config.json."""
     source, table, kind = (
         pretrained.source,
         pretrained.table,

@@ -1,4 +1,4 @@
-"""Low-rank updates (LoRA) of a plain decoder, and their files as the library PEFT writes them.
+"""Low-rank updates (LoRA) of a plain decoder, and adapter files in PEFT's format.
 
 The model's own weights are frozen, in FP8 if asked for. An update is of one tensor of the folder's
 files: GPT-2's query, key and value are one tensor, so that they share the first product.
@@ -33,11 +33,11 @@ _LINEARS = (
 
 
 class Frozen(nnx.Variable):
-    """A weight that is not trained: no `nnx.Param`, so no gradient and no optimizer state."""
+    """A weight that is not trained: not an `nnx.Param`, so without gradient and optimizer state."""
 
 
 class NarrowLinear(nnx.Module):
-    """A linear layer whose kernel is kept in FP8 with a power-of-two scale for each output.
+    """A linear layer with an FP8 kernel and a power-of-two scale for each output.
 
     The kernel is widened where it is multiplied, and again in the backward pass, so that no wide
     copy of it is kept.
@@ -76,12 +76,12 @@ class UpdatedLinear(nnx.Module):
 
     @property
     def kernel(self) -> nnx.Variable:
-        """Of the layer that is updated."""
+        """The frozen kernel."""
         return self.base.kernel
 
 
 def adapt(model: GPT, lora: LoraConfig, *, seed: int = 0) -> None:
-    """Freezes a model's weights and gives the layers of `lora.targets` an update, in place.
+    """Freeze a model's weights and add low-rank updates to the layers of `lora.targets`, in place.
 
     The function stays that of the frozen weights: b is zero, and a uniform within 1 / sqrt(in).
     Frozen matrices take the model's dtype, or linear layers that of `lora.base`; vectors are
@@ -115,7 +115,7 @@ def adapt(model: GPT, lora: LoraConfig, *, seed: int = 0) -> None:
 
 
 def linears(shape: GPTModelConfig) -> Table:
-    """The tensors that may be updated: those of the layers' kernels, without `.weight`."""
+    """Return the tensors that can be updated, the layers' kernels, by name without `.weight`."""
     kind = "gpt2" if shape.decoder is None else "llama"
     kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
     table = table_of(kind, "lm", kernels)
@@ -123,7 +123,7 @@ def linears(shape: GPTModelConfig) -> Table:
 
 
 def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
-    """The tensors that hold the layers of `lora.targets`.
+    """Return the tensors that hold the layers of `lora.targets`.
 
     Raises:
       RecipeError: The model has no such layers, or only some of those of one tensor are named.
@@ -148,12 +148,12 @@ def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
 
 
 def layer_at(model: GPT, path: str) -> Any:
-    """The layer that holds a kernel."""
+    """Return the layer that holds a kernel."""
     return getattr(*_place(model, path))
 
 
 def _place(model: GPT, path: str) -> tuple[Any, str]:
-    """What holds the layer of a kernel, and the layer's name in it."""
+    """Return the parent module and the name of the layer that holds a kernel."""
     _, index, part, name, _ = path.split(".")
     return getattr(model.layers[int(index)], part), name
 
@@ -162,7 +162,7 @@ def _place(model: GPT, path: str) -> tuple[Any, str]:
 
 
 class Update(NamedTuple):
-    """a (in, rank) and b (rank, out) of one tensor, float32: it becomes W + scale * a b."""
+    """An update of one tensor, W + scale * a b, with a (in, rank) and b (rank, out) in float32."""
 
     a: np.ndarray
     b: np.ndarray
@@ -191,7 +191,7 @@ _INERT = {
 
 
 def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
-    """Writes the updates of a model that `adapt` has changed.
+    """Write the updates of an adapted model to a folder.
 
     Args:
       model: The model.
@@ -228,7 +228,7 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
 
 
 def merge_adapter(model: GPT, folder: str | Path) -> None:
-    """Adds the updates of a folder to a model's kernels, in place."""
+    """Add the updates of a folder to a model's kernels, in place."""
     for name, update in read_adapter(folder, model).items():
         change = update.scale * (update.a @ update.b)
         for path, piece in _pieces(linears(model.config)[name], change).items():
@@ -238,7 +238,7 @@ def merge_adapter(model: GPT, folder: str | Path) -> None:
 
 
 def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
-    """Sets the updates of a model that `adapt` has changed to those of a folder.
+    """Set the updates of an adapted model to those of a folder.
 
     Raises:
       RecipeError: As `read_adapter`, or rank, alpha or layers are not those of `lora`.
@@ -264,12 +264,12 @@ def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
 
 
 def _pieces(tensor: Tensor, whole: np.ndarray) -> dict[str, np.ndarray]:
-    """The part of each kernel in (..., out), whose last axis has the outputs of all of them."""
+    """Split an array (..., out) into the parts of the kernels that one tensor holds."""
     return tensor._replace(transposed=False).unpack(whole)
 
 
 def read_adapter(folder: str | Path, model: GPT) -> dict[str, Update]:
-    """The updates of a folder, by the name of the tensor without `.weight`.
+    """Read the updates of a folder, by tensor name without `.weight`.
 
     Raises:
       RecipeError: A file is missing or damaged, the weights are a pickle, or the adapter is of

@@ -1,4 +1,4 @@
-"""The parameters that each tensor of a Hugging Face file holds."""
+"""Which parameters each tensor of a Hugging Face file holds."""
 
 import functools
 import re
@@ -26,12 +26,12 @@ class Tensor(NamedTuple):
     head: bool = False
 
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The tensor of a model's parameters."""
+        """Make the tensor from a model's parameters."""
         joined = np.concatenate([parameters[path] for path in self.paths], axis=-1)
         return joined.T if self.transposed else joined
 
     def unpack(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """The parameters in a tensor."""
+        """Return the parameters in a tensor."""
         array = array.T if self.transposed else array
         pieces = np.split(array, len(self.paths), axis=-1)
         return dict(zip(self.paths, pieces, strict=True))
@@ -143,7 +143,7 @@ _OTHER_HEAD = re.compile(r"(cls|qa_outputs|classifier|lm_head|head|decoder|\w+\.
 
 
 def table_of(kind: str, task: Task, parameters: Collection[str]) -> Table:
-    """The tensors by name that hold a model's parameters, which are given as dotted paths."""
+    """Return the tensors that hold a model's parameters, which are given as dotted paths."""
     table: Table = {}
     held: set[str] = set()
     found = (re.match(r".*layers\.(\d+)\.", path) for path in parameters)
@@ -162,7 +162,7 @@ def table_of(kind: str, task: Task, parameters: Collection[str]) -> Table:
 
 
 def _paths(modules: str, part: str, parameters: Collection[str]) -> tuple[str, ...]:
-    """The weight or bias of modules, those side by side written a.{b,c}; () if they have none."""
+    """Return paths of the weight or bias of modules, such as a.{b,c}; () if they have none."""
     top, *inner = re.split(r"[{},]", modules)
     names = [top + name for name in inner if name] or [top]
     leaves = ("kernel", "scale", "embedding") if part == "weight" else ("bias",)
@@ -175,13 +175,13 @@ def _paths(modules: str, part: str, parameters: Collection[str]) -> tuple[str, .
 
 @functools.cache
 def _tops(kind: str) -> list[str]:
-    """The first parts of all names, that of the body first."""
+    """Return the first parts of all tensor names, starting with that of the body."""
     tables = (_BODIES[kind], *_HEADS[kind].values())
     return list(dict.fromkeys(name.split(".")[0] for table in tables for name in table))
 
 
 def full_name(name: str, kind: str) -> str:
-    """The name that a tensor has in the table, from the one that it has in a file.
+    """Return the name of a tensor in the table, given its name in a file.
 
     A bare model leaves the first part out, and BERT's first files say gamma and beta.
 
@@ -196,7 +196,7 @@ def full_name(name: str, kind: str) -> str:
 
 
 def head_part(name: str) -> str:
-    """The part of a head that a tensor is of, which a file has whole or not at all.
+    """Return the part of a head that a tensor belongs to; a file has all of a part or nothing.
 
     Example:
       >>> head_part("bert.pooler.dense.bias"), head_part("cls.predictions.bias")
@@ -207,10 +207,10 @@ def head_part(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a full name is that of a tensor which is no parameter."""
+    """Whether a tensor of this full name is a buffer, not a parameter."""
     return _BUFFER.fullmatch(name) is not None
 
 
 def is_other_head(name: str, kind: str) -> bool:
-    """Whether a full name is that of an encoder's head, of whichever task."""
+    """Whether a tensor of this full name belongs to an encoder's head for any task."""
     return "bert" in kind and _OTHER_HEAD.fullmatch(name) is not None

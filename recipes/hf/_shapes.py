@@ -1,4 +1,4 @@
-"""From a config.json to the shape of a plain model.
+"""Read the shape of a plain model from config.json.
 
 The defaults are those of `transformers`, which leaves out of the file what is a default.
 """
@@ -56,7 +56,7 @@ class _RopeFile(BaseModel):
 def read_rope(
     values: Mapping[str, Any], base: float, context: int, path: Path, key: str
 ) -> RopeConfig:
-    """Rotary positions; `base` and `context` stand in for what the section `key` leaves out.
+    """Read rotary positions; `base` and `context` are defaults for the section `key`.
 
     References:
       Peng et al., 2023, YaRN, section 3.4: queries and keys are multiplied by 0.1 ln(factor) + 1.
@@ -88,7 +88,7 @@ def read_rope(
 def _ropes(
     given: Mapping[str, Any], whole: float, local: float, context: int, path: Path
 ) -> dict[str, RopeConfig]:
-    """Rotary positions of each kind of layer; `whole` and `local` are the default bases."""
+    """Read rotary positions of global and local layers; `whole` and `local` are default bases."""
     bases = {"full_attention": whole, "sliding_attention": local}
     if extra := given.keys() - bases.keys():
         raise RecipeError(
@@ -105,7 +105,7 @@ def _ropes(
 def _local_layers(
     types: Sequence[LayerType] | None, usual: Sequence[bool], path: Path
 ) -> tuple[int, ...]:
-    """Layers that attend to a window, by `layer_types` or else as is usual."""
+    """Return the indices of local layers, by `layer_types` or else by the model's usual pattern."""
     if types is not None and len(types) != len(usual):
         raise RecipeError(
             f"{path / CONFIG}: expected layer_types of {len(usual)} layers; got {len(types)}; "
@@ -269,7 +269,7 @@ FAMILY: dict[str, type[_Decoder]] = {
 
 
 def _usual_window(kind: str, file: Any, index: int) -> bool:
-    """Whether a layer attends to a window only, where `layer_types` does not say."""
+    """Whether a layer is local if there are no `layer_types`."""
     if kind == "mistral":
         return file.sliding_window is not None
     if kind in ("qwen2", "qwen3"):
@@ -327,7 +327,7 @@ def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
 
 
 def _classes(file: Mapping[str, Any]) -> dict[str, int]:
-    """The number of classes, by the labels or the number in a file; {} if it has neither."""
+    """Return the number of classes by the labels or the number in a file; {} if it has neither."""
     labels = file.get("id2label")
     count = len(labels) if isinstance(labels, dict) else file.get("num_labels")
     return {"classes": count} if count else {}
@@ -369,12 +369,12 @@ class BertConfig(Section):
 
     @property
     def padding(self) -> int | None:
-        """The id after which RoBERTa counts positions; None for BERT, which counts from 0."""
+        """The padding id, from which RoBERTa counts positions; None for BERT."""
         return self.pad if self.model_type == "roberta" else None
 
     @property
     def longest(self) -> int:
-        """Positions that tokens can have."""
+        """Length of the longest sequence."""
         return self.context if self.padding is None else self.context - self.padding - 1
 
     @model_validator(mode="before")
@@ -399,7 +399,7 @@ class BertConfig(Section):
 
 
 class ModernBertConfig(GPTModelConfig):
-    """The shape of a ModernBERT: layers as a GPT's, which attend both ways, and its heads.
+    """The shape of a ModernBERT: bidirectional GPT layers, and its heads.
 
     `decoder.window` counts the tokens on one side that a local layer attends to, its own included.
     """
@@ -413,7 +413,7 @@ class ModernBertConfig(GPTModelConfig):
 
     @property
     def longest(self) -> int:
-        """Positions that tokens can have."""
+        """Length of the longest sequence."""
         assert self.context is not None, "a folder states the longest sequence"
         return self.context
 
@@ -488,16 +488,16 @@ ENCODERS: dict[str, Callable[[Mapping[str, Any], Path], BertConfig | ModernBertC
     "roberta": _bert,
     "modernbert": _modernbert,
 }
-"""What reads the shape of a model, by model type."""
+"""Readers of shapes by model type."""
 
 
 def shape_of_decoder(folder: str) -> GPTModelConfig:
-    """The shape of the decoder in a folder, from its config.json alone."""
+    """Read the shape of the decoder in a folder; only config.json is opened."""
     path, file = Path(folder), read_config(Path(folder))
     return DECODERS[model_type(file, path, DECODERS)](file, path)
 
 
 def shape_of_bert(folder: str) -> BertConfig | ModernBertConfig:
-    """The shape of the encoder in a folder, from its config.json alone."""
+    """Read the shape of the encoder in a folder; only config.json is opened."""
     path, file = Path(folder), read_config(Path(folder))
     return ENCODERS[model_type(file, path, ENCODERS)](file, path)

@@ -1,4 +1,4 @@
-"""What the plain models are made of: layers in one dtype, attention, and rotary positions."""
+"""Building blocks of the plain models: layers, attention and rotary positions."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None 
 
 
 def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
-    """Radians per position of each pair of features of a head, float32 (size / 2,).
+    """Return the radians per position of each pair of features of a head, float32 (size / 2,).
 
     base^(-2 i / size), over `factor` if linear. Those of llama3 depend on how often they turn in
     the context of the first training, turns = context * frequency / (2 pi): kept above high_factor,
@@ -83,7 +83,7 @@ def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
 def rotate(
     x: jax.Array, positions: jax.Array, frequency: np.ndarray, factor: float = 1.0
 ) -> jax.Array:
-    """Turns x (batch, time, heads, head_dim) at positions (time,) by their angles, times `factor`.
+    """Rotate x (batch, time, heads, head_dim) at positions (time,), and multiply it by `factor`.
 
     Feature i and feature i + head_dim / 2 are a pair.
     """
@@ -99,7 +99,7 @@ def rotate(
 def make_product(
     scalify: ScalifyConfig | None, product: Callable[..., jax.Array] = jax.lax.dot_general
 ) -> Callable[..., jax.Array]:
-    """A product with its operands and its output's gradient in the formats asked for.
+    """Wrap a product so that its operands and its cotangent are cast to the given formats.
 
     The casts are markers: they act under `unitscale.scalify`, and are identities outside it.
     """
@@ -132,7 +132,7 @@ class OffsetNorm(nnx.Module):
 
 
 class Parts:
-    """Makes the pieces that every layer shares, all in one dtype.
+    """Factory of layers in one dtype.
 
     Args:
       config: The shape; its `width`, `norm_eps` and `dropout` are read here.
@@ -172,7 +172,7 @@ class Parts:
         )
 
     def norm(self, width: int | None = None) -> nnx.RMSNorm | nnx.LayerNorm | OffsetNorm:
-        """The norm of vectors, of the model's width unless another is given."""
+        """Make a norm, of the model's width by default."""
         width, eps = int(width or self.config.width), self.config.norm_eps
         options = self.options if eps is None else {**self.options, "epsilon": eps}
         if self.kind == "offset":

@@ -31,12 +31,12 @@ class KVCache(NamedTuple):
 
 
 def _last(config: GPTModelConfig) -> float:
-    """A branch's last projection is smaller by the root of the number of branches (GPT-2)."""
+    """Standard deviation of a branch's last kernel: 0.02 / sqrt(number of branches) (GPT-2)."""
     return 0.02 / (2 * config.layers) ** 0.5
 
 
 class Attention(nnx.Module):
-    """Self-attention with grouped queries, causal without a mask."""
+    """Self-attention with grouped queries, causal by default."""
 
     def __init__(self, parts: Parts, index: int):
         config, own = parts.config, parts.config.variant
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """gelu(x W) V, or (silu(x G) * x W) V when gated, with another activation if asked for."""
+    """gelu(x W) V, or gated (act(x G) * x W) V."""
 
     def __init__(self, parts: Parts):
         config, bias = parts.config, "mlp" in parts.config.biases
@@ -104,7 +104,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the stream, normed once more if asked for."""
+    """A pre-norm Transformer layer, optionally with a second norm after each branch (Gemma)."""
 
     def __init__(self, parts: Parts, index: int):
         self.attention_norm, self.attention = parts.norm(), Attention(parts, index)
@@ -156,7 +156,7 @@ class GPT(nnx.Module):
         )
 
     def __call__(self, ids, *, deterministic=True, cache: KVCache | None = None):
-        """Logits (batch, time, vocab) of the next token; with `cache`, also the new cache."""
+        """Return logits (batch, time, vocab) of next tokens; with `cache`, also the new cache."""
         start = 0 if cache is None else cache.position
         positions = start + jnp.arange(ids.shape[1])
         x = self.embed(ids)
@@ -187,13 +187,13 @@ class GPT(nnx.Module):
         return logits, KVCache(keys, values, cache.position + ids.shape[1])
 
     def init_cache(self, batch: int, length: int) -> KVCache:
-        """An empty cache for `length` tokens of each of `batch` sequences."""
+        """Return an empty cache for `length` tokens of each of `batch` sequences."""
         config = self.config
         shape = (batch, length, config.kv_heads or config.heads, config.head_dim)
         empty = tuple(jnp.zeros(shape, self.dtype) for _ in range(config.layers))
         return KVCache(empty, empty, jnp.zeros((), jnp.int32))
 
     def loss(self, ids, targets, *, deterministic=True) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
+        """Return the mean cross entropy of targets (batch, time) in nats per token, in float32."""
         logits = jnp.asarray(self(ids, deterministic=deterministic), jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

@@ -50,6 +50,21 @@ def test_the_digest_tells_records_apart() -> None:
     assert len({records.digest for records in (make(), *others)}) == 6
 
 
+def test_what_two_texts_share_has_the_segment_of_the_first() -> None:
+    tokenizer = padding_copy(make_tokenizer(), 14)
+    pair = tokenizer.encode("did the copper mine open", "the mine opened")
+    encodings = [pair, tokenizer.encode("the mine")]  # of one text nothing is marked
+    plain, marked = (
+        make_records(encodings, {"label": [0, 1]}, mark=mark).arrays for mark in (False, True)
+    )
+    # [CLS] did the copper mine open [SEP] the mine opened [SEP]
+    assert plain["segments"][0].tolist() == [0] * 7 + [1] * 4 + [0] * 3
+    assert marked["segments"][0].tolist() == [0] * 9 + [1] * 2 + [0] * 3
+    assert marked["segments"][1].sum() == 0
+    for name in ("ids", "mask", "label"):
+        np.testing.assert_array_equal(plain[name], marked[name])
+
+
 CLS, SEP = ("[CLS]", 2), ("[SEP]", 3)
 
 

@@ -77,13 +77,9 @@ WRONG: list[tuple[list[Any], str]] = [
     ([entry("one")], r"qas\[0\]: expected an answer, because is_impossible is false; got 0"),
     ([ONE | {"is_impossible": True}], r"expected no answers, because is_impossible is true; got 1"),
     ([{"id": "one", "question": "When?"}], r"qas\[0\]\.answers: Field required"),
-    ([entry("one", {"text": "1878"})], r"\[0\]\.answer_start: Field required"),
     ([ONE, ONE], r"expected different ids; got 'one' twice"),
-    ([ONE | {"question": 7}], r"qas\[0\]\.question: Input should be a valid string; got 7"),
     ([entry("one", answer("1878", True))], r"valid integer; got True"),
-    ([ONE | {"is_impossible": "no"}], r"is_impossible: Input should be a valid boolean; got 'no'"),
     ([ONE | {"question": " "}], r"question: String should"),
-    (["one"], r"qas\[0\]: Input should be an object; got 'one'"),
     ([], r"expected questions; got none"),
 ]
 
@@ -100,7 +96,6 @@ BROKEN: list[tuple[bytes, str]] = [
     (b'{"data": [\n{"para', r"Invalid JSON: EOF .* at line 2 column 6; correct"),
     (b"", r"the file: Invalid JSON: EOF while parsing a value at line 1 column 0"),
     (b"[" * 100_000, r"Invalid JSON: recursion limit exceeded"),
-    (b"[]", r"the file: Input should be an object; got \[\]"),
     (b"{}", r"data: Field required; got {}"),
     (b'{"data": "\xe9"}', r"is not UTF-8 text: .* byte 0xe9 in position 10"),
 ]
@@ -142,21 +137,6 @@ def labelled_texts(made: SquadFeatures) -> list[str | None]:
         first, last = window.offsets[start - window.first], window.offsets[end - window.first]
         texts.append(made.questions[window.question].context[first[0] : last[1]])
     return texts
-
-
-def test_what_question_and_context_share_has_the_questions_segment() -> None:
-    length, text = {"sequence_length": 20, "stride": 6}, "when did the mine open?"
-    plain, marked = (features(ask("1878", text), mark_matches=m, **length) for m in (False, True))
-    asked = set(TOKENIZER.encode(text, add_special_tokens=False).ids)
-    assert len(marked.windows) > 1
-    for was, now, window in zip(plain.records, marked.records, marked.windows, strict=True):
-        context = range(window.first, window.first + len(window.offsets))
-        for i, token in enumerate(was["ids"].tolist()):
-            shared = i in context and token in asked
-            assert now["segments"][i] == (0 if shared else was["segments"][i])
-    assert 0 < marked.records.arrays["segments"].sum() < plain.records.arrays["segments"].sum()
-    for name in ("ids", "mask", "start", "end"):
-        assert np.array_equal(plain.records.arrays[name], marked.records.arrays[name])
 
 
 # an answer as the file has it, and the text that its tokens cover
@@ -247,7 +227,7 @@ def test_windows_say_whose_they_are() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_every_answer_is_in_some_window(data: st.DataObject) -> None:
     words = data.draw(st.lists(st.sampled_from(WORDS), min_size=3, max_size=30))
     first = data.draw(st.integers(0, len(words) - 1))
@@ -438,22 +418,16 @@ def question(name: str, *answers: str) -> Question:
 
 NORMAL = [
     ("The Main Building", "main building"),
-    ("A  tale\tof\n an ant", "tale of ant"),
     ("an a the", ""),
     ("", ""),
-    ("...", ""),
     ("theatre, Anthem", "theatre anthem"),  # articles are whole words
     ("a-b", "ab"),  # punctuation goes first, so "a" is no word here
     ("the-end", "theend"),
     ("U.S.A.", "usa"),
-    ("$1,000.50", "100050"),
-    ("It's 'fine'", "its fine"),
     ("1878–1901", "1878–1901"),  # punctuation is that of ASCII
     ("“quoted” …", "“quoted” …"),
     ("the “a” team", "“ ” team"),  # ... and other marks end a word
-    ("ÉCOLE des Beaux\u00a0Arts", "école des beaux arts"),
     ("a\u0301", "\u0301"),  # an accent that stands by itself is no part of a word
-    ("2 時間 21 分", "2 時間 21 分"),
 ]
 
 
@@ -464,18 +438,11 @@ def test_normalize() -> None:
 # prediction, answer, exact match, F1 of v1.1, F1 of v2.0
 PAIRS = [
     ("Denver Broncos", "Denver Broncos", 1, 1, 1),
-    ("the denver broncos!", "Denver Broncos", 1, 1, 1),
     ("Broncos Denver", "Denver Broncos", 0, 1, 1),  # F1 has no order
-    ("Carolina Panthers", "Denver Broncos", 0, 0, 0),
-    ("1976", "1976", 1, 1, 1),
-    ("2 時間 21 分", "2 時間", 0, 2 / 3, 2 / 3),
     ('"duty"', "duty", 1, 1, 1),
     ("Y. pestis", "the mechanism by which Y. pestis was usually transmitted", 0, 0.4, 0.4),
-    ("dreadnought battleships, and ocean liners", "ocean liners", 0, 4 / 7, 4 / 7),
     ("gold gold gold", "gold", 0, 0.5, 0.5),  # a word counts as often as it is
-    ("gold gold", "gold copper gold", 0, 0.8, 0.8),
     ("", "gold", 0, 0, 0),
-    ("the", "gold", 0, 0, 0),
     ("the", "an", 1, 0, 1),  # no words on either side: where the versions differ
     ("", "", 1, 0, 1),
     ("gold", "", 0, 0, 0),

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -67,7 +68,7 @@ def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_generation_from_a_folder(capsys: Captured) -> None:
-    command = ["generate", str(FOLDER), "--prompt", "The scale", "--tokens", "6"]
+    command = ["generate", str(FOLDER), "--prompt", "The scale", "--tokens", "6", "--stream"]
     assert main([*command, "--temperature", "0"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
     tokenizer = SubwordTokenizer.read(FOLDER / "tokenizer.json")
@@ -75,15 +76,6 @@ def test_generation_from_a_folder(capsys: Captured) -> None:
     likeliest = np.argmax(load(FOLDER).model(ids[None])[0], axis=-1)
     assert ids.size == prompt.size + 6
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
-
-
-def test_streamed_text_is_the_same(capsys: Captured) -> None:
-    """Pieces of it, at any length, and past the end of the context."""
-    command = ["generate", str(FIXTURES / "llama3"), "--prompt", "The scale", "--tokens", "9"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
-    assert main([*command, "--stream"]) == 0
-    assert capsys.readouterr().out == text
 
 
 def test_the_shape_is_that_of_the_folder() -> None:
@@ -100,8 +92,6 @@ WRONG = [
         "_text; got 'bert'; give the folder of",
     ),
     (["train", "model.width=32"], "model.width: expected 16, that of init"),
-    (["train", "model.widht=32"], "model.widht is not a key of the config; did you mean"),
-    (["train", "model=3"], "model (the shape of the model): expected a mapping"),
     (["train", "data.sequence_length=33"], "context must be at least data.sequence_length; got 32"),
     (
         ["train", "lora={targets: [querry]}"],
@@ -109,11 +99,6 @@ WRONG = [
     ),
     (["train", "lora={base: float8_e4m3fn}"], "scalify chooses the formats of all weights; got"),
     (["train", "lora={}"], "lora.targets: expected all of query, key, value or none, as"),
-    (
-        ["train", "model.remat=dots"],
-        "model: remat dots needs library unitscale; got library plain; set remat none or layer",
-    ),
-    (["train", "optimizer.umup=true"], "optimizer.umup needs model.library unitscale"),
 ]
 
 
@@ -171,11 +156,12 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     merged = tmp_path / "merged"
     assert main(["merge", str(init), str(adapter), str(merged)]) == 0
     assert capsys.readouterr().out == f"{init} with {adapter} is in {merged}\n"
-    question = ["--prompt", "line", "--tokens", "3", "--seed", "1"]
-    assert main(["generate", str(init), "--adapter", str(adapter), *question]) == 0
-    text = capsys.readouterr().out
-    assert main(["generate", str(merged), *question]) == 0
-    assert capsys.readouterr().out == text
+    both = load(merged).params, load(init, adapter=adapter).params
+    for left, right in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_array_equal(left, right)
+    question = ["--adapter", str(adapter), "--prompt", "line", "--tokens", "2"]
+    assert main(["generate", str(init), *question]) == 0
+    assert capsys.readouterr().out.startswith("line")
     assert main(["generate", *command, "--adapter", str(adapter)]) == 2
     assert "--adapter: expected a Hugging Face folder; got" in capsys.readouterr().err
 

@@ -59,8 +59,7 @@ def test_a_norm_with_an_offset() -> None:
     np.testing.assert_allclose(found, x / np.sqrt(square + 1e-3) * (1 + scale), atol=1e-5)
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["whole", "local"])
-@pytest.mark.parametrize("cap", [None, 0.8], ids=["uncapped", "capped"])
+@pytest.mark.parametrize(("local", "cap"), [(False, None), (True, 0.8)])
 def test_an_attention_block(local: bool, cap: float | None) -> None:
     """Grouped queries, norms of queries and keys, rotary positions of its kind, and a window."""
     ropes = RopeConfig(base=30.0), RopeConfig(base=7.0, scaling="linear", factor=2.0)

@@ -225,6 +225,18 @@ def test_a_new_head(name: str, tmp_path: Path) -> None:
         load(tmp_path, classes=4)
 
 
+@pytest.mark.parametrize(
+    ("name", "module"), [("roberta-mlm", "qa_outputs"), ("modernbert-mlm", "classifier")]
+)
+def test_a_new_head_for_answers(name: str, module: str, tmp_path: Path) -> None:
+    pretrained = load(FIXTURES / name, "question_answering", new_head=True)
+    assert pretrained.drawn == (f"{module}.weight", f"{module}.bias")
+    save(pretrained, tmp_path)
+    again = load(tmp_path)
+    assert again.task == "question_answering"
+    same_parameters(again, pretrained)
+
+
 def test_a_new_classifier_on_a_pooler_that_is_there(tmp_path: Path) -> None:
     folder = copied("bert-classes", tmp_path)
     change_tensors(folder, lambda old: {k: v for k, v in old.items() if "classifier" not in k})

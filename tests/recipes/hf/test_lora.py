@@ -204,7 +204,9 @@ def test_files_are_those_of_peft(adapter: Path, tmp_path: Path) -> None:
         assert config["base_model_name_or_path"] in ("llama3", "gpt2")
 
 
-@pytest.mark.parametrize(("name", "lora"), [("llama3", LORA), ("gpt2", GPT2)])
+@pytest.mark.parametrize(
+    ("name", "lora"), [pytest.param("llama3", LORA, marks=pytest.mark.slow), ("gpt2", GPT2)]
+)
 def test_an_adapter_is_read_back(name: str, lora: LoraConfig, tmp_path: Path) -> None:
     """Into the updates of a new model to the bit, and into its weights by their function."""
     model = updated(name, lora)
