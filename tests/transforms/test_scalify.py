@@ -1,5 +1,9 @@
-"""The function itself: its arguments, its results and its errors."""
+"""The function itself: arguments, results, errors, and the registration of rules."""
 
+import functools
+import importlib
+import random
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,14 +11,21 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
+from tests.batching import chunks, compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import scalify
+from unitscale.transforms import (
+    coverage,
+    register,
+    scalify,
+    unlisted,
+)
+from unitscale.transforms._interpreter import rule_of
 
-from .law import law
-from .table_control import PROGRAMS
-
-test_value_and_gradient = law(PROGRAMS)
+from .law import close
 
 
 def test_static_arguments() -> None:
@@ -172,3 +183,189 @@ def test_a_function_that_changes_an_object_in_place() -> None:
         with pytest.raises(ValueError, match=r"\['b'\].w.* nnx.split"):
             run(given, jnp.ones(2))
     np.testing.assert_array_equal(to_array(scalify(other)(given, jnp.ones(2))["c"]), 1.0)
+
+
+DATA = np.asarray([[1.0, -2.0], [0.5, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize("scale", [None, 1, jnp.float32(3.0), jnp.ones((2, 1)), jnp.ones((1,))])
+def test_identity(scale: Any) -> None:
+    x = ScaledArray(DATA, scale)
+    np.testing.assert_array_equal(to_array(scalify(lambda a: a)(x)), x.value)
+
+
+def test_scales_of_results_are_arrays_and_plain_stays_plain() -> None:
+    for f in (lambda a: a, lambda a: 0 * a, lambda a: a * 2):
+        result = scalify(f)(ScaledArray(DATA, 1))
+        assert jax.tree.structure(result) == jax.tree.structure(ScaledArray(DATA, 1))
+        np.testing.assert_array_equal(result.value, f(DATA))
+    assert not isinstance(scalify(lambda a: a)(ScaledArray(DATA, None)), ScaledArray)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_programs_are_traced_on_values(dtype: Any) -> None:
+    seen = []
+
+    def look(x: jax.Array, y: jax.Array) -> jax.Array:
+        seen.extend([x.dtype, y.dtype])
+        return x
+
+    scalify(look)(as_scaled(DATA, dtype=dtype), jnp.asarray(DATA, dtype))
+    assert seen == [jnp.float32, dtype]
+
+
+def test_a_scale_that_does_not_broadcast() -> None:
+    good = ScaledArray(DATA, jnp.float32(2.0))
+    bad = jax.tree.unflatten(jax.tree.structure(good), [DATA, jnp.ones(3)])
+    with pytest.raises(ValueError, match=r"must broadcast against its data; got data \(2, 2\)"):
+        scalify(jnp.sin)(bad)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("float16", 512.0), ("bfloat16", 1.0), ("float32", 1.0)]
+)
+def test_results_are_measured_in_narrow_types_and_at_one_in_others(
+    dtype: str, scale: float
+) -> None:
+    x = ScaledArray(jnp.full((4, 4), 16.0, dtype), jnp.float32(2.0))
+    found = scalify(lambda x: (x @ x / 8, x + x, x, x.T, -x))(x)
+    assert [float(y.scale) for y in found[2:]] == [2.0] * 3
+    np.testing.assert_array_equal(found[0].value, 512.0)
+    assert float(found[0].scale) == (512.0 if dtype == "float16" else 1.0)
+    assert float(found[1].scale) == (64.0 if dtype == "float16" else 1.0)
+
+
+@pytest.mark.parametrize("target", [lax.add_p, "add", "dot_general", "scan"])
+def test_a_primitive_has_one_rule(target: Any) -> None:
+    with pytest.raises(ValueError, match=r"has a rule already, in category"):
+        register("mine", target)
+
+
+def test_look_up_by_object_and_by_name() -> None:
+    rule = rule_of(lax.add_p)
+    assert rule is not None
+    assert (rule.name, rule.category) == ("add", "wide")
+    assert rule_of(Primitive("a name that nobody has")) is None
+
+
+def test_other_libraries_are_not_asked_for_but_jax_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign, own = Primitive("foreign"), Primitive("own")
+    rule = functools.partial(lax.add, (lambda *_: None,))
+    monkeypatch.setitem(ad.primitive_jvps, foreign, rule)
+    assert unlisted() == []
+    monkeypatch.setitem(ad.primitive_jvps, own, lax.add)
+    assert unlisted() == ["own"]
+
+
+def test_a_primitive_without_a_rule_takes_the_default() -> None:
+    primitive = Primitive("tripled")
+    primitive.def_impl(lambda x: x * 3)
+    primitive.def_abstract_eval(lambda x: x)
+    x = as_scaled(jnp.full(4, 1e-6), dtype=jnp.float16)
+    scaled = scalify(lambda a: primitive.bind(a))
+    assert float(jnp.max(jnp.abs(to_array(scaled(x)) / x.value - 3))) < 1e-3
+    assert [d.primitive for d in _report(primitive, x)] == ["tripled"]
+
+
+def _report(primitive: Primitive, x: Any) -> Any:
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda v: v * 3, multiple_results=False))
+    assert isinstance(x.data, jax.Array)
+    return scalify(lambda a: primitive.bind(a)).report(x)
+
+
+def test_every_differentiable_primitive_is_listed() -> None:
+    """Kernels of Pallas are not asked for, though it is imported."""
+    importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
+    assert unlisted() == []
+
+
+def test_every_row_says_what_its_rule_does() -> None:
+    for row in coverage().splitlines()[2:]:
+        category, summary, primitives = (c.strip() for c in row.strip("| ").split(" | "))
+        assert category
+        assert summary.endswith(".")
+        assert primitives.startswith("`")
+
+
+UNARY: dict[str, Callable[[Any], Any]] = {
+    "tanh": jnp.tanh,
+    "negative": jnp.negative,
+    "abs": jnp.abs,
+    "times": lambda x: x * 0.3,
+    "shift": lambda x: x - 1.7,
+    "square": lambda x: jnp.tanh(x) ** 2,
+    "root": lambda x: jnp.sqrt(x * x + 0.5),
+    "transpose": lambda x: x.T,
+    "roll": lambda x: jnp.roll(x, 1, 0),
+    "norm": lambda x: x / (1 + jnp.max(jnp.abs(x))),
+    "softmax": jax.nn.softmax,
+    "mean": lambda x: x - jnp.mean(x, 0, keepdims=True),
+    "cumsum": lambda x: jnp.cumsum(x, 1) / 3,
+    "relu": jax.nn.relu,
+    "loop": lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, x),
+    "branch": lambda x: lax.cond(jnp.sum(x) > 0, lambda a: a * 2, jnp.cos, x),
+    "row": lambda x: x.at[1].set(x[0] * 2),
+}
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": jnp.add,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * jnp.tanh(y),
+    "matmul": lambda x, y: x @ y / 3,
+    "divide": lambda x, y: x / (1 + y * y),
+    "maximum": jnp.maximum,
+    "where": lambda x, y: jnp.where(x > y, x, 0.5 * y),
+    "halves": lambda x, y: jnp.concatenate([x[:2], y[2:]]),
+}
+RANDOM = random.Random(0)
+
+
+def drawn() -> list[tuple[str, int, int]]:
+    """Up to six steps, each the name of a function and the earlier results that it takes."""
+    names = [*UNARY, *BINARY]
+    return [
+        (RANDOM.choice(names), RANDOM.randrange(10), RANDOM.randrange(10))
+        for _ in range(RANDOM.randint(1, 6))
+    ]
+
+
+PROGRAMS = [(drawn(), np.float32(2.0 ** RANDOM.randint(-20, 20))) for _ in range(24)]
+
+
+def composed(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
+    def program(x: Any, y: Any) -> Any:
+        known = [x, y]
+        for name, i, j in steps:
+            first, second = known[i % len(known)], known[j % len(known)]
+            known.append(UNARY[name](first) if name in UNARY else BINARY[name](first, second))
+        return known[-1]
+
+    return program
+
+
+def plain_and_scaled(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
+    """Value and gradient; the arguments of the scalified program have different scales."""
+
+    def both(a: Any, b: Any) -> Any:
+        return jax.value_and_grad(lambda p, q: jnp.sum(composed(steps)(p, q)), argnums=(0, 1))(a, b)
+
+    def result(x: Any, y: Any, scale: Any) -> Any:
+        scaled = (ScaledArray(x / scale, scale), ScaledArray(y * scale, 1 / scale))
+        return both(x, y), to_array(scalify(both)(*scaled))
+
+    return result
+
+
+@pytest.mark.parametrize("numbers", chunks(range(len(PROGRAMS))))
+def test_random_programs(numbers: list[int]) -> None:
+    """Rounding is relative to the largest element met."""
+    rng = np.random.default_rng(0)
+    x, y = (np.asarray(rng.normal(size=(4, 4)), np.float32) for _ in range(2))
+    results = compute(
+        {i: (plain_and_scaled(PROGRAMS[i][0]), x, y, PROGRAMS[i][1]) for i in numbers}
+    )
+    for i, (expected, actual) in results.items():
+        steps, scale = PROGRAMS[i]
+        with entry(f"{steps} at scale {scale}"):
+            terms = 16 * 4 ** len(steps)
+            np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6 * terms)
+            close(actual[1], expected[1], 64.0 * terms, "gradient")

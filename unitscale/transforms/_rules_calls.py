@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from ._interpreter import Interpreter, Settings
-from ._registry import register
+from ._interpreter import ELEMENTWISE, Interpreter, Settings, register
 from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wide_value
 
 # -- values across a boundary that takes arrays ----------------------------------------------------
@@ -147,6 +146,11 @@ with jax.disable_jit(False):  # as the environment may have it disabled
 @register("call", "jit")
 def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The same jit on the scaled program: its name, shardings, layouts and donations are kept."""
+    inner, params = eqn.params["jaxpr"], eqn.params
+    is_elementwise = all(e.primitive.name in ELEMENTWISE for e in inner.eqns)
+    is_bare = {_UNSPECIFIED}.issuperset((*params["in_shardings"], *params["out_shardings"]))
+    if is_elementwise and is_bare and not any(params["donated_invars"]):  # such as `jnp.where`
+        return interpreter.run(inner.jaxpr, inner.consts, values)
     packed = pack(values)
     traced = trace(interpreter.settings, eqn.params["jaxpr"], packed)
     closed, consts = _without_consts(traced, packed)

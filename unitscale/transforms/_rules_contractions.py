@@ -12,8 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core import wide_dtype
-from ._interpreter import Interpreter
-from ._registry import register
+from ._interpreter import Interpreter, register
 from ._values import (
     MOST_STEPS,
     ONE,
@@ -229,7 +228,7 @@ def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
     """The same kernel on data: the scale of v is that of the result; that of q k is applied."""
     (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
     data, *statistics = interpreter.bind(eqn, arrays, **changes)
-    return [v.with_part(data), *(wide_value(s, np.float32) for s in statistics)]
+    return [v.with_data(data), *(wide_value(s, np.float32) for s in statistics)]
 
 
 @register("contraction", "dot_product_attention_bwd_wrapper")

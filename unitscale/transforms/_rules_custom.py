@@ -16,8 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.interpreters import ad
 
-from ._interpreter import Interpreter, Settings
-from ._registry import register
+from ._interpreter import Interpreter, Settings, register
 from ._rules_calls import Packed, Spec, Traced, pack, trace, unpack
 from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 

@@ -13,8 +13,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..core import varying
-from ._interpreter import Interpreter
-from ._registry import register
+from ._interpreter import Interpreter, register
 from ._rules_calls import pack, unpack
 from ._values import Scale, Value, fit, spans, times, wide_value, widen
 
