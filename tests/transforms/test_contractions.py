@@ -25,7 +25,7 @@ def scale_of(function: Callable[..., Any], *args: Any) -> float:
     return float(scalify(lambda *a: get_data_scale(function(*a))[1])(*args))
 
 
-@pytest.mark.parametrize("width", [1, 16, 48, 64, 1024])
+@pytest.mark.parametrize("width", [1, 48, 1024])
 def test_dot_grows_by_the_root_of_the_contraction(width: int) -> None:
     x = ScaledArray(jnp.ones((2, width)), jnp.float32(4.0))
     w = ScaledArray(jnp.ones((width, 3)), jnp.float32(0.5))
@@ -150,7 +150,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("number", [0.0, -0.0, jnp.inf, jnp.nan, 3.3])
+@pytest.mark.parametrize("number", [-0.0, jnp.inf, 3.3])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_number_that_enters_a_call(call: str, number: float) -> None:
     value = jnp.asarray([1.0, -2.0, 3.0])
@@ -168,7 +168,7 @@ def test_a_number_that_enters_a_call(call: str, number: float) -> None:
                     np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("width", [16, 256, 1024])
+@pytest.mark.parametrize("width", [16, 1024])
 @pytest.mark.parametrize("program", ["chain", "power", "steps"])
 def test_products_of_one_sign_grow_by_the_number_of_terms(program: str, width: int) -> None:
     """In one program, and from step to step: nothing saturates, though its root was expected."""
@@ -297,7 +297,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("sizes", [(1.0, 1.0), (2.0**-12, 2.0**10), (2.0**9, 2.0**-14)])
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (2.0**-12, 2.0**10)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name: str, sizes: tuple[float, float], dtype: Any) -> None:
     rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from unitscale.transforms import (
 from unitscale.transforms._rules_loops import stops_on_floats
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.75, 0.99, 3.0])
+@pytest.mark.parametrize("factor", [0.5, 0.99, 3.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_what_a_loop_carries_stays_at_unit_size_or_at_its_value(factor: float, dtype: Any) -> None:
     x = as_scaled(jnp.asarray([1.0, -2.0, 0.5]), dtype=dtype)

@@ -8,7 +8,6 @@ from . import (
     _rules_devices as _rules_devices,
     _rules_loops as _rules_loops,
 )
-from ._decouple import Branch as Branch
 from ._interpreter import (
     Default as Default,
     coverage as coverage,

@@ -42,7 +42,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives as e
 from jax.interpreters import ad
 
 from ..core import last_uses, match_varying
-from ._decouple import Branches, can_decouple, decoupled
 from ._values import Value, aval_of, data_dtype, is_float, plain, same_type, wide_value
 
 
@@ -111,7 +110,6 @@ class Settings:
     Attributes:
         growth: see `growth_of`.
         decouple: whether functions of float16 data are computed in float16 where that is safe.
-        branches: counts how often that is so, where asked for.
         report: the default rules met so far.
         traces: scaled programs of inner jaxprs, by jaxpr and by the specs of operands; the jaxpr is
             kept alive with them.
@@ -120,7 +118,6 @@ class Settings:
 
     growth: Any
     decouple: bool = False
-    branches: Branches | None = None
     report: list[Default] = field(default_factory=list)
     traces: dict[Any, Any] = field(default_factory=dict)
     calls: list[JaxprEqn] = field(default_factory=list)
@@ -170,15 +167,6 @@ class Interpreter:
             for v, var in zip(values, eqn.invars, strict=True)
         ]
         return self.wide_results(eqn, values, self.bind(eqn, arrays))
-
-    def decoupled(self, eqn: JaxprEqn, values: Sequence[Value]) -> Value | None:
-        """Computes a function in float16 where that is safe, if it is to be; else returns None."""
-        name, settings = eqn.primitive.name, self.settings
-        if not settings.decouple or not can_decouple(name, values):
-            return None
-        branches = settings.branches
-        watch = branches and functools.partial(branches.watch, name, settings.source())
-        return decoupled(name, values[0], lambda data: self.bind(eqn, [data]), watch)
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -236,11 +224,7 @@ def _is_contraction(eqn: JaxprEqn) -> bool:
 
 
 def _stretches(jaxpr: Jaxpr) -> tuple[dict[Any, int], set[Any]]:
-    """Divides a jaxpr at its contractions, across which XLA keeps arrays in memory.
-
-    Returns:
-        In which stretch each variable is made, and the variables that are read in a later one.
-    """
+    """Returns after how many contractions each variable is made, and which are read after more."""
     made: dict[Any, int] = {}
     kept: set[Any] = set()
     stretch = 0

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core import cast
+from ._decouple import can_decouple, decoupled
 from ._interpreter import Interpreter, register
 from ._values import (
     Value,
@@ -170,8 +171,9 @@ _COMPARISONS = """
 @register("wide", *_FUNCTIONS.split(), *_COMPARISONS.split())
 def function(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     """Applied to ``data * scale``, in float32 or wider."""
-    apart = interpreter.decoupled(eqn, values)
-    return interpreter.wide(eqn, values) if apart is None else apart
+    if interpreter.settings.decouple and can_decouple(eqn.primitive.name, values):
+        return decoupled(eqn.primitive.name, values[0], lambda x: interpreter.bind(eqn, [x]))
+    return interpreter.wide(eqn, values)
 
 
 @register("wide", *_SUMS)

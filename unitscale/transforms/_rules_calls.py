@@ -18,14 +18,9 @@ from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wid
 
 
 class Spec(NamedTuple):
-    """The static facts of a value: everything but its arrays.
+    """The static facts of a value; ``index`` is the position of its scale's array among all.
 
-    Attributes:
-        log2: static exponent of the scale; None for a plain array.
-        index: position of the scale's array among those that cross; None for none.
-        dtype: see `Value`.
-        steps: see `Value`.
-        const: see `Value`; as a string, because NaN is not equal to itself and -0.0 is to 0.0.
+    ``const`` is a string, because NaN is not equal to itself, and -0.0 is to 0.0.
     """
 
     log2: int | None
@@ -82,11 +77,7 @@ def unpack(specs: Sequence[Spec], arrays: Sequence[Any]) -> list[Value]:
 
 
 class Traced(NamedTuple):
-    """An inner jaxpr on arrays, and how its results become values again.
-
-    The results of ``closed`` are the data of every value, then the scales made inside. Specs count
-    the scales of the operands first, then those.
-    """
+    """An inner jaxpr that returns data and new scales, and the specs of its results."""
 
     closed: ClosedJaxpr
     specs: tuple[Spec, ...]

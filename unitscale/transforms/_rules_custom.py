@@ -38,10 +38,7 @@ class _Static:
 def _interpret(
     settings: Settings, function: Any, values: Sequence[Value], types: Sequence[Any]
 ) -> list[Value]:
-    """Traces a function of arrays on the types of the program, and evaluates it on values.
-
-    The arrays lie, and vary over a mesh, as the data of the values does.
-    """
+    """Traces a function on arrays of these types, laid out as the values, and evaluates it."""
     avals = [jax.typeof(v.data).update(dtype=t) for v, t in zip(values, types, strict=True)]
     closed = jax.make_jaxpr(function)(*avals)
     return Interpreter(settings).run(closed.jaxpr, closed.consts, values)

@@ -28,15 +28,9 @@ MOST_STEPS = 2
 
 
 class Scale:
-    """The scale ``2**log2 * array``: a static power of two, and an array known at run time.
+    """The scale ``2**log2 * array``: a static power of two, and one that is known at run time.
 
-    Args:
-        log2: static exponent.
-        array: float32 array of powers of two, a scalar or of the rank of its data; None for 1.
-
-    Example:
-        >>> print((Scale(1) * Scale(0, jnp.float32(4))).factor())
-        8.0
+    The array is a scalar or of the rank of its data; None is 1.
     """
 
     __slots__ = ("array", "log2")
@@ -90,14 +84,7 @@ ONE = Scale()
 
 
 class Origin(NamedTuple):
-    """How an element-wise result was made.
-
-    Attributes:
-        apply: the operation on values.
-        operands: what it was applied to.
-        roots: the values that the chain of operations begins with.
-        depth: length of the chain.
-    """
+    """How an element-wise result was made: in ``depth`` operations from ``roots``."""
 
     apply: Callable[[list[Value]], Value]
     operands: list[Value]
@@ -111,21 +98,14 @@ class Value:
     Args:
         data: the array.
         scale: its scale; None for a plain array.
-        dtype: the type that the value is stored in; that of plain arrays is None, since they never
-            widen the data that they meet.
-        steps: how many contractions made the data since its size was last known; in a type with
-            the range of float32, where sizes do not matter, since its scale was that of an argument
-            or 1. By default unknown.
-        const: of a plain array, the number that all of its elements are, if known while tracing.
+        dtype: the type that the value is stored in; None for a plain array.
+        steps: how many contractions made narrow data since its size was last known.
+        const: of a plain array, the number that all of its elements are, if known.
 
     Attributes:
         origin: how a wide element-wise result was made, if that is cheap to do again.
         is_from_stored: whether it was computed from a stored array of as many elements.
         turns: how many times results of a stored value have been computed again.
-
-    Example:
-        >>> print(Value(jnp.ones(2), Scale(3)).wide())
-        [8. 8.]
     """
 
     __slots__ = (
@@ -412,10 +392,6 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
     It is at least so large that no finite element is above ``largest`` times it; 1 for data without
     finite elements other than zero, and for more than 2^16 of an RMS below about 2^-90. Not
     differentiated.
-
-    Example:
-        >>> print(unit_of(jnp.array([3e5, jnp.inf])))
-        262144.0
     """
     data = lax.stop_gradient(jnp.asarray(data))
     if not data.size:
@@ -443,8 +419,8 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
 def _rms(size: Any) -> Any:
     """Returns the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
-    Squares of large and of small numbers are added up apart, each after a shift that keeps their
-    sum within float32. They are parts of one complex sum, which XLA fuses with what made the data.
+    Squares of large and small numbers are summed apart, each shifted so that the sum stays within
+    float32. They are parts of one complex sum, which XLA fuses with what made the data.
     """
     terms = size.size if isinstance(size.size, int) else 2**20  # an export leaves sizes open
     shift = math.ceil(math.log2(terms) / 2)
