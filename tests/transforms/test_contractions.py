@@ -85,16 +85,6 @@ def test_a_convolution_of_two_8_bit_formats_meets_in_the_type_of_the_data() -> N
     np.testing.assert_allclose(to_array(found), jax.grad(loss)(kernel, x), rtol=2**-4)
 
 
-@pytest.mark.parametrize("fill", [0.0, np.inf, np.nan])
-def test_products_with_a_fill_of_any_scale(fill: float) -> None:
-    def function(x: jax.Array) -> jax.Array:
-        return x * jnp.full_like(x, fill)
-
-    x = ScaledArray(jnp.asarray([1.0, 2.0]), jnp.float32(8.0))
-    for program in (scalify(function), jax.jit(scalify(function))):
-        np.testing.assert_array_equal(to_array(program(x)), function(x.value))
-
-
 def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,6 @@ from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import (
     scalify,
 )
-from unitscale.transforms._rules_loops import stops_on_floats
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.99, 3.0])
@@ -243,36 +242,6 @@ def test_what_a_counter_stops_stays_narrow() -> None:
     ]
     assert len(carried) == 1
     assert {a.dtype for a in carried[0] if a.shape == POSITIVE.shape} == {jnp.dtype(jnp.float16)}
-
-
-STOPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
-    "a count": (lambda s: s[1] < 5, lambda s: (s[0] * 2, s[1] + 1), False),
-    "a count, all in one call": (
-        lambda s: s[1] < 5,
-        jax.jit(lambda s: (s[0] * 2, s[1] + 1)),
-        False,
-    ),
-    "a value": (lambda s: s[0][0] < 5, lambda s: (s[0] * 2, s[1] + 1), True),
-    "a count of values": (
-        lambda s: s[1] < 5,
-        lambda s: (s[0] * 2, s[1] + (s[0][0] > 3).astype(int)),
-        True,
-    ),
-    "a count of constants": (
-        lambda s: s[1] < 5,
-        lambda s: (s[0] * 2, s[1] + 1 + (POSITIVE[0] > 3).astype(int)),
-        True,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STOPS)
-def test_what_a_stop_depends_on(name: str) -> None:
-    condition, body, floats = STOPS[name]
-    loop = jax.make_jaxpr(lambda x: lax.while_loop(condition, body, (x, 0)))(jnp.ones(3)).eqns[-1]
-    params = loop.params
-    counts = params["cond_nconsts"], params["body_nconsts"]
-    assert stops_on_floats(params["cond_jaxpr"], params["body_jaxpr"], *counts) is floats
 
 
 @pytest.mark.parametrize("size", [1e12, 1.0, 1e-14])
