@@ -88,10 +88,19 @@ def law(entries: list[Entry]) -> Any:
     return test_value_and_gradient
 
 
-def same_as_float32(program: Any, dtype: Any, *arrays: np.ndarray) -> None:
-    """Compares a scalified program on 16-bit arrays with the program in float32 on their values."""
-    given = [as_scaled(jnp.asarray(x, jnp.float32), dtype=dtype) for x in arrays]
-    found = to_array(jax.jit(scalify(program))(*given), jnp.float32)
-    right = program(*(to_array(x, jnp.float32) for x in given))
-    rounding = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(found, right, rtol=2 * rounding, atol=2e-4 * np.abs(right).max())
+def same_as_float32(
+    table: dict[str, tuple[Any, Any]], dtype: Any, rtol: float | None = None, atol: float = 2e-4
+) -> None:
+    """Compares scalified programs on a 16-bit array with float32 on the same values.
+
+    By default two roundings are allowed; ``atol`` is relative to the largest element.
+    """
+    rtol = 2 * float(jnp.finfo(dtype).eps) if rtol is None else rtol
+    given = {n: as_scaled(jnp.asarray(x, jnp.float32), dtype=dtype) for n, (_, x) in table.items()}
+    results = compute({n: (scalify(f), given[n]) for n, (f, _) in table.items()})
+    for name, (program, _) in table.items():
+        right = jax.jit(program)(to_array(given[name], jnp.float32))
+        found = to_array(results[name], jnp.float32)
+        for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+            with entry(name):
+                np.testing.assert_allclose(a, e, rtol=rtol, atol=atol * np.abs(e).max())

@@ -1,9 +1,10 @@
-"""Where careless scales give NaN: infinities, zeros, masks, scales at the ends of their range."""
+"""Infinities, zeros, masks, and scales at the ends of their range."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from jax import lax, nn
 
 from tests.batching import chunks, compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import scalify
+from unitscale.transforms import (
+    scalify,
+)
+from unitscale.transforms._values import unit_of
 
 INF, NAN = float("inf"), float("nan")
 X = jnp.asarray([[0.5, -2.0, 3.0, 1.0], [0.0, 1.5, -0.25, 7.0]], jnp.float32)
@@ -95,21 +99,6 @@ def test_same_pattern_of_infinities_and_nans(names: list[str]) -> None:
         for i, kind in enumerate(INPUTS):
             for j, scale in enumerate(SCALES):
                 same_pattern(scaled[i, j], plain[i], 1e-5, f"{name}, {kind}, scale {scale}")
-
-
-@pytest.mark.parametrize("names", chunks(sorted(set(CAREFUL) - {"argmax", "divide self"})))
-def test_zeros(names: list[str]) -> None:
-    def both(function: Callable[..., Any]) -> Callable[..., Any]:
-        def result(zeros: jax.Array, scaled: Any) -> Any:
-            return function(zeros), to_array(scalify(function)(scaled))
-
-        return result
-
-    zeros = jnp.zeros_like(X)
-    args = zeros, as_scaled(zeros)
-    results = compute({name: (both(CAREFUL[name]), *args) for name in names})
-    for name, (expected, scaled) in results.items():
-        same_pattern(scaled, expected, 1e-6, name)
 
 
 @pytest.mark.parametrize("exponent", [-110, -60, 60, 110])
@@ -311,15 +300,6 @@ def test_a_large_number_times_a_large_scale(
     np.testing.assert_allclose(to_array(found), expected, rtol=2 * float(jnp.finfo(dtype).eps))
 
 
-def test_elements_far_below_the_largest_times_a_large_number() -> None:
-    x = as_scaled(jnp.asarray([1e30, 3e10, -2e10]))
-    run = jax.jit(scalify(lambda x: jnp.where(x < 1e29, x * 1e20, 0.0)))
-    np.testing.assert_allclose(to_array(run(x)), [0, 3e30, -2e30], rtol=1e-6)
-    over = jax.jit(scalify(lambda x: (x - x[0]) * 1e12))
-    x = as_scaled(1e30 * jnp.asarray([1.0, 1.01, 0.99]))
-    np.testing.assert_array_equal(to_array(over(x)), [0, np.inf, -np.inf])
-
-
 @pytest.mark.parametrize(
     "program",
     [
@@ -392,3 +372,61 @@ def test_rows_of_other_scales() -> None:
     for move in (lambda x: x[:, ::-1], lambda x: x.reshape(2, 1, 4)):
         found = scalify(lambda x, move=move: _unit(move(x)))(x).value
         np.testing.assert_allclose(found, move(unit), rtol=2 * HALF)
+
+
+CASES: dict[str, Any] = {
+    "ones": np.ones(5),
+    "at the tie": np.full(3, 1.5),
+    "below the tie": np.full(3, 1.49),
+    "large": np.asarray([3e30, -1e30]),
+    "small": np.asarray([3e-30, 1e-31]),
+    "sparse": np.asarray([0, 0, 0, 100.0]),
+    "infinite": np.asarray([np.inf, np.nan, 12.0]),
+    "scalar": np.asarray(-0.3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nearest_power_of_two(name: str) -> None:
+    x = CASES[name]
+    finite = np.where(np.isfinite(x), x, 0)
+    rms, amax = np.sqrt(np.mean(finite**2)), np.max(np.abs(finite))
+    for statistic, size in (("rms", rms), ("amax", amax)):
+        unit = float(jax.jit(unit_of, static_argnums=1)(jnp.asarray(x, jnp.float32), statistic))
+        assert np.frexp(unit)[0] == 0.5
+        assert 0.75 - 1e-6 < size / unit < 1.5
+
+
+@pytest.mark.parametrize("x", [np.zeros(3), np.zeros(()), np.full(2, np.nan), np.zeros((0, 2))])
+def test_one_where_there_is_nothing_to_measure(x: Any) -> None:
+    assert float(unit_of(jnp.asarray(x, jnp.float32))) == 1.0
+
+
+@pytest.mark.parametrize("log2", [1, 10, 20])
+def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
+    """Of equal numbers but one, which is four times as large, and of one beside zeros."""
+    units = jax.jit(lambda x: [unit_of(x), unit_of(x, "amax")])
+    last = np.arange(2**log2) == 2**log2 - 1
+    larger = 1.0 if log2 == 1 else 4.0
+    for exponent in (-84, -70, -48, -20, -5, 0, 28, 90, 103):
+        unit = 2.0**exponent
+        data = np.where(last, larger * unit, unit).astype(np.float32)
+        assert list(map(float, units(data))) == [unit, larger * unit]
+        data = np.where(last, unit, 0).astype(np.float32)
+        assert list(map(float, units(data))) == [unit / 2.0 ** ((log2 + 1) // 2), unit]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "unit", "with_room"),
+    [
+        ([3e38, 0.0], 2.0**126, 2.0**126),
+        ([1.0] * 7 + [2.0**10], 2.0**8, 2.0**8),
+        ([0.0] * 2**16 + [2.0**20], 2.0**12, 2.0**12),
+        ([0.0] * (2**18 - 1) + [2.0**20 - 1], 2.0**11, 2.0**11),
+        ([1e-9] * 2**12 + [2.0**-9], 2.0**-15, 2.0**-15),
+    ],
+)
+def test_the_largest_entry_has_room(numbers: list[float], unit: float, with_room: float) -> None:
+    data = jnp.asarray(numbers, jnp.float32)
+    assert float(unit_of(data)) == unit
+    assert float(unit_of(data, "rms", 2.0**15)) == with_room

@@ -1,5 +1,7 @@
-"""The function itself: its arguments, its results and its errors."""
+"""The function itself: arguments, results, errors, and the registration of rules."""
 
+import functools
+import importlib
 from typing import Any
 
 import jax
@@ -7,14 +9,17 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import scalify
-
-from .law import law
-from .table_control import PROGRAMS
-
-test_value_and_gradient = law(PROGRAMS)
+from unitscale.transforms import (
+    coverage,
+    register,
+    scalify,
+    unlisted,
+)
 
 
 def test_static_arguments() -> None:
@@ -172,3 +177,86 @@ def test_a_function_that_changes_an_object_in_place() -> None:
         with pytest.raises(ValueError, match=r"\['b'\].w.* nnx.split"):
             run(given, jnp.ones(2))
     np.testing.assert_array_equal(to_array(scalify(other)(given, jnp.ones(2))["c"]), 1.0)
+
+
+DATA = np.asarray([[1.0, -2.0], [0.5, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize("scale", [None, 1, jnp.float32(3.0), jnp.ones((2, 1)), jnp.ones((1,))])
+def test_identity(scale: Any) -> None:
+    x = ScaledArray(DATA, scale)
+    np.testing.assert_array_equal(to_array(scalify(lambda a: a)(x)), x.value)
+
+
+def test_scales_of_results_are_arrays_and_plain_stays_plain() -> None:
+    for f in (lambda a: a, lambda a: 0 * a, lambda a: a * 2):
+        result = scalify(f)(ScaledArray(DATA, 1))
+        assert jax.tree.structure(result) == jax.tree.structure(ScaledArray(DATA, 1))
+        np.testing.assert_array_equal(result.value, f(DATA))
+    assert not isinstance(scalify(lambda a: a)(ScaledArray(DATA, None)), ScaledArray)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_programs_are_traced_on_values(dtype: Any) -> None:
+    seen = []
+
+    def look(x: jax.Array, y: jax.Array) -> jax.Array:
+        seen.extend([x.dtype, y.dtype])
+        return x
+
+    scalify(look)(as_scaled(DATA, dtype=dtype), jnp.asarray(DATA, dtype))
+    assert seen == [jnp.float32, dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("float16", 512.0), ("bfloat16", 1.0), ("float32", 1.0)]
+)
+def test_results_are_measured_in_narrow_types_and_at_one_in_others(
+    dtype: str, scale: float
+) -> None:
+    x = ScaledArray(jnp.full((4, 4), 16.0, dtype), jnp.float32(2.0))
+    found = scalify(lambda x: (x @ x / 8, x + x, x, x.T, -x))(x)
+    assert [float(y.scale) for y in found[2:]] == [2.0] * 3
+    np.testing.assert_array_equal(found[0].value, 512.0)
+    assert float(found[0].scale) == (512.0 if dtype == "float16" else 1.0)
+    assert float(found[1].scale) == (64.0 if dtype == "float16" else 1.0)
+
+
+@pytest.mark.parametrize("target", [lax.add_p, "add", "dot_general", "scan"])
+def test_a_primitive_has_one_rule(target: Any) -> None:
+    with pytest.raises(ValueError, match=r"has a rule already, in category"):
+        register("mine", target)
+
+
+def test_other_libraries_are_not_asked_for_but_jax_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign, own = Primitive("foreign"), Primitive("own")
+    rule = functools.partial(lax.add, (lambda *_: None,))
+    monkeypatch.setitem(ad.primitive_jvps, foreign, rule)
+    assert unlisted() == []
+    monkeypatch.setitem(ad.primitive_jvps, own, lax.add)
+    assert unlisted() == ["own"]
+
+
+def test_a_primitive_without_a_rule_takes_the_default() -> None:
+    primitive = Primitive("tripled")
+    primitive.def_impl(lambda x: x * 3)
+    primitive.def_abstract_eval(lambda x: x)
+    x = as_scaled(jnp.full(4, 1e-6), dtype=jnp.float16)
+    scaled = scalify(lambda a: primitive.bind(a))
+    assert float(jnp.max(jnp.abs(to_array(scaled(x)) / x.value - 3))) < 1e-3
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda v: v * 3, multiple_results=False))
+    assert [d.primitive for d in scaled.report(x)] == ["tripled"]
+
+
+def test_every_differentiable_primitive_is_listed() -> None:
+    """Kernels of Pallas are not asked for, though it is imported."""
+    importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
+    assert unlisted() == []
+
+
+def test_every_row_says_what_its_rule_does() -> None:
+    for row in coverage().splitlines()[2:]:
+        category, summary, primitives = (c.strip() for c in row.strip("| ").split(" | "))
+        assert category
+        assert summary.endswith(".")
+        assert primitives.startswith("`")

@@ -1,8 +1,11 @@
-"""Whole train steps, iterated: losses follow those of plain float32, and scales stay near sizes."""
+"""Training under scalify follows training in float32."""
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,9 +14,87 @@ from flax import nnx
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import is_scaled
-from unitscale.transforms import scalify
+from unitscale.transforms import (
+    scalify,
+)
 
-from .models import Task, mlp, step_of, transformer
+
+class Task(NamedTuple):
+    """A loss of parameters and a batch, and where training starts."""
+
+    loss: Callable[[Any, Any], jax.Array]
+    params: Any
+    batch: Any
+
+
+def mlp() -> Task:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {
+        "hidden": {"kernel": normal(16, 32) / 4, "bias": jnp.zeros(32)},
+        "out": {"kernel": normal(32, 4) / 6, "bias": jnp.zeros(4)},
+    }
+    x = normal(64, 16)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x, target = batch
+        hidden = jax.nn.gelu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+        return jnp.mean((hidden @ params["out"]["kernel"] + params["out"]["bias"] - target) ** 2)
+
+    return Task(loss, params, (x, jnp.tanh(x @ normal(16, 4))))
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, width, decode=False, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
+
+
+class Transformer(nnx.Module):
+    def __init__(self, vocab: int, width: int, layers: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x, mask = self.embed(ids), nnx.make_causal_mask(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.embed.attend(self.norm(x))
+
+
+def transformer() -> Task:
+    model = Transformer(11, 16, 1, nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    ids = jnp.asarray(np.cumsum(np.random.default_rng(1).integers(1, 3, (8, 13)), axis=1) % 11)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        logits = nnx.merge(graph, params)(batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    return Task(loss, nnx.to_pure_dict(params), ids)
+
+
+def step_of(task: Task, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """Returns the whole train step: gradients, optimizer and update."""
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(task.loss)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
 
 STEPS = 50
 OPTIMIZERS = {
@@ -98,3 +179,127 @@ def test_layer_norm_of_flax(mean: float, dtype: Any) -> None:
     expected = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
     atol = 2 * float(jnp.finfo(dtype).eps) * np.max(np.abs(expected))
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
+
+
+TURNS = 200
+# A rate at which a step is more than the rounding of the parameters, and 200 of them train.
+RATE = 0.05
+RATES = {"acprop": 0.01, "rmsprop": 0.01}
+# What a learning rate alone does not make. The first estimates of methods that find their own rate
+# are such that the first steps are not lost in the rounding of the parameters.
+GIVEN: dict[str, Callable[[], Any]] = {
+    "dadapt_adamw": lambda: optax.contrib.dadapt_adamw(estim_lr0=1e-3),
+    "dog": lambda: optax.contrib.dog(1.0, init_step=("heuristic", 1e-2)),
+    "dowg": lambda: optax.contrib.dowg(1.0, init_estim_sq_dist=1e-2),
+    "dpsgd": lambda: optax.contrib.dpsgd(RATE, 1.0, 0.1, 0),
+    "mechanize": lambda: optax.contrib.mechanize(optax.sgd(RATE), s_init=1e-2),
+    "noisy_sgd": lambda: optax.noisy_sgd(RATE, key=jax.random.key(0)),
+    "polyak_sgd": lambda: optax.polyak_sgd(1.0),
+    "prodigy": lambda: optax.contrib.prodigy(1.0, estim_lr0=1e-3),
+    "sam": lambda: optax.contrib.sam(
+        optax.sgd(RATE), optax.chain(optax.contrib.normalize(), optax.sgd(RATE))
+    ),
+    "schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(RATE), RATE),
+}
+DEPRECATED = {"optimistic_adam"}
+PER_EXAMPLE = {"dpsgd"}
+PLAIN = {"dpsgd", "sam"}  # which take no further arguments
+
+
+def optimizers() -> dict[str, Callable[[], Any]]:
+    """Every function of optax and optax.contrib that takes a learning rate, and those given."""
+    found = dict(GIVEN)
+    for module in (optax, optax.contrib):
+        for name, f in inspect.getmembers(module, inspect.isfunction):
+            building_block = name.startswith(("_", "scale_")) or name in DEPRECATED
+            if "learning_rate" in inspect.signature(f).parameters and not building_block:
+                rate = RATES.get(name, RATE)
+                found.setdefault(name, lambda f=f, rate=rate: f(learning_rate=rate))
+    return found
+
+
+def problem() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {"up": normal(6, 12) / 3, "bias": jnp.zeros(12), "down": normal(12, 3) / 4}
+    x = normal(32, 6)
+    return params, (x, jnp.tanh(x @ normal(6, 3)))
+
+
+def example_loss(params: Any, batch: Any) -> jax.Array:
+    x, target = batch
+    return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - target) ** 2)
+
+
+def optimizer_step(name: str, optimizer: Any) -> Callable[..., Any]:
+    update = optax.with_extra_args_support(optimizer).update
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        def loss(p: Any) -> jax.Array:
+            return example_loss(p, batch)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        given = grads
+        if name in PER_EXAMPLE:
+            items = jax.tree.map(lambda x: x[:, None], batch)
+            given = jax.vmap(jax.grad(example_loss), (None, 0))(params, items)
+        extra = {"value": value, "grad": grads, "value_fn": loss}
+        extra = {} if name in PLAIN else {"obj_fn": loss} if name == "sophia" else extra
+        updates, state = update(given, state, params, **extra)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
+    """Rounds each leaf at a scale near its RMS; other offsets round otherwise."""
+
+    def one(x: Any) -> Any:
+        if not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        finite = jnp.where(jnp.isfinite(x), x, 0)
+        size = jnp.sqrt(jnp.mean(jnp.square(finite / (jnp.max(jnp.abs(finite)) + 1e-37))))
+        scale = jnp.exp2(jnp.round(jnp.log2(size * jnp.max(jnp.abs(finite)) + 1e-37))) * offset
+        return (x / scale).astype(dtype).astype(x.dtype) * scale
+
+    return jax.tree.map(one, tree)
+
+
+def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> np.ndarray:
+    found = []
+    for _ in range(TURNS):
+        params, state, loss = step(params, state, batch)
+        found.append(loss)
+    return np.asarray([float(to_array(x)) for x in jax.device_get(found)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:"seed" is deprecated:DeprecationWarning')  # dpsgd has no key
+@pytest.mark.parametrize("name", optimizers())
+def test_training_in_float16_follows_float32(name: str) -> None:
+    params, batch = problem()
+    optimizer = optimizers()[name]()
+    step, state = optimizer_step(name, optimizer), optimizer.init(params)
+    plain = losses(jax.jit(step), params, state, batch)
+    assert plain[-20:].mean() < 0.9 * plain[0], "the plain program trains"
+
+    @jax.jit
+    def storing(params: Any, state: Any, batch: Any, offset: Any) -> Any:
+        *kept, loss = step(params, state, batch)
+        return *rounded(tuple(kept), jnp.float16, offset), loss
+
+    stored = [
+        losses(lambda *args, o=o: storing(*args, o), params, state, batch)
+        for o in np.asarray([1.0, 1.25, 1.5, 1.75], np.float32)
+    ]
+    scaled = as_scaled((params, state, batch), dtype=jnp.float16)
+    found = losses(jax.jit(scalify(step)), *scaled)
+    assert np.all(np.isfinite(found))
+    # Means over 20 steps, since two runs that follow each other swing apart.
+    windows = [np.asarray(x).reshape(-1, 20).mean(1) for x in (plain, found, *stored)]
+    apart = np.max([np.abs(w - windows[0]) for w in windows[2:]], axis=0)
+    bound = 3 * np.maximum.accumulate(apart) + 0.02 * windows[0]
+    assert np.all(np.abs(windows[1] - windows[0]) <= bound), (windows[:2], bound)

@@ -8,8 +8,12 @@ from . import (
     _rules_devices as _rules_devices,
     _rules_loops as _rules_loops,
 )
-from ._decouple import Branch as Branch
-from ._interpreter import Default as Default
+from ._interpreter import (
+    Default as Default,
+    coverage as coverage,
+    register as register,
+    unlisted as unlisted,
+)
 from ._markers import (
     cast_data as cast_data,
     dynamic_rescale as dynamic_rescale,
@@ -17,5 +21,4 @@ from ._markers import (
     set_scaling as set_scaling,
     stop_scaling as stop_scaling,
 )
-from ._registry import coverage as coverage, register as register, unlisted as unlisted
 from ._scalify import Scalified as Scalified, scalify as scalify

@@ -7,10 +7,8 @@ and the largest of float16 data show that float16 gives the same, rounded, it is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,58 +37,6 @@ _SAFE: dict[str, tuple[float, float, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Branch:
-    """How often one place of a program was computed in float16, and what that changed.
-
-    Attributes:
-        primitive: the function.
-        source: ``file:line (function)`` of the user's code, where known.
-        narrow: how many times in float16.
-        wide: how many times in float32.
-        ulps: the largest difference from float32, in units in the last place of float16.
-
-    Example:
-        >>> Branch("exp", "model.py:7 (block)", 3, 1, 0.5).narrow
-        3
-    """
-
-    primitive: str
-    source: str
-    narrow: int
-    wide: int
-    ulps: float
-
-
-class Branches:
-    """Counts, while a program runs, which way its decoupled functions go."""
-
-    def __init__(self) -> None:
-        """Starts at nothing."""
-        self._found: list[tuple[str, str, list[tuple[bool, float]]]] = []
-
-    def watch(self, primitive: str, source: str, safe: Any, narrow: Any, wide: Any) -> None:
-        """Adds to the program that it tells, at this place, which way it goes."""
-        seen: list[tuple[bool, float]] = []
-        self._found.append((primitive, source, seen))
-        step = jnp.ldexp(np.float32(1), jnp.maximum(jnp.frexp(wide)[1] - 11, -24))
-        narrow = narrow.astype(np.float32)
-        same = (narrow == wide) | (jnp.isnan(narrow) & jnp.isnan(wide))
-        ulps = jnp.max(jnp.where(same, 0.0, jnp.abs(narrow - wide) / step), initial=0.0)
-        jax.debug.callback(lambda *told: seen.append((bool(told[0]), float(told[1]))), safe, ulps)
-
-    def found(self) -> list[Branch]:
-        """Returns what was counted, in the order of the program."""
-        jax.effects_barrier()
-        branches = []
-        for primitive, source, seen in self._found:
-            narrow = [ulps for safe, ulps in seen if safe]
-            if seen:  # bodies of loops are traced more than once, and run in one of these traces
-                counts = len(narrow), len(seen) - len(narrow)
-                branches.append(Branch(primitive, source, *counts, max(narrow, default=0.0)))
-        return branches
-
-
 def can_decouple(primitive: str, operands: Sequence[Value]) -> bool:
     """Whether a function may be computed in float16: one of float16 data at one scale."""
     x = operands[0]
@@ -98,7 +44,7 @@ def can_decouple(primitive: str, operands: Sequence[Value]) -> bool:
     return primitive in _SAFE and is_half and not scale_of(x).ndim and jnp.size(x.data) > 0
 
 
-def decoupled(primitive: str, x: Value, apply: Callable[[Any], Any], watch: Any = None) -> Value:
+def decoupled(primitive: str, x: Value, apply: Callable[[Any], Any]) -> Value:
     """Computes a function of float16 data in float16 where that is safe, else in float32."""
     largest, smallest_scale, smallest = _SAFE[primitive]
     scale = jnp.asarray(scale_of(x).factor())
@@ -114,7 +60,5 @@ def decoupled(primitive: str, x: Value, apply: Callable[[Any], Any], watch: Any 
         value = wide_value(apply(x.wide()), np.float16).measured()
         return value.data, scale_of(value).factor()
 
-    if watch is not None:
-        watch(safe, in_float16()[0], apply(x.wide()))
     data, unit = lax.cond(safe, in_float16, in_float32)
     return Value(data, Scale(0, unit), x.dtype)

@@ -14,8 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core import format_of
-from ._interpreter import Interpreter
-from ._registry import register
+from ._interpreter import Interpreter, register
 from ._rules_arrays import narrowed
 from ._values import (
     ONE,

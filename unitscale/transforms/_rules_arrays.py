@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core import cast
-from ._interpreter import Interpreter
-from ._registry import register
+from ._decouple import can_decouple, decoupled
+from ._interpreter import Interpreter, register
 from ._values import (
     Value,
     aval_of,
@@ -24,6 +24,7 @@ from ._values import (
     same_type,
     scale_of,
     spans,
+    spread,
     wide_value,
     widen,
 )
@@ -170,8 +171,9 @@ _COMPARISONS = """
 @register("wide", *_FUNCTIONS.split(), *_COMPARISONS.split())
 def function(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     """Applied to ``data * scale``, in float32 or wider."""
-    apart = interpreter.decoupled(eqn, values)
-    return interpreter.wide(eqn, values) if apart is None else apart
+    if interpreter.settings.decouple and can_decouple(eqn.primitive.name, values):
+        return decoupled(eqn.primitive.name, values[0], lambda x: interpreter.bind(eqn, [x]))
+    return interpreter.wide(eqn, values)
 
 
 @register("wide", *_SUMS)
@@ -184,12 +186,37 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     return interpreter.wide(eqn, values)
 
 
+def _is_one_per_row(eqn: JaxprEqn) -> bool:
+    """Whether a scatter changes one entry of each row, as the gradient of `take_along_axis`."""
+    dims, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    rows, last = tuple(range(len(shape) - 1)), (len(shape) - 1,)
+    return (
+        dims.operand_batching_dims == dims.scatter_indices_batching_dims == rows
+        and dims.scatter_dims_to_operand_dims == dims.inserted_window_dims == last
+        and aval_of(eqn.invars[2]).shape == (*shape[:-1], 1)
+    )
+
+
 @register("wide", "scatter_add", "scatter_sub")
 def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Operand and updates meet wide; the indices are plain."""
+    """Operand and updates meet wide; one update in each row is chosen where its index is."""
     x, indices, updates = values
-    operand, added = same_type([x.wide(), updates.wide()])
-    return wide_value(_scattered(eqn, operand, indices.data, added), data_dtype(x, updates))
+    operand, added = x.data, updates.data
+    if x.scale is not None or updates.scale is not None:
+        operand, added = same_type([x.wide(), updates.wide()])
+    if not _is_one_per_row(eqn):
+        data = _scattered(eqn, operand, indices.data, added)
+    else:  # element by element, which XLA fuses: a scatter is a kernel of its own
+        index, last = indices.data[..., 0], operand.ndim - 1
+        if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+            index = jnp.clip(index, 0, operand.shape[last] - 1)
+        places = lax.broadcasted_iota(index.dtype, operand.shape, last)
+        change = lax.add if eqn.primitive is lax.scatter_add_p else lax.sub
+        changed = change(operand, spread(added, operand))
+        data = lax.select(lax.eq(places, spread(index, operand)), changed, operand)
+    if x.scale is None and updates.scale is None:
+        return Value(data)
+    return wide_value(data, data_dtype(x, updates))
 
 
 @register("wide", "reduce_precision")

@@ -11,22 +11,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from ._interpreter import Interpreter, Settings
-from ._registry import register
+from ._interpreter import ELEMENTWISE, Interpreter, Settings, register
 from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wide_value
 
 # -- values across a boundary that takes arrays ----------------------------------------------------
 
 
 class Spec(NamedTuple):
-    """The static facts of a value: everything but its arrays.
+    """The static facts of a value; ``index`` is the position of its scale's array among all.
 
-    Attributes:
-        log2: static exponent of the scale; None for a plain array.
-        index: position of the scale's array among those that cross; None for none.
-        dtype: see `Value`.
-        steps: see `Value`.
-        const: see `Value`; as a string, because NaN is not equal to itself and -0.0 is to 0.0.
+    ``const`` is a string, because NaN is not equal to itself, and -0.0 is to 0.0.
     """
 
     log2: int | None
@@ -83,11 +77,7 @@ def unpack(specs: Sequence[Spec], arrays: Sequence[Any]) -> list[Value]:
 
 
 class Traced(NamedTuple):
-    """An inner jaxpr on arrays, and how its results become values again.
-
-    The results of ``closed`` are the data of every value, then the scales made inside. Specs count
-    the scales of the operands first, then those.
-    """
+    """An inner jaxpr that returns data and new scales, and the specs of its results."""
 
     closed: ClosedJaxpr
     specs: tuple[Spec, ...]
@@ -147,6 +137,11 @@ with jax.disable_jit(False):  # as the environment may have it disabled
 @register("call", "jit")
 def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The same jit on the scaled program: its name, shardings, layouts and donations are kept."""
+    inner, params = eqn.params["jaxpr"], eqn.params
+    is_elementwise = all(e.primitive.name in ELEMENTWISE for e in inner.eqns)
+    is_bare = {_UNSPECIFIED}.issuperset((*params["in_shardings"], *params["out_shardings"]))
+    if is_elementwise and is_bare and not any(params["donated_invars"]):  # such as `jnp.where`
+        return interpreter.run(inner.jaxpr, inner.consts, values)
     packed = pack(values)
     traced = trace(interpreter.settings, eqn.params["jaxpr"], packed)
     closed, consts = _without_consts(traced, packed)

@@ -12,8 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..core import wide_dtype
-from ._interpreter import Interpreter
-from ._registry import register
+from ._interpreter import Interpreter, register
 from ._values import (
     MOST_STEPS,
     ONE,
@@ -47,27 +46,8 @@ STRATEGIES: dict[str, Callable[[str, int], float]] = {
 def growth_of(strategy: StaticScaling) -> Growth:
     """Returns a static strategy as a function that gives the whole log2 of the growth.
 
-    Scaling:
-        The data of a sum of n terms grows by sqrt(n) if they are independent ("unit"); "identity"
-        expects no growth, so that scales only multiply.
-
-    Args:
-        strategy: "unit", "identity", or a function of the primitive's name and the number of terms
-            that it sums, returning the expected growth of RMS.
-
-    Returns:
-        The function of the same arguments, rounded to the nearest power of two.
-
-    Raises:
-        ValueError: if a name is not registered, or the function returns no positive number.
-        TypeError: if the strategy is neither a name nor a function.
-
-    Example:
-        >>> growth_of("unit")("dot_general", 64)
-        3
-
-    References:
-        Balanca et al., "Scalify", 2024, arXiv 2407.17353, table 1.
+    The data of a sum of n terms grows by sqrt(n) if they are independent ("unit"); with "identity"
+    scales only multiply.
     """
     function = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
     if not callable(function):
@@ -103,10 +83,7 @@ _MANY = 2**12
 
 
 def _operands(x: Value, y: Value, primitive: str) -> list[Any]:
-    """Returns the data of two operands in types that the primitive takes together.
-
-    Both 8-bit, or both of the wider type; only dot_general takes two different 8-bit types.
-    """
+    """Returns the data of two operands in types that the primitive takes together."""
     types = [jnp.result_type(v.data) for v in (x, y)]
     eight_bits = all(t.itemsize == 1 for t in types) and primitive == "dot_general"
     if types[0] == types[1] or eight_bits:
@@ -193,15 +170,10 @@ def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[V
 def _attention_operands(
     eqn: JaxprEqn, values: Sequence[Value]
 ) -> tuple[list[Value], list[Any], dict[str, Any], Scale]:
-    """Prepares what the kernel takes: 16-bit queries, keys, values and bias.
+    """Returns q, k, v; data up to the page tables; parameters; what q was multiplied by.
 
     The kernel adds a bias to logits at their values, so the scales of q and k go to its static
-    scale as far as they are known while tracing. The rest is multiplied into q and k, half into
-    each.
-
-    Returns:
-        q, k and v as stored; data of the operands up to the page tables; changed parameters; and
-        what the data of q was multiplied by.
+    scale as far as they are known while tracing. The rest is multiplied into q and k, half each.
     """
     dtype = data_dtype(*values[:4])
     if dtype.itemsize != 2:
@@ -229,7 +201,7 @@ def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
     """The same kernel on data: the scale of v is that of the result; that of q k is applied."""
     (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
     data, *statistics = interpreter.bind(eqn, arrays, **changes)
-    return [v.with_part(data), *(wide_value(s, np.float32) for s in statistics)]
+    return [v.with_data(data), *(wide_value(s, np.float32) for s in statistics)]
 
 
 @register("contraction", "dot_product_attention_bwd_wrapper")

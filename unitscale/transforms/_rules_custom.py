@@ -16,8 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.interpreters import ad
 
-from ._interpreter import Interpreter, Settings
-from ._registry import register
+from ._interpreter import Interpreter, Settings, register
 from ._rules_calls import Packed, Spec, Traced, pack, trace, unpack
 from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 
@@ -39,10 +38,7 @@ class _Static:
 def _interpret(
     settings: Settings, function: Any, values: Sequence[Value], types: Sequence[Any]
 ) -> list[Value]:
-    """Traces a function of arrays on the types of the program, and evaluates it on values.
-
-    The arrays lie, and vary over a mesh, as the data of the values does.
-    """
+    """Traces a function on arrays of these types, laid out as the values, and evaluates it."""
     avals = [jax.typeof(v.data).update(dtype=t) for v, t in zip(values, types, strict=True)]
     closed = jax.make_jaxpr(function)(*avals)
     return Interpreter(settings).run(closed.jaxpr, closed.consts, values)

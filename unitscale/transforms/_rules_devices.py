@@ -13,8 +13,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..core import varying
-from ._interpreter import Interpreter
-from ._registry import register
+from ._interpreter import Interpreter, register
 from ._rules_calls import pack, unpack
 from ._values import Scale, Value, fit, spans, times, wide_value, widen
 
@@ -25,10 +24,7 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def agreed(value: Value, axes: Sequence[str]) -> Value:
-    """Stores a value at one scale for all devices: the largest.
-
-    Nothing is sent where JAX knows that the scale is the same everywhere.
-    """
+    """Stores a value at the largest scale of any device, unless it is known to be the same."""
     value = value.stored()
     if value.scale is None or value.scale.array is None or not axes:
         return value

@@ -13,8 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..core import scan_counts, wide_dtype
-from ._interpreter import Interpreter
-from ._registry import register
+from ._interpreter import Interpreter, register
 from ._values import (
     ONE,
     Scale,
@@ -31,12 +30,9 @@ from ._values import (
 
 
 class Carry(NamedTuple):
-    """How one carried leaf crosses from one turn to the next.
+    """How one carried leaf crosses from one turn to the next; ``dtype`` is None for a plain leaf.
 
-    Attributes:
-        dtype: the type it is stored in; None for a plain leaf.
-        wide: whether it crosses wide: where the program starts with a plain array or a wide value,
-            such as a sum with zeros, which rounding in every turn would stop.
+    It crosses wide where it starts plain or wide, as a sum with zeros: rounding would stop it.
     """
 
     dtype: Any = None
@@ -187,14 +183,7 @@ def _stacked(data: Any, item: Value, scales: Any) -> Value:
 
 
 def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> bool:
-    """Whether the number of turns of a loop depends on floating numbers, carried or constant.
-
-    Args:
-        condition: the test of a `lax.while_loop`.
-        body: a turn of it.
-        first: how many operands of the test are constants.
-        second: how many of the body's are.
-    """
+    """Whether the number of turns depends on floating numbers, after so many constants of each."""
 
     def reads_floats(program: ClosedJaxpr, read: Sequence[bool]) -> bool:
         used = zip(program.in_avals, read, strict=True)
@@ -212,10 +201,9 @@ def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, secon
 
 
 def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> Any:
-    """Returns test and body of a loop over examples of which each stops by itself.
+    """Returns test and body of a loop over examples, each of which stops by itself.
 
-    It goes on while any of them does, and those that have stopped keep what they carry. Both take
-    the constants of the two, then what is carried.
+    Both take the constants of the two, then what is carried.
     """
     tests, known = condition.in_avals[:first], body.in_avals[:second]
     avals = [*tests, *known, *condition.in_avals[first:]]

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from ..core import ScaledArray, broadcasts, cudnn_accepts_float32, is_scaled, wide_dtype
-from ._decouple import Branch, Branches
 from ._interpreter import Default, Interpreter, Settings
 from ._rules_contractions import StaticScaling, growth_of
 from ._values import Scale, Value, is_complex
@@ -43,7 +42,6 @@ class Scalified:
         self._static_argnums = frozenset(static_argnums)
         self._static_argnames = frozenset(static_argnames)
         self._options = static_scaling, decouple
-        self._decouple = decouple
         self._growth = growth_of(static_scaling)
         functools.update_wrapper(self, function, updated=())
 
@@ -91,33 +89,6 @@ class Scalified:
         jax.eval_shape(function, leaves)
         return found[-1]
 
-    def branches(self, *args: Any, **kwargs: Any) -> list[Branch]:
-        """Calls a decoupled function, and counts how often each place ran in float16.
-
-        Args:
-            *args: as for a call, concrete arrays.
-            **kwargs: as for a call.
-
-        Returns:
-            One entry per place that may run either way, in program order, with the line of the
-            user's code and the error against float32, which is computed beside it.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> from unitscale import as_scaled
-            >>> f = scalify(jnp.exp, decouple=True)
-            >>> [(b.narrow, b.wide) for b in f.branches(as_scaled(jnp.ones(2), dtype=jnp.float16))]
-            [(1, 0)]
-        """
-        if not self._decouple:
-            raise ValueError(
-                "unitscale.scalify: branches are those of a decoupled function; call "
-                "scalify(fn, decouple=True)"
-            )
-        counted = Branches()
-        jax.block_until_ready(self._run(args, kwargs, counted)[0])
-        return counted.found()
-
     def _static_positions(self, count: int) -> set[int]:
         positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
         if self._static_argnames:  # a call without them need not look at the signature
@@ -125,9 +96,7 @@ class Scalified:
             positions |= {names.index(n) for n in self._static_argnames if n in names}
         return {i for i in positions if i < count}
 
-    def _run(
-        self, args: Sequence[Any], kwargs: dict[str, Any], branches: Branches | None = None
-    ) -> tuple[Any, Settings]:
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Settings]:
         static = self._static_positions(len(args))
         fixed = {k: v for k, v in kwargs.items() if k in self._static_argnames}
         moving = [a for i, a in enumerate(args) if i not in static]
@@ -153,7 +122,7 @@ class Scalified:
         functools.update_wrapper(flat, self._function, updated=())
         with cudnn_accepts_float32():
             closed = jax.make_jaxpr(flat)(*map(_traced_aval, traced))
-        settings = Settings(self._growth, self._decouple, branches)
+        settings = Settings(self._growth, self._options[1])
         values = list(map(_from_input, traced))
         results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
         return jax.tree.unflatten(structure[-1], map(_to_output, results)), settings
@@ -303,7 +272,7 @@ def scalify(
             number of terms, rounded to a power of two.
         decouple: an experiment: functions of float16 data (exp, log, tanh, erf, sin, sqrt) are
             computed in float16 where scale and data show at run time that this gives what float32
-            gives, rounded, and in float32 elsewhere (`Scalified.branches` counts).
+            gives, rounded, and in float32 elsewhere.
 
     Returns:
         The scaled function. It is traced at every call, so call it under `jax.jit`. scalify of it

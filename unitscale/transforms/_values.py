@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,9 @@ MOST_STEPS = 2
 
 
 class Scale:
-    """The scale ``2**log2 * array``: a static power of two, and an array known at run time.
+    """The scale ``2**log2 * array``: a static power of two, and one that is known at run time.
 
-    Args:
-        log2: static exponent.
-        array: float32 array of powers of two, a scalar or of the rank of its data; None for 1.
-
-    Example:
-        >>> print((Scale(1) * Scale(0, jnp.float32(4))).factor())
-        8.0
+    The array is a scalar or of the rank of its data; None is 1.
     """
 
     __slots__ = ("array", "log2")
@@ -89,25 +83,42 @@ def _bounded(x: Any) -> Any:
 ONE = Scale()
 
 
+class Origin(NamedTuple):
+    """How an element-wise result was made: in ``depth`` operations from ``roots``."""
+
+    apply: Callable[[list[Value]], Value]
+    operands: list[Value]
+    roots: list[Value]
+    depth: int
+
+
 class Value:
     """An array of the interpreted program.
 
     Args:
         data: the array.
         scale: its scale; None for a plain array.
-        dtype: the type that the value is stored in; that of plain arrays is None, since they never
-            widen the data that they meet.
-        steps: how many contractions made the data since its size was last known; in a type with
-            the range of float32, where sizes do not matter, since its scale was that of an argument
-            or 1. By default unknown.
-        const: of a plain array, the number that all of its elements are, if known while tracing.
+        dtype: the type that the value is stored in; None for a plain array.
+        steps: how many contractions made narrow data since its size was last known.
+        const: of a plain array, the number that all of its elements are, if known.
 
-    Example:
-        >>> print(Value(jnp.ones(2), Scale(3)).wide())
-        [8. 8.]
+    Attributes:
+        origin: how a wide element-wise result was made, if that is cheap to do again.
+        is_from_stored: whether it was computed from a stored array of as many elements.
+        turns: how many times results of a stored value have been computed again.
     """
 
-    __slots__ = ("_made", "const", "data", "dtype", "scale", "steps")
+    __slots__ = (
+        "_made",
+        "const",
+        "data",
+        "dtype",
+        "is_from_stored",
+        "origin",
+        "scale",
+        "steps",
+        "turns",
+    )
 
     def __init__(
         self,
@@ -127,6 +138,9 @@ class Value:
         unsized = 0 if self.dtype is None or spans(self.dtype) else MOST_STEPS
         self.steps = unsized if steps is None else steps
         self.const = const
+        self.origin: Origin | None = None
+        self.is_from_stored = False
+        self.turns = 0
         self._made: dict[str, tuple[Any, Any]] = {}
 
     @property
@@ -176,6 +190,45 @@ class Value:
             return self
         return wide_value(self.wide(), self.dtype)
 
+    def made_by(self, apply: Callable[[list[Value]], Value], operands: list[Value]) -> None:
+        """Remembers how a wide element-wise result was made, if that is cheap to do again."""
+        is_traced = isinstance(self.data, Tracer)  # otherwise nothing is fused
+        if self.scale is None or self.is_stored or self.dtype.itemsize > 2 or not is_traced:
+            return
+        origins = [v.origin or Origin(apply, [], [v], 0) for v in operands]
+        roots = {id(root): root for origin in origins for root in origin.roots}
+        depth = 1 + max(origin.depth for origin in origins)
+        large = [
+            r for r in roots.values() if r.const is None and jnp.size(r.data) >= jnp.size(self.data)
+        ]
+        self.is_from_stored = any(r.is_stored for r in large)
+        read = sum(jnp.result_type(r.data).itemsize for r in large)
+        # Float32 would be written (4 bytes) and read (4): up to three arrays of 16 bits are less.
+        if read <= 6 and depth <= 64 and len(roots) <= 16:
+            self.origin = Origin(apply, operands, list(roots.values()), depth)
+
+    def again(self, done: dict[int, Value] | None = None) -> Value:
+        """Computes a chain of element-wise operations anew, from what it began with.
+
+        XLA would merge it with the first time, and keep float32 in memory until now, if the scales
+        of stored arrays were not behind barriers. A number tells each barrier from those before.
+        """
+        done = {} if done is None else done
+        if self.origin is None or id(self) in done:
+            return done.get(id(self), self)
+        for root in self.origin.roots:
+            if root.is_stored and id(root) not in done:
+                root.turns += 1
+                scale = jnp.asarray(scale_of(root).factor())
+                scale, _ = lax.optimization_barrier((scale, np.float32(root.turns)))
+                data = times(widen(root.data), Scale(0, scale))
+                done[id(root)] = wide_value(data, root.dtype)
+        value = self.origin.apply([v.again(done) for v in self.origin.operands])
+        if value.scale is not None and not value.is_stored:
+            value.origin, value.is_from_stored = self.origin, self.is_from_stored
+        done[id(self)] = value
+        return value
+
     def with_data(self, data: Any) -> Value:
         """Returns a value of the same scale, type and size with other data."""
         return Value(data, self.scale, self.dtype, self.steps)
@@ -201,9 +254,16 @@ class Value:
         """Returns the value stored at the power of two nearest its size, read from the data."""
         x = self.uniform()
         assert x.scale is not None, "a measured value is scaled"
-        unit = Scale(0, unit_of(x.data, statistic, format_of(self.dtype).max))
-        data = fit(times(widen(x.data), unit.inverse()), self.dtype)
+        # Computed once to be measured and once to be stored, so that float32 is not kept between.
+        first, second = (x.again(), x.again()) if x.is_from_stored else (x, x)
+        unit = Scale(0, unit_of(first.data, statistic, format_of(self.dtype).max))
+        data = fit(times(widen(second.data), unit.inverse()), self.dtype)
         return Value(data, x.scale * unit, self.dtype, 0)
+
+    def kept(self) -> Value:
+        """Returns the value stored, behind a barrier: XLA would not round, and keep float32."""
+        x = self.stored()
+        return x.with_data(lax.optimization_barrier(x.data))
 
     def leaving(self) -> Value:
         """Returns the value as it leaves a program or a turn of a loop, to be an input again.
@@ -332,10 +392,6 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
     It is at least so large that no finite element is above ``largest`` times it; 1 for data without
     finite elements other than zero, and for more than 2^16 of an RMS below about 2^-90. Not
     differentiated.
-
-    Example:
-        >>> print(unit_of(jnp.array([3e5, jnp.inf])))
-        262144.0
     """
     data = lax.stop_gradient(jnp.asarray(data))
     if not data.size:
@@ -348,10 +404,11 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
     axes, rms = tuple(range(size.ndim)), _rms(size)
     room = math.floor(math.log2(min(largest, 2.0**127)))
     # No entry is above the root of the number of terms times the RMS. Large arrays are read once,
-    # and are zero where their squares underflow.
-    is_known = isinstance(size.size, int) and 2**16 < size.size <= 4.0 ** (room - 1)
-    if is_known and statistic == "rms":
-        return _nearest_pow2(rms)
+    # with room for such an entry, and are zero where their squares underflow.
+    if isinstance(size.size, int) and size.size > 2**16 and statistic == "rms":
+        shift = max(math.ceil(math.log2(size.size) / 2) - (room - 1), 0)
+        if shift <= 2:
+            return lax.mul(_nearest_pow2(rms), np.float32(2.0**shift))
     amax = lax.reduce_max(size, axes)
     if statistic == "amax" or not size.ndim:
         return _nearest_pow2(amax)
@@ -362,8 +419,8 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
 def _rms(size: Any) -> Any:
     """Returns the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
-    Squares of large and of small numbers are added up apart, each after a shift that keeps their
-    sum within float32. They are parts of one complex sum, which XLA fuses with what made the data.
+    Squares of large and small numbers are summed apart, each shifted so that the sum stays within
+    float32. They are parts of one complex sum, which XLA fuses with what made the data.
     """
     terms = size.size if isinstance(size.size, int) else 2**20  # an export leaves sizes open
     shift = math.ceil(math.log2(terms) / 2)

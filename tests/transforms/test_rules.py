@@ -1,0 +1,305 @@
+"""Single rules: movers, casts, comparisons, functions, sums, calls, the default."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from unitscale import ScaledArray, as_scaled, to_array
+from unitscale.transforms import (
+    get_data_scale,
+    scalify,
+)
+from unitscale.transforms._interpreter import Interpreter
+
+from .table import IDS, A
+from .table_control import clipped_gradient, steep
+
+
+@pytest.mark.parametrize(
+    "function",
+    [jnp.ravel, jnp.transpose, jnp.flip, lambda x: x[1], lambda x: -x, jnp.abs, jnp.sort],
+)
+def test_data_moves_and_the_scale_stays(function: Callable[..., Any]) -> None:
+    x = ScaledArray(jnp.arange(6.0).reshape(2, 3), jnp.float32(3.0))
+    result = scalify(function)(x)
+    assert float(result.scale) == 3.0
+    np.testing.assert_array_equal(result.data, function(x.data))
+
+
+def test_a_scale_per_row_is_reduced_where_elements_move() -> None:
+    x = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[1.0], [8.0]]))
+    np.testing.assert_array_equal(to_array(scalify(jnp.ravel)(x)), [1, 1, 1, 8, 8, 8])
+    assert scalify(jnp.negative)(x).scale.shape == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_scatters_of_narrow_data(dtype: Any) -> None:
+    def function(x: jax.Array) -> Any:
+        ends = jax.ops.segment_max(x, IDS, 4), jax.ops.segment_min(x, IDS, 4)
+        return *ends, x.at[IDS[1:3]].apply(jnp.sin), jnp.zeros_like(x).at[IDS].add(x)
+
+    def within(x: jax.Array) -> Any:
+        return jax.ops.segment_sum(x.astype(jnp.bfloat16), IDS, 4).astype(jnp.float32)
+
+    x, step = as_scaled(50 * A, dtype=dtype), float(jnp.finfo(jnp.bfloat16).eps)
+    for f in (function, within):
+        expected, actual = f(x.value), to_array(scalify(f)(x))
+        for e, a in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+            np.testing.assert_allclose(a, e, rtol=4 * step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_casts_are_measured_in_narrow_types_and_keep_the_scale_in_others(dtype: str) -> None:
+    x = ScaledArray(jnp.asarray([1e30, -1e30]), jnp.float32(2.0))
+    result = scalify(lambda a: a.astype(dtype))(x)
+    assert result.dtype == dtype
+    assert float(result.scale) == (2.0 if dtype == "bfloat16" else 2.0**101)
+    np.testing.assert_allclose(to_array(result, jnp.float32), x.value, rtol=2.0**-3)
+
+
+def test_integers_and_bools_have_no_scale() -> None:
+    x = ScaledArray(jnp.asarray([1.0, 0.0]), jnp.float32(4.0))
+    np.testing.assert_array_equal(scalify(lambda a: a.astype(jnp.int32))(x), [4, 0])
+    np.testing.assert_array_equal(scalify(lambda a: a.astype(bool))(x), [True, False])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("factor", [2.0**-100, 3.0, 2.0**13])
+def test_precision_is_reduced_of_values(factor: float, dtype: Any) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        return lax.reduce_precision(x, 5, 2)
+
+    data = jnp.asarray([1.0, -1.3, 6.1, 0.7], dtype)
+    x = ScaledArray(data, jnp.float32(factor))
+    np.testing.assert_array_equal(to_array(scalify(function)(x)), function(x.value))
+
+
+def test_a_reduction_to_the_own_precision_keeps_the_scale() -> None:
+    x = ScaledArray(jnp.asarray([1.0, -1.3]), jnp.float32(3.0))
+    result = scalify(lambda a: lax.reduce_precision(a, 8, 23))(x)
+    np.testing.assert_array_equal(result.data, x.data)
+    assert float(result.scale) == 3.0
+
+
+def test_float64_computes_in_float64() -> None:
+    with jax.enable_x64(True):
+        x = as_scaled(jnp.asarray([1e8] + [1.0] * 7, jnp.float32))
+        for run in (
+            lambda x: jnp.cumsum(x.astype(jnp.float64))[-1] - 1e8,
+            lambda x: jnp.sum(x, dtype=jnp.float64) - 1e8,
+        ):
+            assert to_array(scalify(run)(x)).item() == 7
+
+
+@pytest.mark.parametrize("fill", [0.0, -np.inf, np.inf, np.nan])
+def test_constant_fills_take_the_scale_of_the_other_operand(fill: float) -> None:
+    x = as_scaled(jnp.asarray([1e-3, -2e-3, 3e-3]), dtype=jnp.float16)
+    keep = jnp.asarray([True, False, True])
+    result = scalify(lambda a: jnp.where(keep, a, fill))(x)
+    np.testing.assert_allclose(result.value[keep], x.value[keep], rtol=1e-3)
+    np.testing.assert_array_equal(result.value[1], np.float32(fill))
+
+
+def test_gradient_of_a_maximum_of_different_scales() -> None:
+    x = as_scaled(jnp.asarray([1.0, 300.0, -2.0]), dtype=jnp.float16)
+    y = as_scaled(jnp.asarray([2e-3, -1e-3, 1e-3]), dtype=jnp.float16)
+    gradient = scalify(jax.grad(lambda a, b: jnp.sum(jnp.maximum(a, b)), argnums=(0, 1)))(x, y)
+    np.testing.assert_array_equal(to_array(gradient[0]), [1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(to_array(gradient[1]), [0.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_results_beyond_16_bits_are_kept(dtype: Any) -> None:
+    x = as_scaled(jnp.asarray([20.0, 30.0, -30.0]), dtype=dtype)
+    result = scalify(jnp.exp)(x)
+    assert result.dtype == dtype
+    exact = np.exp(np.asarray(x.value, np.float64))
+    step = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(result.value, exact, rtol=8 * step, atol=step * exact.max())
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 1.0, 3.0])
+def test_roots_have_the_scale_of_their_own_size(scale: float) -> None:
+    for dtype, rtol in ((jnp.float16, 1e-3), (jnp.float32, 1e-6)):
+        x = ScaledArray(jnp.asarray([1.0, 0.25, 4.0], dtype), jnp.float32(scale))
+        value, root = scalify(lambda a: (jnp.sqrt(a), get_data_scale(jnp.sqrt(a))[1]))(x)
+        assert dtype == jnp.float32 or 0.5 < float(root) / np.sqrt(scale) <= 2.0
+        expected = np.sqrt(scale * np.asarray(x.data, np.float64))
+        np.testing.assert_allclose(to_array(value), expected, rtol=rtol)
+
+
+def test_small_second_moments_survive_float16() -> None:
+    """g**2, its average and the ratio to its root are rounded once, at the end."""
+    g = as_scaled(jnp.asarray([1e-4, 3e-8, -2e-7]), dtype=jnp.float16)
+    update = jax.jit(scalify(lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-12)))(g)
+    assert update.dtype == jnp.float16
+    np.testing.assert_allclose(update.value, np.sign(g.value) * 1000**0.5, rtol=2e-3)
+
+
+POOLS: dict[str, Callable[..., Any]] = {
+    "maximum": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
+    "minimum": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 3), (1, 1), "SAME"),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("name", POOLS)
+def test_gradients_without_a_scale_are_chosen_by_narrow_data(name: str, dtype: Any) -> None:
+    """Those of a plain sum of the pooled extremes are plain ones."""
+    gradient = jax.grad(lambda x: jnp.sum(POOLS[name](x)))
+    x = as_scaled(jnp.asarray(np.random.default_rng(0).normal(size=(4, 6))), dtype=dtype)
+    expected = gradient(x.value.astype(jnp.float32))
+    np.testing.assert_array_equal(to_array(scalify(gradient)(x)), expected)
+
+
+def test_many_terms_of_one_place() -> None:
+    """Of one sign they grow by their number, here beyond float16."""
+    x = as_scaled(jnp.ones(100_000), dtype=jnp.float16)
+    found = scalify(lambda x: jax.ops.segment_sum(x, jnp.zeros(x.shape, int), 1))(x)
+    np.testing.assert_allclose(to_array(found), [1e5], rtol=2**-11)
+
+
+def test_jit_keeps_its_name_and_donation() -> None:
+    def named(x: jax.Array) -> jax.Array:
+        return x * 2 + 1
+
+    x = ScaledArray(jnp.ones(3), jnp.float32(2.0))
+    inner = jax.jit(named, donate_argnums=0)
+    equations = jax.make_jaxpr(scalify(lambda a: inner(a)))(x).eqns
+    (call,) = [e for e in equations if e.primitive.name == "jit"]
+    assert call.params["name"] == "named"
+    assert call.params["donated_invars"][0]
+
+
+def test_an_inner_program_is_scaled_once() -> None:
+    calls = []
+
+    @jax.jit
+    def layer(x: jax.Array) -> jax.Array:
+        calls.append(1)
+        return jnp.tanh(x)
+
+    scalify(lambda x: layer(layer(layer(x))))(as_scaled(jnp.ones(3)))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_each_branch_leaves_with_its_own_scale(value: float) -> None:
+    x = ScaledArray(jnp.full(4, value, jnp.float16), jnp.float32(1.0))
+    result = scalify(lambda a: lax.cond(a[0] > 0, lambda b: b * 2**20, lambda b: b / 2**20, a))(x)
+    assert float(result.scale) == (2.0**20 if value > 0 else 2.0**-20)
+    np.testing.assert_array_equal(np.abs(result.data), 1)
+
+
+def test_branches_in_branches_are_interpreted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, run = [], Interpreter.run
+    monkeypatch.setattr(Interpreter, "run", lambda *args: runs.append(1) or run(*args))
+
+    def nested(depth: int, x: jax.Array) -> jax.Array:
+        if depth == 0:
+            return jnp.sin(x)
+        inner = functools.partial(nested, depth - 1)
+        return lax.cond(x[0] > depth, inner, lambda y: y * y + 1, x * 1.5)
+
+    x, f = jnp.linspace(0.5, 2, 4), functools.partial(nested, 6)
+    np.testing.assert_allclose(to_array(scalify(f)(as_scaled(x))), f(x), rtol=1e-6)
+    assert len(runs) == 1 + 2 * 6
+
+
+def test_the_users_rule_is_used_outside_too() -> None:
+    """Differentiated outside of scalify, with respect to data: the scales are constants."""
+    x = ScaledArray(jnp.asarray([0.3, 2.0]), jnp.float32(4.0))
+
+    def outside(data: jax.Array) -> jax.Array:
+        return jnp.sum(to_array(scalify(clipped_gradient)(ScaledArray(data, x.scale))))
+
+    expected = 4.0 * jax.grad(lambda v: jnp.sum(clipped_gradient(v)))(x.value)
+    np.testing.assert_allclose(jax.grad(outside)(x.data), expected, rtol=1e-6)
+
+    def tangent(data: jax.Array) -> jax.Array:
+        return to_array(scalify(steep)(ScaledArray(data, x.scale)))
+
+    _, slope = jax.jvp(tangent, (x.data,), (jnp.ones(2),))
+    np.testing.assert_allclose(slope, 12.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16])
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
+def test_results_are_rescaled_to_unit_size(scale: float, dtype: Any) -> None:
+    matrix = ScaledArray(jnp.asarray([[4.0, 1.0], [1.0, 3.0]], dtype), jnp.float32(scale))
+    result = scalify(jnp.linalg.cholesky)(matrix)
+    assert result.dtype == dtype
+    assert 0.5 <= np.sqrt(np.mean(np.square(np.asarray(result.data, np.float32)))) <= 2
+    exact = np.linalg.cholesky(np.asarray(matrix.value, np.float64))
+    step = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(result.value, exact, rtol=2 * step, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_the_parts_of_a_factorization_may_differ_in_size(size: float) -> None:
+    """Those of `lu` are in one array: L near 1, U near the matrix."""
+    matrix = as_scaled(jnp.asarray([[4.0, 1.0], [1.0, 3.0]]) * jnp.float32(size), dtype=jnp.float16)
+    right = jnp.asarray([1.0, -2.0])
+    for f in (jnp.linalg.solve, lambda a, b: jnp.linalg.inv(a) @ b * 1.0):
+        found = to_array(jax.jit(scalify(f))(matrix, right))
+        expected = f(matrix.value, right)
+        step = float(jnp.finfo(jnp.float16).eps)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=step * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("size", [1e5, 1.0, 1e-9])
+def test_magnitudes_of_complex_results(size: float) -> None:
+    matrix = jnp.asarray([[1.0, -2.0], [3.0, 0.5]]) * size
+
+    def radius(a: jax.Array) -> jax.Array:
+        return jnp.abs(jnp.linalg.eigvals(a)).max()
+
+    found = scalify(radius)(as_scaled(matrix, dtype="float16"))
+    exact = np.abs(np.linalg.eigvals(np.asarray(matrix, np.float64))).max()
+    np.testing.assert_allclose(to_array(found, jnp.float32), exact, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_reference_that_starts_from_a_scaled_array(dtype: str) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(x)
+        ref[...] = 2 * ref[...]
+        return ref[...] + 1
+
+    found = jax.jit(scalify(double))(as_scaled(jnp.arange(4.0), dtype=dtype))
+    np.testing.assert_array_equal(to_array(found, jnp.float32), [1, 3, 5, 7])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_what_a_gradient_needs_is_computed_again_from_16_bits(dtype: Any) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum((jnp.tanh(x @ w) @ w) ** 2)
+
+    args = as_scaled((jnp.ones((4, 4)), jnp.ones((2, 4))), dtype=dtype)
+    text = str(jax.make_jaxpr(scalify(jax.grad(loss)))(*args))
+    assert (text.count("= tanh ") == 1) == (dtype == jnp.float32)
+
+
+def test_a_value_that_many_arrays_make_is_stored_before_a_contraction() -> None:
+    def program(arrays: list[jax.Array]) -> jax.Array:
+        total = sum(arrays[1:], arrays[0])
+        return total + jnp.tanh(total) @ arrays[0]
+
+    arrays = as_scaled([jnp.full((4, 4), n) for n in (0.1, 0.2, 0.3, 0.4)], dtype=jnp.bfloat16)
+    text = str(jax.make_jaxpr(scalify(program))(arrays))
+    assert "bf16[4,4] = optimization_barrier" in text
+
+
+def test_the_gradient_of_a_choice_by_class_is_no_scatter() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(x), jnp.asarray([[1], [0]]), -1).mean()
+
+    text = str(jax.make_jaxpr(scalify(jax.grad(loss)))(as_scaled(jnp.ones((2, 3)))))
+    assert "scatter" not in text
