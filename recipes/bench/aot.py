@@ -43,7 +43,7 @@ platform_name: "CUDA"
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
 
-# Speeds of large kernels on an H200, measured by `python -m recipes bench gpu` with JAX 0.11.2:
+# Speeds of large kernels on an H200, measured with JAX 0.11.2:
 # matmuls of 8,192 x 8,192, attention of GPT-2 small, XLA's copy of 1 GB, and the smallest kernel.
 # TF32, exact float32, float64 and NVLink are 70 to 80% of the data sheet.
 FLOPS = {"FP8 products": 1.32e15, "16-bit products": 0.70e15, "32-bit products": 0.35e15}
