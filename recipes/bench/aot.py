@@ -167,22 +167,23 @@ class Roofline(NamedTuple):
 
     def by_kind(self) -> list[Total]:
         """Totals of each kind of kernel, the longest first."""
-        return _totals((k.kind, k) for k in self.kernels)
+        return _totals(self.kernels, "kind")
 
     def by_place(self) -> list[Total]:
         """Totals of each place that XLA's own element-wise kernels come from, longest first."""
-        return _totals((k.place, k) for k in self.kernels if k.kind in (MEMORY, ARITHMETIC))
+        return _totals([k for k in self.kernels if k.kind in (MEMORY, ARITHMETIC)], "place")
 
 
-def _totals(labelled: Iterable[tuple[str, Kernel]]) -> list[Total]:
+def _totals(kernels: Iterable[Kernel], label: str) -> list[Total]:
     groups: dict[str, list[Kernel]] = collections.defaultdict(list)
-    for label, kernel in labelled:
-        groups[label].append(kernel)
-    totals = []
-    for label, group in groups.items():
-        seconds, size = sum(k.seconds for k in group), sum(k.bytes for k in group)
-        totals.append(Total(label, seconds, size, sum(k.flops for k in group), len(group)))
+    for kernel in kernels:
+        groups[getattr(kernel, label)].append(kernel)
+    totals = [Total(name, *_sums(group), len(group)) for name, group in groups.items()]
     return sorted(totals, key=lambda t: -t.seconds)
+
+
+def _sums(kernels: list[Kernel]) -> tuple[float, float, float]:
+    return tuple(sum(getattr(k, name) for k in kernels) for name in ("seconds", "bytes", "flops"))
 
 
 def roofline(compiled: jax.stages.Compiled | str) -> Roofline:

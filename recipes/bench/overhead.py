@@ -9,7 +9,6 @@ run when an FP8 layer, a scalified function and a scaled optimizer are traced.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +24,8 @@ from unitscale import as_scaled, nn, optim, scalify
 
 from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
-from ..run.step import abstract_step
 from . import runs
-from .step import stepper, time_ratio
+from .step import compile_times, stepper, time_ratio
 
 # Layers, and settings of ours beside those of the plain model.
 COMPILED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -84,15 +82,8 @@ def compiling(
     configs["plain "] = plain(load_kind(GPTConfig, path, words))
     row: dict[str, Any] = {"step": name, "layers": configs[""].model.layers}
     for prefix, config in configs.items():
-        jax.clear_caches()
-        start = time.process_time()
-        _, step, arguments = abstract_step(config)
-        lowered = step.lower(*arguments)
-        traced = time.process_time()
-        compiled = lowered.compile()
-        row[f"{prefix}s"] = time.process_time() - start
-        row[f"{prefix}trace s"] = traced - start
-        row[f"{prefix}HLO lines"] = (compiled.as_text() or "").count("\n")
+        row[f"{prefix}trace s"], row[f"{prefix}s"], program = compile_times(config)
+        row[f"{prefix}HLO lines"] = (program.as_text() or "").count("\n")
     row |= {"trace ratio": row["trace s"] / row["plain trace s"]}
     ratio = row["s"] / row["plain s"]
     return row | {"ratio": ratio, **runs.asked(ratio, MOST_COMPILING)}

@@ -12,7 +12,7 @@ numbers differ by rounding alone.
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from ..config import RunConfig
 from ..run.batch import make_loss, over_amax
 from ..run.evaluate import make_evaluation, mean_loss
 from ..run.recipe import build_model, recipe_of
-from ..run.scaling import plain
 from ..run.state import init_state
 from . import runs
 
@@ -78,24 +77,17 @@ def main(
         half: dict[str, tuple[str, ...]] = {"float16": ("policy=float16",)}
         half["plain-float16"] = runs.plain_words(plain_learning_rate, "policy=float16")
         both = runs.compare(half, told._replace(seeds=1, data=data and data[:1])).configs
-        tables.append(lost({name: lost_gradients(both[name][0]) for name in half}))
+        lost = [lost_gradients(name, both[name][0]) for name in half]
+        title = "Gradient entries that are zero in float16 and not in float32"
+        tables.append(runs.Table(title, [row for pair in zip(*lost, strict=True) for row in pair]))
     notes = ["No loss scale; loss over all validation text."]
     runs.publish("parity", tables, json, notes)
 
 
-class Lost(NamedTuple):
-    """Entries of gradients, and those that are zero, subnormal or not finite in float16 alone."""
+def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
+    """Count gradient entries of a trained float16 run that are zero, and in float32 are not.
 
-    entries: int
-    lost: int
-    subnormal: int
-    not_finite: int
-
-
-def lost_gradients(config: RunConfig) -> dict[str, Lost]:
-    """Count what a trained float16 run loses of its gradients, before training and after.
-
-    Both formats start from the same float32 parameters; dropout is left out.
+    Before training and after it, both formats start from the same parameters, without dropout.
     """
     graphdefs = []
     for policy in ("float32", config.policy):
@@ -103,21 +95,21 @@ def lost_gradients(config: RunConfig) -> dict[str, Lost]:
         graphdefs.append(nnx.split(model, nnx.Param, ...)[0])
     exact, narrow = (jax.jit(gradient(graphdef)) for graphdef in graphdefs)
     batches = list(islice(recipe_of(config).load_data(config).validation(), BATCHES))
-    found, tiny = {}, float(jnp.finfo(jnp.float16).tiny)
-    for when, state in (
-        ("at first", init_state(config)[2]),
-        ("at the end", runs.last_state(config)),
-    ):
+    rows, tiny = [], float(jnp.finfo(jnp.float16).tiny)
+    states = {"at first": init_state(config)[2], "at the end": runs.last_state(config)}
+    for when, state in states.items():
         counts = np.zeros(4, int)
         for batch in batches:
-            pair = (f(plain(None, state.params), state.rest, batch) for f in (exact, narrow))
+            pair = (f(state.params, state.rest, batch) for f in (exact, narrow))
             for wide, half in zip(*map(jax.tree.leaves, pair), strict=True):
                 wide, half = np.asarray(wide), np.asarray(half)
                 lost = np.count_nonzero((half == 0) & (wide != 0))
                 subnormal = np.count_nonzero((half != 0) & (np.abs(half) < tiny))
                 counts += [wide.size, lost, subnormal, np.count_nonzero(~np.isfinite(half))]
-        found[when] = Lost(*map(int, counts))
-    return found
+        names = ("entries", "lost", "subnormal", "not finite")
+        row = {"when": when, "library": library, **dict(zip(names, map(int, counts), strict=True))}
+        rows.append(row | {"share lost": row["lost"] / row["entries"]})
+    return rows
 
 
 def gradient(graphdef: nnx.GraphDef) -> Callable[..., Any]:
@@ -129,20 +121,6 @@ def gradient(graphdef: nnx.GraphDef) -> Callable[..., Any]:
         return jax.grad(of_amax, (0, 1))(params, amax, batch)[0]
 
     return compute
-
-
-def lost(found: dict[str, dict[str, Lost]]) -> runs.Table:
-    """Share of gradient entries that float16 loses, ours beside plain flax.nnx."""
-    rows = []
-    ours, theirs = found.values()
-    for when in ours:
-        for name, one in (("unitscale", ours[when]), ("plain flax.nnx", theirs[when])):
-            row: dict[str, Any] = {"when": when, "library": name, **one._asdict()}
-            row["share lost"] = one.lost / one.entries
-            if one is ours[when] and one.lost:
-                row["times smaller"] = theirs[when].lost / one.lost
-            rows.append(row)
-    return runs.Table("Gradient entries that are zero in float16 and not in float32", rows)
 
 
 def in_formats(lhs: str, rhs: str, cotangent: str, **options: Any) -> nn.Policy:

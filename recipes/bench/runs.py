@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -343,7 +344,9 @@ def publish(
     )
     document = {
         "benchmark": name,
-        "command": command_line(sys.argv[1:]),
+        # Files by their names: where they lie is of this machine.
+        "command": "python -m recipes "
+        + shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.decode().strip(),
         "versions": {"python": platform.python_version()}
@@ -379,19 +382,3 @@ def text_of(column: str, value: Any) -> str:
     if column in ("over reference", "standard error"):
         return f"{value:+.3%}"
     return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.5g}"
-
-
-def command_line(words: Sequence[str]) -> str:
-    """The command that was given, files by their names, without where it writes.
-
-    Example:
-      >>> command_line(["bench", "parity", "--data", "/texts/a.txt", "--json", "out.json"])
-      'python -m recipes bench parity --data a.txt'
-    """
-    kept, written = ["python", "-m", "recipes"], ("--json", "--dump")
-    for before, word in zip(["", *words], words, strict=False):
-        if before in written or word.startswith((*written, "train.runs_dir=", "data.cache_dir=")):
-            continue
-        key, equals, value = word.rpartition("=")
-        kept.append(key + equals + (Path(value).name if Path(value).is_absolute() else value))
-    return shlex.join(kept)

@@ -7,17 +7,14 @@ float16 (parameters and Adam's state too), in float32, and with FP8 matmuls and 
 time of a step, and the CPU time to compile it.
 """
 
-import time
 from typing import Annotated, Any
 
-import jax
 import typer
 
 from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
-from ..run.step import abstract_step
 from . import runs
-from .step import stepper, time_ratio
+from .step import compile_times, stepper, time_ratio
 
 FORMATS = {
     "float16": "scalify={storage: float16}",
@@ -65,18 +62,10 @@ def costs(plain: GPTConfig, scaled: dict[str, GPTConfig], rounds: int) -> list[r
     """Time of a step, and CPU time to trace and compile it, scalified over plain."""
     times = time_ratio(stepper(scaled["float32"]), stepper(plain), rounds)
     step = [times | runs.asked(times["ratio"], MOST_TIME)]
-    reference, rows = _compiling(plain), []
+    reference, rows = compile_times(plain)[1], []
     for name, config in scaled.items():
-        row: dict[str, Any] = {"storage": name, "s": _compiling(config), "plain s": reference}
+        row: dict[str, Any] = {"storage": name, "s": compile_times(config)[1], "plain s": reference}
         row["ratio"] = row["s"] / reference
         rows.append(row | (runs.asked(row["ratio"], MOST_COMPILE) if name == "float32" else {}))
     titles = "Time of a step, scalify in float32 over plain", "Trace and compile, over plain"
     return [runs.Table(titles[0], step), runs.Table(titles[1], rows)]
-
-
-def _compiling(config: GPTConfig) -> float:
-    jax.clear_caches()
-    start = time.process_time()
-    _, step, arguments = abstract_step(config)
-    step.lower(*arguments).compile()
-    return time.process_time() - start

@@ -13,22 +13,17 @@ H200, without one.
 import functools
 import multiprocessing
 import os
-import re
 import statistics
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
 import jax
 import numpy as np
 import typer
-from jax.profiler import ProfileData
 
 from ..config import RunConfig
 from ..errors import RecipeError
@@ -36,7 +31,7 @@ from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
 from ..run.pool import message_of
 from ..run.state import init_state
-from ..run.step import make_train_step
+from ..run.step import abstract_step, make_train_step
 from . import runs
 from .aot import roofline
 
@@ -67,14 +62,6 @@ SHAPES = {
     "llama-1b": ("data.batch_size=4",),
 }
 """Overrides of the configs of `configs/gpt/`."""
-
-# What cuBLAS and Triton call their kernels: nvjet's names begin with the formats of its operands.
-_KERNELS = {
-    "attention": "cudnn|fmha|flash",
-    "FP8 matmuls": r"nvjet_\w+?_[qr][qr]|e4m3|e5m2",
-    "16-bit matmuls": "nvjet|gemm|cutlass|xmma",
-    "transposes": "transpose",
-}
 
 
 def main(
@@ -134,19 +121,12 @@ def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
     start = time.process_time()
     with fused_attention() if gpu else nullcontext():
         compiled = step.lower(state, batches[0], np.int32(0)).compile()
-    compiling = time.process_time() - start
-    count, values, times = 0, {}, []
-
-    def advance() -> Any:
-        nonlocal state, values, count
-        state, values = compiled(state, batches[count % len(batches)], np.int32(count))
-        count += 1
-        return values
-
+    compiling, count, values, times = time.process_time() - start, 0, {}, []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         for _ in range(5):
-            advance()
+            state, values = compiled(state, batches[count % len(batches)], np.int32(count))
+            count += 1
         jax.block_until_ready(values)
         times.append((time.perf_counter() - start) / 5)
     seconds = statistics.median(times[1:])
@@ -157,7 +137,6 @@ def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
     if gpu:
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         row |= {"peak MiB": peak / 2**20, "projected ms": 1e3 * report.seconds}
-        row |= _profile(lambda: jax.block_until_ready(advance()))
     return row
 
 
@@ -166,35 +145,6 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return held + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-
-
-def _profile(work: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds of each kind of GPU kernel, and how many kernels ran."""
-    times: Counter[str] = Counter()
-    kernels = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            work()
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in ProfileData.from_file(str(path)).planes:
-                if not plane.name.startswith("/device:GPU"):
-                    continue
-                for event in (
-                    e for x in plane.lines if x.name.startswith("Stream") for e in x.events
-                ):
-                    times[kind_of(event.name)] += event.duration_ns / 1e6
-                    kernels += 1
-    return {f"{kind} ms": times[kind] for kind in (*_KERNELS, "other")} | {"kernels": kernels}
-
-
-def kind_of(kernel: str) -> str:
-    """What a GPU kernel does, by its name.
-
-    Example:
-      >>> kind_of("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT")
-      'FP8 matmuls'
-    """
-    return next((kind for kind, name in _KERNELS.items() if re.search(name, kernel)), "other")
 
 
 @contextmanager
@@ -224,6 +174,17 @@ def train_step(config: RunConfig) -> tuple[Any, Any]:
     """The step of `recipes.train`, and the state before the first one."""
     graphdef, optimizer, state = init_state(config)
     return make_train_step(graphdef, optimizer, config.scalify, settings=config.optimizer), state
+
+
+def compile_times(config: RunConfig) -> tuple[float, float, jax.stages.Compiled]:
+    """CPU seconds to trace a config's step, and to trace and compile it, cold; and the program."""
+    jax.clear_caches()
+    start = time.process_time()
+    _, step, arguments = abstract_step(config)
+    lowered = step.lower(*arguments)
+    traced = time.process_time()
+    compiled = lowered.compile()
+    return traced - start, time.process_time() - start, compiled
 
 
 def stepper(config: GPTConfig) -> Callable[[], object]:
