@@ -178,12 +178,11 @@ def _totals(kernels: Iterable[Kernel], label: str) -> list[Total]:
     groups: dict[str, list[Kernel]] = collections.defaultdict(list)
     for kernel in kernels:
         groups[getattr(kernel, label)].append(kernel)
-    totals = [Total(name, *_sums(group), len(group)) for name, group in groups.items()]
+    totals = []
+    for name, group in groups.items():
+        seconds, size = sum(k.seconds for k in group), sum(k.bytes for k in group)
+        totals.append(Total(name, seconds, size, sum(k.flops for k in group), len(group)))
     return sorted(totals, key=lambda t: -t.seconds)
-
-
-def _sums(kernels: list[Kernel]) -> tuple[float, float, float]:
-    return tuple(sum(getattr(k, name) for k in kernels) for name in ("seconds", "bytes", "flops"))
 
 
 def roofline(compiled: jax.stages.Compiled | str) -> Roofline:

@@ -17,7 +17,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -153,31 +153,26 @@ def compare(
       RecipeError: A run failed. The others are kept.
     """
     tried = {name: (rates or {}).get(name) or (None,) for name in variants}
-    tasks = []
-    for name, words in variants.items():
-        for rate in tried[name]:
-            more = [] if rate is None else [f"optimizer.learning_rate={rate}"]
-            label = name if rate is None else f"{name}-{rate:g}"
-            base = told.config or str(CONFIGS / config)
-            for text, data in told.texts().items():
-                for number in range(told.seeds):
-                    suffix = f"{label}{text}" + (f"-seed{number}" if number else "")
-                    given = [*(told.overrides or ()), *words, *data, *more, *own(name, number)]
-                    run_config = _named(base, given, suffix, number)
-                    tasks.append(((name, rate), run_config, told.fresh, metric, run or trained))
-    runs: dict[tuple[str, Any], list[RunConfig]] = {}
-    for key, run_config, *_ in tasks:
-        runs.setdefault(key, []).append(run_config)
-    values = _measured(tasks, told.jobs)
-    best, rows = {}, []
+    base, configs = told.config or str(CONFIGS / config), {}
+    for name, rate in [(key, rate) for key in variants for rate in tried[key]]:
+        label = name if rate is None else f"{name}-{rate:g}"
+        words = [*(told.overrides or ()), *variants[name]]
+        words += [] if rate is None else [f"optimizer.learning_rate={rate}"]
+        configs[name, rate] = [
+            _named(base, [*words, *data, *own(name, number)], f"{label}{text}", number)
+            for text, data in told.texts().items()
+            for number in range(told.seeds)
+        ]
+    found = _measured(configs.values(), told, metric, run or trained)
+    values = {key: [found[one.name] for one in same] for key, same in configs.items()}
+    best, rows, choose = {}, [], min if metric == "loss" else max
     for name in variants:
         of_rate = {rate: statistics.fmean(values[name, rate]) for rate in tried[name]}
-        choose = min if metric == "loss" else max
         best[name] = choose(of_rate, key=lambda rate: of_rate[rate])
         if rates and name in rates:
             rows += [{"variant": name, "rate": r, metric: x} for r, x in of_rate.items()]
     return Compared(
-        {name: runs[name, best[name]] for name in variants},
+        {name: configs[name, best[name]] for name in variants},
         {name: values[name, best[name]] for name in variants},
         [text.removeprefix("-") for text in told.texts()],
         metric,
@@ -185,19 +180,21 @@ def compare(
     )
 
 
-def _named(path: str, words: list[str], suffix: str, number: int) -> RunConfig:
+def _named(path: str, words: list[str], label: str, number: int) -> RunConfig:
     """A config named after its variant, text and seed, that prints no sample."""
     base = load_config(path, words)
-    more = [f"name={base.name}-{suffix}", "train.sample_tokens=0", f"seed={base.seed + number}"]
+    name = f"{base.name}-{label}" + (f"-seed{number}" if number else "")
+    more = [f"name={name}", "train.sample_tokens=0", f"seed={base.seed + number}"]
     return load_config(path, [*words, *more])
 
 
-def _measured(tasks: list[Any], jobs: int) -> dict[Any, list[float]]:
-    """The value of every run by what its task begins with, measured in so many processes."""
-    found: dict[str, float | str] = {}
-    for done, (task, value) in enumerate(each(tasks, jobs, _value), 1):
-        found[task[1].name] = value
-        shown = f"{done}/{len(tasks)}  {task[1].name}  {value}"
+def _measured(configs: Iterable[Any], told: Told, metric: str, run: Any) -> dict[str, float]:
+    """The loss or score of every run by its name, measured in one process or in several."""
+    tasks = [(one, told.fresh, metric, run) for same in configs for one in same]
+    found: dict[str, Any] = {}
+    for (config, *_), value in each(tasks, told.jobs, _value):
+        found[config.name] = value
+        shown = f"{len(found)}/{len(tasks)}  {config.name}  {value}"
         Console(stderr=True).print(shown, markup=False, highlight=False, soft_wrap=True)
     if failed := [f"{name}: {value}" for name, value in found.items() if isinstance(value, str)]:
         raise RecipeError(
@@ -205,22 +202,18 @@ def _measured(tasks: list[Any], jobs: int) -> dict[Any, list[float]]:
             "same command to try these again",
             exit_code=1,
         )
-    values: dict[Any, list[float]] = {}
-    for key, config, *_ in tasks:
-        values.setdefault(key, []).append(float(found[config.name]))
-    return values
+    return found
 
 
-def _value(key: Any, config: RunConfig, fresh: bool, metric: str, run: Any) -> float | str:
+def _value(config: RunConfig, fresh: bool, metric: str, run: Any) -> float | str:
+    """The loss or score of a run, or what went wrong."""
     try:
         scores = run(config, fresh)
-        return loss_of(config) if metric == "loss" else scores[metric]
-    except RecipeError as error:
-        if error.exit_code > 128:  # stopped by a signal, as this process was
+        return float(loss_of(config) if metric == "loss" else scores[metric])
+    except Exception as error:
+        if getattr(error, "exit_code", 1) > 128:  # stopped by a signal, as this process was
             raise
-        return message_of(error)
-    except Exception as error:  # whatever it is, the other runs go on
-        return message_of(error)
+        return message_of(error)  # the other runs go on
     finally:
         jax.clear_caches()
 

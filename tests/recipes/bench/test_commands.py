@@ -1,6 +1,7 @@
 """Every benchmark as a command, at the smallest size."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from recipes.bench import h200, overhead, parallel, parity, runs, step
+from recipes.bench import h200, lms, overhead, parallel, parity, runs, step
 from recipes.cli import main
 from recipes.finetune.config import FinetuneConfig
 from tests.recipes.masked import write_bert
@@ -18,6 +19,7 @@ from tests.recipes.tasks import FILES, write_tasks
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
 TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocab=256")
 TINY += ("data.tokenizer={kind: byte, vocab: null}", "data.sequence_length=16", "data.batch_size=2")
+HALF_AND_FULL = ("float32", "float16")
 Rows = list[dict[str, Any]]
 Captured = pytest.CaptureFixture[str]
 
@@ -157,9 +159,23 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sizes == [11, 1]
 
 
-def test_lms_takes_a_finished_sweep_alone(tmp_path: Path, capsys: Captured) -> None:
+def test_character_models_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     assert main(["bench", "lms", "--no-runs", "--charlm", str(tmp_path)]) == 2
     assert "--charlm" in capsys.readouterr().err
+    formats = [(library, policy) for library in ("unitscale", "plain") for policy in HALF_AND_FULL]
+    models = [(1.0, 1.004, 1.1, 1.2), (1.0, 1.1, 0.9, 0.9), (2.0, 1.9, 2.0, math.inf)]
+    losses = [dict(zip(formats, model, strict=True)) for model in models]
+    for name, given in (("is_run", True), ("load_config", None), ("make_points", [])):
+        monkeypatch.setattr(lms, name, lambda *_, given=given: given)
+    monkeypatch.setattr(lms, "read_curves", lambda *_: [])
+    monkeypatch.setattr(lms, "by_format", lambda _: dict(enumerate(losses)))
+    assert [(row["count"], row["of"]) for row in lms.study(tmp_path).rows] == [
+        (2, 3),
+        (1, 3),
+        (2, 3),
+    ]
 
 
 def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

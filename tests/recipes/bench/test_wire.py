@@ -1,14 +1,8 @@
-"""Bytes on the wire: of lines as XLA prints them, and of compiled programs."""
+"""Bytes on the wire, of lines as XLA prints them; tests/parallel has compiled programs."""
 
-import jax
-import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from recipes.bench.wire import Collective, bytes_on_wire, collectives
-from tests.parallel.devices import mesh_of
-from unitscale.parallel import all_reduce
 
 # A line, the collective's kind, type, bytes and devices, and the bytes that each device sends.
 LINES = """
@@ -55,18 +49,3 @@ def test_other_lines() -> None:
     assert bytes_on_wire(program(OTHERS)) == 0
     with pytest.raises(ValueError, match="replica groups"):
         bytes_on_wire(program("%s = f32[8]{0} all-reduce(%x), replica_groups=@groups"))
-
-
-def test_fp8_is_sent_as_bytes_a_quarter_of_float32() -> None:
-    size, part = 4096, 7 / 8
-
-    def compiled(f):
-        mapped = jax.shard_map(f, mesh=mesh_of(data=8), in_specs=P("data"), out_specs=P())
-        return jax.jit(mapped).lower(np.zeros(size * 8, np.float32)).compile()
-
-    fp8 = compiled(lambda g: all_reduce(g, "data"))
-    assert bytes_on_wire(compiled(lambda g: lax.pmean(g, "data"))) == 2 * 4 * size * part
-    # The scale: one integer's all-reduce.
-    assert bytes_on_wire(fp8) == 2 * size * part + 2 * 4 * part
-    kinds = {(c.kind, c.dtype) for c in collectives(fp8)}
-    assert kinds == {("all-reduce", "s32"), ("all-to-all", "u8"), ("all-gather", "u8")}
