@@ -190,7 +190,8 @@ def compile_times(config: RunConfig) -> tuple[float, float, jax.stages.Compiled]
 def stepper(config: GPTConfig) -> Callable[[], object]:
     """A function that trains one step further on the same random batch, and waits for it."""
     step, state = train_step(config)
-    return advancing(lambda state, index: step(state, random_batch(config), index), state)
+    batch = random_batch(config)
+    return advancing(lambda state, index: step(state, batch, index), state)
 
 
 def advancing(step: Callable[[Any, Any], tuple[Any, Any]], state: Any) -> Callable[[], object]:
