@@ -43,7 +43,7 @@ platform_name: "CUDA"
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
 
-# Speeds of large kernels on an H200, measured by `python -m recipes bench gpu` with JAX 0.11.2:
+# Speeds of large kernels on an H200, measured with JAX 0.11.2:
 # matmuls of 8,192 x 8,192, attention of GPT-2 small, XLA's copy of 1 GB, and the smallest kernel.
 # TF32, exact float32, float64 and NVLink are 70 to 80% of the data sheet.
 FLOPS = {"FP8 products": 1.32e15, "16-bit products": 0.70e15, "32-bit products": 0.35e15}
@@ -167,21 +167,21 @@ class Roofline(NamedTuple):
 
     def by_kind(self) -> list[Total]:
         """Totals of each kind of kernel, the longest first."""
-        return _totals((k.kind, k) for k in self.kernels)
+        return _totals(self.kernels, "kind")
 
     def by_place(self) -> list[Total]:
         """Totals of each place that XLA's own element-wise kernels come from, longest first."""
-        return _totals((k.place, k) for k in self.kernels if k.kind in (MEMORY, ARITHMETIC))
+        return _totals([k for k in self.kernels if k.kind in (MEMORY, ARITHMETIC)], "place")
 
 
-def _totals(labelled: Iterable[tuple[str, Kernel]]) -> list[Total]:
+def _totals(kernels: Iterable[Kernel], label: str) -> list[Total]:
     groups: dict[str, list[Kernel]] = collections.defaultdict(list)
-    for label, kernel in labelled:
-        groups[label].append(kernel)
+    for kernel in kernels:
+        groups[getattr(kernel, label)].append(kernel)
     totals = []
-    for label, group in groups.items():
+    for name, group in groups.items():
         seconds, size = sum(k.seconds for k in group), sum(k.bytes for k in group)
-        totals.append(Total(label, seconds, size, sum(k.flops for k in group), len(group)))
+        totals.append(Total(name, seconds, size, sum(k.flops for k in group), len(group)))
     return sorted(totals, key=lambda t: -t.seconds)
 
 

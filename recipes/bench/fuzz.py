@@ -2,55 +2,57 @@
 
     python -m recipes bench fuzz --programs 1000 --seed 0
 
-Programs of six kinds are drawn from the grammar: operators and ops on ScaledArrays, products of 8
-bits, steps of scaled optimizers, and plain programs under scalify, with and without control flow,
-loops that stop on a tolerance, shard_map and optimizers. Where one differs by more
-than rounding can explain, it is made smaller and printed, ready to run.
+Programs of six kinds are drawn (`KINDS`): operators and ops on ScaledArrays, FP8 matmuls, steps of
+scaled optimizers, and plain programs under scalify, with and without control flow, data-dependent
+loops, shard_map and optimizers. A program is Python source, so that what is tried is what is
+printed. One that differs by more than rounding can explain is cut down and printed, ready to run.
 
 What rounding can explain is measured: the float64 program is run again with every arithmetic result
-moved by as much as the format rounds, at random, and the largest of those changes is the unit. What
-comes near the ends of the range of scales is left out, since no law holds there.
+moved by as much as the format rounds, at random, and the largest of those changes is the unit.
+Programs whose numbers come near the ends of the range of scales are left out.
 """
 
+import functools
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import optax
 import typer
+import yaml
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec
 
-from unitscale import ScaledArray, to_array
+from unitscale import ScaledArray, ops, optim, quant, to_array
 from unitscale.transforms import scalify
 
-from ._environments import PLAIN, SCALED
-from ._grammar import Input, Program, is_float, random_program
-from ._noise import Spread, spread_of
-from ._shrink import smaller
-from ._table import JsonPath, Table, asked, publish
-
-# How many units of measured rounding a result may be off, and of the rounding of that result alone.
-MEASURED, LAST = 8.0, 4.0
-SAMPLES, MORE = 4, 64
-DIRECT = ("operators", "ops", "optim")
+from . import runs
 
 
 def main(
     programs: Annotated[int, typer.Option(min=1, help="how many are drawn")] = 1000,
     first: Annotated[int, typer.Option(min=0, help="number of the first")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="of the first; each has a seed of its own")] = 0,
-    only: Annotated[int | None, typer.Option(help="number of the one program to run")] = None,
-    json: JsonPath = None,
+    seed: Annotated[int, typer.Option(min=0, help="each program has a seed of its own")] = 0,
+    json: runs.JsonPath = None,
 ) -> None:
     """Prints how many programs of each kind agree, and those that do not, made small."""
     with suppress(RuntimeError):  # the devices are known already
         jax.config.update("jax_num_cpu_devices", 2)
-    _keep_compiled(Path("runs/fuzz/compiled"))
+    # Every compiled operation is kept on disk: few are new once some hundred programs have run.
+    jax.config.update("jax_compilation_cache_dir", "runs/fuzz/compiled")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     counts: dict[str, dict[str, int]] = {}
-    for number in [only] if only is not None else range(first, first + programs):
+    for number in range(first, first + programs):
         program = draw(seed, number)
         verdict = check(program)
         row = counts.setdefault(program.kind, dict.fromkeys(("agree", "left out", "differ"), 0))
@@ -58,28 +60,296 @@ def main(
         if verdict:
             small = smaller(program, check)
             print(f"# seed {seed}, program {number}: {check(small) or verdict}\n{listing(small)}\n")
-        if number % 50 == 49:
-            print(f"# up to program {number}: {counts}", flush=True)
         if number % 1000 == 999:
+            print(f"# up to program {number}: {counts}", flush=True)
             jax.clear_caches()  # what is kept in memory of 1,000 programs takes some GiB
     rows = [
-        {"programs": kind, **row, **asked(float(row["differ"]), most=0)}
+        {"programs": kind, **row} | runs.asked(row["differ"], 0)
         for kind, row in sorted(counts.items())
     ]
-    publish("fuzz", [Table(f"Random programs, seed {seed}", rows)], json, [])
+    runs.publish("fuzz", [runs.Table(f"Random programs, seed {seed}", rows)], json)
 
 
-def _keep_compiled(folder: Path) -> None:
-    """Keeps every compiled operation on disk: few are new once some hundred programs have run."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# -- what programs may call ------------------------------------------------------------------------
+
+_LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+
+
+def _expressions(*parts: str) -> list[str]:
+    return re.split(r" \| |\n", "\n".join(_LISTED["parts"][part].strip() for part in parts))
+
+
+KINDS = {k: (share, _expressions(*parts)) for k, (share, *parts) in _LISTED["kinds"].items()}
+"""How often a kind is drawn, and what its programs are made of."""
+DIRECT = ("operators", "ops", "optim")  # computed by ScaledArray and the library, without scalify
+SCALIFIED = ("scalify", "control")
+FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float64"]
+FORMAT_SHARES = np.array([5, 3, 3, 1, 1, 1]) / 14
+# Few: each operation is compiled for each shape that it meets.
+SHAPES = [(), (3,), (3,), (2, 3), (2, 3), (3, 3), (3, 3), (2, 1), (1, 3), (1,), (0, 3)]
+OPTIMIZERS = {
+    "adam": optax.adam(0.1),
+    "sgd": optax.sgd(0.5, momentum=0.9),
+    "rmsprop": optax.rmsprop(0.1),
+    "lion": optax.lion(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+}
+
+
+def _step(name: str, params: Any, grads: Any, scaled: bool = False) -> Any:
+    """Two steps of an optimizer; of `optim.scaled`, whose moments stay in float32."""
+    optimizer: Any = OPTIMIZERS[name]
+    if scaled:
+        optimizer = optim.scaled(optimizer, weights=None, moments=(None, None))
+    grads = jnp.broadcast_to(to_array(grads), params.shape)
+    grads = grads if scaled else grads.astype(params.dtype)
+    state = optimizer.init(params)
+    for factor in (1.0, -0.5):
+        updates, state = optimizer.update(grads * factor, state, params)
+        params = (optim if scaled else optax).apply_updates(params, updates)
+    return params
+
+
+def _newton(x: Any) -> Any:
+    """The root of x^2 + 2, by a loop that stops on a tolerance, and two steps more."""
+    square = lax.stop_gradient(x * x) + 2
+
+    def better(root: Any) -> Any:
+        return (root + square / root) / 2
+
+    def far(carry: Any) -> Any:
+        root, turns = carry  # turns, since rounding may be tried on numbers that have no root
+        return jnp.any(abs(root * root - square) > 1e-3 * square) & (turns < 1000)
+
+    root, _ = lax.while_loop(far, lambda carry: (better(carry[0]), carry[1] + 1), (square, 0))
+    return better(better(root))
+
+
+def _parts(function: Callable[[Any], Any], x: Any) -> Any:
+    """A function of each half of an array, which may communicate with the other."""
+    devices = jax.devices()[:2]
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((len(devices),), ("d",), devices=devices, axis_types=auto)
+    halves = PartitionSpec("d")
+    return jax.shard_map(function, mesh=mesh, in_specs=halves, out_specs=halves)(x)
+
+
+def _q8(x: Any, dtype: str = "e4m3fn") -> ScaledArray:
+    return quant.quantize(x, dtype, quant.Dynamic())
+
+
+def _rounded(x: Any, dtype: str = "e4m3fn") -> Any:
+    """Exact in float64, and known as an operation that rounds; E4M3 has no infinity but NaN."""
+    x = lax.reduce_precision(x, 11, 52)
+    return jnp.where(jnp.isinf(x), jnp.nan, x) if dtype == "e4m3fn" else x
+
+
+def _plain_product(x: Any, y: Any) -> Any:
+    (_, _), (_, _) = x.shape, y.shape  # of matrices only
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())))
+
+
+def _product(x: Any, y: Any) -> Any:
+    return quant.product(_q8(x), _q8(y), quant.Contraction("ik", "kj", "ij"), 1.0, jnp.float32)
+
+
+class _PlainOps:
+    """`unitscale.ops` on plain arrays, with plain results."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: to_array(getattr(ops, name)(*args, **kwargs))
+
+
+PLAIN = {"jax": jax, "jnp": jnp, "lax": lax, "newton": _newton, "parts": _parts}
+SCALED = {
+    **PLAIN,
+    "ops": ops,
+    "q8": _q8,
+    "product": _product,
+    "step": functools.partial(_step, scaled=True),
+}
+PLAIN |= {"ops": _PlainOps(), "q8": _rounded, "product": _plain_product, "step": _step}
+"""What a program may call: on plain arrays, and on ScaledArrays."""
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+class Input(NamedTuple):
+    """An argument: its numbers as they are stored, and its scale; None for a plain array."""
+
+    data: np.ndarray
+    scale: np.ndarray | None = None
+
+    @property
+    def value(self) -> np.ndarray:
+        """The numbers that are meant, in float64 where they are floats."""
+        if not is_float(self.data.dtype):
+            return self.data
+        scale = 1.0 if self.scale is None else self.scale.astype(np.float64)
+        return self.data.astype(np.float64) * scale
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether zeros have a scale, by which products of it may leave the range."""
+        return self.scale is not None and not self.value.any()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Inputs by name, and lines ``(name, expression)``, of which unused names are the results."""
+
+    kind: str
+    inputs: Mapping[str, Input]
+    lines: tuple[tuple[str, str], ...] = ()
+    only: str | None = None
+
+    @property
+    def results(self) -> list[str]:
+        """Names of the results."""
+        if self.only is not None:
+            return [self.only]
+        used = {word for _, text in self.lines for word in names_in(text)}
+        return [name for name, _ in self.lines if name not in used]
+
+    def source(self) -> str:
+        """The function, as Python source."""
+        body = [f"    {name} = {text}" for name, text in self.lines]
+        head = f"def f({', '.join(self.inputs)}):"
+        return "\n".join([head, *body, f"    return [{', '.join(self.results)}]"])
+
+    def function(self, known: Mapping[str, Any]) -> Callable[..., list[Any]]:
+        """The function, with what it may call."""
+        space = dict(known)
+        exec(self.source(), space)
+        return space["f"]
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def names_in(text: str) -> list[str]:
+    return re.findall(r"\b[vi]\d+\b", text)
 
 
 def draw(seed: int, number: int) -> Program:
-    """The program of a number."""
+    """The program of a number, whose plain form has shapes that fit."""
+    rng = np.random.default_rng([seed, number])
+    kind = str(rng.choice(list(KINDS), p=[share for share, _ in KINDS.values()]))
+    formats = [str(x) for x in rng.choice(FORMATS, 1 + (rng.random() < 0.15), p=FORMAT_SHARES)]
+    formats = ["float64"] if "float64" in formats else formats
+    inputs = {f"i{k}": _draw_input(rng, formats, kind) for k in range(rng.integers(1, 5))}
+    program, texts = Program(kind, inputs), KINDS[kind][1]
     with jax.enable_x64(True), jax.disable_jit():
-        return random_program(np.random.default_rng([seed, number]), PLAIN)
+        avals = {n: jax.ShapeDtypeStruct(x.value.shape, x.value.dtype) for n, x in inputs.items()}
+        given, wanted = dict(avals), int(rng.integers(1, 6))
+        for _ in range(40):
+            if len(program.lines) == wanted:
+                break
+            text = filled(rng, texts[rng.integers(len(texts))], avals)
+            name = f"v{len(program.lines)}"
+            longer = replace(program, lines=(*program.lines, (name, text or "")))
+            try:
+                function = replace(longer, only=name).function(PLAIN)
+                (aval,) = jax.eval_shape(function, **given)
+            except Exception:
+                continue  # nothing fills a hole, or the shapes do not fit
+            if getattr(aval, "size", 99) <= 64:
+                program, avals[name] = longer, aval
+    return program
+
+
+def filled(rng: np.random.Generator, text: str, avals: Mapping[str, Any]) -> str | None:
+    """An expression whose holes are filled, later results more often, so that programs are deep."""
+    kinds, chosen = {"x": "f", "y": "f", "z": "f", "n": "iu", "m": "b"}, {}
+    # In the order of the text: that of a set differs from one process to the next.
+    for hole in dict.fromkeys(re.findall(r"\{(\w)\}", text)):
+        names = [name for name, a in avals.items() if a.dtype.kind in kinds[hole]]
+        if not names:
+            return None
+        chosen[hole] = names[max(rng.integers(len(names), size=2))]
+    return text.format(**chosen)
+
+
+def _draw_input(rng: np.random.Generator, formats: Sequence[str], kind: str) -> Input:
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    draw = rng.random()
+    if draw < 0.08:
+        dtype = rng.choice(["int32", "uint8", "int8"])
+        # XLA's partitioner aborts the process on a gather whose indices are narrower.
+        return Input(rng.integers(0, 3, shape).astype("int32" if kind == "control" else dtype))
+    if draw < 0.13:
+        return Input(rng.random(shape) < 0.5)
+    dtype = np.dtype(getattr(ml_dtypes, (name := str(rng.choice(formats))), None) or name)
+    data = rng.normal(size=shape) * (rng.random() >= 0.08)
+    if data.size and rng.random() < 0.12:
+        # Not far smaller ones in float16: what is sliced off keeps the scale of the whole.
+        small = [2.0**-6] if dtype == np.float16 else [2.0**-14, 2.0**-20]
+        data.flat[rng.integers(data.size)] = rng.choice([0, 9, *small])
+    if data.size and rng.random() < 0.04:
+        data.flat[rng.integers(data.size)] = rng.choice([np.inf, -np.inf, np.nan])
+    data = data.astype(dtype)
+    if rng.random() < 0.12 and dtype.itemsize >= 4:
+        return Input(data)
+    most = rng.choice([0, 2, 12, 40, 100], p=[0.25, 0.3, 0.25, 0.15, 0.05])
+    if dtype == np.float16 and kind not in SCALIFIED:
+        most = min(most, 2)  # sums meet at scales that no data has been asked for
+    exponents = rng.integers(-most, most + 1)
+    if kind not in SCALIFIED and not data.any():
+        # Beside zeros at a scale others are as small as that is large, and their powers smaller.
+        exponents = np.clip(exponents, -30, 30)
+    if len(shape) == 2 and rng.random() < 0.15:
+        exponents = exponents + rng.integers(-3, 4, (shape[0], 1))
+    return Input(data, np.exp2(exponents).astype(np.float32))
+
+
+def smaller(program: Program, differs: Callable[[Program], Any]) -> Program:
+    """The first line whose result differs, with the lines and inputs that it needs."""
+    for end, (name, _) in enumerate(program.lines, 1):
+        needed = {name}
+        for line, text in reversed(program.lines[:end]):
+            needed |= set(names_in(text)) if line in needed else set()
+        lines = tuple(line for line in program.lines[:end] if line[0] in needed)
+        inputs = {n: x for n, x in program.inputs.items() if n in needed}
+        small = replace(program, lines=lines, inputs=inputs, only=name)
+        if differs(small):
+            return small
+    return program
+
+
+def listing(program: Program) -> str:
+    """The program as a script."""
+    inputs = []
+    for name, x in program.inputs.items():
+        data = f"jnp.asarray({x.data.tolist()}, '{x.data.dtype}').reshape({x.data.shape})"
+        if x.scale is not None:
+            scale = f"jnp.asarray({x.scale.tolist()}, 'float32').reshape({x.scale.shape})"
+            data = f"ScaledArray({data}, {scale})"
+        inputs.append(f"{name} = {data}")
+    call = "scalify(f)" if program.kind in SCALIFIED else "f"
+    lines = [
+        "import jax, jax.numpy as jnp; from jax import lax; from numpy import inf, nan",
+        "from unitscale import ScaledArray, ops, scalify",
+        program.source(),
+        *inputs,
+        f"args = ({', '.join(program.inputs)},)",
+        "values = [x.value if isinstance(x, ScaledArray) else x for x in args]",
+        f"print({call}(*args)); print(f(*values))",
+    ]
+    return "\n".join(lines)
+
+
+# -- how far rounding moves a program --------------------------------------------------------------
+
+# Operations whose results are their operands, or some of them: nothing is rounded, and a program
+# may ask whether the maximum is equal to an operand. The magnitude of complex numbers is none.
+_EXACT = set(_LISTED["exact"].split())
+# Sums of terms that may cancel: linear in each operand, accumulated in float32 or wider.
+_SUMS = {"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "fft"}
+_ACCUMULATED = 2.0**-24
+_CALLS = set(_LISTED["calls"].split())
 
 
 class Rounding(NamedTuple):
@@ -91,18 +361,18 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(program: Program) -> Rounding:
+    """The rounding of a program, by the formats of its inputs."""
     names = {x.data.dtype.name for x in program.inputs.values() if is_float(x.data.dtype)}
     names |= {"float32"} if program.kind == "optim" else set()  # in which it computes
     # An optimizer stores its parameters in the format that they came in.
     stored = program.kind == "optim" and any(name.startswith("float8") for name in names)
     if program.kind == "quant" or stored:
         return Rounding(2.0**-3, 2.0**-7, 80)
-    direct = program.kind in DIRECT
     # Numbers beyond 2^108 stand for infinity where scalify reads a size.
     worst = [
         Rounding(2.0**-8, 0.0, 107) if name.startswith(("float8", "bfloat16"))
         # Outside of scalify scales do not follow the data, which has the range of float16.
-        else Rounding(2.0**-11, 2.0**-11, 12) if name == "float16" and direct
+        else Rounding(2.0**-11, 2.0**-11, 12) if name == "float16" and program.kind in DIRECT
         # Data lies within 2**4 of unit size, and subnormal numbers end at 2**-24.
         else Rounding(2.0**-11, 2.0**-20, 90) if name == "float16"
         else Rounding(2.0**-24, 2.0**-40, 107) if name == "float32"
@@ -113,77 +383,109 @@ def rounding_of(program: Program) -> Rounding:
     return Rounding(*(f(r) for f, r in zip((max, max, min), zip(*worst, strict=True), strict=True)))
 
 
-def _objective(results: list[Any]) -> Any:
-    total = 0.0
-    for x in results:
-        if hasattr(x, "dtype") and is_float(x.dtype):
-            x = jnp.where(jnp.isfinite(x), x, 0)
-            total += jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype))
-    return total
+class Evaluation:
+    """Evaluates a jaxpr operation by operation; with `rng`, every arithmetic result is moved."""
+
+    def __init__(self, rounding: Rounding, rng: np.random.Generator | None = None):
+        self.rounding, self.rng = rounding, rng
+        self.sizes: list[float] = []  # the largest finite magnitude of each result that is not zero
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        env: dict[Any, Any] = dict(zip(names, [*consts, *args], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands, params = [read(atom) for atom in eqn.invars], eqn.params
+            inner = [params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in params]
+            if eqn.primitive.name in _CALLS and inner:
+                closed = (
+                    inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], ())
+                )
+                results = self.run(closed.jaxpr, closed.consts, operands)
+            else:
+                bound = _bind(eqn, operands)
+                results = list(bound) if eqn.primitive.multiple_results else [bound]
+                results = [self.moved(eqn, operands, r) for r in results]
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    @np.errstate(over="ignore", invalid="ignore")  # far beyond the range, where no law holds
+    def moved(self, eqn: JaxprEqn, operands: Sequence[Any], result: Any) -> Any:
+        """A result, moved by as much as it may be rounded."""
+        if not _inexact(result) or not jnp.size(result):
+            return result
+        x, name = np.asarray(result), eqn.primitive.name
+        size = np.abs(np.where(np.isfinite(x), x, 0))
+        self.sizes += [float(np.max(size))] if size.any() else []
+        is_complex = np.iscomplexobj(x)
+        exact = name in _EXACT and (is_complex or not np.iscomplexobj(operands[0]))
+        if self.rng is None or exact:
+            return result
+        # What has a loop inside rounds more often than once.
+        times = 4.0 if name in ("scan", "while", "cond") else 1.0
+        relative, absolute, _ = self.rounding
+        summed = min(relative, _ACCUMULATED)
+        if is_complex:  # its parts are float32 or wider
+            relative, absolute = summed, min(absolute, summed)
+        most = relative * size + np.where(x == 0, 0, absolute * np.sqrt(np.mean(size * size)))
+        if name == "fft":
+            terms = np.sqrt(np.mean(size * size, axis=-1, keepdims=True))
+        elif name in _SUMS:  # the sum of the magnitudes of what it adds
+            sizes = [jnp.abs(y).astype(jnp.result_type(y)) if _inexact(y) else y for y in operands]
+            terms = np.abs(np.asarray(_bind(eqn, sizes)))
+        else:
+            terms = np.zeros(())
+        most = most + np.where(x == 0, 0, summed * np.where(np.isfinite(terms), terms, 0))
+        unit = self.rng.uniform(-1, 1, x.shape)
+        unit = unit + 1j * self.rng.uniform(-1, 1, x.shape) if is_complex else unit
+        return jnp.asarray(x + times * most * unit)
 
 
-def _with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[..., Any]:
-    """The results of a function of named arrays, and the gradient by those that move."""
-
-    def both(**given: Any) -> Any:
-        def objective(moved: dict[str, Any]) -> Any:
-            results = function(**{**given, **moved})
-            return _objective(results), results
-
-        if not moving:
-            return function(**given), {}
-        gradient, results = jax.grad(objective, has_aux=True)({n: given[n] for n in moving})
-        return results, gradient
-
-    return both
+def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
 
 
-def plain(program: Program, moving: list[str]) -> Callable[..., Any]:
-    """The program on plain arrays."""
-    return _with_gradient(program.function(PLAIN), moving)
+def _inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def scaled(program: Program, moving: list[str]) -> Any:
-    """Values and gradients of the program on ScaledArrays."""
-    inputs = {name: _given(x) for name, x in program.inputs.items()}
-    if program.kind in ("scalify", "control"):
-        run = scalify(plain(program, moving))
-        run = jax.jit(run) if program.kind == "control" else run
-        return to_array(run(**inputs))
-    function = program.function(SCALED)
-
-    def of_data(**given: Any) -> list[Any]:
-        full = {
-            n: ScaledArray(d, inputs[n].scale) if isinstance(inputs[n], ScaledArray) else d
-            for n, d in given.items()
-        }
-        return to_array(function(**full))
-
-    data = {n: x.data if isinstance(x, ScaledArray) else x for n, x in inputs.items()}
-    results, gradient = _with_gradient(of_data, moving)(**data)
-    for name, g in gradient.items():
-        if isinstance(inputs[name], ScaledArray):
-            gradient[name] = g / inputs[name].scale
-    return results, gradient
-
-
-def _given(x: Input) -> Any:
-    data = jnp.asarray(x.data)
-    return data if x.scale is None else ScaledArray(data, jnp.asarray(x.scale))
-
-
-def moving_of(program: Program) -> list[str]:
-    """The inputs by which is differentiated: those that are scaled.
-
-    Outside of scalify cotangents are those of data, in its own type, which does not hold them
-    wherever the scale is far from 1. Casts to 8 bits are not differentiated.
+class Spread(NamedTuple):
+    """Exact results, the same when operations round (samples first), whether an exact number lies
+    beyond the range in which the law holds, and whether one that is rounded lies above it.
     """
-    return [
-        name
-        for name, x in program.inputs.items()
-        if is_float(x.data.dtype) and x.scale is not None and program.kind not in ("quant", "optim")
-        and not (program.kind in DIRECT and x.data.dtype.itemsize < 4)
-    ]  # fmt: skip
+
+    exact: list[np.ndarray]
+    moved: list[np.ndarray]
+    beyond: bool
+    above: bool
+
+
+def spread_of(
+    function: Callable[..., Any], given: dict[str, Any], rounding: Rounding, samples: int
+) -> Spread:
+    """Run a function of float64 arrays exactly, and with roundings drawn at random."""
+    closed, arrays = jax.make_jaxpr(lambda kw: function(**kw))(given), jax.tree.leaves(given)
+    exact = Evaluation(rounding)
+    noisy = [Evaluation(rounding, np.random.default_rng(i)) for i in range(samples)]
+    results = exact.run(closed.jaxpr, closed.consts, arrays)
+    moved = [run.run(closed.jaxpr, closed.consts, arrays) for run in noisy]
+    most = 2.0**rounding.reach
+    return Spread(
+        [np.asarray(x) for x in results],
+        [np.stack([np.asarray(x) for x in same]) for same in zip(*moved, strict=True)],
+        any(not 1 / most <= size <= most for size in exact.sizes),
+        any(size > most for run in noisy for size in run.sizes),
+    )
+
+
+# -- the comparison --------------------------------------------------------------------------------
+
+# How many units of measured rounding a result may be off, and of the rounding of that result alone.
+MEASURED, LAST = 8.0, 4.0
+SAMPLES, MORE = 4, 64
 
 
 def check(program: Program) -> str | None:
@@ -191,24 +493,24 @@ def check(program: Program) -> str | None:
     if not program.results:
         return ""
     moving, rounding = moving_of(program), rounding_of(program)
+    function = with_gradient(program.function(PLAIN), moving)
+    inputs = program.inputs.items()
     try:
         with jax.enable_x64(True), jax.disable_jit():
-            values = {n: jnp.asarray(x.value) for n, x in program.inputs.items()}
-            function = plain(program, moving)
+            values = {n: jnp.asarray(x.value) for n, x in inputs}
             spread = spread_of(function, values, rounding, SAMPLES)
-            if any(x.is_zero for x in program.inputs.values()):
-                sized = {n: jnp.asarray(x.size) for n, x in program.inputs.items()}
-                spread = spread._replace(
-                    beyond=spread.beyond or spread_of(function, sized, rounding, 0).beyond
-                )
+            beyond = spread.beyond
+            if any(x.is_zero for _, x in inputs):  # as if zeros were as large as their scale
+                sized = {n: jnp.asarray(x.value + (x.scale if x.is_zero else 0)) for n, x in inputs}
+                beyond |= spread_of(function, sized, rounding, 0).beyond
     except (TypeError, ValueError, IndexError, ZeroDivisionError, NotImplementedError):
         return ""  # the plain program has no such gradient, or no such shapes
-    if spread.beyond:
+    if beyond:
         return ""
     # What has control flow is compiled whole, as users do; the others operation by operation.
     whole = program.kind == "control"
     jax.config.update("jax_disable_most_optimizations", not whole)
-    wide = any(x.data.dtype == np.float64 for x in program.inputs.values())
+    wide = any(x.data.dtype == np.float64 for _, x in inputs)
     try:
         with jax.enable_x64(wide), jax.disable_jit(not whole):
             found = jax.tree.map(np.asarray, scaled(program, moving))
@@ -221,28 +523,77 @@ def check(program: Program) -> str | None:
         spread = spread_of(function, values, rounding, MORE)
     if spread.above:
         return ""  # where exact numbers cancel, what rounding leaves of them may be out of range
-    if whole:
-        spread = spread.beside(_compiled(function, values))
-    if not all(np.isfinite(value).all() for value in values.values()):
-        spread = spread.beside(_in_float32(function, values))
+    more = []
+    if whole:  # the compiler may select where NaN is added
+        with jax.enable_x64(True):
+            more.append(jax.tree.leaves(jax.jit(function)(**values)))
+    if not all(np.isfinite(x.value).all() for _, x in inputs):
+        # In float32 convolutions multiply NaN by the zeros of a padding.
+        narrow = {n: x.value.astype("f4") if is_float(x.data.dtype) else x.value for n, x in inputs}
+        with jax.enable_x64(False), jax.disable_jit():
+            more.append(jax.tree.leaves(function(**jax.tree.map(jnp.asarray, narrow))))
+    for sample in more:
+        both = zip(spread.moved, sample, strict=True)
+        spread = spread._replace(moved=[np.stack([*m, np.asarray(r, m.dtype)]) for m, r in both])
     return disagreement(found, spread, rounding)
 
 
-def _compiled(function: Callable[..., Any], values: dict[str, Any]) -> list[np.ndarray]:
-    """Results of the exact program as the compiler has it, which may select where NaN is added."""
-    with jax.enable_x64(True):
-        return list(map(np.asarray, jax.tree.leaves(jax.jit(function)(**values))))
+def moving_of(program: Program) -> list[str]:
+    """The inputs by which is differentiated: those that are scaled.
+
+    Outside of scalify cotangents are those of data, in its own type, which does not hold them
+    wherever the scale is far from 1. Casts to 8 bits are not differentiated.
+    """
+    if program.kind in ("quant", "optim"):
+        return []
+    direct = program.kind in DIRECT
+    return [
+        name
+        for name, x in program.inputs.items()
+        if is_float(x.data.dtype) and x.scale is not None
+        and not (direct and x.data.itemsize < 4)
+    ]  # fmt: skip
 
 
-def _in_float32(function: Callable[..., Any], values: dict[str, Any]) -> list[np.ndarray]:
-    """Results of the plain program, whose convolutions multiply NaN by the zeros of a padding."""
-    arrays = {
-        name: np.asarray(x, np.float32 if is_float(x.dtype) else x.dtype)
-        for name, x in values.items()
-    }
-    with jax.enable_x64(False), jax.disable_jit():
-        results = jax.tree.leaves(function(**jax.tree.map(jnp.asarray, arrays)))
-    return [np.asarray(x, np.float64 if is_float(x.dtype) else x.dtype) for x in results]
+def with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[..., Any]:
+    """The results of a function of named arrays, and the gradient by those that move."""
+
+    def total(results: list[Any]) -> Any:
+        found = 0.0
+        for x in (x for x in results if hasattr(x, "dtype") and is_float(x.dtype)):
+            x = jnp.where(jnp.isfinite(x), x, 0)
+            found += jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype))
+        return found
+
+    def both(**given: Any) -> Any:
+        def objective(moved: dict[str, Any]) -> Any:
+            results = function(**{**given, **moved})
+            return total(results), results
+
+        if not moving:
+            return function(**given), {}
+        gradient, results = jax.grad(objective, has_aux=True)({n: given[n] for n in moving})
+        return results, gradient
+
+    return both
+
+
+def scaled(program: Program, moving: list[str]) -> Any:
+    """Values and gradients of the program on ScaledArrays."""
+    scales = {n: jnp.asarray(x.scale) for n, x in program.inputs.items() if x.scale is not None}
+    data = {name: jnp.asarray(x.data) for name, x in program.inputs.items()}
+
+    def whole(given: dict[str, Any]) -> dict[str, Any]:
+        return {n: ScaledArray(d, scales[n]) if n in scales else d for n, d in given.items()}
+
+    if program.kind in SCALIFIED:
+        run = scalify(with_gradient(program.function(PLAIN), moving))
+        run = jax.jit(run) if program.kind == "control" else run
+        return to_array(run(**whole(data)))
+    function = program.function(SCALED)
+    of_data = with_gradient(lambda **given: to_array(function(**whole(given))), moving)
+    results, gradient = of_data(**data)
+    return results, {name: g / scales[name] for name, g in gradient.items()}
 
 
 def disagreement(found: Any, spread: Spread, rounding: Rounding) -> str | None:
@@ -269,26 +620,3 @@ def disagreement(found: Any, spread: Spread, rounding: Rounding) -> str | None:
         if bad.any():
             return f"{name}: {x.tolist()} for {e.tolist()}, within {bound.tolist()}"
     return None
-
-
-def listing(program: Program) -> str:
-    """The program as a script."""
-    inputs = []
-    for name, x in program.inputs.items():
-        data = f"jnp.asarray({x.data.tolist()}, '{x.data.dtype}').reshape({x.data.shape})"
-        if x.scale is not None:
-            scale = f"jnp.asarray({x.scale.tolist()}, 'float32').reshape({x.scale.shape})"
-            data = f"ScaledArray({data}, {scale})"
-        inputs.append(f"{name} = {data}")
-    call = "scalify(f)" if program.kind in ("scalify", "control") else "f"
-    values = "*(x.value if isinstance(x, ScaledArray) else x for x in args)"
-    return "\n".join(
-        [
-            "import jax, jax.numpy as jnp; from jax import lax; from numpy import inf, nan",
-            "from unitscale import ScaledArray, ops, scalify",
-            program.source(),
-            *inputs,
-            f"args = ({', '.join(program.inputs)},)",
-            f"print({call}(*args)); print(f({values}))",
-        ]
-    )

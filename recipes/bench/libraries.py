@@ -1,69 +1,77 @@
-"""Unit scaling beside plain `flax.nnx`, both in float32, each at the best of its learning rates.
+"""Unit scaling beside plain `flax.nnx`, each at the best of its learning rates.
 
-    python -m recipes bench libraries --data TEXT
+    python -m recipes bench libraries --data TEXT --seeds 3
+    python -m recipes bench libraries --methods --data TEXT
 
-Trains the GPT of `configs/gpt/parity.yaml`, or with `--config` another GPT or a BERT, in both
-libraries at every rate that is given, with several seeds; `--rate-seeds` is how many of them, if
-the rest is trained at the best rates alone. The best rate of a library is that of the least mean
-loss; where it is the first or the last of the list, a better one may lie beyond it. A run that is
-complete in `train.runs_dir` is used as it is.
+Trains the GPT of `configs/gpt/parity.yaml`, or with `--config` another GPT or a BERT, in float32 in
+both libraries at every rate that is given. A best rate that is the first or last of its list may
+not be the best of all. With `--methods` also the ways to train in float16: without a loss scale,
+with a constant and an automatic one, with FP8 matmuls by dynamic scales, under scalify, and with
+unit scaling. `python -m recipes sweep configs/gpt/transfer.yaml` finds the best rates by width.
 """
 
 from typing import Annotated
 
 import typer
 
-from ..registry import load_config
-from ._compare import Compared, compare, comparison, judged
-from ._numbers import numbers
-from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, Seeds, Told, digest_of
-from ._table import JsonPath, Table, publish
+from ..errors import RecipeError
+from . import runs
 
-PLAIN, UNIT = "plain-float32", "float32"
+BASELINE = "plain-float32"
+LIBRARIES = {BASELINE: runs.plain_words(), "float32": ("policy=float32",)}
+_HALF = runs.plain_words(runs.PLAIN_RATE, "policy=float16")
+METHODS = {
+    "plain-float16": _HALF,
+    "loss-scale": (*_HALF, "optimizer.loss_scale=4096.0"),
+    "auto-loss-scale": (
+        *_HALF,
+        "optimizer.loss_scale=dynamic",
+        "optimizer.loss_scale_interval=200",
+    ),
+    "tensor-scaling": (*_HALF, "model.products=fp8_dynamic"),
+    "scalify-float16": (*runs.plain_words(), "scalify={storage: float16}"),
+    "float16": ("policy=float16",),
+}
 
 
 def main(
-    overrides: Overrides = None,
-    config: ConfigPath = None,
-    data: DataPaths = None,
+    overrides: runs.Overrides = None,
+    config: runs.ConfigPath = None,
+    data: runs.DataPaths = None,
     plain_rates: Annotated[
         str, typer.Option(help="peak learning rates of plain models, a comma between two")
     ] = "0.001,0.002,0.004,0.008",
     unit_rates: Annotated[
         str | None, typer.Option(help="those of unit scaling; by default the config's own alone")
     ] = None,
-    seeds: Seeds = None,
-    rate_seeds: Annotated[
-        int | None, typer.Option(min=1, help="seeds that find the best rates; by default all")
-    ] = None,
-    jobs: Jobs = 1,
-    fresh: Fresh = False,
-    json: JsonPath = None,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="ways to train in float16 too")
+    ] = False,
+    seeds: runs.Seeds = 3,
+    jobs: runs.Jobs = 1,
+    fresh: runs.Fresh = False,
+    json: runs.JsonPath = None,
 ) -> None:
-    """Prints the loss at every rate, and of both libraries at their best."""
-    rates = {PLAIN: numbers("--plain-rates", plain_rates, float)}
+    """Prints the loss of both libraries at their best learning rates, and at every one."""
+    variants = LIBRARIES | (METHODS if methods else {})
+    by_library = {True: numbers("--plain-rates", plain_rates)}
     if unit_rates is not None:
-        rates[UNIT] = numbers("--unit-rates", unit_rates, float)
-    told, entry = Told(config, overrides, seeds, fresh, data, jobs), comparison("libraries")
-    if config is not None:
-        given = load_config(config)
-        title = f"Validation loss in nats per {given.loss_unit}"
-        entry = entry.model_copy(update={"recipe": given.recipe, "title": title})
-    entry = entry.at_rates(rates)
-    swept = compare(entry, told if rate_seeds is None else told._replace(seeds=rate_seeds))
-    best = entry.of([swept.best(PLAIN), swept.best(UNIT)])
-    found = swept if rate_seeds is None else compare(best, told)
+        by_library[False] = numbers("--unit-rates", unit_rates)
+    is_plain = {name: "model.library=plain" in words for name, words in variants.items()}
+    rates = {name: by_library[one] for name, one in is_plain.items() if one in by_library}
+    told = runs.Told(config, overrides, seeds, fresh, data, jobs)
+    found = runs.compare(variants, told, config=runs.PARITY, rates=rates)
+    tables = found.tables("Validation loss, each at its best learning rate", {"float32": 0.0})
     notes = ["Rates are peaks of the config's schedule; unit scaling has those of u-muP."]
-    publish("libraries", [*swept.tables(), at_best(found)], json, notes)
+    runs.publish("libraries", tables, json, notes)
 
 
-def at_best(found: Compared) -> Table:
-    """Unit scaling over plain `flax.nnx`, each at its best rate, seed by seed."""
-    names = found.best(PLAIN), found.best(UNIT)
-    rows = judged({name: found.values[name] for name in names}, names[0], {names[1]: "no worse"})
-    for row, name in zip(rows, names, strict=True):
-        row["variant"] = found.entry.label(name).partition(",")[0]
-        row["learning rate"] = found.configs[name][0].optimizer.learning_rate
-    configs = [config for name in names for config in found.configs[name]]
-    title = f"Each at its best learning rate: {found.runs(found.texts)}"
-    return Table(title, rows, digest_of(configs))
+def numbers(option: str, text: str) -> list[float]:
+    """The numbers above 0 that an option lists, a comma between two."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if min(found) <= 0:
+        raise RecipeError(f"{option}: expected numbers above 0; got {text}; give such as 0.1,0.2")
+    return found

@@ -1,187 +1,151 @@
-"""What 16 and 8 bits cost language models, and how far ahead of training their data is.
+"""What 16 and 8 bits cost BERT, the tasks it is tuned on, and character models.
 
-    python -m recipes bench lms --data TEXT
+    python -m recipes bench lms --data TEXT --sst2 TRAIN DEV --squad FILE --seeds 3
+    python -m recipes bench lms --no-runs --charlm FOLDER
 
-Trains `configs/bert/books.yaml` once for each policy, all with the same seed and data and none with
-a loss scale, and compares their loss over all validation text, of which the same tokens are always
-hidden. With `--finetune`, these models are tuned on the tasks whose files are given, with several
-seeds, each from a model of its own where there are as many, and scored beside baselines that need
-no pretraining; with `--adapt` half of the pretraining is on what the tasks have to train on. A run
-that is complete in `train.runs_dir` is used as it is, and one that was stopped is resumed. With
-`--charlm`, counts what a finished sweep found. Then compares logits of imported weights, and times
-each quick start's input pipeline against its training steps.
+Trains `configs/bert/books.yaml` in each format, all with the same seeds and data and none with a
+loss scale, and compares the loss over all validation text, of which the same tokens are always
+hidden. With the files of tasks, each run's model is tuned on them in its own format, and scored.
+A model that has read the tasks' texts scores higher (Gururangan et al. 2020, "Don't Stop
+Pretraining"): give them as `data.mixture`. With `--charlm`, counts what a finished sweep of
+`configs/charlm/small.yaml` found.
 """
 
+import json as json_text
 import statistics
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from ..config import RunConfig
-from ..errors import RecipeError
-from ..finetune.config import FinetuneConfig
+from ..atomic import write_whole
+from ..errors import RecipeError, read_text, refused
+from ..finetune.squad import read_squad
 from ..registry import CONFIGS, load_config
-from ..run.recipe import recipe_of
-from ._baselines import baselines
-from ._compare import Compared, compare, comparison
-from ._imported import folders, logits_table
-from ._runs import ConfigPath, DataPath, Fresh, Jobs, Overrides, Seeds, Told
-from ._study import read_study, study
-from ._table import JsonPath, Table, asked, publish
-from ._tasks import (
-    adapted_words,
-    contexts,
-    sentences,
-    split_articles,
-    task_words,
-    tuned_words,
-)
-from ._timing import seconds, stepper
+from ..run.folder import CONFIG, is_run, run_folder
+from ..sweep import by_format, make_points, read_curves
+from . import runs
 
-QUICKSTARTS = "gpt/quickstart.yaml", "bert/quickstart.yaml"
-LEAST_AHEAD = 20.0
+BOUNDS = {"float16": 0.002, "fp8": 0.007}
+METRICS = {"sst2": "accuracy", "squad": "f1"}
+HELD_OUT = 8  # of so many articles one is for validation
+MOST_ABOVE = 0.005
 
 
 def main(
-    overrides: Overrides = None,
-    config: ConfigPath = None,
-    data: DataPath = None,
-    runs: Annotated[bool, typer.Option(help="train and compare the policies")] = True,
-    finetune: Annotated[bool, typer.Option("--finetune", help="tune them on tasks too")] = False,
-    sst2: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="TRAIN DEV", help="TSV files, with names of columns or without"),
-    ] = None,
-    squad: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON, which is split by article")
-    ] = None,
-    pairs: Annotated[
-        bool,
-        typer.Option("--pairs", help="tune them on pairs of --squad too: which sentence answers"),
-    ] = False,
-    adapt: Annotated[
-        bool, typer.Option("--adapt", help="let half of the pretraining be on the tasks' texts")
-    ] = False,
+    overrides: runs.Overrides = None,
+    config: runs.ConfigPath = None,
+    data: Annotated[str | None, typer.Option(help="text; by default Python's library")] = None,
+    train: Annotated[bool, typer.Option("--runs/--no-runs", help="train the models")] = True,
     policies: Annotated[
         str, typer.Option(help="number formats beside float32, a comma between two")
     ] = "float16,fp8",
-    seeds: Seeds = None,
+    sst2: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="TRAIN DEV", help="TSV files to tune on"),
+    ] = None,
+    squad: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON to tune on, split by article")
+    ] = None,
     tuning: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="override of fine-tuning, such as train.steps=100"),
     ] = None,
     charlm: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="a finished sweep, or its rows.jsonl")
+        Path | None, typer.Option(metavar="FOLDER", help="a finished sweep of character models")
     ] = None,
-    logits: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FOLDER", help="Hugging Face folder with reference.npz"),
-    ] = None,
-    pipelines: Annotated[bool, typer.Option(help="time the input pipelines")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="timings of each pipeline")] = 10,
-    jobs: Jobs = 1,
-    fresh: Fresh = False,
-    json: JsonPath = None,
+    seeds: runs.Seeds = 1,
+    jobs: runs.Jobs = 1,
+    fresh: runs.Fresh = False,
+    json: runs.JsonPath = None,
 ) -> None:
-    """Prints losses and scores by number format, logits of imported weights, pipeline speeds."""
-    if finetune and not (runs and (sst2 or squad)):
+    """Prints losses and scores of BERT by number format, and counts of character models."""
+    tables = [] if charlm is None else [study(charlm)]  # complains before hours of training
+    if train:
+        names = ["float32", *(name.strip() for name in policies.split(",") if name.strip())]
+        variants = {name: (f"policy={name}",) for name in names}
+        base = load_config(config or CONFIGS / "bert/books.yaml", overrides or [])
+        folder = Path(base.train.runs_dir)
+        tasks: dict[str, list[str]] = {}
+        if sst2:
+            tasks["sst2"] = sentences(*sst2)
+        if squad:
+            tasks["squad"] = questions(squad, folder / f"{base.name}-squad")
+            if base.longest is not None:
+                tasks["squad"].append(f"squad.max_question_length={base.longest // 3}")
+        told = runs.Told(config, overrides, seeds, fresh, data and [data], jobs)
+        pretrained = runs.compare(variants, told, config="bert/books.yaml")
+        tables = [*pretrained.tables("Masked-LM loss", BOUNDS), *tables]
+
+        def start(name: str, number: int) -> list[str]:
+            one = pretrained.configs[name][number]
+            words = [f"init={run_folder(one)}", f"train.runs_dir={run_folder(one).parent}"]
+            return words if one.longest is None else [*words, f"data.sequence_length={one.longest}"]
+
+        for task, words in tasks.items():
+            words = [f"name={base.name}-{task}", *words, *(tuning or [])]
+            told = runs.Told(None, words, seeds, fresh, jobs=jobs)
+            metric = METRICS[task]
+            found = runs.compare(
+                variants, told, config=f"bert/{task}.yaml", metric=metric, own=start
+            )
+            tables += found.tables(f"{metric} on {task}")
+    notes = ["No loss scale; each format's own pretrained models, tuned in the same format."]
+    runs.publish("lms", tables, json, notes)
+
+
+def sentences(train: str, validation: str) -> list[str]:
+    """Overrides for SST-2's files: GLUE's, which name columns, or sentence and label alone."""
+    named = "label" in read_text(Path(train), "--sst2").partition("\n")[0].split("\t")
+    words = [f"data.train={train}", f"data.validation={validation}"]
+    return words if named else [*words, "classification={header: false, text: 0, label: 1}"]
+
+
+def questions(path: str, folder: Path) -> list[str]:
+    """Overrides for a SQuAD file, of whose articles every eighth is for validation."""
+    read_squad(path, "--squad")
+    tree = json_text.loads(Path(path).read_text(encoding="utf-8"))
+    articles = tree["data"]
+    if len(articles) < HELD_OUT:
         raise RecipeError(
-            "--finetune: expected the pretraining runs and the files of a task; got "
-            f"{'neither --sst2 nor --squad' if runs else '--no-runs'}; add --sst2 TRAIN DEV or "
-            "--squad FILE, without --no-runs"
+            f"--squad: expected at least {HELD_OUT} articles, of which one is for validation; got "
+            f"{len(articles)} in {path}; give a larger file"
         )
-    if not finetune and (sst2 or squad or tuning or adapt):
+    held = articles[HELD_OUT - 1 :: HELD_OUT]
+    parts = {"train": [x for x in articles if x not in held], "validation": held}
+    with refused(f"train.runs_dir: cannot write {folder}", "free space, or change train.runs_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in parts.items():
+            write_whole(folder / f"{name}.json", json_text.dumps(tree | {"data": part}))
+    return [f"data.{name}={folder / name}.json" for name in parts]
+
+
+def study(folder: Path) -> runs.Table:
+    """Count the models of a sweep that lose nothing in FP16, and nothing by unit scaling."""
+    if not is_run(folder):
         raise RecipeError(
-            "--sst2, --squad, --tuning and --adapt: expected beside --finetune; got them alone; "
-            "add it"
+            f"--charlm: expected the folder of a sweep, with {CONFIG} and rows.jsonl; got "
+            f"{folder}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
         )
-    if pairs and not squad:
-        raise RecipeError("--pairs: expected the file of SQuAD; got none; add --squad FILE")
-    if adapt and data is None:
-        raise RecipeError("--adapt: expected a text beside those of tasks; got none; add --data")
-    entry = comparison("lms").only("--policies", policies)
-    told = Told(config, overrides, seeds, fresh, data and [data], jobs)
-    tables, notes = [], []
-    curves = None if charlm is None else read_study(charlm)  # complains before hours of training
-    imported = folders(logits or ())
-    if runs:
-        base = load_config(config or CONFIGS / comparison("lms").config, told.words)
-        (text,) = told.texts
-        folder = Path(base.train.runs_dir) / f"{base.name}{text}-squad-split"
-        articles = split_articles(squad, folder) if squad else None
-        if adapt and data:
-            told = adapted(told, base, data, sst2, articles)
-        found = compare(entry, told)
-        tables.append(found.table())
-        notes.append("No loss scale; loss over all validation text, its masks fixed.")
-        if finetune:
-            longest = found.configs[found.entry.reference][0].longest
-            own = task_words(sst2, articles, longest, pairs=pairs)
-            tables += tuned(found, own, Told(None, tuning, seeds, fresh, jobs=jobs))
-            notes.append("Each policy's own pretrained models, tuned in the same policy.")
-    if curves is not None:
-        tables.append(study(curves))
-    if imported:
-        tables.append(logits_table(imported))
-    if pipelines:
-        (text,) = told.texts.values()
-        rows = [time_pipeline(load_config(CONFIGS / name, text), rounds) for name in QUICKSTARTS]
-        tables.append(Table("Tokens a second: input pipeline alone, and training", rows))
-        notes.append(
-            "Pipelines run in the thread that asks for the batch, steps on all of the device."
-        )
-    publish("lms", tables, json, notes)
+    curves = read_curves(make_points(load_config(folder / CONFIG)), folder)
+    best = list(by_format(curves).values())
 
+    def pairs(first: tuple[str, str], second: tuple[str, str]) -> list[float]:
+        return [x[first] / x[second] - 1 for x in best if first in x and second in x]
 
-def adapted(
-    told: Told,
-    base: RunConfig,
-    data: str,
-    sst2: tuple[str, str] | None,
-    articles: tuple[Path, Path] | None,
-) -> Told:
-    """What is told of runs on one text, for pretraining on those of the tasks too."""
-    texts = {"sst2": sentences(*sst2)} if sst2 else {}
-    texts |= {"squad": contexts(articles[0])} if articles else {}
-    return told._replace(overrides=[*told.words, *adapted_words(base, data, texts)], data=None)
+    def row(what: str, over: Sequence[float], most: float) -> dict[str, Any]:
+        count = sum(x <= most for x in over)
+        found = {"models with": what, "count": count, "of": len(over), "most": max(over, default=0)}
+        return found | {"median": statistics.median(over) if over else 0.0}
 
-
-def tuned(pretrained: Compared, tasks: Mapping[str, Sequence[str]], told: Told) -> list[Table]:
-    """Scores of the pretrained models, tuned on tasks, and of baselines."""
-    runs, reference = pretrained.configs, pretrained.entry.reference
-    base = runs[reference][0].name.replace(f"-{reference}", "", 1)
-    tables = []
-    for task, words in tasks.items():
-        given = [f"name={base}-{task}", *words]
-        own = {policy: partial(_tuning, models, given) for policy, models in runs.items()}
-        found = compare(comparison(task).of([*runs]), told, own)
-        config = cast(FinetuneConfig, found.configs[reference][0])
-        table = found.table()
-        tables.append(Table(table.title, [*table.rows, *baselines(config)], table.configs))
-    return tables
-
-
-def _tuning(models: Sequence[RunConfig], words: Sequence[str], number: int) -> list[str]:
-    """Overrides of the tuning run of some number, which starts from the model of that number."""
-    return [*tuned_words(models[number % len(models)]), *words]
-
-
-def time_pipeline(config: RunConfig, rounds: int, batches: int = 50) -> dict[str, Any]:
-    """One row: tokens a second of a config's batches and of its training steps, medians."""
-    pipeline = recipe_of(config).load_data(config).training(config.seed)
-    step = stepper(config, next(pipeline))
-    step()  # compiles
-
-    def draw() -> None:
-        for _ in range(batches):
-            next(pipeline)
-
-    tokens = config.data.step_size
-    produced = tokens * batches / statistics.median([seconds(draw) for _ in range(rounds)])
-    consumed = tokens / statistics.median([seconds(step) for _ in range(rounds)])
-    ahead = produced / consumed
-    row = {"config": config.name, "produced": produced, "consumed": consumed}
-    return row | {"times ahead": ahead, **asked(ahead, least=LEAST_AHEAD)}
+    unit, regular, above = "unitscale", "plain", f"FP16 at most {MOST_ABOVE:.1%} above"
+    half = pairs((unit, "float16"), (unit, "float32"))
+    theirs = pairs((regular, "float16"), (regular, "float32"))
+    both = pairs((unit, "float32"), (regular, "float32"))
+    rows = [
+        row(f"unit {above} unit FP32", half, MOST_ABOVE),
+        row(f"regular {above} regular FP32", theirs, MOST_ABOVE),
+        row("unit FP32 no worse than regular FP32", both, 0.0),
+    ]
+    return runs.Table("Character models, each at its best learning rate", rows)

@@ -1,89 +1,187 @@
-"""What 16 and 8 bits cost: validation loss against float32, and gradients lost in float16.
+"""What 16 and 8 bits cost: losses against float32, gradients lost, and rounding by operand.
 
     python -m recipes bench parity --data TEXT --data ANOTHER --seeds 5
+    python -m recipes bench parity --rounding --data TEXT
 
-Trains `configs/gpt/parity.yaml` for each policy on each text with each seed, the same seed and data
-for all policies, none with a loss scale. Gradients are counted in the first float16 run and in one
-of the same GPT in plain `flax.nnx`. A run that is complete in `train.runs_dir` is used as it is,
-and one that was stopped is resumed.
+Trains `configs/gpt/parity.yaml` in each format on each text with each seed, all without a loss
+scale. Gradients are counted in the first float16 run and in one of the same GPT in plain
+`flax.nnx`. With `--rounding` the last parameters of the float32 runs are evaluated and
+differentiated once more, with some matmuls in FP8 and everything else in bfloat16, so that two
+numbers differ by rounding alone.
 """
 
+from collections.abc import Callable
+from itertools import islice
 from typing import Annotated, Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import typer
+from flax import nnx
 
-from ._compare import compare, comparison
-from ._runs import ConfigPath, DataPaths, Fresh, Jobs, Overrides, PlainRate, Seeds, Told
-from ._table import JsonPath, Table, asked, publish
-from ._underflow import WHEN, Sample, Underflow, lost_gradients
+from unitscale import nn
+from unitscale.quant import MatmulConfig
 
-LEAST_GAIN = dict(zip(WHEN, (10.0, 1.0), strict=True))
+from ..config import RunConfig
+from ..run.batch import make_loss, over_amax
+from ..run.evaluate import make_evaluation, mean_loss
+from ..run.recipe import build_model, recipe_of
+from ..run.state import init_state
+from . import runs
+
+SPECIAL = {
+    "fp8-readout": ("policy=fp8", "fp8_readout=true"),
+    "fp8-readout-gradients": ("policy=fp8", "fp8_readout=gradients"),
+    "fp8-rebalance": ("policy=fp8", "monitor={rebalance: true}"),
+}
+"""Formats that take more than a policy."""
+BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
+BATCHES = 8
+
+E4M3, E5M2, WIDE = "float8_e4m3fn", "float8_e5m2", "bfloat16"
+LAYERS = ("query", "key", "value", "out", "up", "down")
 
 
 def main(
-    overrides: Overrides = None,
-    config: ConfigPath = None,
-    data: DataPaths = None,
+    overrides: runs.Overrides = None,
+    config: runs.ConfigPath = None,
+    data: runs.DataPaths = None,
     policies: Annotated[
         str,
-        typer.Option(
-            help="what is compared with float32: float16, fp8, fp8-readout-gradients, "
-            "fp8-readout, fp8-rebalance"
-        ),
+        typer.Option(help=f"formats beside float32: a policy, or one of {', '.join(SPECIAL)}"),
     ] = "float16,fp8",
     gradients: Annotated[
         bool, typer.Option(help="also count the gradients that float16 loses")
     ] = True,
-    plain_learning_rate: PlainRate = None,
-    seeds: Seeds = None,
-    jobs: Jobs = 1,
-    fresh: Fresh = False,
-    json: JsonPath = None,
+    rounding: Annotated[
+        bool, typer.Option("--rounding", help="loss and gradients by what is in FP8, not trained")
+    ] = False,
+    plain_learning_rate: runs.PlainRate = runs.PLAIN_RATE,
+    seeds: runs.Seeds = 1,
+    jobs: runs.Jobs = 1,
+    fresh: runs.Fresh = False,
+    json: runs.JsonPath = None,
 ) -> None:
-    """Prints validation loss by number format, and the share of gradients lost in float16."""
-    told = Told(config, overrides, seeds, fresh, data, jobs)
-    found = compare(comparison("parity").only("--policies", policies), told)
-    tables, notes = found.tables(), ["No loss scale; loss over all validation text."]
+    """Prints validation loss by number format, and gradients lost in float16."""
+    told = runs.Told(config, overrides, seeds, fresh, data, jobs)
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    variants = {name: SPECIAL.get(name, (f"policy={name}",)) for name in ("float32", *names)}
+    variants = {"float32": variants["float32"]} if rounding else variants
+    found = runs.compare(variants, told)
+    if rounding:
+        runs.publish("parity", [by_operand(found.configs["float32"])], json)
+        return
+    tables = found.tables("Validation loss", BOUNDS)
     if gradients:
-        entry, first = comparison("underflow"), told._replace(seeds=1, data=data and data[:1])
-        runs: Any = compare(entry, first, entry.at_rate(plain_learning_rate)).configs
-        sample = Sample.of(runs["float16"][0])
-        both = [lost_gradients(runs[name][0], sample) for name in entry.variants]
-        tables.append(lost(*both))
-        notes.append(
-            "Gradients: all parameters; both formats from the same float32 parameters. The end is "
-            f"that of each library's own float16 run. {sample}"
-        )
-    publish("parity", tables, json, notes)
+        half: dict[str, tuple[str, ...]] = {"float16": ("policy=float16",)}
+        half["plain-float16"] = runs.plain_words(plain_learning_rate, "policy=float16")
+        both = runs.compare(half, told._replace(seeds=1, data=data and data[:1])).configs
+        lost = [lost_gradients(name, both[name][0]) for name in half]
+        title = "Gradient entries that are zero in float16 and not in float32"
+        tables.append(runs.Table(title, [row for pair in zip(*lost, strict=True) for row in pair]))
+    notes = ["No loss scale; loss over all validation text."]
+    runs.publish("parity", tables, json, notes)
 
 
-def lost(ours: list[Underflow], theirs: list[Underflow]) -> Table:
-    """Share of gradient entries that float16 loses, ours beside plain flax.nnx."""
-    rows = []
-    for when, *both in zip(WHEN, ours, theirs, strict=True):
-        for library, one in zip(("unitscale", "plain flax.nnx"), both, strict=True):
-            row: dict[str, Any] = {
-                "when": when,
-                "library": library,
-                "entries": one.entries,
-                "lost": one.lost,
-                "share lost": one.lost_share,
-                "without absent": one.lost_occurring_share,
-                "share subnormal": one.subnormal / one.entries,
-                "not finite": one.not_finite,
-            }
-            if library == "unitscale":
-                own, other = both
-                gain = _gain(other.lost_share, own.lost_share)
-                apart = _gain(other.lost_occurring_share, own.lost_occurring_share)
-                row |= {"times smaller": gain, "without absent times smaller": apart}
-                row |= asked(gain, least=LEAST_GAIN[when])
-            rows.append(row)
-    return Table("Gradient entries that are zero in float16 and not in float32", rows)
+def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
+    """Count gradient entries of a trained float16 run that are zero, and in float32 are not.
+
+    Before training and after it, both formats start from the same parameters, without dropout.
+    """
+    graphdefs = []
+    for policy in ("float32", config.policy):
+        model = build_model(config.model_copy(update={"policy": policy}))
+        graphdefs.append(nnx.split(model, nnx.Param, ...)[0])
+    exact, narrow = (jax.jit(gradient(graphdef)) for graphdef in graphdefs)
+    batches = list(islice(recipe_of(config).load_data(config).validation(), BATCHES))
+    rows, tiny = [], float(jnp.finfo(jnp.float16).tiny)
+    states = {"at first": init_state(config)[2], "at the end": runs.last_state(config)}
+    for when, state in states.items():
+        counts = np.zeros(4, int)
+        for batch in batches:
+            pair = (f(state.params, state.rest, batch) for f in (exact, narrow))
+            for wide, half in zip(*map(jax.tree.leaves, pair), strict=True):
+                wide, half = np.asarray(wide), np.asarray(half)
+                lost = np.count_nonzero((half == 0) & (wide != 0))
+                subnormal = np.count_nonzero((half != 0) & (np.abs(half) < tiny))
+                counts += [wide.size, lost, subnormal, np.count_nonzero(~np.isfinite(half))]
+        names = ("entries", "lost", "subnormal", "not finite")
+        row = {"when": when, "library": library, **dict(zip(names, map(int, counts), strict=True))}
+        rows.append(row | {"share lost": row["lost"] / row["entries"]})
+    return rows
 
 
-def _gain(theirs: float, ours: float) -> float:
-    """How many times smaller; nothing lost by them leaves nothing to be gained."""
-    if not theirs:
-        return float("nan")
-    return theirs / ours if ours else float("inf")
+def gradient(graphdef: nnx.GraphDef) -> Callable[..., Any]:
+    """The gradient by parameters, without dropout: `(params, rest, batch)`."""
+    value_of = make_loss(graphdef)
+
+    def compute(params: Any, rest: Any, batch: Any) -> Any:
+        amax, of_amax = over_amax(value_of, rest)
+        return jax.grad(of_amax, (0, 1))(params, amax, batch)[0]
+
+    return compute
+
+
+def in_formats(lhs: str, rhs: str, cotangent: str, **options: Any) -> nn.Policy:
+    """A policy whose matmuls have these formats; all else is in bfloat16."""
+    matmul = MatmulConfig(lhs=lhs, rhs=rhs, cotangent=cotangent, **options)
+    return nn.Policy(compute_dtype=WIDE, matmul=matmul, readout=matmul)
+
+
+def _everywhere(policy: nn.Policy | str, layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
+    return {f"*.{name}": policy for name in layers}
+
+
+ROUNDED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "activations": _everywhere(in_formats(E4M3, WIDE, WIDE)),
+    "weights": _everywhere(in_formats(WIDE, E4M3, WIDE)),
+    "cotangents": _everywhere(in_formats(WIDE, WIDE, E4M3)),
+    "cotangents in E5M2": _everywhere(in_formats(WIDE, WIDE, E5M2)),
+    "cotangents, dithered": _everywhere(in_formats(WIDE, WIDE, E4M3, dither=True)),
+    "all": _everywhere("fp8"),
+    "all, dynamic": _everywhere("fp8_dynamic"),
+    "all, blocks of 32": _everywhere("mxfp8"),
+    **{name: _everywhere("fp8", (name,)) for name in LAYERS},
+    "readout": {"readout": in_formats(E4M3, E4M3, E5M2)},
+    "readout's gradients": {
+        "readout": nn.Policy(compute_dtype=WIDE, loss=MatmulConfig(cotangent=E5M2))
+    },
+}
+"""Policies of layers by pattern, by what they try."""
+
+
+def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
+    """Rise of the loss, and error of gradients, by what is in FP8, at trained parameters."""
+    states = [runs.last_state(config) for config in configs]
+    texts = [list(islice(recipe_of(c).load_data(c).validation(), batches)) for c in configs]
+    values: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    exact: list[Any] = []
+    for name, rules in {"float32": {}, **ROUNDED}.items():
+        policy = "float32" if name == "float32" else WIDE
+        model: Any = build_model(configs[0].model_copy(update={"policy": policy}))
+        nn.set_policies(model, rules)
+        graphdef = nnx.split(model, nnx.Param, ...)[0]
+        evaluate, differentiate = make_evaluation(graphdef), jax.jit(gradient(graphdef))
+        pairs = list(zip(states, texts, strict=True))
+        values[name] = [mean_loss(evaluate, s.params, s.rest, text) for s, text in pairs]
+        found = [differentiate(s.params, s.rest, batch) for s, text in pairs for batch in text[:2]]
+        exact = exact or found
+        errors[name] = float(np.mean([error(*pair) for pair in zip(found, exact, strict=True)]))
+        jax.clear_caches()
+    rows = [
+        row | {"gradient error": errors[row["variant"]]} for row in runs.differences(values, {})
+    ]
+    title = f"Rounding alone, {len(configs)} models of {configs[0].train.steps} steps, by operand"
+    return runs.Table(f"{title} or layer in FP8", rows)
+
+
+def error(ours: Any, exact: Any) -> float:
+    """Mean over kernels of the norm of a gradient's error over the gradient's."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
+    wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return float(
+        np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in wide if b.ndim > 1])
+    )

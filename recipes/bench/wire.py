@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from unitscale.quant import HloInstruction, bits, parse_hlo
 
-# Bytes that each of n devices in a ring sends, per byte of the result.
+# Bytes that each of n devices in a ring sends, per byte of the result (Patarasuk and Yuan 2009,
+# "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3).
 _SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -23,10 +24,7 @@ _SENT = {
 
 
 class Collective(NamedTuple):
-    """One collective: its kind, XLA's type of its first result, and bytes of all its results.
-
-    Bytes are those on one of the devices that take part.
-    """
+    """One collective: its kind, XLA's type of its first result, and bytes of all its results."""
 
     kind: str
     dtype: str
@@ -40,48 +38,39 @@ class Collective(NamedTuple):
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """The collectives of a compiled program or its text; in a loop's body each counts once."""
+    """Return the collectives of a compiled program or its text; those of a loop count once."""
     program = parse_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
     everyone = devices_of(program.header)
-    return [
-        collective(i, everyone)
-        for i in program.instructions
-        if i.opcode.removesuffix("-start") in _SENT
-    ]
+    found = (i for i in program.instructions if i.opcode.removesuffix("-start") in _SENT)
+    return [collective(i, everyone) for i in found]
 
 
 def bytes_on_wire(compiled: Any) -> int:
-    """Bytes that each device sends in one run of a compiled program, rounded up.
+    """Return the bytes that each device sends in one run of a compiled program, rounded up.
 
     The convention is that of a ring of n devices, with B bytes of the whole array: reduce-scatter,
     all-gather and all-to-all send B (n - 1) / n, and an all-reduce twice that.
-
-    References:
-      Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-      2009, J. Parallel Distrib. Comput. 69, section 3.
     """
     return math.ceil(sum(c.sent for c in collectives(compiled)))
 
 
 def collective(i: HloInstruction, everyone: int) -> Collective:
-    """A collective of a program for this many devices."""
+    """Read a collective of a program for this many devices."""
     kind, arrays = i.opcode.removesuffix("-start"), i.types
     if kind != i.opcode and kind != "all-reduce":
         # An asynchronous start returns its operands, its results, and perhaps contexts.
         arrays = arrays[len(i.operands) : 2 * len(i.operands)]
-    sizes = [(1 if dtype == "pred" else bits(dtype) / 8) * math.prod(d) for dtype, d in arrays]
-    return Collective(
-        kind, arrays[0][0], math.ceil(sum(sizes)), _group_size(i.attributes, everyone)
-    )
+    size = sum((1 if dtype == "pred" else bits(dtype) / 8) * math.prod(d) for dtype, d in arrays)
+    return Collective(kind, arrays[0][0], math.ceil(size), _group_size(i.attributes, everyone))
 
 
 def devices_of(header: str) -> int:
-    """Devices that a program is for, by its first line."""
+    """Return how many devices a program is for, by its first line."""
     return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)))
 
 
 def _group_size(attributes: str, everyone: int) -> int:
-    """Devices that take part in a collective together, by its attributes."""
+    """Devices that take part in a collective together."""
     if "replica_groups=" not in attributes or "replica_groups={}" in attributes:
         return everyone
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):

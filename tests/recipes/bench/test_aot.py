@@ -10,13 +10,10 @@ from recipes.bench.aot import BANDWIDTH, SMALLEST, compile_h200, h200_topology, 
 from tests.quant import programs
 
 OPTIMIZED = True
-F = "f32[8,1024]"
+F, S, Q = "f32[8,1024]", "f32[8192,8192]", "bf16[2,32,4,16]"
 K = 4 * 1024  # bytes of a row of F
-S = "f32[8192,8192]"
 GEMM = 'custom_call_target="__cublas$lt$matmul", backend_config={"lhs_contracting_dimensions":["1"]'
 ATTENTION = 'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL"}'
-Q = "bf16[2,32,4,16]"
-CALLED = "%called (p: f32[8,1024]) -> f32[8,1024] {{\n  %p = {F} parameter(0)\n{lines}\n}}"
 
 
 def program(line: str, *types: str, called: str = "") -> str:
@@ -26,26 +23,27 @@ def program(line: str, *types: str, called: str = "") -> str:
     return f"HloModule jit_f, num_partitions=4\n\n{called}\n{entry}"
 
 
-def fused(inner: str, result: str, *types: str) -> str:
+def function(lines: str, *types: str, name: str = "called") -> str:
+    """A computation, whose parameters are p0, p1 and so on."""
     own = "\n".join(f"  %p{n} = {kind} parameter({n})" for n, kind in enumerate(types))
+    return f"%{name} () -> f32[] {{\n{own}\n  {lines}\n}}\n"
+
+
+def fused(inner: str, result: str, *types: str) -> str:
     operands = ", ".join(f"%x{n}" for n in range(len(types)))
-    called = f"%called () -> f32[] {{\n{own}\n  {inner}\n}}\n"
-    return program(f"{result} fusion({operands}), calls=%called", *types, called=called)
+    line = f"{result} fusion({operands}), calls=%called"
+    return program(line, *types, called=function(inner, *types))
 
 
+SLICE = "%s = f32[1,1024] dynamic-slice(%p0, %p2, %p2)\n  ROOT %r = (f32[1,8], s8[4096]) "
+UPDATE = f"ROOT %r = {F} dynamic-update-slice(%p0, %p1, %p2, %p2)"
 # Fused instructions, result, parameters and bytes moved.
 FUSIONS = {
     "element-wise": (f"ROOT %r = {F} add(%p0, %p1)", F, (F, F), 3 * 8 * K),
     "a slice": ("ROOT %r = f32[1,1024] slice(%p0)", "f32[1,1024]", (F,), 2 * K),
-    "an update in place": (
-        f"ROOT %r = {F} dynamic-update-slice(%p0, %p1, %p2, %p2)",
-        F,
-        (F, "f32[1,1024]", "s32[]"),
-        2 * K + 4,
-    ),
+    "an update in place": (UPDATE, F, (F, "f32[1,1024]", "s32[]"), 2 * K + 4),
     "a matmul of a slice": (
-        f"%s = f32[1,1024] dynamic-slice(%p0, %p2, %p2)\n"
-        f"  ROOT %r = (f32[1,8], s8[4096]) custom-call(%s, %p1), {GEMM}}}",
+        f"{SLICE}custom-call(%s, %p1), {GEMM}}}",
         "(f32[1,8], s8[4096])",
         (F, F, "s32[]"),
         9 * K + 4 * 8 + 4,
@@ -110,13 +108,13 @@ def test_time_is_that_of_the_slowest_resource() -> None:
 
 def test_loops_count_their_runs_and_conditions_their_longest_branch() -> None:
     trips = 'backend_config={"known_trip_count":{"n":"12"}}'
-    body = CALLED.format(F=F, lines=f"  ROOT %r = {F} negate(%p)")
+    body = function(f"ROOT %r = {F} negate(%p0)", F)
     report = roofline(program(f"{F} while(%x0), body=%called, {trips}", F, called=body))
     assert (report.bytes, report.uncounted, len(report.kernels)) == (12 * 16 * K, 0, 1)
     report = roofline(program(f"{F} while(%x0), body=%called", F, called=body))
     assert (report.bytes, report.uncounted) == (16 * K, 1)
-    long = CALLED.format(F=F, lines=f"  %s = {F} sine(%p)\n  ROOT %r = {F} cosine(%s)")
-    both = body.replace("called", "short") + "\n" + long
+    long = f"%s = {F} sine(%p0)\n  ROOT %r = {F} cosine(%s)"
+    both = function(f"ROOT %q = {F} negate(%p0)", F, name="short") + function(long, F)
     line = f"{F} conditional(%x1, %x0, %x0), branch_computations={{%short, %called}}"
     assert [k.name for k in roofline(program(line, F, "s32[]", called=both)).kernels] == ["s", "r"]
 

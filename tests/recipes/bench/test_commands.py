@@ -1,6 +1,8 @@
-"""Every benchmark as a command, on runs of two steps."""
+"""Every benchmark as a command, at the smallest size."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,170 +10,265 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from recipes.bench import formats, overhead, parallel
-from recipes.bench._compare import comparison, configs_of
-from recipes.bench._runs import Told
+from recipes.bench import h200, lms, overhead, parallel, parity, runs, step
 from recipes.cli import main
-from recipes.gpt.config import GPTConfig
-from recipes.gpt.task import build
-from tests.products import conversions
+from recipes.finetune.config import FinetuneConfig
+from tests.recipes.masked import write_bert
+from tests.recipes.tasks import FILES, write_tasks
 
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
-pytestmark = pytest.mark.slow
+TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocab=256")
+TINY += ("data.tokenizer={kind: byte, vocab: null}", "data.sequence_length=16", "data.batch_size=2")
+HALF_AND_FULL = ("float32", "float16")
+Rows = list[dict[str, Any]]
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def bench(tmp_path: Path, config_file: Path) -> Any:
-    """Runs a benchmark of the tiny run; its tables."""
+def bench(tmp_path: Path, config_file: Path) -> Callable[..., list[Rows]]:
+    """Runs a benchmark, of the tiny run where it takes a config; the rows of its tables."""
 
-    def run(name: str, *words: str) -> list[list[dict[str, Any]]]:
+    def run(name: str, *words: str) -> list[Rows]:
         out = tmp_path / "out.json"
-        command = ["bench", name, *words, "--config", str(config_file), "--json", str(out)]
-        assert main(command) == 0
+        given = (
+            () if name in ("step", "overhead", "fuzz", "h200") else ("--config", str(config_file))
+        )
+        # What is given later counts.
+        assert main(["bench", name, *given, *words, "--json", str(out)]) == 0
         return [table["rows"] for table in json.loads(out.read_text("utf-8"))["tables"]]
 
     return run
 
 
+@pytest.mark.slow
 def test_parity(bench: Any, tmp_path: Path) -> None:
     losses, gradients = bench("parity", *UNIT, "--seeds", "2")
     assert [row["variant"] for row in losses] == ["float32", "float16", "fp8"]
     assert abs(losses[1]["over reference"]) < 0.01
     assert losses[1]["standard error"] > 0
     # The same parameters and batches: a policy that had no effect would give the same loss.
-    assert len({row["validation loss"] for row in losses}) == 3
+    assert len({row["loss"] for row in losses}) == 3
     assert [row["when"] for row in gradients[::2]] == ["at first", "at the end"]
+    assert gradients[0]["lost"] < gradients[1]["lost"]
     names = {folder.name for folder in (tmp_path / "runs").iterdir()}
     first = {"tiny-float32", "tiny-float16", "tiny-fp8"}
     assert names == first | {f"{name}-seed1" for name in first} | {"tiny-plain-float16"}
 
 
-def test_formats(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = ("none", "cotangents", "cotangents in E5M2", "query", "all")
-    monkeypatch.setattr(formats, "VARIANTS", {name: formats.VARIANTS[name] for name in some})
-    (rows,) = bench("formats", *UNIT, "--batches", "1")
-    assert [row["in FP8"] for row in rows] == list(some)
-    errors = {row["in FP8"]: row["gradient error"] for row in rows}
-    assert 0 < errors["none"] < errors["cotangents"] < errors["cotangents in E5M2"] < errors["all"]
-    assert errors["query"] < errors["all"]
+@pytest.mark.slow
+def test_rounding_by_operand(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("nothing", "cotangents", "cotangents in E5M2", "query", "all")
+    monkeypatch.setattr(parity, "ROUNDED", {name: parity.ROUNDED[name] for name in some})
+    (rows,) = bench("parity", *UNIT, "--rounding")
+    assert [row["variant"] for row in rows] == ["float32", *some]
+    exact, nothing, e4m3, e5m2, query, everything = (row["gradient error"] for row in rows)
+    assert exact == 0 < nothing < e4m3 < e5m2 < everything
+    assert query < everything
 
 
-def test_methods(bench: Any) -> None:
-    losses, costs = bench("methods", *UNIT)
-    assert [row["variant"] for row in losses[1:]] == [row["method"] for row in costs]
-    assert losses[1]["lost at first"] > losses[2]["lost at first"]
-    # Two steps of the same model; unit scaling begins with another.
-    plain = [row for row in losses[1:] if row["variant"] != "unit scaling"]
-    assert all(abs(row["over reference"]) < 0.01 for row in plain)
+@pytest.mark.slow
+def test_libraries(bench: Any) -> None:
+    words = ("--plain-rates", "0.01,0.1", "--methods", "--seeds", "1")
+    losses, rates = bench("libraries", *UNIT, *words)
+    assert [row["variant"] for row in losses][:3] == ["plain-float32", "float32", "plain-float16"]
+    assert len(losses) == 8
+    by_rate = {row["rate"]: row["loss"] for row in rates if row["variant"] == "plain-float32"}
+    assert losses[0]["loss"] == min(by_rate.values()) < max(by_rate.values())
 
 
-def test_quant(bench: Any) -> None:
-    words = ["--policies", "fp8,fp8_delayed", "--no-compile", "--seeds", "1"]
-    policies, converted, *_ = bench("quant", *UNIT, *words)
-    assert len({row["validation loss"] for row in policies}) == 3
-    names = ["float32", "converted to fp8_dynamic", "converted to fp8_delayed"]
-    assert [row["variant"] for row in converted[:3]] == names
-    # Scales are powers of two: however they are chosen, so few steps may round alike.
-    reference, *others = (row["validation loss"] for row in converted)
-    assert reference not in others
+def test_a_learning_rate_is_checked(capsys: Captured) -> None:
+    for words in (["--plain-rates", "a,b"], ["--unit-rates", "0.1,-1"]):
+        assert main(["bench", "libraries", *words]) == 2
+        assert words[0] in capsys.readouterr().err
 
 
-# qwix 0.1.8 calls what Flax has deprecated.
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_qwix_takes_the_products_that_are_converted(config_file: Path) -> None:
-    ids = jnp.zeros((1, 16), jnp.int32)
-    counts = []
-    for name in ("converted-fp8_dynamic", "qwix"):
-        (config, *_) = configs_of(comparison("converted"), Told(str(config_file)), name)
-        assert isinstance(config, GPTConfig)
-        program = jax.make_jaxpr(build(config))(ids)
-        counts.append(len(conversions(program, "float8_e4m3fn")))
-    # Both operands of query, key, value, out, up and down.
-    assert counts == [12, 12]
-
-
+@pytest.mark.slow
 def test_scalify(bench: Any) -> None:
-    # Losses are of float16: after some steps alone FP8's is another number.
-    words = ["model.dropout=0.0", "train.steps=8", "--rounds", "4", "--compilations", "1"]
-    losses, costs, counts, extremes = bench("scalify", *words)
-    assert len({row["validation loss"] for row in losses}) >= 3
-    what = ["step", "trace and compile", "... scalify in float16"]
-    assert [row["what"] for row in costs] == what
-    assert [row["program"] for row in counts] == ["plain", "scalify float32", "scalify float16"]
-    assert counts[1]["within"]
-    assert all(row["within"] for row in extremes)
+    words = ("model.dropout=0.0", "train.steps=8", "--rounds", "4")
+    losses, cost, compiling = bench("scalify", *words)
+    names = ["plain-float32", "scalify-float16", "scalify-fp8"]
+    assert [row["variant"] for row in losses] == names
+    assert len({row["loss"] for row in losses}) == 3
+    assert cost[0]["lower quartile"] <= cost[0]["ratio"] <= cost[0]["upper quartile"]
+    assert [row["storage"] for row in compiling] == ["float32", "float16"]
 
 
+@pytest.mark.slow
 def test_optim(bench: Any, config_file: Path) -> None:
     text = config_file.read_text("utf-8").replace("library: plain", "library: unitscale")
     config_file.write_text(text, encoding="utf-8")
-    size, times, losses = bench("optim", *UNIT[:3], "--large", str(config_file), "--rounds", "4")
+    size, times, losses = bench("optim", *UNIT[:3], "--large", str(config_file), "--rounds", "2")
     assert [row["formats"] for row in size] == [row["variant"] for row in losses]
+    assert size[0]["together"] == pytest.approx(12, abs=0.1)
     assert [row["buffers"] for row in times] == ["new", "donated"]
-    found = [row["validation loss"] for row in losses]
+    found = [row["loss"] for row in losses]
     assert max(found) / min(found) < 1.05
 
 
-def test_trace(bench: Any) -> None:
-    words = ["model.dropout=0.0", "optimizer.name=sgd", "--rounds", "4"]
-    ((time, memory, compilation),) = bench("trace", *words)
-    assert time["lower quartile"] <= time["ratio"] <= time["upper quartile"]
-    assert time["within"] is (time["ratio"] <= 3)
-    # The step's arguments and results are in both programs, its statistics in one of them.
-    assert 1 < memory["ratio"] == pytest.approx(memory["traced"] / memory["plain"])
-    assert compilation["traced"] > compilation["plain"] > 0
-
-
+@pytest.mark.slow
 def test_parallel(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "SHAPE", (64, 32))
-    _, rows = bench("parallel", "--train", "train.steps=20", "model.dropout=0.0")
-    losses = [row["validation loss"] for row in rows]
-    assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    monkeypatch.setattr(parallel, "MESHES", ({"data": 8}, {"fsdp": 8}))
+    monkeypatch.setattr(parallel, "h200_available", lambda: False)
+    words = ("train.steps=20", "model.dropout=0.0", "data.batch_size=8")
+    mean, meshes, losses = bench(
+        "parallel", "--train", "--steps", *words, "model.library=unitscale"
+    )
+    ratios = [row["over float32"] for row in mean]
+    assert ratios == pytest.approx([1, 0.5, 0.25, 0.25], abs=0.01)
+    assert mean[2]["heavy-tailed nearest"] < 0.04
+    assert [row["mesh"] for row in meshes] == ["data 8", "fsdp 8"]
+    assert meshes[0]["arguments MiB"] > meshes[1]["arguments MiB"]
+    assert losses[0]["loss"] != losses[1]["loss"] == pytest.approx(losses[0]["loss"], rel=0.02)
 
 
-def test_scales(tmp_path: Path, text_file: Path) -> None:
-    out, figure = tmp_path / "out.json", tmp_path / "rms.svg"
-    words = ["--depths", "1,2", "--widths", "32,64", "--batch", "1", "--length", "8"]
-    words += ["--figure", str(figure)]
-    assert main(["bench", "scales", *words, "--data", str(text_file), "--json", str(out)]) == 0
-    summary, by_shape, _ = (table["rows"] for table in json.loads(out.read_text())["tables"])
-    shapes = [row["layers x width"] for row in by_shape]
-    assert shapes == ["1 x 64 random", "2 x 64 random", "1 x 32 random", "2 x 32 random"] + [
-        "1 x 64 text"
+def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs whose losses and scores are given, by format and seed."""
+    score, seen = {"float32": 0.8, "float16": 0.79, "fp8": 0.5}, []
+
+    def trained(config: Any, fresh: bool) -> dict[str, float]:
+        seen.append(config)
+        value = score[config.policy] + 0.02 * config.seed
+        return {"accuracy": value, "f1": 100 * value}
+
+    monkeypatch.setattr(runs, "trained", trained)
+    monkeypatch.setattr(runs, "loss_of", lambda config: 2 / score[config.policy])
+    write_tasks(tmp_path, tmp_path)
+    questions, rows = (str(tmp_path / name) for name in FILES.values())
+    (article,) = json.loads(Path(questions).read_text("utf-8"))["data"]
+    parts = [{"title": "one", "paragraphs": [part]} for part in article["paragraphs"]]
+    Path(questions).write_text(json.dumps({"data": parts}), "utf-8")
+    words = ["--config", str(write_bert(tmp_path)), "--sst2", rows, rows, "--squad", questions]
+    words += ["--tuning", "train.steps=7", "--tuning", "optimizer.warmup_steps=0", "--seeds", "2"]
+    loss, sst2, squad = bench("lms", *words)
+    assert [row.get("verdict") for row in loss] == [None, "outside", "outside"]
+    for metric, unit, table in (("accuracy", 1, sst2), ("f1", 100, squad)):
+        found = [row[metric] / unit - 0.01 for row in table]
+        assert found == pytest.approx([*score.values()])
+    tuned = [config for config in seen if isinstance(config, FinetuneConfig)]
+    assert len({config.name for config in seen}) == len(seen) == 6 + 12
+    for config in tuned:  # each from the model of its own format and seed
+        own = f"tiny-bert-{config.policy}" + ("-seed1" if config.seed else "")
+        assert config.init == str(tmp_path / "runs" / own)
+        assert (config.data.sequence_length, config.train.steps) == (16, 7)
+    # Of eight articles one is for validation.
+    split = tmp_path / "runs" / "tiny-bert-squad"
+    sizes = [
+        len(json.loads((split / f"{n}.json").read_text())["data"]) for n in ("train", "validation")
     ]
-    assert all(row["least"] <= row["greatest"] for row in summary)
-    drawing = figure.read_text(encoding="utf-8")
-    for label in ("plain flax.nnx", "unitscale", "range of E4M3", "outputs of layers"):
-        assert f"<!-- {label} -->" in drawing
+    assert sizes == [11, 1]
 
 
-def test_overhead(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = config_file.read_text().replace("library: plain", "library: unitscale")
-    for folder, name in [("gpt", "parity"), ("gpt", "gpt2-small")]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / f"{name}.yaml").write_text(text)
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "large.yaml").write_text(
-        "recipe: bert\nname: small\nmodel: {vocab: null, width: 32, layers: 1, heads: 2}\n"
-    )
-    monkeypatch.setattr(overhead, "CONFIGS", tmp_path)
-    monkeypatch.setattr(overhead, "DEEP", ("model.layers=3",))
-    longer = ("policy=float32", "model.dropout=0.0", "data.sequence_length=512")
-    monkeypatch.setattr(overhead, "LONG", longer)
-    out = tmp_path / "out.json"
-    assert main(["bench", "overhead", "--rounds", "4", "--no-larger", "--json", str(out)]) == 0
-    (row,), (flat,), (gpt, bert), (deep,), (memory, seconds) = (
-        table["rows"] for table in json.loads(out.read_text())["tables"]
-    )
-    assert row["lower quartile"] <= row["ratio"] <= row["upper quartile"]
-    assert row["within"] is (row["ratio"] <= 1.05)
-    assert flat["within"] is (flat["ratio"] <= 1.0)
-    for row in (gpt, bert):
-        assert row["with factors"] > row["without"] > 0
-        assert row["added"] == pytest.approx(row["with factors"] / row["without"] - 1)
-    assert gpt["over plain"] > 0
-    assert deep["ratio"] == pytest.approx(deep["scan, s"] / deep["one by one, s"])
-    assert memory["ratio"] < 1
-    assert seconds["within"] is (seconds["ratio"] <= 1.3)
+def test_character_models_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert main(["bench", "lms", "--no-runs", "--charlm", str(tmp_path)]) == 2
+    assert "--charlm" in capsys.readouterr().err
+    formats = [(library, policy) for library in ("unitscale", "plain") for policy in HALF_AND_FULL]
+    models = [(1.0, 1.004, 1.1, 1.2), (1.0, 1.1, 0.9, 0.9), (2.0, 1.9, 2.0, math.inf)]
+    losses = [dict(zip(formats, model, strict=True)) for model in models]
+    for name, given in (("is_run", True), ("load_config", None), ("make_points", [])):
+        monkeypatch.setattr(lms, name, lambda *_, given=given: given)
+    monkeypatch.setattr(lms, "read_curves", lambda *_: [])
+    monkeypatch.setattr(lms, "by_format", lambda _: dict(enumerate(losses)))
+    assert [(row["count"], row["of"]) for row in lms.study(tmp_path).rows] == [
+        (2, 3),
+        (1, 3),
+        (2, 3),
+    ]
+
+
+def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
+    words = ("--shapes", "gpt2-small", "--rows", "plain-bfloat16,fp8", "--rounds", "2")
+    ((plain, fp8),) = bench("step", *words, *TINY, "data.path=null")
+    for row in (plain, fp8):
+        assert 0 < row["loss"] < 10
+        assert row["tokens/s"] == pytest.approx(1e3 * 2 * 16 / row["ms"])
+        assert row["peak MiB"] > 0 < row["kernels"]
+    assert fp8["over first"] == pytest.approx(fp8["ms"] / plain["ms"])
+
+
+class _InThisProcess:
+    def __init__(self, *args: Any, **options: Any):
+        self.map = map
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def test_attention_is_traced_for_the_kernel_whatever_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def attention(q: Any, k: Any, v: Any, *, implementation: Any = None) -> Any:
+        asked.append(implementation)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    x = jnp.ones((1, 1, 1, 8))
+    with step.fused_attention():
+        for dtype in (jnp.bfloat16, jnp.float32):
+            jax.nn.dot_product_attention(*[x.astype(dtype)] * 3)
+        jax.nn.dot_product_attention(x, x, x, implementation="xla")
+    assert asked == ["cudnn", "cudnn", "xla"]
+    assert jax.nn.dot_product_attention is attention
+
+
+def test_rows_and_shapes_are_valid_and_checked(capsys: Captured) -> None:
+    for shape in step.SHAPES:
+        configs = {row: step.config_of(shape, row) for row in (step.ROWS | step.MORE)}
+        assert len({(c.model.width, c.data.step_size) for c in configs.values()}) == 1
+        assert [row for row, c in configs.items() if c.optimizer.scaled] == [
+            "fp8-scaled",
+            "fp8-readout-scaled",
+        ]
+    for option in ("--rows", "--shapes"):
+        assert main(["bench", "h200", option, "fp7"]) == 2
+        assert option in capsys.readouterr().err
+
+
+def test_h200_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr("recipes.bench.aot.h200_available", lambda: False)
+    assert main(["bench", "h200"]) == 2
+    assert f'pip install "jax-cuda13-plugin=={jax.__version__}"' in capsys.readouterr().err
+
+
+@pytest.mark.h200
+@pytest.mark.slow
+def test_h200(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "plain-bfloat16,fp8,scalify-float16"
+    words = ("--shapes", "llama-1b", "--rows", rows, "--top", "2", "--dump", str(tmp_path / "hlo"))
+    small = ("model.width=64", "model.heads=4", "model.layers=1", "model.vocab=256")
+    small += ("data.tokenizer={kind: byte, vocab: null}", "data.sequence_length=64")
+    steps, places = bench("h200", *words, *small)
+    plain, fp8, scalified = steps
+    assert plain["FP8 matmuls"].startswith("0 of ")
+    assert int(fp8["FP8 matmuls"].split()[0]) > 0 == fp8["amax"]
+    assert all(row["attention ms"] > 0 for row in (plain, scalified))
+    assert fp8["over plain"] == pytest.approx(fp8["projected ms"] / plain["projected ms"])
+    assert len(places) == 2
+    assert {p.name for p in (tmp_path / "hlo").iterdir()} == {
+        f"llama-1b-{row['program']}.hlo" for row in steps
+    }
+    assert h200.DEFAULT.split(",")[1] == "llama-1b"
+
+
+def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"fp8": (1, ("policy=fp8", "data.sequence_length=8", "data.batch_size=2"))}
+    monkeypatch.setattr(overhead, "COMPILED", one)
+    (compiling,), code = bench("overhead", "--steps", "0", *TINY[:2])
+    assert compiling["ratio"] == pytest.approx(compiling["s"] / compiling["plain s"])
+    assert compiling["HLO lines"] > compiling["plain HLO lines"] > 100
+    assert [row["what"] for row in code] == list(overhead.MOST_CODE)
+    assert all(1 < row["files"] < row["functions"] for row in code)
+
+
+def test_fuzz(bench: Any) -> None:
+    (rows,) = bench("fuzz", "--programs", "4")
+    assert sum(row["agree"] + row["left out"] for row in rows) == 4
+    assert all(row["within"] for row in rows)

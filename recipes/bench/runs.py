@@ -1,0 +1,377 @@
+"""Train the runs that a benchmark compares, and print what a benchmark measured.
+
+A seed changes a loss more than a number format does. Runs are therefore compared in pairs, of the
+same seed on the same text: a difference is the mean over pairs, with its standard error. A baseline
+that has a learning rate of its own is compared at the best of those that are given.
+
+A run that is complete in `train.runs_dir` is used as it is, and one that was stopped is resumed.
+"""
+
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from ..config import RunConfig
+from ..errors import RecipeError, refused
+from ..registry import CONFIGS, load_config
+from ..run.evaluate import make_evaluation, mean_loss
+from ..run.pool import each, message_of
+from ..run.recipe import recipe_of
+from ..run.state import TrainState, load_trained
+from ..train import train
+
+PARITY = "gpt/parity.yaml"
+PLAIN_RATE = 0.004  # the best of 0.002, 0.004 and 0.008 for `parity.yaml`: bench libraries
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100"),
+]
+ConfigPath = Annotated[
+    str | None, typer.Option("--config", help="the run to compare; by default that of the figures")
+]
+DataPaths = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="text, once or more; by default Python's library"),
+]
+PlainRate = Annotated[float, typer.Option(help="peak learning rate of plain models")]
+Seeds = Annotated[int, typer.Option(min=1, help="runs of each variant, with seeds in a row")]
+Jobs = Annotated[int, typer.Option(min=1, help="runs trained at the same time")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="also write the tables to this file, as JSON")
+]
+
+Variants = Mapping[str, Sequence[str]]
+"""Overrides by name of a variant; the first is the reference."""
+Bounds = Mapping[str, float]
+"""The largest relative difference of a variant, either way; 0 asks that it is no worse."""
+
+
+def plain_words(rate: float = PLAIN_RATE, *more: str) -> tuple[str, ...]:
+    """Overrides of a model in plain `flax.nnx`, which has no u-muP."""
+    words = ("model.library=plain", "policy=float32", "optimizer.umup=false")
+    words += ("optimizer.multipliers={}", "optimizer.weight_decay=0.0")
+    return (*words, f"optimizer.learning_rate={rate}", *more)
+
+
+class Told(NamedTuple):
+    """What the command line says of the runs."""
+
+    config: str | None = None
+    overrides: list[str] | None = None
+    seeds: int = 1
+    fresh: bool = False
+    data: Sequence[str] | None = None
+    jobs: int = 1
+
+    def texts(self) -> dict[str, list[str]]:
+        """Overrides for the runs on each text, by what ends their names."""
+        found = {f"-{Path(path).stem}": [f"data.path={path}"] for path in self.data or ()}
+        if len(found) < len(self.data or ()):
+            raise RecipeError(
+                f"--data: expected files of different names, after which runs are named; got "
+                f"{', '.join(self.data or ())}; rename one"
+            )
+        return found or {"": []}
+
+
+class Table(NamedTuple):
+    """Rows of unrounded values by column; lists are written, but not printed."""
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+class Compared(NamedTuple):
+    """Losses or scores of every run, by variant: text by text, and in each text seed by seed."""
+
+    configs: dict[str, list[RunConfig]]
+    values: dict[str, list[float]]
+    texts: list[str]
+    metric: str
+    rates: list[dict[str, Any]]
+
+    def tables(self, title: str, bounds: Bounds | None = None) -> list[Table]:
+        """Every variant beside the reference: on each text, over all, and at each rate."""
+        first = next(iter(self.configs.values()))
+        seeds = len(first) // len(self.texts)
+        parts = {text: slice(i * seeds, (i + 1) * seeds) for i, text in enumerate(self.texts)}
+        if len(parts) > 1:
+            parts[" and ".join(self.texts)] = slice(None)
+        found = []
+        for text, part in parts.items():
+            rows = differences(
+                {name: values[part] for name, values in self.values.items()},
+                bounds or {},
+                self.metric,
+            )
+            about = [f"{first[0].train.steps} steps", f"{seeds} seeds", text]
+            found.append(Table(f"{title}: {', '.join(filter(None, about))}", rows))
+        return [*found, Table("... at each learning rate", self.rates)] if self.rates else found
+
+
+def compare(
+    variants: Variants,
+    told: Told,
+    *,
+    config: str = PARITY,
+    metric: str = "loss",
+    rates: Mapping[str, Sequence[float]] | None = None,
+    own: Callable[[str, int], Sequence[str]] = lambda name, number: (),
+    run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
+) -> Compared:
+    """Train every variant on every text with every seed.
+
+    Args:
+      variants: Overrides of each.
+      told: What the command line says.
+      config: The run, in `configs/`, unless the command line has another.
+      metric: The loss over all validation data, or one of the scores that `run` returns.
+      rates: Learning rates to try by variant, of which the best counts.
+      own: Overrides of the run of a number, beside those of its variant.
+      run: Trains a run, or finds it finished; by default `trained`.
+
+    Raises:
+      RecipeError: A run failed. The others are kept.
+    """
+    tried = {name: (rates or {}).get(name) or (None,) for name in variants}
+    base, configs = told.config or str(CONFIGS / config), {}
+    for name, rate in [(key, rate) for key in variants for rate in tried[key]]:
+        label = name if rate is None else f"{name}-{rate:g}"
+        words = [*(told.overrides or ()), *variants[name]]
+        words += [] if rate is None else [f"optimizer.learning_rate={rate}"]
+        configs[name, rate] = [
+            _named(base, [*words, *data, *own(name, number)], f"{label}{text}", number)
+            for text, data in told.texts().items()
+            for number in range(told.seeds)
+        ]
+    found = _measured(configs.values(), told, metric, run or trained)
+    values = {key: [found[one.name] for one in same] for key, same in configs.items()}
+    best, rows, choose = {}, [], min if metric == "loss" else max
+    for name in variants:
+        of_rate = {rate: statistics.fmean(values[name, rate]) for rate in tried[name]}
+        best[name] = choose(of_rate, key=lambda rate: of_rate[rate])
+        if rates and name in rates:
+            rows += [{"variant": name, "rate": r, metric: x} for r, x in of_rate.items()]
+    return Compared(
+        {name: configs[name, best[name]] for name in variants},
+        {name: values[name, best[name]] for name in variants},
+        [text.removeprefix("-") for text in told.texts()],
+        metric,
+        rows,
+    )
+
+
+def _named(path: str, words: list[str], label: str, number: int) -> RunConfig:
+    """A config named after its variant, text and seed, that prints no sample."""
+    base = load_config(path, words)
+    name = f"{base.name}-{label}" + (f"-seed{number}" if number else "")
+    more = [f"name={name}", "train.sample_tokens=0", f"seed={base.seed + number}"]
+    return load_config(path, [*words, *more])
+
+
+def _measured(configs: Iterable[Any], told: Told, metric: str, run: Any) -> dict[str, float]:
+    """The loss or score of every run by its name, measured in one process or in several."""
+    tasks = [(one, told.fresh, metric, run) for same in configs for one in same]
+    found: dict[str, Any] = {}
+    for (config, *_), value in each(tasks, told.jobs, _value):
+        found[config.name] = value
+        shown = f"{len(found)}/{len(tasks)}  {config.name}  {value}"
+        Console(stderr=True).print(shown, markup=False, highlight=False, soft_wrap=True)
+    if failed := [f"{name}: {value}" for name, value in found.items() if isinstance(value, str)]:
+        raise RecipeError(
+            f"{len(failed)} of {len(tasks)} runs failed: {failed[0]}; the others are kept: run the "
+            "same command to try these again",
+            exit_code=1,
+        )
+    return found
+
+
+def _value(config: RunConfig, fresh: bool, metric: str, run: Any) -> float | str:
+    """The loss or score of a run, or what went wrong."""
+    try:
+        scores = run(config, fresh)
+        return float(loss_of(config) if metric == "loss" else scores[metric])
+    except Exception as error:
+        if getattr(error, "exit_code", 1) > 128:  # stopped by a signal, as this process was
+            raise
+        return message_of(error)  # the other runs go on
+    finally:
+        jax.clear_caches()
+
+
+def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
+    """Train or resume a run, if it is not finished; its scores."""
+    outcome = train(config, fresh=fresh, console=Console())
+    if outcome.signal is not None:
+        raise RecipeError(
+            f"stopped by signal {outcome.signal}; run the same command to resume",
+            exit_code=128 + outcome.signal,
+        )
+    return outcome.scores
+
+
+def last_state(config: RunConfig) -> TrainState:
+    """The state that a trained run ended with."""
+    return load_trained(config, lambda line: Console().print(line, markup=False))[1]
+
+
+def loss_of(config: RunConfig) -> float:
+    """The loss of a trained run over all validation data."""
+    graphdef, state = load_trained(config, lambda line: Console().print(line, markup=False))
+    batches = recipe_of(config).load_data(config).validation()
+    return mean_loss(make_evaluation(graphdef, config.scalify), state.params, state.rest, batches)
+
+
+def differences(
+    values: Mapping[str, Sequence[float]], bounds: Bounds, metric: str = "loss"
+) -> list[dict[str, Any]]:
+    """Compare each variant with the first, pair by pair.
+
+    Args:
+      values: By variant, in the same order of seeds and texts.
+      bounds: What is asked of them.
+      metric: A loss, of which differences are relative, or a score.
+    """
+    reference, rows = next(iter(values.values())), []
+    for index, (name, found) in enumerate(values.items()):
+        row: dict[str, Any] = {"variant": name, metric: statistics.fmean(found)}
+        if index:
+            pairs = zip(found, reference, strict=True)
+            over = [(a / b - 1 if metric == "loss" else a - b) for a, b in pairs]
+            mean, error = statistics.fmean(over), 0.0
+            row["over reference" if metric == "loss" else "above reference"] = mean
+            if len(over) > 1:
+                error = statistics.stdev(over) / math.sqrt(len(over))
+                row["standard error" if metric == "loss" else "error above"] = error
+            if name in bounds:
+                bound = bounds[name]
+                row["asked"] = f"within {bound:.1%}" if bound else "no worse"
+                row["verdict"] = verdict(abs(mean) if bound else mean, error, bound)
+        rows.append(row | {"values": list(found)})
+    return rows
+
+
+def verdict(distance: float, error: float, bound: float) -> str:
+    """Whether a distance is at most a bound, two standard errors being in doubt.
+
+    Example:
+      >>> [verdict(x, 0.001, 0.005) for x in (0.002, 0.004, 0.008)]
+      ['within', 'not resolved', 'outside']
+    """
+    if distance + 2 * error <= bound:
+        return "within"
+    return "not resolved" if distance - 2 * error <= bound else "outside"
+
+
+def asked(value: float, most: float) -> dict[str, Any]:
+    """The columns that say what was asked of a row's value, and whether it holds.
+
+    Example:
+      >>> asked(0.84, 1.05)
+      {'asked': '<= 1.05', 'within': True}
+    """
+    return {"asked": f"<= {most:g}", "within": value <= most}
+
+
+def chosen(option: str, names: str, known: Mapping[str, Any]) -> list[str]:
+    """The names that an option lists, a comma between two, in its order.
+
+    Raises:
+      RecipeError: One of them is not known.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise RecipeError(
+            f"{option}: expected some of {', '.join(known)}; got {', '.join(unknown)}; correct the "
+            "list"
+        )
+    return wanted
+
+
+def publish(
+    name: str, tables: Sequence[Table], path: Path | None = None, notes: Sequence[str] = ()
+) -> None:
+    """Print tables and notes, and write them to a file with command, versions, device and commit.
+
+    Where the output is no terminal, tables are Markdown, as the page of results has them.
+    """
+    console = Console()
+    terminal = console.is_terminal
+    console = console if terminal else Console(width=1000)
+    for table in tables:
+        shown = RichTable(box=box.HEAVY_HEAD if terminal else box.MARKDOWN)
+        columns = dict.fromkeys(name for row in table.rows for name in row)
+        columns = [c for c in columns if not any(isinstance(r.get(c), list) for r in table.rows)]
+        for column in columns:
+            shown.add_column(column)
+        for row in table.rows:
+            shown.add_row(*(text_of(column, row.get(column)) for column in columns))
+        console.print(f"\n### {table.title}\n", markup=False, highlight=False)
+        console.print(shown)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if path is None:
+        return
+    root = CONFIGS.parent
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, check=False
+    )
+    document = {
+        "benchmark": name,
+        # Files by their names: where they lie is of this machine.
+        "command": "python -m recipes "
+        + shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.decode().strip(),
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in ("jax", "jaxlib", "flax", "optax")},
+        "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+        "tables": [{"title": t.title, "rows": [_finite(row) for row in t.rows]} for t in tables],
+        "notes": list(notes),
+    }
+    with refused(f"--json: cannot write {path}", "give a path that can be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row that JSON can hold: infinity and NaN, which it has no numbers for, as text."""
+    held = {k: v for k, v in row.items() if not (isinstance(v, float) and not math.isfinite(v))}
+    return {name: held.get(name, str(value)) for name, value in row.items()}
+
+
+def text_of(column: str, value: Any) -> str:
+    """A cell as it is printed.
+
+    Example:
+      >>> text_of("over reference", 0.00123), text_of("ms", 43.21987), text_of("count", 1200)
+      ('+0.123%', '43.22', '1,200')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if column in ("over reference", "standard error"):
+        return f"{value:+.3%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.5g}"

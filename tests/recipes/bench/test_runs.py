@@ -1,0 +1,132 @@
+"""How runs are compared and results written, with losses that are given instead of trained."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from recipes.bench import runs
+from recipes.bench.runs import Table, Told, compare, differences, publish, verdict
+from recipes.config import RunConfig
+from recipes.errors import RecipeError
+
+VARIANTS = {"plain-float32": runs.plain_words(), "fp8": ("policy=fp8", "model.library=unitscale")}
+positive = st.floats(0.5, 2.0)
+
+
+def test_two_standard_errors_are_in_doubt() -> None:
+    cases = [(0.5, 0), (0.3, 0.1), (0.31, 0.1), (0.69, 0.1), (0.71, 0.1), (0.51, 0), (math.nan, 0)]
+    found = [verdict(distance, error, 0.5) for distance, error in cases]
+    assert found == ["within"] * 2 + ["not resolved"] * 2 + ["outside"] * 3
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=6), st.booleans())
+def test_differences_are_paired(pairs: list[tuple[float, float]], is_loss: bool) -> None:
+    ours, theirs = np.array(pairs).T
+    over = ours / theirs - 1 if is_loss else ours - theirs
+    metric = "loss" if is_loss else "f1"
+    reference, row = differences({"a": list(theirs), "b": list(ours)}, {"b": 0.1}, metric)
+    mean, error = (
+        ("over reference", "standard error") if is_loss else ("above reference", "error above")
+    )
+    assert row[mean] == pytest.approx(over.mean(), abs=1e-12)
+    assert row[error] == pytest.approx(over.std(ddof=1) / math.sqrt(len(over)), abs=1e-9)
+    assert row[metric] == pytest.approx(ours.mean())
+    assert row["verdict"] == verdict(abs(row[mean]), row[error], 0.1)
+    assert not {mean, error, "asked", "verdict"} & set(reference)
+
+
+def test_bounds_are_two_sided_but_for_no_worse() -> None:
+    values = {"float32": [2.0], "near": [1.992], "low": [1.98], "high": [2.02], "better": [1.0]}
+    bounds = {"near": 0.005, "low": 0.005, "high": 0.005, "better": 0.0}
+    found = [row.get("verdict") for row in differences(values, bounds)]
+    assert found == [None, "within", "outside", "outside", "within"]
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Training costs nothing: a loss follows from text, seed, library and learning rate."""
+    seen: list[RunConfig] = []
+
+    def loss_of(config: Any) -> float:
+        best = 0.004 if config.model.library == "plain" else 1.0
+        distance = abs(math.log2(config.optimizer.learning_rate / best))
+        return 2.0 + 0.1 * config.seed + 0.01 * distance + len(config.data.path) * 1e-3
+
+    monkeypatch.setattr(runs, "trained", lambda config, fresh: seen.append(config) or {"f1": 7.0})
+    monkeypatch.setattr(runs, "loss_of", loss_of)
+    return seen
+
+
+def test_every_text_and_seed_is_trained_once(
+    losses: list[Any], config_file: Path, tmp_path: Path
+) -> None:
+    texts = [str(tmp_path / name) for name in ("a.txt", "long.txt")]
+    told = Told(str(config_file), ["model.dropout=0.0"], 2, False, texts)
+    rates = {"plain-float32": (0.001, 0.004), "fp8": (0.5,)}
+    found = compare(VARIANTS, told, rates=rates)
+    names = [f"tiny-fp8-0.5-{text}" + seed for text in ("a", "long") for seed in ("", "-seed1")]
+    assert [config.name for config in losses[-4:]] == names
+    assert len(losses) == 8 + 4
+    assert all(config.train.sample_tokens == config.model.dropout == 0 for config in losses)
+    plain = found.configs["plain-float32"]
+    assert [config.optimizer.learning_rate for config in plain] == [0.004] * 4  # its best
+    assert [config.seed for config in plain] == [0, 1, 0, 1]
+    a, long, both, at_rates = found.tables("Loss", {"fp8": 0.1})
+    assert a.title == "Loss: 6 steps, 2 seeds, a"
+    assert long.rows[0]["loss"] > a.rows[0]["loss"]
+    assert both.rows[1]["values"] == [*a.rows[1]["values"], *long.rows[1]["values"]]
+    assert 0 < both.rows[1]["over reference"] < 0.01
+    assert [row["rate"] for row in at_rates.rows] == [0.001, 0.004, 0.5]
+
+
+def test_scores_are_those_of_the_run(losses: list[Any], config_file: Path) -> None:
+    told = Told(str(config_file))
+    found = compare(VARIANTS, told, metric="f1", own=lambda name, number: ["train.steps=9"])
+    assert found.values == {"plain-float32": [7.0], "fp8": [7.0]}
+    assert {config.train.steps for config in losses} == {9}
+
+
+def test_a_run_that_fails_is_named_after_the_others(
+    losses: list[Any], config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
+        if config.policy == "float32":
+            raise ValueError("no memory")
+        done.append(config.name)
+        return {}
+
+    with pytest.raises(RecipeError, match=r"1 of 2 runs failed: tiny-plain-float32: .*no memory"):
+        compare(VARIANTS, Told(str(config_file)), run=trained)
+    assert done == ["tiny-fp8"]
+    with pytest.raises(RecipeError, match="--data"):
+        compare(VARIANTS, Told(str(config_file), data=["a/x.txt", "b/x.txt"]))
+
+
+def test_results_are_a_page_and_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out" / "demo.json"
+    words = ["bench", "demo", "--data", "/texts/a.txt", "--json", str(out), "train.runs_dir=/x"]
+    monkeypatch.setattr(sys, "argv", ["recipes", *words])
+    rows = [{"what": "fast", "over reference": 0.00123, "values": [1.0], "ok": True}]
+    publish("demo", [Table("Speeds", [*rows, {"what": "slow", "ms": math.inf}])], out, ["A note."])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "### Speeds" in lines
+    assert "A note." in lines
+    (line,) = [line.split("|") for line in lines if "fast" in line]
+    assert [cell.strip() for cell in line[1:-1]] == ["fast", "+0.123%", "yes", ""]
+    document = json.loads(out.read_text("utf-8"))
+    assert document["command"] == (
+        "python -m recipes bench demo --data a.txt --json demo.json train.runs_dir=x"
+    )
+    assert {"date", "commit", "versions", "machine"} <= set(document)
+    assert document["tables"][0]["rows"][0] == rows[0]
+    assert document["tables"][0]["rows"][1] == {"what": "slow", "ms": "inf"}
