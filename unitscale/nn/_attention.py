@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from .. import ops, rules
-from ..core import ScaledArray, widen
+from ..core import ScaledArray, check_choice, widen
 from ._linear import Dense, KernelOptions
 from ._norm import Dropout, RngsLike
 from ._params import (
@@ -18,7 +18,6 @@ from ._params import (
     Initializer,
     Metadata,
     OutSharding,
-    check_choice,
     given,
     reshard_output,
 )
@@ -142,7 +141,9 @@ class MultiHeadAttention(nnx.Module):
                 "unitscale.nn.MultiHeadAttention: num_kv_heads must divide num_heads; got "
                 f"num_kv_heads {num_kv_heads}, num_heads {num_heads}"
             )
-        check_choice("MultiHeadAttention", "implementation", implementation, ops.Implementation)
+        check_choice(
+            "unitscale.nn.MultiHeadAttention", "implementation", implementation, ops.Implementation
+        )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = qkv_features // num_heads
         if rotary_base is not None and self.head_dim % 2:

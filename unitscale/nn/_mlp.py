@@ -9,11 +9,11 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .. import ops
-from ..core import ScaledArray, custom_vjp
+from ..core import ScaledArray, check_choice, custom_vjp
 from ..quant import Unit
 from ._linear import Dense, KernelOptions, _KernelLayer
 from ._norm import Dropout
-from ._params import check_choice, given, read, weight
+from ._params import given, read, weight
 from ._policy import PolicyLike, as_policy
 
 Activation = Literal["gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu"]
@@ -56,7 +56,7 @@ class MLP(nnx.Module):
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
-        check_choice("MLP", "activation", activation, Activation)
+        check_choice("unitscale.nn.MLP", "activation", activation, Activation)
         self.activation, self.mult = activation, mult
         out_features = in_features if out_features is None else out_features
 
@@ -223,7 +223,7 @@ class MoE(nnx.Module):
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
-        check_choice("MoE", "activation", activation, Activation)
+        check_choice("unitscale.nn.MoE", "activation", activation, Activation)
         if not 1 <= top_k <= experts:
             raise ValueError(
                 f"unitscale.nn.MoE: top_k must be from 1 to the {experts} experts; got {top_k}"

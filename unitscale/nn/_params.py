@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
@@ -123,12 +123,3 @@ def given(**options: Any) -> dict[str, Any]:
     None, so layers pass on only what they were given.
     """
     return {name: value for name, value in options.items() if value is not None}
-
-
-def check_choice(owner: str, name: str, value: str, literal: Any) -> None:
-    """Raise a ValueError unless a value is one of a Literal's."""
-    if value not in get_args(literal):
-        raise ValueError(
-            f"unitscale.nn.{owner}: {name} must be one of {', '.join(get_args(literal))}; got "
-            f"{value!r}"
-        )

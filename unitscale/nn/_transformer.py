@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
-from ..core import ScaledArray, as_scaled, is_scaled, shard_activations, to_float
+from ..core import ScaledArray, as_scaled, check_choice, is_scaled, shard_activations, to_float
 from ._attention import KVCache, MultiHeadAttention
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
-from ._params import check_choice, given, set_depth
+from ._params import given, set_depth
 from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
@@ -94,9 +94,11 @@ class TransformerLayer(nnx.Module):
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
     ) -> None:
-        check_choice("TransformerLayer", "activation", activation, Activation)
-        check_choice("TransformerLayer", "norm", norm, NormKind)
-        check_choice("TransformerLayer", "norm_placement", norm_placement, rules.NormPlacement)
+        check_choice("unitscale.nn.TransformerLayer", "activation", activation, Activation)
+        check_choice("unitscale.nn.TransformerLayer", "norm", norm, NormKind)
+        check_choice(
+            "unitscale.nn.TransformerLayer", "norm_placement", norm_placement, rules.NormPlacement
+        )
         self.norm_placement, self.taus = norm_placement, tuple(map(float, taus))
         self.policy = as_policy(policy)
 
@@ -224,7 +226,7 @@ class TransformerStack(nnx.Module):
         rngs: nnx.Rngs,
         **layer_options: Any,
     ) -> None:
-        check_choice("TransformerStack", "remat", remat, Remat)
+        check_choice("unitscale.nn.TransformerStack", "remat", remat, Remat)
         depth = 2 * num_layers
         taus = rules.residual_taus(
             residual_scheme,

@@ -16,6 +16,7 @@ from ..core import (
     ScaledArray,
     bounded_product,
     custom_vjp,
+    is_floating,
     is_scaled,
     materialize,
     narrow,
@@ -28,7 +29,7 @@ from ..core import (
     to_float,
     widen,
 )
-from ..rules import Constraint, Factors, is_floating
+from ..rules import Constraint, Factors
 
 ArrayLike: TypeAlias = jax.Array | ScaledArray
 """An operand of an op, such as of `dense`: an array or a ScaledArray."""

@@ -63,7 +63,6 @@ from ._residual import (
 from ._simulate import (
     Simulation as Simulation,
     closed_form as closed_form,
-    is_floating as is_floating,
     simulate as simulate,
 )
 from ._softmax import (

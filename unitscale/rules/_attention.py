@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
+from ..core import check_choice
 from ._elementwise import correlation_kernel, dropout
-from ._linear import Constraint, Factors, check_choice, check_sizes, constrain, positive_number
+from ._linear import Constraint, Factors, check_sizes, constrain, positive_number
 from ._residual import residual
 from ._softmax import causal_softmax_moments, moments_by_size, softmax_moments
 
@@ -124,7 +125,10 @@ class AttentionContext:
                 f"and MLP branch below, an even number; got {len(self.taus_below)}"
             )
         check_choice(
-            "AttentionContext", "norm_placement", self.norm_placement, get_args(NormPlacement)
+            "unitscale.rules.AttentionContext",
+            "norm_placement",
+            self.norm_placement,
+            get_args(NormPlacement),
         )
 
     def mean_square(

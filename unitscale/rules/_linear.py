@@ -7,12 +7,13 @@ of terms in its sums.
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
+
+from ..core import check_choice
 
 Constraint: TypeAlias = Literal[
     "to_output_scale",
@@ -83,7 +84,7 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
     factors = (output, *grad_inputs)
     if constraint is None:
         return factors
-    check_choice("constrain", "constraint", constraint, get_args(Constraint))
+    check_choice("unitscale.rules.constrain", "constraint", constraint, get_args(Constraint))
     count = len(grad_inputs)
     needed, index = _ONE_GRADIENT.get(constraint, (count, 0))
     if needed != count:
@@ -353,17 +354,6 @@ def per_dimension(rule: str, name: str, sizes: int | Sequence[int], rank: int) -
             f"spatial dimensions; got {values}."
         )
     return values
-
-
-def check_choice(rule: str, name: str, value: object, choices: Sequence[str | None]) -> None:
-    """Check that an argument is one of a few names."""
-    if value not in choices:
-        names = [str(choice) for choice in choices]
-        near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
-        raise ValueError(
-            f"unitscale.rules.{rule}: {name} must be one of {', '.join(names)}; got {value!r}."
-            f"{f' Did you mean {near[0]!r}?' if near else ''}"
-        )
 
 
 def real_number(rule: str, name: str, value: Any) -> float:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core import check_choice
 from ._elementwise import correlation_kernel, glu
 from ._linear import (
     Constraint,
     Factors,
-    check_choice,
     check_sizes,
     constrain,
     positive_number,
@@ -138,7 +138,7 @@ def residual_taus(
         Unit Scaling, arXiv 2303.11257, residual schemes.
         u-muP, arXiv 2407.17465, appendix G (the final residual scheme).
     """
-    check_choice("residual_taus", "scheme", scheme, RESIDUAL_SCHEMES)
+    check_choice("unitscale.rules.residual_taus", "scheme", scheme, RESIDUAL_SCHEMES)
     check_sizes("residual_taus", num_branches=num_branches)
     tau = positive_number("residual_taus", "tau", tau)
     mult = positive_number("residual_taus", "mult", mult)
@@ -186,9 +186,14 @@ def umup_learning_rate(
     """
     rule = "umup_learning_rate"
     check_sizes(rule, fan_in=fan_in, fan_out=fan_out, depth=depth)
-    check_choice(rule, "role", role, ROLES)
-    check_choice(rule, "optimizer", optimizer, ("adam", "sgd"))
-    check_choice(rule, "readout_constraint", readout_constraint, (None, "to_output_scale"))
+    check_choice(f"unitscale.rules.{rule}", "role", role, ROLES)
+    check_choice(f"unitscale.rules.{rule}", "optimizer", optimizer, ("adam", "sgd"))
+    check_choice(
+        f"unitscale.rules.{rule}",
+        "readout_constraint",
+        readout_constraint,
+        (None, "to_output_scale"),
+    )
     fan = {"weight": fan_in, "embedding": fan_out}.get(role, 1)
     width = 1
     if optimizer == "sgd" and readout_constraint is not None and role != "readout":
