@@ -98,7 +98,7 @@ def ways() -> dict[str, Callable[[], Any]]:
     params = transformation.scale_params(grads)
     state = transformation.init(params)
     return {
-        "FP8 Dense": lambda: nn.value_and_grad(lambda layer: layer(x).value.sum())(layer),
+        "FP8 Dense": lambda: nnx.grad(lambda layer: layer(x).value.sum())(layer),
         "scalify": lambda: scalify(lambda a, b: (a * 2.5 * a) @ b)(a, b),
         "scaled optimizer": lambda: transformation.update(grads, state, params),
     }
