@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Required, TypeAlias, TypedDict, get_args
+from typing import Any, Required, TypeAlias, TypedDict
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import ops
+from .. import core, ops
 from ..core import ScaledArray, reshard
 from ..rules import ROLES, Constraint
 from ._amax import amax_state, read as read
@@ -124,11 +124,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 def check_choice(owner: str, name: str, value: str, literal: Any) -> None:
     """Raise a ValueError unless a value is one of a Literal's."""
-    if value not in get_args(literal):
-        raise ValueError(
-            f"unitscale.nn.{owner}: {name} must be one of {', '.join(get_args(literal))}; got "
-            f"{value!r}"
-        )
+    core.check_choice(f"unitscale.nn.{owner}", name, value, literal)
 
 
 class KernelOptions(TypedDict, total=False):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
+from .. import core
 from ..core import format_of
 
 Granularity = Literal["tensor", "channel"]
@@ -20,8 +21,7 @@ def _fail(strategy: str, argument: str, expected: str, got: Any) -> ValueError:
 
 
 def _check_choice(strategy: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise _fail(strategy, argument, f"one of {', '.join(map(str, choices))}", value)
+    core.check_choice(f"unitscale.quant.{strategy}", argument, value, choices)
 
 
 def _check_count(strategy: str, argument: str, value: Any, least: int, expected: str) -> None:

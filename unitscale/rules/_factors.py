@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
+
+from .. import core
 
 Constraint: TypeAlias = Literal[
     "to_output_scale",
@@ -143,15 +144,7 @@ def check_per_dimension(rule: str, rank: int, **sizes: Sequence[int]) -> None:
 
 def check_choice(rule: str, name: str, value: object, choices: Sequence[str | None]) -> None:
     """Check that an argument is one of a few names, and suggest the nearest one."""
-    if value in choices:
-        return
-    names = [choice for choice in choices if choice is not None]
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"unitscale.rules.{rule}: {name} must be one of {', '.join(map(str, choices))}; got "
-        f"{value!r}.{hint}"
-    )
+    core.check_choice(f"unitscale.rules.{rule}", name, value, choices)
 
 
 def real_number(rule: str, name: str, value: Any) -> float:

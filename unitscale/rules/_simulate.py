@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core import is_floating
 from ._elementwise import compile_time, elementwise
 from ._factors import Factors
 from ._linear import matmul
@@ -35,12 +36,6 @@ class Simulation:
     fwd_interval: tuple[float, float]
     bwd_intervals: tuple[tuple[float, float], ...]
     is_loss: bool
-
-
-def is_floating(x: Any) -> bool:
-    """Return whether an argument is a floating array, or the type of one."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | None:
