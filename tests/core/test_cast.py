@@ -113,10 +113,8 @@ def test_eager_and_under_vmap() -> None:
 
 
 def test_ties_of_a_format_without_mantissa_bits_go_to_even_codes() -> None:
-    assert_same(cast(jnp.float32([1.5, 3, 6, 12, -3]), "E4M0"), nearest([1.5, 3, 6, 12, -3], E4M0))
-
-
-E4M0 = Layout(4, 0, 7, "ieee", np.inf)
+    x, layout = np.float32([1.5, 3, 6, 12, -3]), Layout(4, 0, 7, "ieee", np.inf)
+    assert_same(cast(x, "E4M0"), nearest(x, layout))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,8 @@ class TestStochastic:
         if format_of(name).min_exponent > -126:  # XLA flushes subnormal float32: they round down
             x = x[(np.abs(x) >= 2.0**-126) | (x == 0)]
         got = stochastic(x, name, 1)
-        np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+        unsigned = (got == 0) & name.endswith("fnuz")  # which has one zero
+        assert (unsigned | (np.signbit(got) == np.signbit(x))).all()
         below, above = (grid[i] for i in neighbours(np.minimum(np.abs(x), grid[-1]), grid))
         assert ((np.abs(got) == below) | (np.abs(got) == above)).all()
 
