@@ -113,10 +113,8 @@ def test_eager_and_under_vmap() -> None:
 
 
 def test_ties_of_a_format_without_mantissa_bits_go_to_even_codes() -> None:
-    assert_same(cast(jnp.float32([1.5, 3, 6, 12, -3]), "E4M0"), nearest([1.5, 3, 6, 12, -3], E4M0))
-
-
-E4M0 = Layout(4, 0, 7, "ieee", np.inf)
+    x, layout = np.float32([1.5, 3, 6, 12, -3]), Layout(4, 0, 7, "ieee", np.inf)
+    assert_same(cast(x, "E4M0"), nearest(x, layout))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,8 @@ class TestStochastic:
         if format_of(name).min_exponent > -126:  # XLA flushes subnormal float32: they round down
             x = x[(np.abs(x) >= 2.0**-126) | (x == 0)]
         got = stochastic(x, name, 1)
-        np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+        unsigned = (got == 0) & name.endswith("fnuz")  # which has one zero
+        assert (unsigned | (np.signbit(got) == np.signbit(x))).all()
         below, above = (grid[i] for i in neighbours(np.minimum(np.abs(x), grid[-1]), grid))
         assert ((np.abs(got) == below) | (np.abs(got) == above)).all()
 
@@ -230,28 +229,6 @@ def test_stochastic_float64() -> None:
 class TestFloat8:
     """What a CPU does on bits is what other platforms do by their own instructions."""
 
-    def numbers(self, dtype: str) -> np.ndarray:
-        """All numbers, ties and their neighbours, and random ones of every exponent."""
-        grid = LAYOUTS[dtype].values().astype(np.float32)
-        ties = (grid[1:] + grid[:-1]) / 2
-        some = 2.0 ** np.random.default_rng(0).uniform(-40, 2 + np.log2(grid[-1]), 20000)
-        tiny = np.arange(1, 2**23, 4099, dtype=np.uint32).view(np.float32)
-        x = [grid, ties, np.nextafter(ties, 0), np.nextafter(ties, np.inf), some, tiny]
-        return np.concatenate([np.concatenate(x), -np.concatenate(x)]).astype(np.float32)
-
-    @pytest.mark.parametrize("dtype", FP8)
-    def test_rounds_as_xla_does(self, dtype: str) -> None:
-        x, fmt = self.numbers(dtype), format_of(dtype)
-
-        def convert(x: jax.Array) -> jax.Array:
-            return jnp.clip(x, -fmt.max, fmt.max).astype(fmt.dtype)
-
-        def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return encode_float8(x, fmt, convert, infinity=False), convert(x)
-
-        found, expected = jax.jit(both)(x)
-        np.testing.assert_array_equal(found.view(jnp.uint8), expected.view(jnp.uint8))
-
     @pytest.mark.parametrize("dtype", FP8)
     def test_every_number_decodes_to_itself_and_back(self, dtype: str) -> None:
         codes = np.arange(256, dtype=np.uint8)
@@ -262,6 +239,8 @@ class TestFloat8:
         finite = np.isfinite(expected)
         again = np.asarray(cast(expected[finite], dtype))
         np.testing.assert_array_equal(again.view(np.uint8), codes[finite])
+        tiny = np.asarray(cast(jnp.float32([1e-30, -1e-30, 1e-40, -1e-40]), dtype))
+        np.testing.assert_array_equal(tiny.view(np.uint8), [0, 0x80, 0, 0x80])
 
     @pytest.mark.parametrize("infinity", [True, False])
     @pytest.mark.parametrize("dtype", FP8)

@@ -328,24 +328,6 @@ def test_reductions_do_not_overflow_and_keep_unit_data() -> None:
     np.testing.assert_array_equal(ScaledArray(jnp.zeros((0, 3)), 2.0).sum(0).value, [0, 0, 0])
 
 
-def test_gradients_of_reductions() -> None:
-    def gradients(name: str, x: ScaledArray) -> tuple:
-        scale = np.float32(exact(x) / np.asarray(x.data))
-
-        def both(x: ScaledArray) -> tuple:
-            plain = jax.grad(lambda data: getattr(data * scale, name)(axis=0).sum())(x.data)
-            return jax.grad(lambda x: getattr(x, name)(axis=0).value.sum())(x), plain
-
-        return both, x
-
-    pairs = itertools.product(["sum", "mean", "max"], ["tensor", "channel", "row"])
-    table = {(name, kind): gradients(name, make(kind, "float32")) for name, kind in pairs}
-    for name, (grad, expected) in compute(table).items():
-        with entry(name):
-            np.testing.assert_allclose(grad.data, expected, rtol=1e-6)
-            np.testing.assert_array_equal(grad.scale, np.zeros(grad.scale.shape))
-
-
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_options_are_those_of_arrays(name: str) -> None:
     """As losses of optax, and functions of NumPy, give them to what has such methods."""

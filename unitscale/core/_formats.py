@@ -179,7 +179,7 @@ def format_of(dtype: Any) -> Format:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"unitscale.core.format_of: expected a floating-point format; got {dtype!r}. Use a "
+            f"unitscale.core.format_of: expected a floating-point format; got {dtype}. Use a "
             "float dtype such as 'float16', 'bfloat16' or 'float8_e4m3fn', one of "
             f"{', '.join(sorted(_ALIASES))}, or 'E<e>M<m>' for a simulated one."
         )
