@@ -69,7 +69,7 @@ CASES = {
 MATMUL = normal("matmul", (2, 2, 4), (2, 4, 3))
 CASES["matmul"] = linear(ops.matmul, np.matmul, MATMUL, fwd=0.5, bwd=(0.5,) * 2)
 OF_ITEMS = np.array([[[2.0]], [[4.0]]], np.float32), np.array([1, 0.5, 2], np.float32)
-CASES["matmul, scales"] = functools.partial(CASES["matmul"], scales=OF_ITEMS)
+CASES["matmul, scales"] = functools.partial(CASES["matmul"], scales=OF_ITEMS, mapped=False)
 
 # subscripts, x, kernel, bias; features in, out, rows
 EINSUMS = {
@@ -94,7 +94,7 @@ def einsum_case(name: str, count: int):
     bwd = (n_in**-0.5, rows**-0.5, (rows * n_in) ** -0.5)[:count]
     args = normal(name, x, kernel, bias)[:count]
     op = functools.partial(ops.einsum, subscripts)
-    return linear(op, reference, args, fwd=n_in**-0.5, bwd=bwd, slack=2)
+    return linear(op, reference, args, fwd=n_in**-0.5, bwd=bwd, slack=2, mapped=name == "heads")
 
 
 CASES |= {f"einsum {name}": einsum_case(name, 2) for name in EINSUMS}

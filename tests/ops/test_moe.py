@@ -109,6 +109,7 @@ def loss_case(name, reference):
         fwd=1.0,
         bwd=(TOKENS, TOKENS * router_factor(route)),
         slack=SLACK,
+        mapped=name == "two",
     )
 
 
@@ -120,6 +121,7 @@ CASES = {
         fwd=1.0,
         bwd=factors_of(route),
         slack=SLACK,
+        mapped=name == "two",
     )
     for name, route in ROUTES.items()
 }

@@ -145,6 +145,7 @@ TRUE = {
         fwd=1.0,
         bwd=(1.0,) * len(shapes),
         slack=slack,
+        mapped=name in ("gated_sum", "lstm"),
     )
     for name, (op, reference, shapes, slack) in CELLS.items()
 }

@@ -142,7 +142,7 @@ def simulate(
         ) from error
     if closed.effects:
         raise ValueError(
-            f"{where}: expected a function without side effects, such as those of jax.debug.print"
+            f"{where}: expected a function without side effects; got one, such as jax.debug.print"
         )
     if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
         raise TypeError(f"{where}: expected a function that returns one floating array; got {out}")
