@@ -463,7 +463,7 @@ EXPLICIT = {
     [
         pytest.param(P("data"), P(None, "model"), marks=pytest.mark.slow),
         (P("data", None, "model"), P("model")),
-        pytest.param(P(("data", "model")), P("data"), marks=pytest.mark.slow),
+        (P(("data", "model")), P("data")),
     ],
 )
 def test_explicit_axes(x_spec: P, w_spec: P) -> None:
