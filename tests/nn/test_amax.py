@@ -143,31 +143,6 @@ def test_accumulation_is_one_step_of_the_history() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ["fp8_delayed", "mxfp8"])
-def test_layers_of_this_library(policy: str) -> None:
-    layer = nn.MLP(8, 16, policy=policy, rngs=nnx.Rngs(0))
-    conv = nn.Conv(8, 8, 3, policy=policy, rngs=nnx.Rngs(0))
-    model = nnx.Dict(mlp=layer, conv=conv)
-    held = states(model)
-    assert all(path.endswith(".amax") for path in held)
-    stateful = policy in ("fp8_delayed", "fp8_static")
-    assert len(held) == (3 if stateful else 0)
-
-    def total(model, x):
-        return jnp.sum(model["conv"](model["mlp"](x))) ** 2
-
-    x = jnp.ones((2, 4, 8)).at[0, 0, 0].set(1000.0)
-    value, grads = nnx.jit(nn.value_and_grad(total))(model, x)
-    assert np.all([np.all(np.isfinite(g)) for g in [value, *jax.tree.leaves(grads)]])
-    moved = [s != [1, 1, 1] for s in scales(model).values()]
-    assert all(moved) == (policy == "fp8_delayed") or not moved
-    if stateful:
-        assert all(float(s.counts[0, 1]) > 0 for s in states(model).values())
-    # An exempt readout holds no state.
-    readout = nn.Readout(8, 4, policy=policy, rngs=nnx.Rngs(0))
-    assert not states(readout)
-
-
 def test_a_tied_readout_holds_a_state_where_it_is_quantized() -> None:
     policy = dataclasses.replace(nn.as_policy("fp8_delayed"), exempt=frozenset())
     table = nn.Embed(6, 8, policy=policy, rngs=nnx.Rngs(0))

@@ -63,7 +63,7 @@ def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:
 
 
 # Those with a state, a loop, a mesh axis or a cotangent of their own; the others are slow.
-TRANSFORMED = ("lora", "conv", "group_norm", "moe", "attention", "layer", "gru")
+TRANSFORMED = ("lora", "conv", "group_norm", "moe", "attention", "gru")
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,20 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
         assert_close(c.data, g * p.scale)
 
 
+FP8_LAYERS = ("lora", "conv", "moe", "gated", "attention", "gru", "stack")
+CHECKED = [*((n, "float16") for n in LAYERS), *((n, "fp8_delayed") for n in FP8_LAYERS)]
 COMPUTE = {"float16": "float16", "fp8_delayed": "bfloat16", "float32": "float32"}
 
 
 @pytest.mark.filterwarnings("ignore::unitscale.quant.StandingScalesWarning")
 @pytest.mark.parametrize(
-    "policy", ["float16", "fp8_delayed", pytest.param("float32", marks=pytest.mark.slow)]
+    ("name", "policy"),
+    [
+        pytest.param(n, p, marks=() if (n, p) in CHECKED else pytest.mark.slow)
+        for n in LAYERS
+        for p in COMPUTE
+    ],
 )
-@pytest.mark.parametrize("name", LAYERS)
 def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
     """Under strict promotion of dtypes and ranks."""
     model, layer = make(name, policy)

@@ -15,15 +15,71 @@ from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
 from unitscale.core import ScaledArray
 
+# Arguments of both constructors, their options, and the shape of the input.
+LAYERS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "Linear": {"dense": ((12, 7), {}, (3, 5, 12))},
+    "Einsum": {
+        "dense": (("...a,ab->...b", (5, 4), (4,)), {}, (2, 3, 5)),
+        "transposed": (("nta, hab -> nthb", (2, 5, 4), (2, 4)), {}, (2, 3, 5)),
+        "merge": (("bthk,hkd->btd", (2, 4, 5), None), {}, (2, 3, 2, 4)),
+    },
+    "Conv": {
+        "1d": ((4, 6, 3), {}, (2, 9, 4)),
+        "no batch": ((4, 6, (3, 2)), {"strides": 2}, (6, 5, 4)),
+        "batches": ((4, 6, (3,)), {"strides": 2, "padding": "VALID"}, (2, 3, 9, 4)),
+        "integer": ((4, 6, (3, 2), None), {"padding": 1, "kernel_dilation": None}, (2, 6, 5, 4)),
+        "causal": ((4, 6, (3,)), {"padding": "CAUSAL", "kernel_dilation": 2}, (2, 9, 4)),
+        "circular": ((4, 6, (3, 2)), {"padding": "CIRCULAR", "kernel_dilation": 2}, (2, 6, 5, 4)),
+        "reflected": ((4, 6, (4,)), {"padding": "REFLECT", "strides": 2}, (2, 9, 4)),
+        "pairs": (
+            (4, 6, (3, 2)),
+            {"padding": ((1, 0), (0, 2)), "kernel_dilation": (2, 1)},
+            (2, 6, 5, 4),
+        ),
+        "grouped": ((4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (2, 6, 5, 4)),
+        "zeros between": ((4, 6, 4), {"input_dilation": 2, "padding": ((1, 2),)}, (2, 9, 4)),
+    },
+    "ConvTranspose": {
+        "one tap": ((4, 6, 1), {"strides": 2}, (2, 5, 4)),
+        "even": ((4, 6, (4, 4), 2), {}, (2, 6, 5, 4)),
+        "no batch": ((4, 6, (3, 2)), {"padding": "VALID", "strides": (2, 3)}, (6, 5, 4)),
+        "dilated": ((4, 6, (3, 2)), {"kernel_dilation": (2, 1), "strides": 2}, (2, 6, 5, 4)),
+        "batches": (
+            (4, 6, 3),
+            {"padding": ((2, 1),), "strides": 2, "use_bias": False},
+            (2, 3, 9, 4),
+        ),
+        "integer": ((4, 6, 3), {"padding": 1, "strides": None, "kernel_dilation": None}, (2, 9, 4)),
+    },
+}
+FANS = {"dense": (5, 4), "transposed": (5, 8), "merge": (8, 5)}  # of Einsum
 
-def test_dense_is_the_layer_of_flax_over_the_root_of_its_inputs() -> None:
-    ours = nn.Dense(12, 7, rngs=nnx.Rngs(0))
-    ours.bias.set_value(jnp.arange(7.0))
-    flax = nnx.Linear(12, 7, rngs=nnx.Rngs(0))
-    flax.kernel.set_value(ours.kernel.get_value() / 12**0.5)
-    flax.bias.set_value(ours.bias.get_value())
-    x = jax.random.normal(jax.random.key(0), (3, 5, 12))
-    np.testing.assert_allclose(ours(x).data, flax(x), rtol=1e-5, atol=1e-5)
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in LAYERS for name in LAYERS[kind]]
+)
+def test_layers_are_those_of_flax_over_the_root_of_their_fan_in(kind, name) -> None:
+    args, options, shape = LAYERS[kind][name]
+    ours, flax = (
+        getattr(module, kind)(
+            *args, **options, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal()
+        )
+        for module in (nn, nnx)
+    )
+    assert flax.kernel.shape == ours.kernel.shape
+    fan_in = ours.kernel.fan_in
+    if kind == "Einsum":
+        assert (fan_in, ours.kernel.fan_out) == FANS[name]
+    if kind == "ConvTranspose":
+        strides = args[3] if len(args) > 3 else options.get("strides") or 1
+        strides = np.broadcast_to(strides, ours.kernel.ndim - 2)
+        fan_in = ours.kernel.get_value()[..., 0].size / np.prod(strides)
+    flax.kernel.set_value(ours.kernel.get_value() / fan_in**0.5)
+    if ours.bias is not None:
+        flax.bias.set_value(ours.bias.get_value())
+    x = jax.random.normal(jax.random.key(0), shape)
+    found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_readout_divides_by_its_inputs() -> None:
@@ -33,26 +89,6 @@ def test_readout_divides_by_its_inputs() -> None:
     np.testing.assert_allclose(layer(x).data, expected, rtol=1e-5, atol=1e-6)
     assert layer.bias is None
     assert layer.constraint is None
-
-
-EINSUM = {
-    "dense": ("...a,ab->...b", (5, 4), (4,), (2, 3, 5), (5, 4)),
-    "turned": ("nta, hab -> nthb", (2, 5, 4), (2, 4), (2, 3, 5), (5, 8)),
-    "merge": ("bthk,hkd->btd", (2, 4, 5), None, (2, 3, 2, 4), (8, 5)),
-}
-
-
-@pytest.mark.parametrize("name", EINSUM)
-def test_einsum_is_the_layer_of_flax_over_the_root_of_its_fan_in(name) -> None:
-    *args, shape, fans = EINSUM[name]
-    ours, flax = (kind.Einsum(*args, rngs=nnx.Rngs(0)) for kind in (nn, nnx))
-    assert (ours.kernel.fan_in, ours.kernel.fan_out) == fans
-    flax.kernel.set_value(ours.kernel[...] / fans[0] ** 0.5)
-    if ours.bias is not None:
-        ours.bias.set_value(jnp.arange(float(ours.bias.size)).reshape(ours.bias.shape))
-        flax.bias.set_value(ours.bias[...])
-    x = jax.random.normal(jax.random.key(0), shape)
-    np.testing.assert_allclose(ours(x).value, flax(x), rtol=1e-5, atol=1e-5)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -270,58 +306,6 @@ def test_tied_is_the_look_up_and_the_readout(policy: str) -> None:
         scales = [layer.amax.get_value().scale for layer in layers]
         assert (np.asarray(scales[0]) != 1).any()
         np.testing.assert_array_equal(*scales)
-
-
-# Arguments of both constructors, options, shape of the input.
-CONV = {
-    "1d": ((4, 6, 3), {}, (2, 9)),
-    "no batch": ((4, 6, (3, 2)), {"strides": 2}, (6, 5)),
-    "batches": ((4, 6, (3,)), {"strides": 2, "padding": "VALID"}, (2, 3, 9)),
-    "integer": ((4, 6, (3, 2), None), {"padding": 1, "kernel_dilation": None}, (2, 6, 5)),
-    "causal": ((4, 6, (3,)), {"padding": "CAUSAL", "kernel_dilation": 2}, (2, 9)),
-    "circular": ((4, 6, (3, 2)), {"padding": "CIRCULAR", "kernel_dilation": 2}, (2, 6, 5)),
-    "reflected": ((4, 6, (4,)), {"padding": "REFLECT", "strides": 2}, (2, 9)),
-    "pairs": ((4, 6, (3, 2)), {"padding": ((1, 0), (0, 2)), "kernel_dilation": (2, 1)}, (2, 6, 5)),
-    "grouped": ((4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (2, 6, 5)),
-    "zeros between": ((4, 6, 4), {"input_dilation": 2, "padding": ((1, 2),)}, (2, 9)),
-}
-TRANSPOSED = {
-    "one tap": ((4, 6, 1), {"strides": 2}, (2, 5)),
-    "even": ((4, 6, (4, 4), 2), {}, (2, 6, 5)),
-    "valid, no batch": ((4, 6, (3, 2)), {"padding": "VALID", "strides": (2, 3)}, (6, 5)),
-    "dilated": ((4, 6, (3, 2)), {"kernel_dilation": (2, 1), "strides": 2}, (2, 6, 5)),
-    "pairs, batches": (
-        (4, 6, 3),
-        {"padding": ((2, 1),), "strides": 2, "use_bias": False},
-        (2, 3, 9),
-    ),
-    "integer": ((4, 6, 3), {"padding": 1, "strides": None, "kernel_dilation": None}, (2, 9)),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("Conv", n) for n in CONV), *(("ConvTranspose", n) for n in TRANSPOSED)]
-)
-def test_convolutions_are_those_of_flax_over_the_root_of_their_fan_in(kind, name) -> None:
-    args, options, shape = (CONV if kind == "Conv" else TRANSPOSED)[name]
-    ours, flax = (
-        getattr(module, kind)(
-            *args, **options, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal()
-        )
-        for module in (nn, nnx)
-    )
-    assert flax.kernel.shape == ours.kernel.shape
-    fan_in = ours.kernel.fan_in
-    if kind == "ConvTranspose":
-        rank = ours.kernel.ndim - 2
-        strides = args[3] if len(args) > 3 else options.get("strides") or 1
-        fan_in = ours.kernel.get_value()[..., 0].size / np.prod(np.broadcast_to(strides, rank))
-    flax.kernel.set_value(ours.kernel.get_value() / fan_in**0.5)
-    if ours.bias is not None:
-        flax.bias.set_value(ours.bias.get_value())
-    x = jax.random.normal(jax.random.key(0), (*shape, 4))
-    found, expected = jit(lambda x: (ours(x).data, flax(x)))(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_convolution_keeps_one_scale_and_one_per_example() -> None:

@@ -118,7 +118,7 @@ def unit_scale(
             "unitscale.nn.unit_scale: give rngs=, from which new parameters are drawn, or "
             "keep_function=True"
         )
-    rngs = nnx.Rngs(0) if rngs is None else rngs
+    policy, rngs = as_policy(policy), nnx.Rngs(0) if rngs is None else rngs
     entries: list[Rescaled] = []
     known: dict[int, tuple[Any, Any]] = {}  # holds the old node too, so that its id is not reused
     copy = nnx.clone(model)
