@@ -186,24 +186,6 @@ class Small(nnx.Module):
         self.out = nn.Readout(32, 4, rngs=rngs)
 
 
-def test_a_step_moves_the_function_as_a_plain_step_does() -> None:
-    """Of one layer, for the same signs of gradients: Adam's first step is its rate times these."""
-    model = Small()
-    params = nnx.state(model, nnx.Param)
-    (rate,) = [r for r in umup_rates(params) if r.path == "up.kernel"]
-    tx = umup(optax.sign_sgd(0.5), params)
-    signs = jnp.sign(jnp.sin(jnp.arange(WIDTH * 32.0) + 1)).reshape(WIDTH, 32)
-    grads = jax.tree.map(jnp.zeros_like, params)
-    grads["up"]["kernel"].set_value(signs)
-    moved = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
-    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
-    step = (
-        ops.dense(x, moved["up"]["kernel"].get_value()).value
-        - ops.dense(x, params["up"]["kernel"].get_value()).value
-    )
-    np.testing.assert_allclose(step, -0.5 * rate.plain * (x @ signs), rtol=1e-3, atol=1e-4)
-
-
 def test_table_and_start() -> None:
     rates = umup_rates(nnx.state(Small(), nnx.Param))
     by_path = {rate.path: rate for rate in rates}

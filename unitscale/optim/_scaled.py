@@ -377,7 +377,7 @@ def convert_state(state: Any, like: Any) -> Any:
         return {path_name([k for k in path if k != _INNER]): x for path, x in found}
 
     def convert(name: str, new: Any) -> Any:
-        is_key = jnp.issubdtype(getattr(new, "dtype", None), jax.dtypes.prng_key)
+        is_key = isinstance(new, jax.Array) and jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
         value = load(source.get(name, new)) if is_key else load(source[name])
         if jnp.shape(new) != jnp.shape(value):
             raise ValueError(f"got shape {jnp.shape(value)}, expected {jnp.shape(new)} at {name}")

@@ -282,13 +282,12 @@ def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.
     """
     axes = tuple(range(moment.stack_axes, x.ndim))
     parts = [x] if seen is None else sample(x, axes)
-    in_blocks = moment.block is not None and x.ndim > 0
-    if in_blocks:
-        padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % moment.block, 0)]
-        x = lax.pad(x, jnp.float32(0), padding)
-        parts, axes = [x.reshape(*x.shape[:-1], -1, moment.block)], (x.ndim,)
+    block = moment.block if x.ndim else None
+    if block is not None:
+        x = lax.pad(x, jnp.float32(0), [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block, 0)])
+        parts, axes = [x.reshape(*x.shape[:-1], -1, block)], (x.ndim,)
     largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
-    largest = largest[..., 0] if in_blocks else largest
+    largest = largest[..., 0] if block is not None else largest
     # Round as the format will, so that a value that rounds up to a power of two counts as one, and
     # storing again what was stored changes nothing. The square of a root rounds up at half the
     # distance.
