@@ -119,7 +119,8 @@ def linears(shape: GPTModelConfig) -> Table:
     kind = "gpt2" if shape.decoder is None else "llama"
     kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
     table = table_of(kind, "lm", kernels)
-    return {name.removesuffix(".weight"): tensor for name, tensor in table.items()}
+    by_layer = sorted(table, key=lambda name: int(table[name].paths[0].split(".")[1]))
+    return {name.removesuffix(".weight"): table[name] for name in by_layer}
 
 
 def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
