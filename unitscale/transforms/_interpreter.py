@@ -179,14 +179,15 @@ class Interpreter:
 
         def read_again(atom: Any) -> Value:
             value = read(atom)
+            stretch = places[index]
             is_old = value.is_from_stored and made.get(atom, stretch) < stretch
-            return value.again(again) if is_old else value
+            return value.again(again.setdefault(stretch, {})) if is_old else value
 
         env.update(zip(jaxpr.constvars, map(plain, consts), strict=True))
         env.update(zip(jaxpr.invars, values, strict=True))
         last_use = last_uses(jaxpr)
-        made, kept = _stretches(jaxpr)
-        stretch, again = 0, {}
+        places, made, kept = _stretches(jaxpr)
+        again: dict[int, dict[int, Value]] = {}  # computed again, by stretch
         for index, eqn in enumerate(jaxpr.eqns):
             is_elementwise = eqn.primitive.name in ELEMENTWISE
             self.settings.calls.append(eqn)
@@ -199,8 +200,6 @@ class Interpreter:
                     if value.is_from_stored and not value.origin and eqn.outvars[0] in kept:
                         results = [value.kept()]
             self.settings.calls.pop()
-            if _is_contraction(eqn):
-                stretch, again = stretch + 1, {}
             env.update(zip(eqn.outvars, results, strict=True))
             for var in last_use.get(index, ()):
                 del env[var]
@@ -218,22 +217,20 @@ class Interpreter:
         return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _is_contraction(eqn: JaxprEqn) -> bool:
-    rule = rule_of(eqn.primitive)
-    return rule is not None and rule.category == "contraction"
-
-
-def _stretches(jaxpr: Jaxpr) -> tuple[dict[Any, int], set[Any]]:
-    """Returns after how many contractions each variable is made, and which are read after more."""
+def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
+    """Returns how many contractions come before equations and variables, and who is read later."""
+    places: list[int] = []
     made: dict[Any, int] = {}
     kept: set[Any] = set()
     stretch = 0
     for eqn in jaxpr.eqns:
+        places.append(stretch)
         read = [v for v in eqn.invars if not isinstance(v, Literal)]
         kept.update(v for v in read if made.get(v, stretch) < stretch)
-        stretch += _is_contraction(eqn)
+        rule = rule_of(eqn.primitive)
+        stretch += rule is not None and rule.category == "contraction"
         made.update(dict.fromkeys(eqn.outvars, stretch))
-    return made, kept
+    return places, made, kept
 
 
 def _constant(eqn: JaxprEqn, operands: Sequence[Value], result: Any) -> float | None:

@@ -82,18 +82,6 @@ def known_terms(dims: Iterable[Any]) -> int:
 _MANY = 2**12
 
 
-def _operands(x: Value, y: Value, primitive: str) -> list[Any]:
-    """Returns the data of two operands in types that the primitive takes together."""
-    types = [jnp.result_type(v.data) for v in (x, y)]
-    eight_bits = all(t.itemsize == 1 for t in types) and primitive == "dot_general"
-    if types[0] == types[1] or eight_bits:
-        return [x.data, y.data]
-    common = jnp.result_type(
-        *(v.dtype if t.itemsize == 1 else t for v, t in zip((x, y), types, strict=True))
-    )
-    return [narrow(x.data, common), narrow(y.data, common)]
-
-
 def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: int) -> Value:
     x, y, *rest = values
     if any(is_complex(v.data) for v in (x, y)):
@@ -101,8 +89,13 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
         return wide_value(data, data_dtype(x, y))
     x, y = x.stored(), y.stored()
     dtype = data_dtype(x, y)
-    left, right = _operands(x, y, eqn.primitive.name)
-    types = [jnp.result_type(left), jnp.result_type(right)]
+    types = [jnp.result_type(v.data) for v in (x, y)]
+    # Two types meet in the wider; only dot_general takes two of 8 bits.
+    is_dot = eqn.primitive is lax.dot_general_p
+    if types[0] != types[1] and not (is_dot and all(t.itemsize == 1 for t in types)):
+        pairs = zip((x, y), types, strict=True)
+        types = [jnp.result_type(*(v.dtype if t.itemsize == 1 else t for v, t in pairs))] * 2
+    left, right = (narrow(v.data, t) for v, t in zip((x, y), types, strict=True))
     scale = scale_of(x) * scale_of(y)
     wide = eqn.params["preferred_element_type"] or dtype
     wide = np.dtype(jnp.result_type(*map(wide_dtype, [wide, *types])))

@@ -201,8 +201,6 @@ def _check_static(
     function: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
 ) -> None:
     """Refuses static arguments that the function does not have, as `jax.jit` does."""
-    if not (argnums or argnames):
-        return
     parameters = _parameters(function)
     kinds = [p.kind for p in parameters.values()]
     count = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
@@ -307,5 +305,6 @@ def scalify(
             "unitscale.scalify: the function is scalified already, and options came with it again; "
             "give them to the first call of scalify"
         )
-    _check_static(fn, argnums, argnames)
+    if argnums or argnames:
+        _check_static(fn, argnums, argnames)
     return Scalified(fn, argnums, argnames, static_scaling, decouple)
