@@ -189,6 +189,15 @@ def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8["over first"] == pytest.approx(fp8["ms"] / plain["ms"])
 
 
+def test_a_step_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
+    assert main(["bench", "step", "--on", "tpu"]) == 2
+    assert main(["bench", "step", "--rows", "fp8", "model.width=7"]) == 2
+    said = capsys.readouterr().err
+    assert "--on" in said
+    assert "model.width" in said
+
+
 class _InThisProcess:
     def __init__(self, *args: Any, **options: Any):
         self.map = map
