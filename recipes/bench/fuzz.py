@@ -283,7 +283,7 @@ def _draw_input(rng: np.random.Generator, formats: Sequence[str], kind: str) -> 
     if draw < 0.13:
         return Input(rng.random(shape) < 0.5)
     dtype = np.dtype(getattr(ml_dtypes, (name := str(rng.choice(formats))), None) or name)
-    data = rng.normal(size=shape) * (rng.random() >= 0.08)
+    data = np.asarray(rng.normal(size=shape) * (rng.random() >= 0.08))
     if data.size and rng.random() < 0.12:
         # Not far smaller ones in float16: what is sliced off keeps the scale of the whole.
         small = [2.0**-6] if dtype == np.float16 else [2.0**-14, 2.0**-20]

@@ -123,7 +123,7 @@ class Compared(NamedTuple):
                 bounds or {},
                 self.metric,
             )
-            about = [f"{first[0].train.steps} steps", f"{seeds} seeds", text]
+            about = [f"{first[0].train.steps} steps", f"{seeds} seed{'s' * (seeds > 1)}", text]
             found.append(Table(f"{title}: {', '.join(filter(None, about))}", rows))
         return [*found, Table("... at each learning rate", self.rates)] if self.rates else found
 

@@ -93,11 +93,16 @@ def main(
                     row["over first"] = row["ms"] / found[0]["ms"]
                 found.append(row)
             tables.append(runs.Table(f"Training step of {shape} on this {on.upper()}", found))
+    measured = [row for table in tables for row in table.rows]
+    failed = [f"{row['program']}: {row['error']}" for row in measured if "error" in row]
+    if len(failed) == len(measured):
+        todo = "install JAX for this machine's GPU" if on == "gpu" else "see --rows"
+        raise RecipeError(f"bench step: no row could be measured ({failed[0]}); {todo}")
     jax.config.update("jax_platforms", platform)
     notes = [f"ms: median of {rounds} rounds of five steps, of which the last is waited for."]
     runs.publish("step", tables, json, notes)
-    if failed := [row["program"] for table in tables for row in table.rows if "error" in row]:
-        raise RecipeError(f"bench step: failed: {', '.join(failed)}", exit_code=1)
+    if failed:
+        raise RecipeError(f"bench step: failed: {'; '.join(failed)}", exit_code=1)
 
 
 def config_of(shape: str, row: str, overrides: Sequence[str] = ()) -> GPTConfig:

@@ -180,6 +180,7 @@ def test_character_models_are_counted(
 
 def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     words = ("--shapes", "gpt2-small", "--rows", "plain-bfloat16,fp8", "--rounds", "2")
     ((plain, fp8),) = bench("step", *words, *TINY, "data.path=null")
     for row in (plain, fp8):
@@ -187,6 +188,16 @@ def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["tokens/s"] == pytest.approx(1e3 * 2 * 16 / row["ms"])
         assert row["peak MiB"] > 0 < row["kernels"]
     assert fp8["over first"] == pytest.approx(fp8["ms"] / plain["ms"])
+
+
+def test_a_step_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert main(["bench", "step", "--on", "tpu"]) == 2
+    assert main(["bench", "step", "--rows", "fp8", "model.width=7"]) == 2
+    said = capsys.readouterr().err
+    assert "--on" in said
+    assert "width 7" in said
 
 
 class _InThisProcess:
