@@ -72,7 +72,7 @@ def scale_of(x, dtype: str = "e4m3fn") -> float:
     return float(quant.quantize(x, dtype, Dynamic()).scale)
 
 
-@pytest.mark.filterwarnings("ignore::unitscale.quant.StandingScalesWarning")
+@pytest.mark.filterwarnings("ignore::unitscale.quant.StaleScalesWarning")
 def test_is_a_drop_in_for_nnx_value_and_grad() -> None:
     """The same value and gradients, dropout and the state of random keys included."""
     ours, theirs = Net(), Net()

@@ -137,7 +137,7 @@ CHECKED = [*((n, "float16") for n in LAYERS), *((n, "fp8_delayed") for n in FP8_
 COMPUTE = {"float16": "float16", "fp8_delayed": "bfloat16", "float32": "float32"}
 
 
-@pytest.mark.filterwarnings("ignore::unitscale.quant.StandingScalesWarning")
+@pytest.mark.filterwarnings("ignore::unitscale.quant.StaleScalesWarning")
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
