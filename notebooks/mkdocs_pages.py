@@ -26,10 +26,12 @@ COVERAGE = "scalify-coverage.md"
 
 
 def public_names(package: str) -> list[str]:
+    """What a package's `__init__.py` imports for users, as opposed to the library itself."""
     path = LIBRARY.parent.joinpath(*package.split(".")) / "__init__.py"
+    for_users, _, _ = path.read_text("utf-8").partition("# For the other packages")
     imported = [
         alias.asname
-        for node in ast.parse(path.read_text("utf-8")).body
+        for node in ast.parse(for_users).body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]

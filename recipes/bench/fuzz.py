@@ -151,7 +151,9 @@ def _plain_product(x: Any, y: Any) -> Any:
 
 
 def _product(x: Any, y: Any) -> Any:
-    return quant.scaled_matmul(_q8(x), _q8(y), quant.Contraction("ik", "kj", "ij"), 1.0, jnp.float32)
+    return quant.scaled_matmul(
+        _q8(x), _q8(y), quant.Contraction("ik", "kj", "ij"), 1.0, jnp.float32
+    )
 
 
 class _PlainOps:

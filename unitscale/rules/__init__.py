@@ -19,11 +19,11 @@ Parametrization", 2024, arXiv 2407.17465.
 Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
 """
 
+# For users.
 from ._attention import (
     AttentionContext as AttentionContext,
     NormPlacement as NormPlacement,
     dot_product_attention as dot_product_attention,
-    logit_factor as logit_factor,
 )
 from ._elementwise import (
     avg_pool as avg_pool,
@@ -47,9 +47,6 @@ from ._linear import (
     recurrent_kernel as recurrent_kernel,
 )
 from ._residual import (
-    RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
-    ROLES as ROLES,
-    ResidualFactors as ResidualFactors,
     ResidualScheme as ResidualScheme,
     add as add,
     gated_sum as gated_sum,
@@ -60,15 +57,24 @@ from ._residual import (
     umup_learning_rate as umup_learning_rate,
     weighted_add as weighted_add,
 )
-from ._simulate import (
-    Simulation as Simulation,
-    closed_form as closed_form,
-    simulate as simulate,
-)
 from ._softmax import (
     mixture as mixture,
     mse_loss as mse_loss,
     router as router,
     softmax as softmax,
     softmax_cross_entropy as softmax_cross_entropy,
+)
+
+# isort: split
+# For the other packages of the library.
+from ._attention import logit_factor as logit_factor
+from ._residual import (
+    RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
+    ROLES as ROLES,
+    ResidualFactors as ResidualFactors,
+)
+from ._simulate import (
+    Simulation as Simulation,
+    closed_form as closed_form,
+    simulate as simulate,
 )
