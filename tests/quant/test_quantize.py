@@ -212,3 +212,11 @@ def test_fake_quantization_passes_cotangents_and_measures_both_operands() -> Non
     after = state.advance(seen)
     np.testing.assert_array_equal(after.scale, [2.0, 64.0, 1.0])
     np.testing.assert_array_equal(after.counts[:, :2], [[1, 4], [1, 4], [0, 0]])
+
+
+@pytest.mark.parametrize("strategy", [Dynamic(), Static(0.5), Block(2)])
+def test_a_scaled_array_is_quantized_by_its_value(strategy) -> None:
+    x = ScaledArray(jnp.asarray([[1.5, -2.0], [0.25, 3.0]], jnp.float16), 4.0)
+    found, expected = (quantize(y, "e4m3fn", strategy) for y in (x, x.value))
+    np.testing.assert_array_equal(found.value, expected.value)
+    np.testing.assert_allclose(found.value, x.value, rtol=2**-4)

@@ -115,8 +115,8 @@ def quantize(
 
     Scaling:
         data = x / scale, with the scale of the strategy; formats with the range of float32 need
-        none. `Unit` casts the data of a ScaledArray and keeps its scale. Finite values saturate;
-        infinity and NaN stay, or become NaN in a format without infinity.
+        none. `Unit` casts the data of a ScaledArray and keeps its scale; the others take its value.
+        Finite values saturate; infinity and NaN stay, or become NaN in a format without infinity.
 
     Args:
         x: floating array or ScaledArray of any shape.
@@ -126,8 +126,8 @@ def quantize(
             them, and the blocks of `Block` lie along them.
 
     Raises:
-        ValueError: if the format is unknown, an axis is out of range, the strategy does not have
-            one scale for one tensor, or one other than `Unit` is given an array with a scale.
+        ValueError: if the format is unknown, an axis is out of range, or the strategy does not have
+            one scale for one tensor.
 
     Example:
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
@@ -137,12 +137,7 @@ def quantize(
     check_strategy("quantize", strategy)
     if isinstance(strategy, Unit):
         return cast(x if isinstance(x, ScaledArray) else ScaledArray(x), dtype)
-    if isinstance(x, ScaledArray) and x.scale is not None:
-        raise ValueError(
-            f"unitscale.quant.quantize: {strategy!r} takes an array, or a ScaledArray without a "
-            f"scale; got {x!r}. Give it x.value."
-        )
-    x = ScaledArray(x).data if not isinstance(x, ScaledArray) else x.data
+    x = (x if isinstance(x, ScaledArray) else ScaledArray(x)).value
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     if x.ndim and any(not -x.ndim <= a < x.ndim for a in axes):
         raise ValueError(
