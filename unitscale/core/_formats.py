@@ -345,8 +345,10 @@ def decode_float8(data: jax.Array) -> jax.Array:
 _SPREAD = 0x9E3779B9
 
 
-def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
     """Returns 32 random bits for each entry: a hash of its index and of two words of the key.
+
+    A tuple of two uint32 scalars in place of the key gives the words themselves.
 
     The bits of `jax.random` cost about a hundred integer operations each, which on a GPU takes
     longer than the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second
@@ -356,7 +358,7 @@ def rounding_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com/blog/2018/07/31
         (lowbias32).
     """
-    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    first, second = key if isinstance(key, tuple) else jax.random.bits(key, (2,), jnp.uint32)
     x = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) * _SPREAD % 2**32)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import export, lax
-from jax.extend.random import define_prng_impl
 
 from ..core import (
     ScaledArray,
@@ -179,28 +178,16 @@ def stack_axes_of(x: Any) -> int:
     return count if shape[:count] == x.shape[:count] else 0
 
 
-def _unused(*_: Any) -> Any:
-    raise NotImplementedError
-
-
-# A key that is its own two random words, which is what `cast` draws from a key. Those of all arrays
-# are drawn at once, since XLA compiles a loop of 200 operations wherever bits are drawn.
-_WORDS = define_prng_impl(
-    key_shape=(2,),
-    seed=_unused,
-    split=_unused,
-    fold_in=_unused,
-    random_bits=lambda words, width, shape: words,
-    name="unitscale_words",
-)
-
-
 def split_key(key: jax.Array | None, count: int) -> list[Any]:
-    """Return a key for `store` and `add_update` of each of so many arrays; None if key is None."""
+    """Return the random words that `cast` draws from a key, for each of so many arrays.
+
+    They are drawn for all arrays at once, since XLA compiles a loop of 200 operations wherever bits
+    are drawn. None if the key is None.
+    """
     if key is None or not count:
         return [None] * count
     draw = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))
-    return list(jax.random.wrap_key_data(draw(jax.random.split(key, count)), impl=_WORDS))
+    return [tuple(words) for words in draw(jax.random.split(key, count))]
 
 
 def load(stored: Any) -> Any:
