@@ -26,7 +26,7 @@ COVERAGE = "scalify-coverage.md"
 
 
 def public_names(package: str) -> list[str]:
-    """What a package's `__init__.py` imports for users, as opposed to the library itself."""
+    """Names that a package's `__init__.py` imports for users, not for other packages."""
     path = LIBRARY.parent.joinpath(*package.split(".")) / "__init__.py"
     for_users, _, _ = path.read_text("utf-8").partition("# For the other packages")
     imported = [

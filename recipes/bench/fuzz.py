@@ -172,7 +172,7 @@ SCALED = {
     "step": functools.partial(_step, scaled=True),
 }
 PLAIN |= {"ops": _PlainOps(), "q8": _rounded, "product": _plain_product, "step": _step}
-"""What a program may call: on plain arrays, and on ScaledArrays."""
+"""Functions that a program may call: on plain arrays, and on ScaledArrays."""
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class Evaluation:
         exact = name in _EXACT and (is_complex or not np.iscomplexobj(operands[0]))
         if self.rng is None or exact:
             return result
-        # What has a loop inside rounds more often than once.
+        # Functions with a loop inside round more than once.
         times = 4.0 if name in ("scan", "while", "cond") else 1.0
         relative, absolute, _ = self.rounding
         summed = min(relative, _ACCUMULATED)

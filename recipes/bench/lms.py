@@ -1,4 +1,4 @@
-"""What 16 and 8 bits cost BERT, the tasks it is tuned on, and character models.
+"""Losses and scores of BERT in 16 and 8 bits, and counts of character models.
 
     python -m recipes bench lms --data TEXT --sst2 TRAIN DEV --squad FILE --seeds 3
     python -m recipes bench lms --no-runs --charlm FOLDER

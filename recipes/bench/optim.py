@@ -1,4 +1,4 @@
-"""What 16- and 8-bit optimizers cost and save: bytes, step time, validation loss.
+"""Bytes, step time and validation loss of 16- and 8-bit optimizer state.
 
     python -m recipes bench optim --data TEXT
 

@@ -1,4 +1,4 @@
-"""What unit scaling costs beside plain `flax.nnx`: compiling, step time, code.
+"""Compile time, step time and code of unit scaling, compared with plain `flax.nnx`.
 
     python -m recipes bench overhead
 

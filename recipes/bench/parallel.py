@@ -1,4 +1,4 @@
-"""What gradients exchanged between devices send, how the mean errs, and what training makes of it.
+"""Bytes sent, error of the mean, and loss of gradients that devices exchange in narrow formats.
 
     python -m recipes bench parallel
     python -m recipes bench parallel --train --data TEXT --seeds 5

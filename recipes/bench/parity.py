@@ -1,4 +1,4 @@
-"""What 16 and 8 bits cost: losses against float32, gradients lost, and rounding by operand.
+"""Losses in 16 and 8 bits against float32, gradients lost, and rounding by operand.
 
     python -m recipes bench parity --data TEXT --data ANOTHER --seeds 5
     python -m recipes bench parity --rounding --data TEXT
