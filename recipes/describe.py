@@ -152,7 +152,7 @@ def _by_remat(config: RunConfig) -> dict[str, RunConfig]:
 def _over_layers(config: RunConfig, count: Callable[[RunConfig], tuple]) -> tuple:
     """The numbers that ``count`` gives, those of many equal layers from those of one and of two."""
     shape = getattr(config, "model", None)
-    if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.policies:
+    if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.precision.layers:
         return count(config)
     few = (shape.model_copy(update={"layers": n}) for n in (1, 2))
     one, two = (count(config.model_copy(update={"model": other})) for other in few)
@@ -212,7 +212,7 @@ def _gradient_bytes(config: RunConfig) -> tuple[int, int]:
     """Those of gradients as the step has them: plain arrays, or scaled ones under scalify."""
     graphdef, _, (state, batch, _) = abstract_step(config)
     loss = make_loss(graphdef, deterministic=False)
-    by = jax.grad if config.scalify else grad
+    by = jax.grad if config.precision.scalify else grad
 
     def differentiate(params: Any, rest: Any, batch: Any) -> Any:
         amax, of_amax = over_amax(loss, rest)
@@ -229,7 +229,7 @@ def report(config: RunConfig) -> Iterator[str]:
     facts = describe(config)
     total = sum(facts.parameters.values())
     size, unit = config.data.batch_size, config.data.step_unit
-    yield f"{config.name}: recipe {config.recipe}, policy {config.policy}"
+    yield f"{config.name}: recipe {config.recipe}, policy {config.precision.policy}"
     yield f"parameters    {total:>22,}"
     for part, count in facts.parameters.items():
         yield f"  {part:<12}{count:>22,}"

@@ -7,8 +7,8 @@ from flax import nnx
 from .config import RunConfig
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
 from .run.folder import run_folder
+from .run.precision import plain
 from .run.recipe import recipe_of
-from .run.scaling import plain
 from .run.state import load_checkpoint, with_run_tokenizer
 
 
@@ -19,10 +19,10 @@ def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
     state, data = restored.state, recipe.load_data(with_run_tokenizer(config))
     if restored.facts.get("text", data.digest) != data.digest:
         yield "the data is not what the run was trained on: its loss there is another"
-    evaluation = make_evaluation(graphdef, config.scalify)
+    evaluation = make_evaluation(graphdef, config.precision)
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
     yield f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}"
-    model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    model = nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
     folder = run_folder(config)
     if scores := save_scores(folder, recipe.scores(config, data, model, folder)):
         yield shown_scores(scores)

@@ -11,7 +11,7 @@ from unitscale.nn import convert, to_static, unpadded
 
 from .config import RunConfig
 from .errors import RecipeError, refused
-from .run.scaling import plain
+from .run.precision import plain
 from .run.state import load_trained
 
 
@@ -33,7 +33,7 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bo
             f"{path}{', which exists' if path.exists() else ''}; name another"
         )
     graphdef, state = load_trained(config, say)
-    model = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    model = nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
     if fp8:
         _store_in_fp8(model)
     size = save_tensors(model, path)

@@ -10,7 +10,7 @@ from .config import TOKENIZER_FILE, DataConfig, RunConfig
 from .errors import RecipeError
 from .gpt.generate import Writer, writes
 from .hf import load
-from .run.scaling import plain
+from .run.precision import plain
 from .run.state import load_trained, with_run_tokenizer
 from .text import SubwordTokenizer, open_tokenizer, require_vocab
 
@@ -18,7 +18,7 @@ from .text import SubwordTokenizer, open_tokenizer, require_vocab
 def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
     """The model of a run with its tokenizer."""
     graphdef, state = load_trained(config, say)
-    model: Any = nnx.merge(graphdef, *plain(config.scalify, (state.params, state.rest)))
+    model: Any = nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
     data = with_run_tokenizer(config).data
     if not writes(model) or not isinstance(data, DataConfig):
         raise RecipeError(

@@ -19,8 +19,10 @@ from .config import (
     RunConfig,
     describe_problems,
     entry_of,
+    expand_preset,
     section_of,
     unknown_key,
+    upgrade,
     valid_keys,
 )
 from .errors import RecipeError, read_text
@@ -70,6 +72,9 @@ def load_config(
         model, or one of another shape or tokenizer.
     """
     file = _read(_file(Path(path)))
+    if kept:
+        file = OmegaConf.create(upgrade(OmegaConf.to_container(file)))
+    _expand(file)
     schema = _schema_of(file.get("recipe", "gpt"), path)
     for word in overrides:
         _override(file, word, schema)
@@ -150,9 +155,17 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     found = tree["value"]
     if entry:
         found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
+    if mapping == "precision":
+        found = expand_preset(found)
     # Of a section other keys stay, unless it is emptied; any other mapping takes the file's place.
     merge = section_of(field) is not None and isinstance(found, dict) and bool(found)
     OmegaConf.update(file, mapping, found, merge=merge)
+
+
+def _expand(file: DictConfig) -> None:
+    """Replaces the name of a preset by its keys, some of which overrides may change."""
+    if "precision" in file:
+        file.precision = expand_preset(file.precision)
 
 
 def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:

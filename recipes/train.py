@@ -27,15 +27,15 @@ from .config import RunConfig
 from .errors import RecipeError
 from .run.batch import loss_inputs
 from .run.checkpoint import Checkpoints
+from .run.convert import formats
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
 from .run.folder import flatten, is_sweep, locked, open_run, other_data, run_folder
-from .run.formats import formats
 from .run.loggers import check_logger
 from .run.metrics import Metrics, open_metrics
-from .run.monitor import watch_overflow
 from .run.optimizer import make_schedule, updates_done
 from .run.placement import on_mesh, open_mesh, place, place_batch, share, whole
 from .run.plots import plot_loss, plot_rms
+from .run.precision import plain, watch_overflow
 from .run.probe import probe
 from .run.processes import (
     SharedError,
@@ -48,7 +48,6 @@ from .run.processes import (
 )
 from .run.progress import Reporter, Stopwatch
 from .run.recipe import build_model, recipe_of
-from .run.scaling import plain
 from .run.signals import StopRequest
 from .run.state import TrainState, init_state, restore, with_kept_tokenizer
 from .run.step import advance, make_train_step
@@ -78,7 +77,7 @@ def train(
     Args:
       config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
       fresh: Moves an earlier run of this name aside instead of resuming it.
-      convert: Goes on with a run of other number formats (`recipes.run.formats.FORMAT_KEYS`).
+      convert: Goes on with a run of other number formats (`recipes.config.FORMAT_KEYS`).
       console: Where to report; standard output by default.
 
     Returns:
@@ -118,7 +117,7 @@ def _train(config: RunConfig, data: Data, console: Console, say: Callable[[str],
     parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))
     say(
         f"{config.name}: {parameters:,} parameters, {data.summary}, "
-        f"policy {config.policy}, in {folder}"
+        f"policy {config.precision.policy}, in {folder}"
     )
     lost = False
     try:
@@ -162,12 +161,12 @@ class _Run:
         self.train_step = make_train_step(
             self.graphdef,
             optimizer,
-            config.scalify,
+            config.precision,
             settings=config.optimizer,
             mesh=self.mesh,
-            exchange=config.mesh and config.mesh.gradients,
+            micro_batches=config.data.micro_batches,
         )
-        self.evaluate = make_evaluation(self.graphdef, config.scalify, mesh=self.mesh)
+        self.evaluate = make_evaluation(self.graphdef, config.precision, mesh=self.mesh)
 
     def resume(self, say) -> int:
         """Loads the newest whole checkpoint; returns the number of steps done."""
@@ -247,7 +246,7 @@ class _Run:
 
     def model(self) -> Any:
         """The model as it is, whole in every process."""
-        params, rest = plain(self.config.scalify, whole((self.state.params, self.state.rest)))
+        params, rest = plain(self.config.precision, whole((self.state.params, self.state.rest)))
         return nnx.merge(self.graphdef, params, rest)
 
     def check_finite(self, done: int, recent: deque[Any]) -> None:

@@ -18,19 +18,18 @@ from ..errors import RecipeError
 from . import runs
 
 BASELINE = "plain-float32"
-LIBRARIES = {BASELINE: runs.plain_words(), "float32": ("policy=float32",)}
-_HALF = runs.plain_words(runs.PLAIN_RATE, "policy=float16")
+LIBRARIES = {BASELINE: runs.plain_words(), "float32": ("precision.policy=float32",)}
+_HALF = runs.plain_words(runs.PLAIN_RATE, "precision.policy=float16")
 METHODS = {
     "plain-float16": _HALF,
-    "loss-scale": (*_HALF, "optimizer.loss_scale=4096.0"),
+    "loss-scale": (*_HALF, "precision.loss_scale=4096.0"),
     "auto-loss-scale": (
         *_HALF,
-        "optimizer.loss_scale=dynamic",
-        "optimizer.loss_scale_interval=200",
+        "precision.loss_scale=dynamic",
     ),
-    "tensor-scaling": (*_HALF, "model.products=fp8_dynamic"),
-    "scalify-float16": (*runs.plain_words(), "scalify={storage: float16}"),
-    "float16": ("policy=float16",),
+    "tensor-scaling": (*_HALF, "precision.matmuls=fp8_dynamic"),
+    "scalify-float16": (*runs.plain_words(), "precision=scalify_float16"),
+    "float16": ("precision.policy=float16",),
 }
 
 

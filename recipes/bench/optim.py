@@ -25,15 +25,15 @@ from ..run.state import init_state
 from . import runs
 from .step import SHAPES, advancing, time_ratio
 
-_SIX = ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn,float16]")
+_SIX = ("precision.weights=float16", "precision.moments=[float8_e4m3fn,float16]")
 VARIANTS = {
-    "float32": ("policy=float32",),
+    "float32": ("precision.policy=float32",),
     "6-bytes": _SIX,
-    "6-bytes-stochastic": (*_SIX, "optimizer.rounding=stochastic"),
+    "6-bytes-stochastic": (*_SIX, "precision.rounding=stochastic"),
     "4-bytes": (
-        "optimizer.weights=float16",
-        "optimizer.moments=[float8_e4m3fn,float8_e4m3fn]",
-        "optimizer.rounding=stochastic",
+        "precision.weights=float16",
+        "precision.moments=[float8_e4m3fn,float8_e4m3fn]",
+        "precision.rounding=stochastic",
     ),
 }
 BOUNDS = {"6-bytes": 0.002, "6-bytes-stochastic": 0.002, "4-bytes": 0.005}

@@ -22,6 +22,7 @@ from flax import nnx
 import unitscale
 from unitscale import as_scaled, nn, optim, scalify
 
+from ..config import PrecisionConfig
 from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
 from . import runs
@@ -29,10 +30,14 @@ from .step import compile_times, stepper, time_ratio
 
 # Layers, and settings of ours beside those of the plain model.
 COMPILED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fp8": (12, ("policy=fp8",)),
+    "fp8": (12, ("precision.policy=fp8",)),
     "fp8, scaled optimizer": (
         4,
-        ("policy=fp8", "optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn,float16]"),
+        (
+            "precision.policy=fp8",
+            "precision.weights=float16",
+            "precision.moments=[float8_e4m3fn,float16]",
+        ),
     ),
 }
 MOST_COMPILING, MOST_TIME = 1.8, 1.05
@@ -55,7 +60,7 @@ def main(
         rows = [compiling(name, *how, overrides or []) for name, how in COMPILED.items()]
         tables.append(runs.Table("Trace and compile a training step, over plain flax.nnx", rows))
     if steps:
-        words = ["policy=float32", *(overrides or [])]
+        words = ["precision.policy=float32", *(overrides or [])]
         config = load_kind(GPTConfig, CONFIGS / "gpt" / "parity.yaml", words)
         found = time_ratio(stepper(config), stepper(plain(config)), steps)
         rows = [found | runs.asked(found["ratio"], MOST_TIME)]
@@ -69,7 +74,9 @@ def plain(config: GPTConfig) -> GPTConfig:
     """The same shape and optimizer in plain flax.nnx."""
     model = config.model.model_copy(update={"library": "plain"})
     optimizer = config.optimizer.model_copy(update={"umup": False})
-    return config.model_copy(update={"policy": "float32", "model": model, "optimizer": optimizer})
+    return config.model_copy(
+        update={"precision": PrecisionConfig(), "model": model, "optimizer": optimizer}
+    )
 
 
 def compiling(

@@ -74,7 +74,7 @@ def main(
     tables = [runs.Table(f"Mean of gradients of {SHAPE} over {DEVICES} devices", exchange())]
     if steps:
         base = config or str(CONFIGS / runs.PARITY)
-        tables.append(mesh_steps(load_config(base, ["policy=fp8", *(overrides or [])])))
+        tables.append(mesh_steps(load_config(base, ["precision.policy=fp8", *(overrides or [])])))
     if train:
         told = runs.Told(config, overrides, seeds, fresh, data)
         found = runs.compare(VARIANTS, told)

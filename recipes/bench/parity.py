@@ -23,7 +23,7 @@ from flax import nnx
 from unitscale import nn
 from unitscale.quant import MatmulConfig
 
-from ..config import RunConfig
+from ..config import PrecisionConfig, RunConfig
 from ..run.batch import make_loss, over_amax
 from ..run.evaluate import make_evaluation, mean_loss
 from ..run.recipe import build_model, recipe_of
@@ -31,9 +31,9 @@ from ..run.state import init_state
 from . import runs
 
 SPECIAL = {
-    "fp8-readout": ("policy=fp8", "fp8_readout=true"),
-    "fp8-readout-gradients": ("policy=fp8", "fp8_readout=gradients"),
-    "fp8-rebalance": ("policy=fp8", "monitor={rebalance: true}"),
+    "fp8-readout": ("precision.policy=fp8", "precision.readout=true"),
+    "fp8-readout-gradients": ("precision.policy=fp8", "precision.readout=gradients"),
+    "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
 }
 """Formats that take more than a policy."""
 BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
@@ -65,8 +65,10 @@ def main(
 ) -> None:
     """Prints validation loss by number format, and gradients lost in float16."""
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    variants = {name: SPECIAL.get(name, (f"policy={name}",)) for name in ("float32", *names)}
+    names = [name.strip() for name in precision.layers.split(",") if name.strip()]
+    variants = {
+        name: SPECIAL.get(name, (f"precision.policy={name}",)) for name in ("float32", *names)
+    }
     variants = {"float32": variants["float32"]} if rounding else variants
     found = runs.compare(variants, told)
     if rounding:
@@ -74,8 +76,8 @@ def main(
         return
     tables = found.tables("Validation loss", BOUNDS)
     if gradients:
-        half: dict[str, tuple[str, ...]] = {"float16": ("policy=float16",)}
-        half["plain-float16"] = runs.plain_words(plain_learning_rate, "policy=float16")
+        half: dict[str, tuple[str, ...]] = {"float16": ("precision.policy=float16",)}
+        half["plain-float16"] = runs.plain_words(plain_learning_rate, "precision.policy=float16")
         both = runs.compare(half, told._replace(seeds=1, data=data and data[:1])).configs
         lost = [lost_gradients(name, both[name][0]) for name in half]
         title = "Gradient entries that are zero in float16 and not in float32"
@@ -90,8 +92,8 @@ def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
     Before training and after it, both formats start from the same parameters, without dropout.
     """
     graphdefs = []
-    for policy in ("float32", config.policy):
-        model = build_model(config.model_copy(update={"policy": policy}))
+    for policy in ("float32", config.precision.policy):
+        model = build_model(config.model_copy(update={"precision": PrecisionConfig(policy=policy)}))
         graphdefs.append(nnx.split(model, nnx.Param, ...)[0])
     exact, narrow = (jax.jit(gradient(graphdef)) for graphdef in graphdefs)
     batches = list(islice(recipe_of(config).load_data(config).validation(), BATCHES))
@@ -161,7 +163,9 @@ def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
     exact: list[Any] = []
     for name, rules in {"float32": {}, **ROUNDED}.items():
         policy = "float32" if name == "float32" else WIDE
-        model: Any = build_model(configs[0].model_copy(update={"policy": policy}))
+        model: Any = build_model(
+            configs[0].model_copy(update={"precision": PrecisionConfig(policy=policy)})
+        )
         nn.set_policies(model, rules)
         graphdef = nnx.split(model, nnx.Param, ...)[0]
         evaluate, differentiate = make_evaluation(graphdef), jax.jit(gradient(graphdef))

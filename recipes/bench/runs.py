@@ -67,7 +67,7 @@ Bounds = Mapping[str, float]
 
 def plain_words(rate: float = PLAIN_RATE, *more: str) -> tuple[str, ...]:
     """Overrides of a model in plain `flax.nnx`, which has no u-muP."""
-    words = ("model.library=plain", "policy=float32", "optimizer.umup=false")
+    words = ("model.library=plain", "precision.policy=float32", "optimizer.umup=false")
     words += ("optimizer.multipliers={}", "optimizer.weight_decay=0.0")
     return (*words, f"optimizer.learning_rate={rate}", *more)
 
@@ -238,7 +238,7 @@ def loss_of(config: RunConfig) -> float:
     """The loss of a trained run over all validation data."""
     graphdef, state = load_trained(config, lambda line: Console().print(line, markup=False))
     batches = recipe_of(config).load_data(config).validation()
-    return mean_loss(make_evaluation(graphdef, config.scalify), state.params, state.rest, batches)
+    return mean_loss(make_evaluation(graphdef, config.precision), state.params, state.rest, batches)
 
 
 def differences(

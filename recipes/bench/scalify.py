@@ -17,10 +17,10 @@ from . import runs
 from .step import compile_times, stepper, time_ratio
 
 FORMATS = {
-    "float16": "scalify={storage: float16}",
-    "fp8": "scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}",
-    "float32": "scalify={storage: float32}",
-    "bfloat16": "scalify={storage: bfloat16}",
+    "float16": "precision=scalify_float16",
+    "fp8": "precision=scalify_fp8",
+    "float32": "precision.scalify=float32",
+    "bfloat16": "precision=scalify_bfloat16",
 }
 BOUNDS = {"scalify-float16": 0.002, "scalify-fp8": 0.005}
 MOST_TIME, MOST_COMPILE = 1.03, 1.5

@@ -35,25 +35,25 @@ from ..run.step import abstract_step, make_train_step
 from . import runs
 from .aot import roofline
 
-_STATE = ("optimizer.weights=null", "optimizer.moments=null", "optimizer.rounding=nearest")
-_SCALED = ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn,float16]")
-_SCALED += ("optimizer.rounding=nearest", "optimizer.min_size=4096")  # defaults of optim.scaled
+_STATE = ("precision.weights=null", "precision.moments=null", "precision.rounding=nearest")
+_SCALED = ("precision.weights=float16", "precision.moments=[float8_e4m3fn,float16]")
+_SCALED += ("precision.rounding=nearest", "precision.min_size=4096")  # defaults of optim.scaled
 _PLAIN = ("model.library=plain", "optimizer.umup=false", "optimizer.learning_rate=0.001", *_STATE)
 _PADDED = ("model.vocab_multiple=128",)  # a size that kernels like; plain models have no such key
 REFERENCE = "plain-bfloat16"
 ROWS = {
-    REFERENCE: ("policy=bfloat16", *_PLAIN),
-    "fp8": ("policy=fp8", *_PADDED, *_STATE),
-    "fp8-scaled": ("policy=fp8", *_PADDED, *_SCALED),
-    "converted": ("policy=bfloat16", *_PLAIN, "model.products=fp8_dynamic"),
-    "scalify-bfloat16": ("policy=float32", "scalify.storage=bfloat16", *_PLAIN),
-    "scalify-float16": ("policy=float32", "scalify.storage=float16", *_PLAIN),
+    REFERENCE: ("precision.policy=bfloat16", *_PLAIN),
+    "fp8": ("precision.policy=fp8", *_PADDED, *_STATE),
+    "fp8-scaled": ("precision.policy=fp8", *_PADDED, *_SCALED),
+    "converted": ("precision.policy=bfloat16", *_PLAIN, "precision.matmuls=fp8_dynamic"),
+    "scalify-bfloat16": ("precision=scalify_bfloat16", *_PLAIN),
+    "scalify-float16": ("precision=scalify_float16", *_PLAIN),
 }
 """Overrides of the rows that are looked at by default."""
 MORE = {
-    "bfloat16": ("policy=bfloat16", *_PADDED, *_STATE),
-    "qwix": ("policy=bfloat16", *_PLAIN, "model.products=qwix"),
-    "fp8-readout-scaled": ("fp8_readout=gradients", *ROWS["fp8-scaled"]),
+    "bfloat16": ("precision.policy=bfloat16", *_PADDED, *_STATE),
+    "qwix": ("precision.policy=bfloat16", *_PLAIN, "precision.matmuls=qwix"),
+    "fp8-readout-scaled": ("precision.readout=gradients", *ROWS["fp8-scaled"]),
 }
 """Rows only where they are asked for."""
 SHAPES = {
@@ -178,7 +178,7 @@ def random_batch(config: GPTConfig, seed: int = 0) -> np.ndarray:
 def train_step(config: RunConfig) -> tuple[Any, Any]:
     """The step of `recipes.train`, and the state before the first one."""
     graphdef, optimizer, state = init_state(config)
-    return make_train_step(graphdef, optimizer, config.scalify, settings=config.optimizer), state
+    return make_train_step(graphdef, optimizer, config.precision, settings=config.optimizer), state
 
 
 def compile_times(config: RunConfig) -> tuple[float, float, jax.stages.Compiled]:

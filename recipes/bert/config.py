@@ -139,10 +139,11 @@ class BertConfig(LanguageConfig):
     def _library_has_keys(self) -> Self:
         if self.model.library == "unitscale":
             return self
-        if "fp8" in self.policy or self.optimizer.umup:
+        policy = self.precision.policy
+        if "fp8" in policy or self.optimizer.umup:
             raise ValueError(
                 "policy in FP8 and optimizer.umup need model.library unitscale; got model.library "
-                f"plain, policy {self.policy} and optimizer.umup {self.optimizer.umup}; use float32"
+                f"plain, policy {policy} and optimizer.umup {self.optimizer.umup}; use float32"
                 ", bfloat16 or float16, and set optimizer.umup false"
             )
         if self.data.pairs != "none":
@@ -154,6 +155,9 @@ class BertConfig(LanguageConfig):
 
     @model_validator(mode="after")
     def _no_scalify(self) -> Self:
-        if self.scalify is not None:
-            raise ValueError("scalify is for plain models of other recipes; set scalify null")
+        if self.precision.scalify or self.precision.matmuls:
+            raise ValueError(
+                "precision.scalify and precision.matmuls are for plain models of other recipes; "
+                "set both null"
+            )
         return self

@@ -12,7 +12,7 @@ from unitscale import to_array
 
 from ..run.earlier import take_weights
 from ..run.folder import earlier_run
-from ..run.monitor import monitored
+from ..run.precision import make_policy
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture
 from . import plain
@@ -30,11 +30,11 @@ def build(config: BertConfig) -> BERT:
     rngs = nnx.Rngs(config.seed)
     run = None if config.init is None else earlier_run(config.init, BertConfig)
     if shape.library == "plain":
-        bert = plain.Bert(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
+        bert = plain.Bert(shape, dtype=jnp.dtype(config.precision.policy), rngs=rngs)
         if run is not None:
             take_weights(bert, run)
         return bert
-    bert = Bert(shape, pairs, policy=monitored(config), rngs=rngs)
+    bert = Bert(shape, pairs, policy=make_policy(config.precision), rngs=rngs)
     if run is not None:
         # What tells pairs apart is drawn where the run was asked something else.
         kept = ("pooler", "pair_readout") if pairs == run.data.pairs else ("pooler",)

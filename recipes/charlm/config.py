@@ -66,7 +66,7 @@ class CharlmConfig(RunConfig):
 
     renamed: ClassVar[dict[str, str]] = {
         "model.parametrization": "model.library (plain for regular, unitscale for unit)",
-        "model.precision": "policy",
+        "model.precision": "precision.policy",
         "optimizer.momentum": "optimizer.b1",
         "sweep.start": "sweep.when, with optimizer.learning_rate for each kind of point",
     }
@@ -97,19 +97,20 @@ class CharlmConfig(RunConfig):
                 "data.tokenizer of a character model needs kind byte; got kind "
                 f"{self.data.tokenizer.kind}; remove the key"
             )
-        if plain and "fp8" in self.policy:
+        precision = self.precision
+        if plain and "fp8" in precision.policy:
             raise ValueError(
-                f"policy {self.policy} needs model.library unitscale: a plain model has no scales; "
-                "set model.library unitscale, or policy float32 or float16"
+                f"precision.policy {precision.policy} needs model.library unitscale: a plain model "
+                "has no scales; set model.library unitscale, or policy float32 or float16"
             )
-        if plain and (self.optimizer.umup or self.optimizer.weights is not None):
+        if plain and (self.optimizer.umup or precision.weights is not None):
             raise ValueError(
-                "optimizer.umup and optimizer.weights need model.library unitscale; got "
-                "model.library plain; set optimizer.umup false and optimizer.weights null"
+                "optimizer.umup and precision.weights need model.library unitscale; got "
+                "model.library plain; set optimizer.umup false and precision.weights null"
             )
-        if self.scalify is not None:
+        if precision.scalify or precision.matmuls:
             raise ValueError(
-                "scalify is not for character models, whose formats are those of policy; "
-                "set scalify null"
+                "precision.scalify and precision.matmuls are not for character models, whose "
+                "formats are those of precision.policy; set both null"
             )
         return self

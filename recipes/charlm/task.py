@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..run.monitor import monitored
+from ..run.precision import make_policy
 from ..run.recipe import no_closing, no_scores
 from ..text import Corpus, Mixture, load_corpus
 from .config import CharlmConfig
@@ -19,8 +19,9 @@ def build(config: CharlmConfig) -> UnitModel | RegularModel:
     """The model that a config describes, its parameters drawn from `config.seed`."""
     length, rngs = config.data.sequence_length, nnx.Rngs(params=jax.random.key(config.seed))
     if config.model.library == "plain":
-        return RegularModel(config.model, length, dtype=jnp.dtype(config.policy), rngs=rngs)
-    return UnitModel(config.model, length, policy=monitored(config), rngs=rngs)
+        dtype = jnp.dtype(config.precision.policy)
+        return RegularModel(config.model, length, dtype=dtype, rngs=rngs)
+    return UnitModel(config.model, length, policy=make_policy(config.precision), rngs=rngs)
 
 
 def abstract_batch(config: CharlmConfig) -> jax.ShapeDtypeStruct:

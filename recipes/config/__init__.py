@@ -2,12 +2,13 @@
 
 from .data import (
     BYTES as BYTES,
-    BatchConfig as BatchConfig,
+    TOKENIZER_FILE as TOKENIZER_FILE,
     DataConfig as DataConfig,
     SequenceConfig as SequenceConfig,
     TokenizerConfig as TokenizerConfig,
+    largest_id as largest_id,
+    read_tokenizer as read_tokenizer,
 )
-from .decoder import DecoderConfig as DecoderConfig, RopeConfig as RopeConfig
 from .keys import (
     describe_problems as describe_problems,
     entry_of as entry_of,
@@ -16,29 +17,31 @@ from .keys import (
     valid_keys as valid_keys,
 )
 from .language import LanguageConfig as LanguageConfig, filled_from as filled_from
-from .lora import LoraConfig as LoraConfig
-from .optimizer import MultipliersConfig as MultipliersConfig, OptimizerConfig as OptimizerConfig
-from .run import (
-    MeshConfig as MeshConfig,
-    MonitorConfig as MonitorConfig,
-    RunConfig as RunConfig,
-    ScalifyConfig as ScalifyConfig,
-    TrainConfig as TrainConfig,
+from .model import (
+    DecoderConfig as DecoderConfig,
+    GPTModelConfig as GPTModelConfig,
+    LoraConfig as LoraConfig,
+    ResidualConfig as ResidualConfig,
+    RopeConfig as RopeConfig,
+    TransformerConfig as TransformerConfig,
 )
-from .schema import (
+from .run import (
+    FORMAT_KEYS as FORMAT_KEYS,
+    PRESETS as PRESETS,
+    BatchConfig as BatchConfig,
     Count as Count,
     Flag as Flag,
     Fraction as Fraction,
+    MeshConfig as MeshConfig,
     Name as Name,
     NonNegative as NonNegative,
+    OptimizerConfig as OptimizerConfig,
     Positive as Positive,
+    PrecisionConfig as PrecisionConfig,
+    RunConfig as RunConfig,
     Section as Section,
+    TrainConfig as TrainConfig,
     Whole as Whole,
+    expand_preset as expand_preset,
+    upgrade as upgrade,
 )
-from .shapes import (
-    GPTModelConfig as GPTModelConfig,
-    ResidualConfig as ResidualConfig,
-    TransformerConfig as TransformerConfig,
-)
-from .sweep import SweepConfig as SweepConfig
-from .tokenizer import TOKENIZER_FILE as TOKENIZER_FILE

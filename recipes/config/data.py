@@ -1,12 +1,16 @@
-"""The `data` section of a config: sources, tokenizer and batches."""
+"""The `data` section of a config of texts: sources, tokenizer and batches."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
+from tokenizers import Tokenizer
 
-from .schema import Count, Flag, Positive, Section
-from .tokenizer import count_ids
+from ..errors import RecipeError, read_text
+from .run import BatchConfig, Count, Flag, Positive, Section
 
+TOKENIZER_FILE = "tokenizer.json"
+"""Where a run keeps its tokenizer."""
 BYTES = 256
 """Ids of the byte tokenizer."""
 TRAINED_IDS = 8192
@@ -46,22 +50,6 @@ class TokenizerConfig(Section):
                 f"{self.vocab} and lowercase {self.lowercase}; remove them, or change kind"
             )
         return self
-
-
-class BatchConfig(Section):
-    """How data is cut into batches, whatever it is."""
-
-    batch_size: Count = Field(default=16, description="examples per step, over all processes")
-
-    @property
-    def step_size(self) -> int:
-        """What a step goes through, counted in `step_unit`."""
-        return self.batch_size
-
-    @property
-    def step_unit(self) -> str:
-        """What speed is counted in."""
-        return "examples"
 
 
 class SequenceConfig(BatchConfig):
@@ -133,3 +121,26 @@ class DataConfig(SequenceConfig):
                 "or mixture null"
             )
         return self
+
+
+def read_tokenizer(path: str | Path, key: str = "data.tokenizer.path") -> Tokenizer:
+    """Reads a tokenizer.json."""
+    path = Path(path)
+    text = read_text(path, key, "give the tokenizer.json of a tokenizer")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more precise
+        raise RecipeError(
+            f"{key}: expected {path} to be a tokenizer.json of the tokenizers library; got: "
+            f"{error!s:.200}; give another file"
+        ) from error
+
+
+def count_ids(path: str | Path) -> int:
+    """One more than the largest id of a tokenizer.json, added tokens included."""
+    return largest_id(read_tokenizer(path)) + 1
+
+
+def largest_id(tokenizer: Tokenizer) -> int:
+    """The largest id that a tokenizer can give; -1 where it has none."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -8,15 +8,15 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .run import RunConfig
+from .run import MOVED, REMOVED, RunConfig
 
 
 def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key with its field, sections included."""
+    """Every dotted key that a file may have, with its field; sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         section = section_of(field)
-        if section is not None:
+        if section is not None and not field.json_schema_extra:  # filled in from `init`
             yield from valid_keys(section, f"{prefix}{name}.")
 
 
@@ -93,8 +93,8 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
 
 def unknown_key(key: str, schema: type[RunConfig]) -> str:
     """What to say of a key that a config does not have, with the nearest one that it has."""
-    if key in schema.renamed:
-        return f"{key} is no longer a key of the config; set {schema.renamed[key]}"
+    if (today := (MOVED | REMOVED | schema.renamed).get(key)) is not None:
+        return f"{key} is no longer a key of the config; set {today}"
     keys = [name for name, field in valid_keys(schema) if not section_of(field)]
     sections = [name for name, field in valid_keys(schema) if section_of(field)]
     section, _, last = key.rpartition(".")

@@ -6,12 +6,11 @@ from typing import Any, Self
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import RecipeError
-from .data import DataConfig
+from .data import TOKENIZER_FILE, DataConfig
+from .model import TransformerConfig
 from .run import RunConfig
-from .shapes import TransformerConfig
-from .tokenizer import TOKENIZER_FILE
 
-_FREE = "dropout", "remat", "products", "attention_implementation"
+_FREE = "dropout", "remat", "attention_implementation"
 """What of a model's section says nothing about its weights."""
 
 

@@ -1,38 +1,246 @@
-"""What every run is told, whatever it trains, each key declared once with its meaning beside it.
+"""The config of a run: what every recipe can be told, each key declared once.
 
-The sections are frozen pydantic models. A key that is not declared is an error: a misspelt key
-never falls back to a default in silence. `recipes.registry` reads YAML into these models and turns
-what pydantic reports into messages that name the full dotted key.
+Sections are frozen pydantic models. A key that is not declared is an error, so that a misspelt key
+never falls back to a default in silence. `recipes.registry` reads YAML into these models.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 
-from .data import BatchConfig
-from .optimizer import OptimizerConfig, StateFormat
-from .schema import Count, Flag, Fraction, Name, Section, Whole
-from .sweep import SweepConfig
+# Strict: YAML has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
+Count = Annotated[int, Strict(), Field(gt=0)]
+Whole = Annotated[int, Strict(), Field(ge=0)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Flag = Annotated[bool, Strict()]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
+WideFormat = Literal["float32", "bfloat16", "float16"]
+NarrowFormat = Literal["float8_e4m3fn", "float8_e5m2"]
+Format = WideFormat | NarrowFormat
 
 
-class ScalifyConfig(Section):
-    """Formats of a plain model that trains under `unitscale.scalify`."""
+class Section(BaseModel):
+    """A part of a config: frozen, and without room for keys that are not declared."""
 
-    storage: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float16", description="format of parameters, optimizer state and activations"
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "fp8_5_bytes": {
+        "policy": "fp8",
+        "weights": "float16",
+        "moments": ["float8_e4m3fn", "float16"],
+        "rounding": "stochastic",
+        "min_size": 16384,
+    },
+    "scalify_bfloat16": {"scalify": "bfloat16"},
+    "scalify_float16": {"scalify": "float16"},
+    "scalify_fp8": {"scalify": "float16", "matmuls": "fp8"},
+}
+"""What `precision: NAME` stands for; the name of a policy stands for that policy alone."""
+
+
+def expand_preset(precision: Any) -> Any:
+    """Return the keys of the `precision` section that a preset's name stands for."""
+    if not isinstance(precision, str):
+        return precision
+    return PRESETS.get(precision, {"policy": precision})
+
+
+class PrecisionConfig(Section):
+    """Number formats of all that a run computes and keeps."""
+
+    policy: Policy = Field(default="float32", description="number formats that layers compute in")
+    layers: dict[str, Policy] = Field(
+        default_factory=dict,
+        description="policies of single layers, by patterns of their paths (nn.set_policies)",
     )
-    products: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
-        default=None, description="format of the operands of linear layers; null for storage"
+    readout: Flag | Literal["gradients"] = Field(
+        default=False,
+        description="which matmuls of the readout are in the policy's 8 bits too: false for none, "
+        "gradients for those two of its loss, true for the logits as well",
     )
-    gradients: Literal["float8_e4m3fn", "float8_e5m2"] | None = Field(
-        default=None, description="format of their output's gradient; null for storage"
+    matmuls: Literal["fp8", "fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
+        default=None,
+        description="FP8 matmuls in the layers of a plain model: fp8 under scalify, or a preset of "
+        "unitscale.nn.convert, or through qwix; null for none",
     )
-    decouple: Flag = Field(
-        default=False, description="compute functions in float16 where scales show that it is safe"
+    scalify: WideFormat | None = Field(
+        default=None,
+        description="train a plain model under unitscale.scalify, with parameters, optimizer state "
+        "and activations in this format; null for not",
     )
+    weights: WideFormat | None = Field(
+        default=None, description="format that weights are kept in, with a scale; null for float32"
+    )
+    moments: Annotated[list[Format], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="formats of the first and second moment, with scales; null for float32",
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="how weights and moments are rounded into their formats"
+    )
+    min_size: Whole = Field(
+        default=0,
+        description="parameters and moments of fewer entries (those of stacked layers together) "
+        "stay in float32: they are few bytes, and each ten small kernels on a GPU",
+    )
+    frozen: NarrowFormat | None = Field(
+        default=None,
+        description="format of the linear layers that LoRA leaves frozen, with a power-of-two "
+        "scale for each output; null for the policy's",
+    )
+    exchange: Format | None = Field(
+        default=None, description="format that devices exchange gradients in; null: as XLA does"
+    )
+    loss_scale: Positive | Literal["dynamic"] | None = Field(
+        default=None,
+        description="factor of the loss while it is differentiated, for comparison: a number, or "
+        "dynamic for one that halves where a gradient is not finite; null for none",
+    )
+    monitor: Fraction | None = Field(
+        default=None,
+        description="count saturated elements of FP8 tensors as metrics, and allow this share of a "
+        "tensor, such as 1e-4; null for not",
+    )
+    rebalance: Flag = Field(
+        default=False,
+        description="at log lines, double the scales of tensors that saturate above the monitor's "
+        "share",
+    )
+
+    @property
+    def scaled_state(self) -> bool:
+        """Whether weights or moments are kept in formats of their own."""
+        return self.weights is not None or self.moments is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, precision: Any) -> Any:
+        return expand_preset(precision)
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if self.rounding != "nearest" and not self.scaled_state:
+            raise ValueError(
+                "rounding stochastic needs weights or moments; got null for both; set them, or "
+                "rounding nearest"
+            )
+        if self.monitor is not None and self.policy not in ("fp8", "fp8_delayed"):
+            raise ValueError(
+                "monitor needs a policy whose scales are not those of the data: fp8 or "
+                f"fp8_delayed; got policy {self.policy}; change policy or set monitor null"
+            )
+        if self.rebalance and (self.monitor is None or self.policy != "fp8"):
+            raise ValueError(
+                "rebalance needs monitor, and policy fp8, whose scales do not follow the data by "
+                f"themselves; got monitor {self.monitor} and policy {self.policy}; set rebalance "
+                "false"
+            )
+        if self.readout and "fp8" not in self.policy:
+            raise ValueError(
+                f"readout needs a policy with FP8 matmuls, such as fp8; got policy {self.policy}; "
+                "change policy or set readout false"
+            )
+        if self.readout == "gradients" and self.policy == "fp8_delayed":
+            raise ValueError(
+                "readout gradients needs a policy that keeps no scales, such as fp8; got policy "
+                "fp8_delayed; change policy or set readout true"
+            )
+        if self.scalify and self.scaled_state:
+            raise ValueError(
+                "scalify stores parameters and optimizer state itself; got weights "
+                f"{self.weights} and moments {self.moments}; set both null"
+            )
+        if self.matmuls is not None and (self.matmuls == "fp8") != (self.scalify is not None):
+            raise ValueError(
+                "matmuls fp8 needs scalify, and fp8_dynamic, fp8_delayed and qwix need scalify "
+                f"null; got matmuls {self.matmuls} and scalify {self.scalify}; change one of them"
+            )
+        return self
+
+
+Role = Literal["weight", "readout", "embedding", "bias", "norm"]
+# u-muP's factor of a gain or a bias is 1: at the rate that is best for weights, each update is
+# larger than the gain itself. Gains then reach a hundred, activations leave unit size with them,
+# and after some thousand steps 8 bits do not hold them (u-muP's authors train no gains).
+_MULTIPLIERS = {"weight": 1.0, "readout": 1.0, "embedding": 1.0, "bias": 0.03, "norm": 0.03}
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
+    learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
+    warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="how the learning rate falls after the warm-up"
+    )
+    final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
+        default=0.1, description="the last learning rate over the peak (cosine and linear)"
+    )
+    b1: Fraction = Field(default=0.9, description="decay of the first moment; momentum of sgd")
+    b2: Fraction = Field(default=0.95, description="decay of the second moment")
+    eps: NonNegative | None = Field(
+        default=None,
+        description="added to the root of the second moment by Adam; null: 2^-12 with umup, whose "
+        "gradients are of size 1, else 1e-8",
+    )
+    weight_decay: NonNegative = Field(
+        default=0.0,
+        description="decoupled weight decay of adamw; with umup, the share each step removes",
+    )
+    clip_norm: Positive | None = Field(
+        default=None, description="largest global norm of the gradient"
+    )
+    skip_nonfinite: Whole = Field(
+        default=0, description="steps in a row left out where loss or gradient is not finite"
+    )
+    umup: Flag = Field(
+        default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
+    )
+    multipliers: dict[Role, NonNegative] = Field(
+        default_factory=dict,
+        description="with umup, further factors of learning rates by role: weight, readout, "
+        "embedding (1 unless given), bias and norm (0.03)",
+    )
+
+    @property
+    def adam_eps(self) -> float:
+        """What Adam adds to the root of the second moment.
+
+        Gradients of unit-scaled models begin at size 1, far above those of a mean loss. Beside them
+        1e-8 is nothing: parameters whose gradients only shrink, such as the readout's columns of
+        tokens that never occur, would take whole steps until 16 bits lose these.
+        """
+        if self.eps is not None:
+            return self.eps
+        return 2.0**-12 if self.umup else 1e-8
+
+    @field_validator("multipliers", mode="before")
+    @classmethod
+    def _every_role(cls, given: Any) -> Any:
+        return _MULTIPLIERS | given if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        own = [f for role, f in self.multipliers.items() if f not in (1, _MULTIPLIERS[role])]
+        if not self.umup and own:
+            raise ValueError(
+                "multipliers need umup true, which knows the roles of parameters; got umup false; "
+                "remove them, or set umup true"
+            )
+        if self.weight_decay and self.name != "adamw":
+            raise ValueError(
+                f"weight_decay needs name adamw; got name {self.name} and weight_decay "
+                f"{self.weight_decay}; set name adamw or weight_decay 0"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -53,6 +261,27 @@ class TrainConfig(Section):
     )
 
 
+class BatchConfig(Section):
+    """How data is cut into batches, whatever it is."""
+
+    batch_size: Count = Field(default=16, description="examples per step, over all processes")
+    micro_batches: Count = Field(
+        default=1,
+        description="parts of the batch, computed one after another to save memory; gradients "
+        "are accumulated, and the step is that of the whole batch",
+    )
+
+    @property
+    def step_size(self) -> int:
+        """What a step goes through, counted in `step_unit`."""
+        return self.batch_size
+
+    @property
+    def step_unit(self) -> str:
+        """What speed is counted in."""
+        return "examples"
+
+
 class MeshConfig(Section):
     """Devices by what they divide; together they are all that JAX sees."""
 
@@ -62,19 +291,29 @@ class MeshConfig(Section):
     )
     context: Count = Field(default=1, description="devices that divide the tokens of a sequence")
     tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
-    gradients: StateFormat | None = Field(
-        default=None, description="format that devices exchange gradients in; null: as XLA does"
+
+
+class SweepConfig(Section):
+    """A grid of runs, and how learning rates are searched at each of its points."""
+
+    grid: dict[str, list[Any]] = Field(
+        default_factory=dict, description="lists of values of dotted keys, such as model.kind"
     )
-
-
-class MonitorConfig(Section):
-    """What to do about elements of FP8 tensors that are beyond the format's largest value."""
-
-    limit: Fraction = Field(
-        default=1e-4, description="share of a tensor's elements that may saturate"
+    seeds: list[Whole] = Field(default=[0], min_length=1, description="seeds to average over")
+    factor: Annotated[float, Strict(), Field(gt=1)] = Field(
+        default=4.0, description="ratio of neighbouring learning rates"
     )
-    rebalance: Flag = Field(
-        default=False, description="double the scales of tensors above the limit, at log lines"
+    rates: Annotated[int, Strict(), Field(ge=3)] = Field(
+        default=5, description="learning rates trained at once"
+    )
+    rounds: Count = Field(
+        default=3, description="how often the rates are extended until the best is inside"
+    )
+    when: dict[str, dict[str, Any] | None] = Field(
+        default_factory=dict,
+        description="further values of dotted keys, for the points of which words such as "
+        "`model.library=plain optimizer.name=sgd` all hold; null leaves such points out; "
+        "optimizer.learning_rate is where the search of a point starts",
     )
 
 
@@ -82,7 +321,7 @@ class RunConfig(Section):
     """What every run of `recipes.train` is told, whatever it trains."""
 
     renamed: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions, and what to set in their place."""
+    """Keys of earlier versions, and what to set in their place, beside `MOVED`."""
 
     recipe: str = Field(description="which recipe this config is of")
     name: Name = Field(
@@ -93,30 +332,17 @@ class RunConfig(Section):
         le=2**32 - 1,
         description="seeds the parameters, the order of the data and dropout",
     )
-    policy: Policy = Field(
-        default="float32", description="the number formats the model computes in"
-    )
-    policies: dict[str, Policy] = Field(
-        default_factory=dict,
-        description="policies of single layers, by patterns of their paths: see nn.set_policies",
-    )
-    fp8_readout: Flag | Literal["gradients"] = Field(
-        default=False,
-        description="which products of the readout are in the policy's 8 bits too: false for none, "
-        "gradients for those two of its loss, true for the logits as well",
+    precision: PrecisionConfig = Field(
+        default_factory=PrecisionConfig,
+        description="number formats: a section, or the name of a policy or of a preset "
+        f"({', '.join(PRESETS)})",
     )
     data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="the optimizer and its schedule"
     )
-    scalify: ScalifyConfig | None = Field(
-        default=None, description="train the plain model under unitscale.scalify; null for not"
-    )
     train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
     mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
-    monitor: MonitorConfig | None = Field(
-        default=None, description="count saturated elements of FP8 tensors as metrics; null for not"
-    )
     sweep: SweepConfig = Field(
         default_factory=SweepConfig, description="runs around this one, for `recipes sweep`"
     )
@@ -157,6 +383,13 @@ class RunConfig(Section):
         """What the loss is a mean over: it is in nats per this."""
         return "example"
 
+    @field_validator("precision", mode="after")
+    @classmethod
+    def _frozen_needs_lora(cls, precision: PrecisionConfig) -> PrecisionConfig:
+        if precision.frozen and "lora" not in cls.model_fields:
+            raise ValueError("frozen is for LoRA, which recipe gpt has; set frozen null")
+        return precision
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         if self.optimizer.warmup_steps >= self.train.steps:
@@ -164,31 +397,22 @@ class RunConfig(Section):
                 "optimizer.warmup_steps must be less than train.steps; "
                 f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
             )
-        if self.monitor and self.policy not in ("fp8", "fp8_delayed"):
+        if self.precision.loss_scale == "dynamic" and self.optimizer.skip_nonfinite:
             raise ValueError(
-                "monitor needs a policy whose scales are not those of the data: fp8 or "
-                f"fp8_delayed; got policy {self.policy}; change policy or set monitor null"
+                "precision.loss_scale dynamic leaves out steps that are not finite itself; got "
+                f"optimizer.skip_nonfinite {self.optimizer.skip_nonfinite}; set it 0"
             )
-        if self.monitor and self.monitor.rebalance and self.policy != "fp8":
+        if self.precision.exchange is not None and self.mesh is None:
             raise ValueError(
-                f"monitor.rebalance needs policy fp8; got policy {self.policy}, whose scales "
-                "follow the data by themselves; set monitor.rebalance false"
-            )
-        if self.fp8_readout and "fp8" not in self.policy:
-            raise ValueError(
-                f"fp8_readout needs a policy with FP8 products, such as fp8; got {self.policy}; "
-                "change policy or set fp8_readout false"
-            )
-        if self.fp8_readout == "gradients" and self.policy == "fp8_delayed":
-            raise ValueError(
-                "fp8_readout gradients needs a policy that keeps no scales, such as fp8; got "
-                f"{self.policy}; change policy or set fp8_readout true"
+                "precision.exchange needs mesh, the devices that exchange gradients; got "
+                f"{self.precision.exchange} and mesh null; set mesh.data"
             )
         ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
-        if self.data.batch_size % ways:
+        parts = ways * self.data.micro_batches
+        if self.data.batch_size % parts:
             raise ValueError(
-                f"mesh.data * mesh.fsdp must divide data.batch_size; got {ways} and "
-                f"{self.data.batch_size}; change data.batch_size or the mesh"
+                "data.micro_batches * mesh.data * mesh.fsdp must divide data.batch_size; got "
+                f"{parts} and {self.data.batch_size}; change one of them"
             )
         ways = self.mesh.context if self.mesh else 1
         if ways > 1 and (self.sequence is None or self.sequence % ways):
@@ -198,3 +422,52 @@ class RunConfig(Section):
                 "another length"
             )
         return self
+
+
+FORMAT_KEYS = ("precision", "optimizer.skip_nonfinite")
+"""The keys of a config that may change, on request, when a run is resumed."""
+
+MOVED = {
+    "policy": "precision.policy",
+    "policies": "precision.layers",
+    "fp8_readout": "precision.readout",
+    "model.products": "precision.matmuls",
+    "scalify.storage": "precision.scalify",
+    "lora.base": "precision.frozen",
+    "mesh.gradients": "precision.exchange",
+    "monitor.limit": "precision.monitor",
+    "monitor.rebalance": "precision.rebalance",
+    **{
+        f"optimizer.{name}": f"precision.{name}"
+        for name in ("weights", "moments", "rounding", "min_size", "loss_scale")
+    },
+}
+"""Keys of earlier versions, and their names now."""
+REMOVED = {
+    "scalify": "precision.scalify",
+    "scalify.products": "precision.matmuls",
+    "scalify.gradients": "precision.matmuls",
+    "monitor": "precision.monitor",
+    "optimizer.loss_scale_interval": "precision.loss_scale dynamic, which doubles after 2000 steps",
+}
+"""Keys of earlier versions that are gone, and what to set in their place."""
+
+
+def upgrade(tree: Any) -> Any:
+    """The config that a run of an earlier version has kept, with its keys of today."""
+    if not isinstance(tree, dict) or "precision" in tree:
+        return tree
+    tree = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    precision = {}
+    scalify = tree.get("scalify") or {}
+    if scalify.get("products"):
+        precision["matmuls"] = "fp8"
+    for old, new in MOVED.items():
+        section, _, key = old.rpartition(".")
+        holder = tree.get(section) if section else tree
+        if isinstance(holder, dict) and key in holder and (value := holder.pop(key)) is not None:
+            precision.setdefault(new.removeprefix("precision."), value)
+    for section in ("scalify", "monitor"):
+        tree.pop(section, None)
+    tree.get("optimizer", {}).pop("loss_scale_interval", None)
+    return tree | {"precision": precision}

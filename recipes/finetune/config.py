@@ -12,7 +12,6 @@ from ..config import (
     Fraction,
     NonNegative,
     RunConfig,
-    ScalifyConfig,
     Section,
     SequenceConfig,
 )
@@ -121,13 +120,13 @@ class ClassificationConfig(Section):
         return self
 
 
-FORMATS: dict[str, ScalifyConfig | None] = {
-    "float32": None,
-    "bfloat16": ScalifyConfig(storage="bfloat16"),
-    "float16": ScalifyConfig(storage="float16"),
-    "fp8": ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2"),
+FORMATS: dict[str, dict[str, str]] = {
+    "float32": {},
+    "bfloat16": {"scalify": "bfloat16"},
+    "float16": {"scalify": "float16"},
+    "fp8": {"scalify": "float16", "matmuls": "fp8"},
 }
-"""Formats under scalify by policy, for plain models."""
+"""What a policy means for plain models: formats under scalify."""
 
 
 def pretraining_of(init: str) -> BertConfig:
@@ -179,17 +178,17 @@ class FinetuneConfig(RunConfig):
     def settled(self) -> Self:
         """The config with defaults that depend on `init`.
 
-        For a Hugging Face folder that is `scalify`. For a run it is `optimizer.multipliers`, those
-        of the run: learning rates that suited a role in pretraining suit it here.
+        For a Hugging Face folder those are formats under scalify, for a run its
+        `optimizer.multipliers`: learning rates that suited a role in pretraining suit it here.
         """
         if self.plain:
             return self._settled_plain()
         if not is_run(self.init):
             return self  # what reads the run says so
-        if self.scalify is not None:
+        if self.precision.scalify or self.precision.matmuls:
             raise RecipeError(
-                f"scalify is for plain models; the run in init {self.init} is of a unitscale "
-                "model; set scalify null"
+                "precision.scalify and precision.matmuls are for plain models; the run in init "
+                f"{self.init} is of a unitscale model; set both null"
             )
         run = pretraining_of(self.init)
         if run.model.library == "plain":
@@ -204,10 +203,11 @@ class FinetuneConfig(RunConfig):
         return self.model_copy(update={"optimizer": optimizer})
 
     def _settled_plain(self) -> Self:
-        folder = f"the Hugging Face folder {self.init}"
-        if self.policy not in FORMATS:
+        folder, precision = f"the Hugging Face folder {self.init}", self.precision
+        if precision.policy not in FORMATS:
             raise RecipeError(
-                f"policy: expected {', '.join(FORMATS)} for {folder}; got {self.policy}; use one "
+                f"precision.policy: expected {', '.join(FORMATS)} for {folder}; got "
+                f"{precision.policy}; use one "
                 "of them, or init with a run of recipe bert"
             )
         if self.optimizer.umup:
@@ -216,9 +216,11 @@ class FinetuneConfig(RunConfig):
                 "parametrization; got true; add optimizer.umup=false and a learning rate of that "
                 "parametrization, such as optimizer.learning_rate=5e-5"
             )
-        if self.monitor or self.optimizer.scaled:
+        if precision.monitor is not None or precision.scaled_state:
             raise RecipeError(
-                f"monitor, optimizer.weights and optimizer.moments: expected null for {folder}, "
-                "whose model runs under scalify; remove them"
+                "precision.monitor, weights and moments: expected null for "
+                f"{folder}, whose model runs under scalify; remove them"
             )
-        return self.model_copy(update={"scalify": self.scalify or FORMATS[self.policy]})
+        if not precision.scalify:
+            precision = precision.model_copy(update=FORMATS[precision.policy])
+        return self.model_copy(update={"precision": precision})

@@ -23,7 +23,7 @@ from ..errors import RecipeError
 from ..hf import Bert, Pretrained, labels_in, load, save, shape_of_bert
 from ..run.earlier import take_weights
 from ..run.evaluate import SCORES, predict
-from ..run.monitor import monitored
+from ..run.precision import make_policy
 from ..text import SubwordTokenizer, save_tokenizer
 from .classification import (
     Dataset,
@@ -100,7 +100,7 @@ def build(config: FinetuneConfig) -> TaskModel | Bert:
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
-    pooling, policy = config.classification.pooling, monitored(config)
+    pooling, policy = config.classification.pooling, make_policy(config.precision)
     rngs = nnx.Rngs(config.seed)
     model = TaskModel(shape, _classes(config), pooling, policy=policy, rngs=rngs)
     take_weights(model, pretraining, needed=("encoder",), wanted=("pooler",))
@@ -116,7 +116,7 @@ def _read_plain(config: FinetuneConfig) -> Pretrained:
         classes=_classes(config),
         dropout=config.dropout,
         param_dtype=jnp.float32,
-        scalify=config.scalify,
+        precision=config.precision,
         seed=config.seed,
     )
 
@@ -246,7 +246,7 @@ def scores(
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
     inputs = (tuple(batch.values())[:3] for batch in batches)  # without labels
     # In float64 sums of float32 numbers keep their order.
-    logits = np.asarray(predict(model, inputs, config.scalify)[: len(data.scored)], np.float64)
+    logits = np.asarray(predict(model, inputs, config.precision)[: len(data.scored)], np.float64)
     if not np.isfinite(logits).all():
         raise RecipeError(
             "the scores of the validation data are not finite; lower optimizer.learning_rate, or "

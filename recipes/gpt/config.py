@@ -59,20 +59,31 @@ class GPTConfig(LanguageConfig):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        if self.model.library == "plain" and "fp8" in self.policy:
+        plain, precision = self.model.library == "plain", self.precision
+        if plain and "fp8" in precision.policy:
             raise ValueError(
-                f"policy {self.policy} needs model.library unitscale; got model.library plain; "
-                "use policy float32, bfloat16 or float16, with model.products for FP8 products, or "
-                "model.library unitscale"
+                f"precision.policy {precision.policy} needs model.library unitscale; got plain; "
+                "use policy float32, bfloat16 or float16, with precision.matmuls for FP8 matmuls, "
+                "or model.library unitscale"
             )
-        if self.model.products and (self.scalify or self.lora):
+        if (precision.matmuls or precision.scalify) and not plain:
             raise ValueError(
-                "model.products needs scalify null and lora null; got "
-                f"{self.scalify} and {self.lora}; set model.products null"
+                "precision.matmuls and precision.scalify need model.library plain; got unitscale; "
+                "set them null, and precision.policy instead, or model.library plain"
             )
-        if self.model.products == "qwix" and self.init:
+        if precision.scalify and precision.policy != "float32":
             raise ValueError(
-                f"model.products qwix needs init null; got {self.init}; set model.products "
+                "precision.scalify needs policy float32: the program is plain float32; got policy "
+                f"{precision.policy}; set precision.policy float32"
+            )
+        if self.lora and precision.matmuls not in (None, "fp8"):
+            raise ValueError(
+                f"precision.matmuls {precision.matmuls} needs lora null; got {self.lora}; set "
+                "precision.matmuls null"
+            )
+        if precision.matmuls == "qwix" and self.init:
+            raise ValueError(
+                f"precision.matmuls qwix needs init null; got {self.init}; set precision.matmuls "
                 "fp8_dynamic"
             )
         if self.lora and self.pretrained is None:
@@ -80,31 +91,19 @@ class GPTConfig(LanguageConfig):
                 "lora needs init, the Hugging Face folder whose model it updates; got "
                 f"{self.init}; set init"
             )
-        if self.lora and self.lora.base and self.scalify:
+        if precision.frozen and (self.lora is None or precision.scalify):
             raise ValueError(
-                "scalify chooses the formats of all weights; got lora.base "
-                f"{self.lora.base}; set lora.base null, or scalify null"
+                "precision.frozen needs lora, whose frozen weights it is the format of, and "
+                f"precision.scalify null; got {precision.frozen}; set it null"
             )
-        if self.model.library == "plain" and self.optimizer.umup:
+        if plain and self.optimizer.umup:
             raise ValueError(
                 "optimizer.umup needs model.library unitscale; got model.library plain; "
                 "set optimizer.umup false"
             )
-        if self.scalify and (self.model.library != "plain" or self.policy != "float32"):
+        if self.lora and precision.weights is not None:
             raise ValueError(
-                "scalify needs model.library plain and policy float32: the program is plain "
-                f"float32, and its formats are those of scalify; got {self.model.library} and "
-                f"{self.policy}; set model.library plain and policy float32"
-            )
-        if self.scalify and (self.optimizer.weights or self.optimizer.moments):
-            raise ValueError(
-                "scalify stores parameters and optimizer state itself; got optimizer.weights "
-                f"{self.optimizer.weights} and optimizer.moments {self.optimizer.moments}; set "
-                "both null, and scalify.storage instead"
-            )
-        if self.lora and self.optimizer.weights is not None:
-            raise ValueError(
-                "optimizer.weights is for models all of whose weights are trained; got lora; set "
-                "optimizer.weights null (optimizer.moments works with both)"
+                "precision.weights is for models all of whose weights are trained; got lora; set "
+                "it null (precision.moments works with both)"
             )
         return self

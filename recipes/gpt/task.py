@@ -20,7 +20,7 @@ from unitscale.nn import convert
 from ..errors import RecipeError
 from ..run.earlier import take_weights
 from ..run.folder import earlier_run
-from ..run.monitor import monitored
+from ..run.precision import make_policy
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from . import model
@@ -45,7 +45,7 @@ def build(config: GPTConfig) -> GPT:
         from ..hf import adapt, start_from
 
         updated = cast("plain.GPT", gpt)
-        adapt(updated, config.lora, seed=config.seed)
+        adapt(updated, config.lora, frozen=config.precision.frozen, seed=config.seed)
         if folder is not None and config.lora.init is not None:
             start_from(updated, config.lora, config.lora.init)
     return gpt
@@ -58,38 +58,41 @@ def _loaded(config: GPTConfig, folder: str) -> GPT:
         folder,
         "lm",
         dropout=config.model.dropout,
-        dtype=jnp.dtype(config.policy),
+        dtype=jnp.dtype(config.precision.policy),
         param_dtype=jnp.float32 if config.lora is None else None,
-        scalify=config.scalify,
+        precision=config.precision,
         remat=config.model.remat,
         on_host=config.lora is not None,
         seed=config.seed,
     )
-    if pretrained.config != config.model.model_copy(update={"products": None}):
+    if pretrained.config != config.model:
         raise RecipeError(
             f"model: expected the shape of init {folder}; got another; read the config with "
             "recipes.registry, which fills it in"
         )
-    return _with_products(cast("plain.GPT", pretrained.model), config)
+    return _with_matmuls(cast("plain.GPT", pretrained.model), config)
 
 
 def _drawn(config: GPTConfig) -> GPT:
     rngs = nnx.Rngs(config.seed)
     shape = config.model.model_copy(update={"context": config.context})
     if config.model.library != "plain":
-        return model.GPT(shape, policy=monitored(config), rngs=rngs)
+        return model.GPT(shape, policy=make_policy(config.precision), rngs=rngs)
     from ..hf import plain
 
-    gpt = plain.GPT(shape, dtype=jnp.dtype(config.policy), scalify=config.scalify, rngs=rngs)
-    return _with_products(gpt, config)
+    precision = config.precision
+    dtype = jnp.dtype(precision.policy)
+    gpt = plain.GPT(shape, dtype=dtype, precision=precision, rngs=rngs)
+    return _with_matmuls(gpt, config)
 
 
-def _with_products(gpt: plain.GPT, config: GPTConfig) -> Any:
-    """The plain model with the products of `config.model.products` in its layers."""
-    if config.model.products == "qwix":
+def _with_matmuls(gpt: plain.GPT, config: GPTConfig) -> Any:
+    """The plain model with the FP8 matmuls of `config.precision.matmuls` in its layers."""
+    matmuls = config.precision.matmuls
+    if matmuls == "qwix":
         return _through_qwix(gpt, config.data.sequence_length)
-    if config.model.products is not None:
-        convert(gpt, {"layers.*": config.model.products})
+    if matmuls is not None and not config.precision.scalify:
+        convert(gpt, {"layers.*": matmuls})
     return gpt
 
 
@@ -99,8 +102,8 @@ def _through_qwix(gpt: plain.GPT, length: int) -> Any:
         qwix: Any = importlib.import_module("qwix")  # optional
     except ModuleNotFoundError as error:
         raise RecipeError(
-            "model.products: expected qwix to be installed; it is not; pip install qwix, or set "
-            "model.products fp8_dynamic"
+            "precision.matmuls: expected qwix to be installed; it is not; pip install qwix, or set "
+            "precision.matmuls fp8_dynamic"
         ) from error
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     rule = qwix.QtRule(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ..config import ScalifyConfig
+from ..config import PrecisionConfig
 from ._config import Task
 from ._shapes import BertConfig, ModernBertConfig
 from .layers import ACTIVATIONS, Parts, attend
@@ -136,10 +136,10 @@ class Bert(nnx.Module):
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        scalify: ScalifyConfig | None = None,
+        precision: PrecisionConfig | None = None,
         rngs: nnx.Rngs,
     ):
-        parts = Parts(config, dtype, param_dtype, scalify, rngs, norm_bias=config.norm_bias)
+        parts = Parts(config, dtype, param_dtype, precision, rngs, norm_bias=config.norm_bias)
         width, modern = config.width, isinstance(config, ModernBertConfig)
         masked, pooled = task == "masked_lm", task == "classification"
         self.config, self.task = config, task

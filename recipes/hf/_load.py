@@ -13,7 +13,7 @@ from flax import nnx
 
 from unitscale import to_array
 
-from ..config import GPTModelConfig, ScalifyConfig
+from ..config import GPTModelConfig, PrecisionConfig
 from ..errors import RecipeError
 from ._bert import Bert
 from ._config import ARCHITECTURES, Task, labels_of, task_of
@@ -61,7 +61,7 @@ def load(
     dropout: float | None = None,
     dtype: Any = jnp.float32,
     param_dtype: Any = None,
-    scalify: ScalifyConfig | None = None,
+    precision: PrecisionConfig | None = None,
     remat: str | None = None,
     adapter: str | Path | None = None,
     on_host: bool = False,
@@ -80,8 +80,7 @@ def load(
         none (decoders). Attention has no dropout of its own.
       dtype: What activations are computed in.
       param_dtype: What parameters are stored in; None keeps the types of the files.
-      scalify: Formats of the products of linear layers, where the model runs under
-        `unitscale.scalify`.
+      precision: Whether linear layers multiply in FP8 under `unitscale.scalify`.
       remat: `model.remat` of a decoder; None for "none".
       adapter: The folder of a LoRA adapter, as PEFT writes it, that is added to a decoder's
         weights; None for none.
@@ -102,7 +101,7 @@ def load(
     kept = jnp.float32 if param_dtype is None else param_dtype
 
     def make() -> GPT | Bert:
-        options: Any = {"dtype": dtype, "param_dtype": kept, "scalify": scalify}
+        options: Any = {"dtype": dtype, "param_dtype": kept, "precision": precision}
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 

@@ -80,22 +80,22 @@ class UpdatedLinear(nnx.Module):
         return self.base.kernel
 
 
-def adapt(model: GPT, lora: LoraConfig, *, seed: int = 0) -> None:
+def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int = 0) -> None:
     """Freeze a model's weights and add low-rank updates to the layers of `lora.targets`, in place.
 
     The function stays that of the frozen weights: b is zero, and a uniform within 1 / sqrt(in).
-    Frozen matrices take the model's dtype, or linear layers that of `lora.base`; vectors are
+    Frozen matrices take the model's dtype, or linear layers that of `frozen`; vectors are
     float32.
 
     Raises:
       RecipeError: The model has no such layers, or only some of those of one tensor are named.
     """
     updated = updated_tensors(model.config, lora)
-    for layer in model.layers if lora.base is not None else ():
+    for layer in model.layers if frozen is not None else ():
         for part in (layer.attention, layer.mlp):
             for name, child in list(vars(part).items()):
                 if isinstance(child, nnx.Linear):
-                    setattr(part, name, NarrowLinear(child, str(lora.base)))
+                    setattr(part, name, NarrowLinear(child, str(frozen)))
     for _, module in nnx.iter_modules(model):
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param):

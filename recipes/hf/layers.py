@@ -11,7 +11,7 @@ from flax import nnx
 
 from unitscale import transforms
 
-from ..config import RopeConfig, ScalifyConfig
+from ..config import PrecisionConfig, RopeConfig
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -97,23 +97,22 @@ def rotate(
 
 
 def make_product(
-    scalify: ScalifyConfig | None, product: Callable[..., jax.Array] = jax.lax.dot_general
+    precision: PrecisionConfig | None,
+    product: Callable[..., jax.Array] = jax.lax.dot_general,
+    gradients: str = "float8_e5m2",
 ) -> Callable[..., jax.Array]:
-    """Wrap a product so that its operands and its cotangent are cast to the given formats.
+    """Wrap a matmul so that under `unitscale.scalify` it is in FP8, if `precision.matmuls` is fp8.
 
-    The casts are markers: they act under `unitscale.scalify`, and are identities outside it.
+    Operands are cast to E4M3 and cotangents to `gradients`, by markers, which are identities
+    outside `scalify`.
     """
-    if scalify is None or (scalify.products is None and scalify.gradients is None):
+    if precision is None or precision.matmuls != "fp8":
         return product
 
     def narrowed(x, kernel, *args, **options):
-        if scalify.products:
-            x = transforms.cast_data(x, scalify.products)
-            kernel = transforms.cast_data(kernel, scalify.products)
+        x, kernel = (transforms.cast_data(array, "float8_e4m3fn") for array in (x, kernel))
         y = product(x, kernel, *args, **options)
-        if scalify.gradients:
-            y = transforms.cast_data(y, scalify.gradients, on="backward")
-        return y
+        return transforms.cast_data(y, gradients, on="backward")
 
     return narrowed
 
@@ -138,7 +137,7 @@ class Parts:
       config: The shape; its `width`, `norm_eps` and `dropout` are read here.
       dtype: What activations are computed in.
       param_dtype: What parameters are stored in.
-      scalify: Formats of products; set `product` to `jax.lax.dot_general` before a readout is made.
+      precision: Formats of matmuls; set `product` to `jax.lax.dot_general` before a readout.
       rngs: Streams `params` and `dropout`.
       norm: "rms", "layer", or "offset" for `OffsetNorm`.
       norm_bias: Whether a LayerNorm adds a bias.
@@ -149,7 +148,7 @@ class Parts:
         config: Any,
         dtype,
         param_dtype,
-        scalify: ScalifyConfig | None,
+        precision: PrecisionConfig | None,
         rngs: nnx.Rngs,
         *,
         norm: str = "layer",
@@ -157,7 +156,7 @@ class Parts:
     ):
         self.config, self.kind, self.norm_bias = config, norm, norm_bias
         self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.product = make_product(scalify)
+        self.product = make_product(precision)
 
     def linear(
         self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool = True

@@ -14,7 +14,7 @@ from flax import nnx
 
 from unitscale.core import shard_activations
 
-from ..config import GPTModelConfig, ScalifyConfig
+from ..config import GPTModelConfig, PrecisionConfig
 from .layers import ACTIVATIONS, Parts, attend, frequencies, rotate
 
 
@@ -134,11 +134,11 @@ class GPT(nnx.Module):
         *,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        scalify: ScalifyConfig | None = None,
+        precision: PrecisionConfig | None = None,
         rngs: nnx.Rngs,
     ):
         norm = "offset" if config.variant.norm_offset else config.norm
-        parts = Parts(config, dtype, param_dtype, scalify, rngs, norm=norm)
+        parts = Parts(config, dtype, param_dtype, precision, rngs, norm=norm)
         self.config, self.dtype, self.remat = config, dtype, config.remat
         self.embed = parts.embed(config.vocab)
         if config.positions == "learned" and config.context is None:

@@ -56,7 +56,7 @@ class ImagesConfig(RunConfig):
     """A whole run of a classifier of images."""
 
     renamed: ClassVar[dict[str, str]] = {
-        "format": "scalify (null for plain; storage, products and gradients are the formats)",
+        "format": "precision.scalify and precision.matmuls",
         "train.epochs": "train.steps",
         "optimizer.momentum": "optimizer.b1",
     }
@@ -79,16 +79,21 @@ class ImagesConfig(RunConfig):
 
     @model_validator(mode="after")
     def _library_has_formats(self) -> Self:
-        kind = self.model.kind
-        if kind == "vit" and self.scalify is not None:
+        kind, precision = self.model.kind, self.precision
+        if kind == "vit" and (precision.scalify or precision.matmuls):
             raise ValueError(
-                "scalify is for plain models; got model.kind vit, a unitscale model; set scalify "
-                "null, and policy instead"
+                "precision.scalify and precision.matmuls are for plain models; got model.kind vit, "
+                "a unitscale model; set both null, and precision.policy instead"
             )
-        if kind != "vit" and self.policy != "float32":
+        if kind != "vit" and precision.policy != "float32":
             raise ValueError(
-                f"policy is of unitscale models; got {self.policy} and model.kind {kind}, a plain "
-                "model, whose formats are those of scalify; set policy float32, and scalify instead"
+                f"precision.policy is of unitscale models; got {precision.policy} and model.kind "
+                f"{kind}, a plain model; set policy float32, and precision.scalify instead"
+            )
+        if kind != "vit" and precision.matmuls not in (None, "fp8"):
+            raise ValueError(
+                f"precision.matmuls of model.kind {kind} must be fp8, or null; got "
+                f"{precision.matmuls}; change it"
             )
         if kind != "vit" and self.optimizer.umup:
             raise ValueError(

@@ -14,7 +14,7 @@ import jax
 import optax
 from flax import nnx
 
-from ..config import ScalifyConfig
+from ..config import PrecisionConfig
 from ..hf.layers import make_product
 from .config import ImageModelConfig
 
@@ -26,12 +26,11 @@ class Layers(NamedTuple):
     convolution: Callable[..., nnx.Conv]
 
 
-def make_layers(scalify: ScalifyConfig | None, rngs: nnx.Rngs) -> Layers:
+def make_layers(precision: PrecisionConfig | None, rngs: nnx.Rngs) -> Layers:
     """Layers that multiply in the formats asked for, their parameters of the stream `params`."""
-    dot = make_product(scalify)
+    dot = make_product(precision)
     # A convolution takes operands of one type, and its gradient meets images and kernels.
-    same = scalify and scalify.model_copy(update={"gradients": scalify.products})
-    convolution = make_product(same, jax.lax.conv_general_dilated)
+    convolution = make_product(precision, jax.lax.conv_general_dilated, gradients="float8_e4m3fn")
     return Layers(
         functools.partial(nnx.Linear, dot_general=dot, rngs=rngs),
         functools.partial(nnx.Conv, conv_general_dilated=convolution, rngs=rngs),

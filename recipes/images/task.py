@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from ..run.evaluate import predict
-from ..run.monitor import monitored
+from ..run.precision import make_policy
 from ..run.recipe import no_closing
 from .config import ImagesConfig
 from .data import ImageData, load_images
@@ -23,9 +23,9 @@ def build(config: ImagesConfig) -> Model:
     """The model of a config, for images and classes as its files have them."""
     shape, rngs, data = config.model, nnx.Rngs(config.seed), load_images(config.data)
     if shape.kind == "vit":
-        return ViT(shape, data.image, data.classes, policy=monitored(config), rngs=rngs)
+        return ViT(shape, data.image, data.classes, policy=make_policy(config.precision), rngs=rngs)
     kind = {"mlp": MLP, "cnn": CNN}[shape.kind]
-    return kind(shape, data.image, data.classes, make_layers(config.scalify, rngs))
+    return kind(shape, data.image, data.classes, make_layers(config.precision, rngs))
 
 
 def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -45,5 +45,5 @@ def load_data(config: ImagesConfig) -> ImageData:
 def scores(config: ImagesConfig, data: ImageData, model: Model, folder: Path) -> dict[str, float]:
     """The share of the test images that are classified rightly."""
     labels = data.test.labels
-    logits = predict(model, data.test_images(), config.scalify)[: len(labels)]
+    logits = predict(model, data.test_images(), config.precision)[: len(labels)]
     return {"accuracy": float(np.mean(logits.argmax(-1) == labels))}

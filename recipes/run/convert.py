@@ -1,8 +1,7 @@
 """A run continued in other number formats: its state from those it was saved in.
 
 What a step changes has another shape in other formats: a weight is an array or a ScaledArray, a
-moment has its own format, delayed scales are there or not, layers are stacked or one by one, a
-vocabulary is padded. Values are carried over, rounded once.
+moment has its own format, delayed scales are there or not. Values are carried over, rounded once.
 """
 
 from typing import Any
@@ -14,8 +13,33 @@ from unitscale import to_array
 from unitscale.optim import ScaledTransformation, convert_state
 from unitscale.quant import QuantState
 
-from ..config import RunConfig
-from .scaling import plain, scaled
+from ..config import PrecisionConfig, RunConfig, upgrade
+from .precision import plain, scaled
+
+
+def formats(config: RunConfig) -> dict[str, Any]:
+    """What decides the shape of a run's state beside its model, as JSON values."""
+    precision = config.precision.model_dump(mode="json")
+    return {"precision": precision, "skip_nonfinite": config.optimizer.skip_nonfinite}
+
+
+def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
+    """The config in the formats that a checkpoint was saved in, as its facts say."""
+    saved = facts.get("formats")
+    if saved is None:
+        return config  # as the oldest ones were
+    if "precision" not in saved:  # of an earlier version
+        saved = dict(saved)
+        optimizer = dict(saved.pop("optimizer"))
+        saved["mesh"] = {"gradients": saved.pop("gradients", None)}
+        skips = optimizer.pop("skip_nonfinite")
+        unknown = {"matmuls", "frozen", "loss_scale", "monitor", "rebalance"}
+        own = config.precision.model_dump(include=unknown)
+        found = upgrade(saved | {"optimizer": optimizer})["precision"]
+        saved = {"precision": own | found, "skip_nonfinite": skips}
+    precision = PrecisionConfig.model_validate(saved["precision"])
+    optimizer = config.optimizer.model_copy(update={"skip_nonfinite": saved["skip_nonfinite"]})
+    return config.model_copy(update={"precision": precision, "optimizer": optimizer})
 
 
 def convert(
@@ -26,13 +50,13 @@ def convert(
     like: Any,
 ) -> Any:
     """The state of a run in the formats of its config."""
-    source, target = plain(written.scalify, state), plain(config.scalify, like)
+    source, target = plain(written.precision, state), plain(config.precision, like)
     params = to_array(source.params, jnp.float32)
     if isinstance(optimizer, ScaledTransformation):
         params = optimizer.scale_params(params)
     opt_state = convert_state(source.opt_state, optimizer.init(params))
     return scaled(
-        config.scalify,
+        config.precision,
         target._replace(
             params=params,
             rest=_carried(source.rest, target.rest),
@@ -46,15 +70,12 @@ def convert(
 
 
 def _kept(source: Any, target: Any) -> Any:
-    """What only some runs have: that of the source, where both have it."""
+    """The source's, where both have it: only some runs do."""
     return target if source is None or target is None else source
 
 
 def _carried(source: Any, target: Any) -> Any:
-    """The target, with the value of every entry that the source has too taken from there.
-
-    Scales of another strategy are none of its entries.
-    """
+    """Copy matching entries from `source`; scales of another strategy match none."""
     known = dict(jax.tree_util.tree_leaves_with_path(source, is_leaf=is_amax))
 
     def entry(path: Any, leaf: Any) -> Any:
@@ -67,43 +88,5 @@ def _carried(source: Any, target: Any) -> Any:
 
 
 def is_amax(node: Any) -> bool:
-    """Whether it is the scales of one product."""
+    """Whether it is the scales of one matmul."""
     return isinstance(node, QuantState)
-
-
-def reshaped(source: Any, like: Any) -> Any:
-    """Arrays of layers one by one as those of a stack, or the other way, wherever trees have them.
-
-    What lies below ``layers`` has the number of the layer as its next key, or it is stacked. Where
-    an array is larger or smaller, that is by the zeros that a vocabulary is padded with.
-    """
-    known = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(source)}
-
-    def leaf_at(path: Any, leaf: Any) -> Any:
-        keys = _keys(path)
-        if keys in known:
-            return _padded(known[keys], leaf)
-        head, tail = keys[: keys.index("layers") + 1], keys[keys.index("layers") + 1 :]
-        if is_stacked(path):
-            return jnp.stack([known[(*head, str(i), *tail)] for i in range(leaf.shape[0])])
-        return known[head + tail[1:]][int(tail[0])]
-
-    return jax.tree_util.tree_map_with_path(leaf_at, like)
-
-
-def is_stacked(path: Any) -> bool:
-    """Whether the first axis of what lies at a path is that of layers."""
-    keys = _keys(path)
-    return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
-
-
-def _padded(array: Any, like: Any) -> Any:
-    """An array in the shape of another, of which it is a part, or the other way."""
-    if array.shape == like.shape:
-        return array
-    part = array[tuple(map(slice, like.shape))]
-    return jnp.pad(part, [(0, n - m) for n, m in zip(like.shape, part.shape, strict=True)])
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

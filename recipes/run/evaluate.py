@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from unitscale import to_array
 
 from ..atomic import write_json
-from ..config import RunConfig, ScalifyConfig
+from ..config import PrecisionConfig, RunConfig
 from .batch import make_loss
 from .placement import divided, over
-from .scaling import fed, plain, scaled, under
+from .precision import fed, plain, scaled, scalified
 
 SCORES = "scores.json"
 """The file of scores in a run's folder."""
@@ -25,7 +25,7 @@ _IN_BITS = ("token", "character")  # whose losses the literature gives in bits t
 
 
 def make_evaluation(
-    graphdef: nnx.GraphDef, scalify: ScalifyConfig | None = None, *, mesh: Mesh | None = None
+    graphdef: nnx.GraphDef, precision: PrecisionConfig | None = None, *, mesh: Mesh | None = None
 ) -> Callable[..., jax.Array]:
     """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`.
 
@@ -36,9 +36,9 @@ def make_evaluation(
 
     @jax.jit
     def evaluate(params, rest, batch):
-        batch = fed(scalify, divided(batch, mesh))
+        batch = fed(precision, divided(batch, mesh))
         with over(mesh):
-            return plain(scalify, under(scalify, loss)(params, rest, batch))
+            return plain(precision, scalified(precision, loss)(params, rest, batch))
 
     return evaluate
 
@@ -50,18 +50,19 @@ def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterabl
 
 
 def predict(
-    model: nnx.Module, batches: Iterable[tuple[Any, ...]], scalify: ScalifyConfig | None = None
+    model: nnx.Module, batches: Iterable[tuple[Any, ...]], precision: PrecisionConfig | None = None
 ) -> np.ndarray:
     """Float32 outputs of a model for the inputs of all batches, one after another, dropout off."""
     graphdef, state = nnx.split(model)
-    state = scaled(scalify, state)
+    state = scaled(precision, state)
 
     def outputs(state, inputs):
         return nnx.merge(graphdef, state)(*inputs, deterministic=True)
 
     @jax.jit
     def run(state, inputs):
-        return to_array(under(scalify, outputs)(state, fed(scalify, inputs))).astype(jnp.float32)
+        found = scalified(precision, outputs)(state, fed(precision, inputs))
+        return to_array(found).astype(jnp.float32)
 
     return np.concatenate(jax.device_get([run(state, batch) for batch in batches]))
 

@@ -10,9 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from ..atomic import write_whole
-from ..config import RunConfig
+from ..config import FORMAT_KEYS, RunConfig, upgrade
 from ..errors import RecipeError, refused
-from .formats import FORMAT_KEYS
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -99,8 +98,7 @@ def existing_run(config: RunConfig) -> Path:
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
         )
-    formats = ("policy", "policies", "fp8_readout", "scalify")
-    _check_same(config, folder, sections=("model", *formats))
+    _check_same(config, folder, sections=("model", "precision"))
     return folder
 
 
@@ -138,7 +136,7 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
                 f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {name}; name "
                 "the folder of such a run"
             )
-        return kind.model_validate(tree)
+        return kind.model_validate(upgrade(tree))
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise RecipeError(
             f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "
@@ -185,7 +183,7 @@ def _check_same(
         raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
     # A key that is newer than the run had its default.
     with contextlib.suppress(ValidationError):
-        old = type(config).model_validate(old).model_dump()
+        old = type(config).model_validate(upgrade(old)).model_dump()
     before, after = flatten(old), flatten(new)
     keys = [*after, *(key for key in before if key not in after)]
     keys = [key for key in keys if sections is None or key.split(".")[0] in sections]

@@ -9,7 +9,6 @@ from unitscale.core import is_scaled
 from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
 
 from ..config import OptimizerConfig, RunConfig
-from .convert import is_stacked
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -57,10 +56,10 @@ def make_optimizer(
       An optax transformation for gradients of the same tree. Where the config names formats of
       weights or moments, it is one of `unitscale.optim.scaled`, for `scale_params(params)`.
     """
-    settings = config.optimizer
+    settings, precision = config.optimizer, config.precision
     schedule = make_schedule(settings, config.train.steps)
     decays = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.ndim - is_stacked(path) >= 2, params, is_leaf=is_scaled
+        lambda path, leaf: leaf.ndim - _is_stacked(path) >= 2, params, is_leaf=is_scaled
     )
     if settings.name == "sgd":
         rule = optax.sgd(schedule, momentum=settings.b1 or None)
@@ -80,7 +79,7 @@ def make_optimizer(
             rule,
             params,
             optimizer="sgd" if settings.name == "sgd" else "adam",
-            multipliers=settings.multipliers.model_dump(),
+            multipliers={**settings.multipliers},
         )
     chain: list[optax.GradientTransformation] = [rule]
     if settings.clip_norm is not None:
@@ -89,14 +88,20 @@ def make_optimizer(
         # After the learning rates: the share of a weight that a step removes depends on neither
         # them nor the schedule.
         chain.append(independent_weight_decay(settings.weight_decay, decays))
-    if not settings.scaled:
+    if not precision.scaled_state:
         return optax.chain(*chain)
-    first, second = settings.moments or (None, None)
+    first, second = precision.moments or (None, None)
     return scaled(
         optax.chain(*chain),
-        weights=settings.weights,
+        weights=precision.weights,
         moments=(first, second),
-        rounding=settings.rounding,
+        rounding=precision.rounding,
         key=config.seed,
-        min_size=settings.min_size,
+        min_size=precision.min_size,
     )
+
+
+def _is_stacked(path: Any) -> bool:
+    """Whether the first axis of the parameter at a path is that of layers."""
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()

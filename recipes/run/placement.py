@@ -24,12 +24,13 @@ def open_mesh(config: RunConfig) -> Mesh | None:
                 f"{jax.process_count()} processes; got null; set mesh.data={jax.device_count()}"
             )
         return None
-    axes = config.mesh.model_dump(exclude={"gradients"})
-    if config.mesh.gradients and (math.prod(axes.values()) > axes["data"] or config.scalify):
+    axes, precision = config.mesh.model_dump(), config.precision
+    divided = math.prod(axes.values()) > axes["data"]
+    if precision.exchange and (divided or precision.scalify):
         raise RecipeError(
-            "mesh.gradients: expected fsdp, context and tensor 1 and scalify null, so that "
-            f"parameters and sequences are whole on every device; got {config.mesh.gradients} and "
-            f"mesh {axes}; set mesh.gradients null"
+            "precision.exchange: expected mesh.fsdp, context and tensor 1 and precision.scalify "
+            f"null, so that parameters are whole on every device; got {precision.exchange} and "
+            f"mesh {axes}; set precision.exchange null"
         )
     try:
         return make_mesh(axes)

@@ -65,13 +65,13 @@ def build_model(config: RunConfig) -> nnx.Module:
     """The model of a config, with the policies that single layers have.
 
     Raises:
-      RecipeError: A pattern of `policies` fits no layer, or its policy not the layer.
+      RecipeError: A pattern of `precision.layers` fits no layer, or its policy not the layer.
     """
     model = recipe_of(config).build(config)
     try:
-        set_policies(model, config.policies)
+        set_policies(model, config.precision.layers)
     except ValueError as error:
-        raise RecipeError(f"policies: {error}") from error
+        raise RecipeError(f"precision.layers: {error}") from error
     return model
 
 

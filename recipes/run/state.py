@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,12 @@ from unitscale.parallel import AutoScale
 from ..config import TOKENIZER_FILE, DataConfig, RunConfig, SequenceConfig, TokenizerConfig
 from ..errors import RecipeError
 from .checkpoint import Checkpoints, Restored
-from .convert import convert, reshaped
+from .convert import convert, formats, with_formats
 from .folder import existing_run, is_sweep, run_folder, written_config
-from .formats import between, is_reshaped, is_same, with_formats
-from .loss_scale import LossScale
 from .optimizer import make_optimizer
 from .placement import place
+from .precision import scaled
 from .recipe import build_model
-from .scaling import scaled
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -33,6 +31,32 @@ class Skips(NamedTuple):
 
     total: jax.Array
     in_a_row: jax.Array
+
+
+class LossScale(NamedTuple):
+    """A loss scale that follows the gradients, for comparison: unit scaling does without.
+
+    A step whose gradient is not finite is left out and halves the scale; 2000 others in a row
+    double it.
+
+    References:
+      Micikevicius et al., "Mixed Precision Training", 2018, arXiv 1710.03740, section 3.2.
+    """
+
+    value: jax.Array
+    good: jax.Array  # finite steps since it last changed
+
+    @classmethod
+    def create(cls) -> Self:
+        """The scale before the first step, as PyTorch's GradScaler has it."""
+        return cls(jnp.float32(2.0**16), jnp.int32(0))
+
+    def after(self, finite: jax.Array) -> Self:
+        """The scale for the next step."""
+        doubles = self.good + 1 >= 2000
+        grown = jnp.where(doubles, 2 * self.value, self.value)
+        value = jnp.where(finite, grown, self.value / 2)
+        return self._replace(value=value, good=jnp.where(finite & ~doubles, self.good + 1, 0))
 
 
 class TrainState(NamedTuple):
@@ -57,12 +81,13 @@ def init_state(
         params = optimizer.scale_params(params)
     none = jnp.zeros((), jnp.int32)
     skips = Skips(none, none.copy()) if config.optimizer.skip_nonfinite else None
-    narrow = config.mesh is not None and (config.mesh.gradients or "").startswith("float8")
+    precision = config.precision
+    narrow = (precision.exchange or "").startswith("float8")
     auto = AutoScale.create(params) if narrow else None
-    loss_scale = LossScale.create() if config.optimizer.loss_scale == "dynamic" else None
+    loss_scale = LossScale.create() if precision.loss_scale == "dynamic" else None
     opt_state = optimizer.init(params)
     state = TrainState(params, rest, opt_state, none.copy(), auto, skips, loss_scale)
-    return graphdef, optimizer, scaled(config.scalify, state)
+    return graphdef, optimizer, scaled(precision, state)
 
 
 def restore(
@@ -74,26 +99,22 @@ def restore(
 ) -> Restored | None:
     """The newest whole checkpoint of a run, in the formats and over the mesh of its config."""
 
+    def written(facts: dict[str, Any]) -> RunConfig | None:
+        """The config in the formats of a checkpoint, where they are others."""
+        config_then = with_formats(config, facts)
+        return None if formats(config_then) == formats(config) else config_then
+
     def like(facts: dict[str, Any]) -> TrainState:
-        if is_same(facts, config):
-            return state
-        return place(init_state(with_formats(config, facts["formats"]))[2], mesh)
+        other = written(facts)
+        return state if other is None else place(init_state(other)[2], mesh)
 
     restored = checkpoints.restore(like, say)
-    if restored is None or is_same(restored.facts, config):
+    if restored is None or (other := written(restored.facts)) is None:
         return restored
     say(f"the checkpoint of step {restored.step} has other formats than the run; converting it")
-    written = with_formats(config, restored.facts["formats"])
-    return restored._replace(state=place(_converted(restored.state, written, config), mesh))
-
-
-def _converted(state: TrainState, written: RunConfig, config: RunConfig) -> TrainState:
-    if is_reshaped(written, config):
-        before, after = between(written, config)
-        state = reshaped(_converted(state, written, before), init_state(after)[2])
-        return _converted(state, after, config)
     _, optimizer, first = init_state(config)
-    return convert(state, written, config, optimizer, first)
+    converted = convert(restored.state, other, config, optimizer, first)
+    return restored._replace(state=place(converted, mesh))
 
 
 def with_run_tokenizer(config: Run) -> Run:

@@ -18,11 +18,11 @@ from unitscale.nn import AmaxState
 from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
 
-from ..config import OptimizerConfig, RunConfig, ScalifyConfig
+from ..config import OptimizerConfig, PrecisionConfig, RunConfig
 from .batch import loss_inputs
 from .convert import is_amax
+from .precision import fed, plain, scalified
 from .recipe import recipe_of
-from .scaling import fed, plain, under
 from .state import Skips, TrainState, init_state
 
 OPTIMIZER = "optimizer"
@@ -32,22 +32,22 @@ OPTIMIZER = "optimizer"
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
-    scalify: ScalifyConfig | None = None,
+    precision: PrecisionConfig | None = None,
     *,
     settings: OptimizerConfig | None = None,
     mesh: Mesh | None = None,
-    exchange: str | None = None,
+    micro_batches: int = 1,
 ):
     """The compiled step `(state, batch, index) -> (state, metrics)`.
 
     Args:
       graphdef: Of a model of `recipes.run.recipe`.
       optimizer: Of its parameters.
-      scalify: Formats to run the step in under `unitscale.scalify`, or None.
-      settings: What they say of steps that are not finite and of a loss scale; the rest is the
-        optimizer's.
-      mesh: Of the exchange.
-      exchange: Format that the devices of the mesh exchange gradients in; None leaves them to XLA.
+      precision: Whether the step runs under `unitscale.scalify`, the loss scale, and the format in
+        which devices exchange gradients (null leaves that to XLA).
+      settings: What they say of steps that are not finite; the rest is the optimizer's.
+      mesh: The devices that exchange gradients in a format of their own.
+      micro_batches: Parts of the batch whose gradients are accumulated.
 
     Returns:
       A function of a `TrainState`, whose memory is reused, a batch (see `recipes.run.batch`), and
@@ -55,7 +55,7 @@ def make_train_step(
       not finite, the state comes back as it went in; of a step that is left out it comes back with
       the step counted.
     """
-
+    precision = PrecisionConfig() if precision is None else precision
     settings = OptimizerConfig() if settings is None else settings
 
     def loss_and_rest(params, amax, rest, batch, scale):
@@ -72,15 +72,18 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g / scale, grads)
         return *aux, grads, seen
 
+    exchange = precision.exchange if mesh is not None else None
+    if micro_batches > 1:
+        axes = batch_axes(mesh) if exchange else ()
+        compute = _accumulated(compute, micro_batches, axes)
+
     def differentiate(params, amax, rest, batch, scale, auto):
         return *compute(params, amax, rest, batch, scale), auto
 
-    if exchange is not None:
-        if mesh is None:
-            raise ValueError("recipes.run.step.make_train_step: exchange needs mesh; got None")
+    if mesh is not None and exchange is not None:
         differentiate = _exchanged(compute, mesh, exchange)
 
-    constant = settings.loss_scale if isinstance(settings.loss_scale, float) else None
+    constant = precision.loss_scale if isinstance(precision.loss_scale, float) else None
 
     def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
         amax, rest = nnx.split_state(state.rest, AmaxState, ...)
@@ -103,7 +106,7 @@ def make_train_step(
         due, finite = state.step == index, jnp.isfinite(loss) & jnp.isfinite(norm)
         skips, kept = state.skips, state
         if follows is not None:
-            follows = follows.after(finite, settings.loss_scale_interval)
+            follows = follows.after(finite)
             counted = state._replace(step=state.step + 1, loss_scale=follows)
             kept = _select(due & ~finite, counted, state)
         elif skips is not None:
@@ -117,10 +120,38 @@ def make_train_step(
             return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
 
     def run(state: TrainState, batch: jax.Array, index: jax.Array):
-        state, values = under(scalify, train_step)(state, fed(scalify, batch), index)
-        return state, plain(scalify, values)
+        batch = fed(precision, batch)
+        state, values = scalified(precision, train_step)(state, batch, index)
+        return state, plain(precision, values)
 
     return jax.jit(run, donate_argnums=0)
+
+
+def _accumulated(compute: Any, parts: int, axes: tuple[str, ...]):
+    """Differentiates the losses of micro-batches one after another; gradients are averaged."""
+
+    def accumulate(params, amax, rest, batch, scale):
+        # Cotangents are those of the whole batch, if each part counts as that.
+        share = (1.0 if scale is None else scale) / parts
+        # Rows are dealt out in turn, so that devices keep theirs.
+        batches = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def one(rest, batch):
+            with batch_over((*axes, parts)):
+                loss, rest, grads, seen = compute(params, amax, rest, batch, share)
+            return rest, (loss, grads, seen)
+
+        def add(carry, batch):
+            rest, values = one(carry[0], batch)
+            return (rest, jax.tree.map(jnp.add, carry[1], values)), None
+
+        _, shapes = jax.eval_shape(one, rest, jax.tree.map(lambda x: x[0], batches))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (rest, (loss, grads, seen)), _ = lax.scan(add, (rest, zeros), batches)
+        # Amax statistics count as they are: see `unitscale.quant.QuantState`.
+        return loss / parts, rest, jax.tree.map(lambda g: g / parts, grads), seen
+
+    return accumulate
 
 
 # Of layers that are stacked, each has a key.
@@ -209,5 +240,11 @@ def abstract_step(config: RunConfig) -> tuple[nnx.GraphDef, Any, tuple[Any, ...]
 
     state, batch = jax.eval_shape(begin), recipe_of(config).abstract_batch(config)
     graphdef, optimizer = made
-    step = make_train_step(graphdef, optimizer, config.scalify, settings=config.optimizer)
+    step = make_train_step(
+        graphdef,
+        optimizer,
+        config.precision,
+        settings=config.optimizer,
+        micro_batches=config.data.micro_batches,
+    )
     return graphdef, step, (state, batch, jax.ShapeDtypeStruct((), jnp.int32))

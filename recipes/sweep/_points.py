@@ -47,7 +47,7 @@ def in_words(values: Mapping[str, Any]) -> str:
 
 def make_points(config: RunConfig) -> list[Point]:
     """Every point of a config's grid, without those that `sweep.when` leaves out."""
-    if config.mesh or config.monitor:
+    if config.mesh or config.precision.monitor is not None:
         raise RecipeError(
             "sweep: many runs share one device and none is looked at on the way; got mesh or "
             "monitor; set both null"

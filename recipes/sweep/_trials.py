@@ -30,11 +30,11 @@ class Trials:
                 update={"optimizer": settings.model_copy(update={"learning_rate": rate})}
             )
             optimizer = make_optimizer(own, params)
-            train_step = make_train_step(graphdef, optimizer, config.scalify, settings=settings)
+            train_step = make_train_step(graphdef, optimizer, config.precision, settings=settings)
             return train_step(state, batch, index)[0]
 
         self._step = jax.jit(jax.vmap(step, (0, 0, None, None)), donate_argnums=0)
-        evaluate = make_evaluation(graphdef, config.scalify)
+        evaluate = make_evaluation(graphdef, config.precision)
         self._evaluate = jax.jit(jax.vmap(evaluate, (0, 0, None)))
         # Batched, with a kernel for each run, convolutions are grouped ones, which XLA's CPU
         # backend does slowly: there one run follows another.

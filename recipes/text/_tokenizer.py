@@ -9,8 +9,7 @@ import numpy as np
 import tokenizers
 
 from ..atomic import write_whole
-from ..config import BYTES
-from ..config.tokenizer import largest_id, read_tokenizer
+from ..config import BYTES, largest_id, read_tokenizer
 from ..errors import RecipeError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -80,7 +80,7 @@ def test_frozen_weights_are_counted(tmp_path: Path) -> None:
     assert (facts.weights, facts.frozen) == (bytes_of(state.params), bytes_of(frozen))
     kernels = 2 * (16 * 24 + 2 * 16 * 12 + 24 * 16 + 3 * 16 * 24)
     assert facts.parameters["layers"] > kernels + facts.trained
-    other = describe(load_config(lora, [*words, "lora.base=null", "model.remat=none"]))
+    other = describe(load_config(lora, [*words, "precision.frozen=null", "model.remat=none"]))
     assert kernels / 2 < other.frozen - facts.frozen < kernels
     assert other.activations > 2 * facts.activations
 
@@ -214,14 +214,14 @@ def test_flops_are_those_of_all_weights(make_config: Callable[..., GPTConfig]) -
         *(
             pytest.param(name, words, marks=pytest.mark.slow)
             for name, words in (
-                ("gpt/parity.yaml", ["policy=fp8_delayed", "model.dropout=0.1"]),
+                ("gpt/parity.yaml", ["precision.policy=fp8_delayed", "model.dropout=0.1"]),
                 (
                     "gpt/parity.yaml",
-                    ["model.remat=dots", "optimizer.moments=[float8_e4m3fn, float16]"],
+                    ["model.remat=dots", "precision.moments=[float8_e4m3fn, float16]"],
                 ),
                 (
                     "gpt/parity.yaml",
-                    ["model.library=plain", "optimizer.umup=false", "policy=float16"],
+                    ["model.library=plain", "optimizer.umup=false", "precision.policy=float16"],
                 ),
                 ("bert/large.yaml", []),
             )

@@ -40,15 +40,15 @@ WRONG = [
     ),
     (["fp8_readout=null"], r"fp8_readout \(.*'gradients'; got None; correct the value"),
     (
-        ["optimizer.loss_scale=-1"],
+        ["precision.loss_scale=-1"],
         r"loss_scale \(.*\): expected greater than 0 or 'dynamic'; got -1",
     ),
     (
-        ["optimizer.moments=[float16]"],
+        ["precision.moments=[float16]"],
         r"moments \(.*\): expected at least 2 of them; got \['float16'\]",
     ),
     (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*; put quotes around what begins"),
-    (["policies={'*.a': fp8"], r"policies=.*not valid YAML.*; correct the line"),
+    (["precision.layers={'*.a': fp8"], r"policies=.*not valid YAML.*; correct the line"),
     (["optimizer.b2=1.5"], r"b2 \(decay of the (second|mean).*\): expected less than 1; got 1\.5"),
     (["policy=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
     (["model.residual.scheme=runing_mean"], r"residual\.scheme .*did you mean running_mean\?"),
@@ -58,15 +58,15 @@ WRONG = [
     (["model.kv_heads=3"], r"model: kv_heads must divide heads; got kv_heads 3 and heads 2"),
     (["model.heads=16"], r"model: rope needs an even head size.*got width 16 and heads 16"),
     (["model.mlp_ratio=0.01"], r"model: mlp_ratio \* width must be at least 1; got .* 0\.01"),
-    (["policy=fp8"], r"policy fp8 needs model\.library unitscale; got model\.library plain"),
-    (["fp8_readout=true"], r"fp8_readout needs a policy with FP8 products.* got float32"),
-    (["fp8_readout=gradients", "policy=fp8_delayed"], r"fp8_readout gradients.* got fp8_delayed"),
+    (["precision.policy=fp8"], r"policy fp8 needs model\.library unitscale; got model\.library plain"),
+    (["precision.readout=true"], r"fp8_readout needs a policy with FP8 products.* got float32"),
+    (["precision.readout=gradients", "precision.policy=fp8_delayed"], r"fp8_readout gradients.* got fp8_delayed"),
     (["model.vocab_multiple=128"], r"model: vocab_multiple 128 needs library unitscale; got"),
     (["model.vocab_multiple=0"], r"model\.vocab_multiple .*expected greater than 0; got 0"),
-    (["policy=mxfp8"], r"policy mxfp8 needs model\.library unitscale; got model\.library plain"),
-    (["optimizer.weights=fp16"], r"optimizer\.weights .*expected .*'float16'; got 'fp16'"),
-    (["optimizer.moments=[float16]"], r"optimizer\.moments.*expected"),
-    (["optimizer.rounding=stochastic"], r"rounding stochastic needs weights or moments"),
+    (["precision.policy=mxfp8"], r"policy mxfp8 needs model\.library unitscale; got model\.library plain"),
+    (["precision.weights=fp16"], r"optimizer\.weights .*expected .*'float16'; got 'fp16'"),
+    (["precision.moments=[float16]"], r"optimizer\.moments.*expected"),
+    (["precision.rounding=stochastic"], r"rounding stochastic needs weights or moments"),
     (["optimizer.multipliers.norm=0.1"], r"multipliers need umup true.*; got umup false"),
     (["optimizer.multipliers.norms=0.1"], r"did you mean optimizer\.multipliers\.norm\?"),
     (["optimizer.multipliers.norm=-1"], r"multipliers\.norm .*expected greater than or equal to 0"),
@@ -118,7 +118,7 @@ def test_configs_that_come_along_are_found_by_name(
 @pytest.mark.parametrize("vocab", ["", "vocab: null,", "vocab: 300,"])
 def test_vocab_is_the_tokenizers_unless_given(config_file: Path, vocab: str) -> None:
     words = [f"model={{{vocab} width: 8, heads: 2}}", "data.tokenizer={kind: bpe, vocab: 280}"]
-    words += ["policy=float32"]
+    words += ["precision.policy=float32"]
     assert load_config(config_file, words).model.vocab == (300 if "300" in vocab else 280)
 
 
@@ -221,12 +221,12 @@ def test_an_empty_mapping_empties_a_section(config_file: Path) -> None:
 def test_a_mapping_takes_the_place_of_the_files(config_file: Path) -> None:
     text = config_file.read_text("utf-8").replace("data:", "data:\n  mixture: {a.txt: 3, b.txt: 1}")
     config_file.write_text(f"policies: {{'*.query': bfloat16}}\n{text}", "utf-8")
-    config = load_config(config_file, ["policies={}", "data.mixture={b.txt: 1}", "data.path=null"])
+    config = load_config(config_file, ["precision.layers={}", "data.mixture={b.txt: 1}", "data.path=null"])
     assert (config.policies, config.data.mixture) == ({}, {"b.txt": 1.0})
 
 
 def test_an_entry_of_a_mapping_is_set_by_its_name(config_file: Path) -> None:
-    words = ["sweep.grid.model.width=[16, 32]", "policies.*.query=bfloat16", "sweep.grid.seed=[0]"]
+    words = ["sweep.grid.model.width=[16, 32]", "precision.layers.*.query=bfloat16", "sweep.grid.seed=[0]"]
     config = load_config(config_file, ["sweep.grid={model.layers: [1], seed: [7]}", *words])
     assert config.sweep.grid == {"model.layers": [1], "seed": [0], "model.width": [16, 32]}
     assert config.policies == {"*.query": "bfloat16"}

@@ -34,12 +34,12 @@ UNITSCALE = [
 ]
 PRECISIONS = {
     "plain": [],
-    "fp8": [*UNITSCALE, "policy=fp8"],
-    "fp8_delayed": [*UNITSCALE, "policy=fp8_delayed"],
+    "fp8": [*UNITSCALE, "precision.policy=fp8"],
+    "fp8_delayed": [*UNITSCALE, "precision.policy=fp8_delayed"],
     # A learning rate at which weights saturate, so that scales move.
     "monitor": [
         "model.library=unitscale",
-        "policy=fp8",
+        "precision.policy=fp8",
         "optimizer={umup: true, learning_rate: 1000.0}",
         "monitor={rebalance: true}",
     ],
@@ -139,7 +139,7 @@ def test_the_loss_falls(make_config: MakeConfig) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolerated: int) -> None:
     """The learning rate explodes after a good checkpoint; looking only every 100 steps."""
     config = make_config(
-        "policy=float16",
+        "precision.policy=float16",
         "optimizer={learning_rate: 1e5, schedule: constant, warmup_steps: 3, skip_nonfinite: "
         f"{tolerated}}}",
         "train={steps: 100, log_every: 100, checkpoint_every: 1, eval_every: 100, keep: 100}",

@@ -19,7 +19,7 @@ _ITEMS: Any = jax.make_user_context(None)
 
 
 @contextmanager
-def batch_over(axis_name: str | Sequence[str]) -> Iterator[None]:
+def batch_over(axis_name: str | Sequence[str | int]) -> Iterator[None]:
     """Names the mapped axes that divide the batch, while a function is traced.
 
     Scaling:
@@ -38,7 +38,7 @@ def batch_over(axis_name: str | Sequence[str]) -> Iterator[None]:
 
     Args:
         axis_name: names of axes of `jax.shard_map` or `jax.vmap`; () for none. A name that is not
-            mapped around an op divides nothing.
+            mapped around an op divides nothing. An integer is a number of micro-batches.
 
     Example:
         >>> import jax.numpy as jnp
@@ -111,8 +111,11 @@ def num_batch_shards(*activations: jax.Array) -> int:
     """Returns the number of parts of the batch that activations are one part of, while tracing."""
     varied = frozenset().union(*map(varying, activations))
     named = _AXES.value
-    axes = varied if named is None else [a for a in named if a in varied or _is_untracked(a)]
-    return math.prod(lax.axis_size(axis) for axis in axes)
+    if named is None:
+        named = varied
+    parts = [axis for axis in named if isinstance(axis, int)]
+    axes = [a for a in named if a in varied or (isinstance(a, str) and _is_untracked(a))]
+    return math.prod(parts) * math.prod(lax.axis_size(axis) for axis in axes)
 
 
 def _is_untracked(axis: str) -> bool:

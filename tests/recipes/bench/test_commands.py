@@ -270,7 +270,7 @@ def test_h200(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {"fp8": (1, ("policy=fp8", "data.sequence_length=8", "data.batch_size=2"))}
+    one = {"fp8": (1, ("precision.policy=fp8", "data.sequence_length=8", "data.batch_size=2"))}
     monkeypatch.setattr(overhead, "COMPILED", one)
     (compiling,), code = bench("overhead", "--steps", "0", *TINY[:2])
     assert compiling["ratio"] == pytest.approx(compiling["s"] / compiling["plain s"])

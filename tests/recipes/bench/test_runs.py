@@ -15,7 +15,7 @@ from recipes.bench.runs import Table, Told, compare, differences, publish, verdi
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
 
-VARIANTS = {"plain-float32": runs.plain_words(), "fp8": ("policy=fp8", "model.library=unitscale")}
+VARIANTS = {"plain-float32": runs.plain_words(), "fp8": ("precision.policy=fp8", "model.library=unitscale")}
 positive = st.floats(0.5, 2.0)
 
 

@@ -78,7 +78,7 @@ def test_it_trains_and_resumes(tmp_path: Path) -> None:
 def test_what_only_unitscale_has_is_refused(tmp_path: Path) -> None:
     path = write_bert(tmp_path)
     for word, message in {
-        "policy=fp8": "policy in FP8 and optimizer.umup need model.library unitscale",
+        "precision.policy=fp8": "policy in FP8 and optimizer.umup need model.library unitscale",
         "data.pairs=next_sentence": "data.pairs next_sentence needs .* set data.pairs none",
         "model.norm_placement=post": "norm_placement post needs library .* set norm_placement pre",
         "model.scan=true": "model: scan true needs library unitscale; .* set scan false",

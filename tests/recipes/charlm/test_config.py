@@ -10,7 +10,7 @@ from ..configs import CONFIGS, refuses_configs
 WRONG = [
     ("model.kind=mlp", r"model\.kind .*: expected 'conv', 'rnn' or 'attention'; got 'mlp'"),
     ("model.cell=gruu", r"model\.cell .*; did you mean gru\?"),
-    ("policy=fp8", r"policy fp8 needs model\.library unitscale: .*; set"),
+    ("precision.policy=fp8", r"policy fp8 needs model\.library unitscale: .*; set"),
     ("optimizer.umup=true", r"optimizer\.umup and .* need model\.library unitscale; .*; set"),
     ("model.cell=rhn", r"model: cell rhn needs library unitscale: .*; use gru or lstm"),
     ("model.heads=3", r"model: heads must divide width; got 3 and 8"),

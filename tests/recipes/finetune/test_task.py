@@ -114,7 +114,7 @@ def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_questions_are_answered_in_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(folder / "squad.yaml"), "policy=fp8", SGD]
+    words = [str(folder / "squad.yaml"), "precision.policy=fp8", SGD]
     assert main(["train", *words]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^exact match [\d.]+, f1 [\d.]+$", said, re.MULTILINE), said
@@ -246,7 +246,7 @@ def test_logits_of_each_policy_are_those_of_the_model(plain: Path) -> None:
     """Less rounding: an epsilon of the products' format, over some ten products in a row."""
     found = {}
     for policy in ("float32", "float16", "fp8"):
-        config = tuned(plain, "classification", STANDARD, f"policy={policy}")
+        config = tuned(plain, "classification", STANDARD, f"precision.policy={policy}")
         model, data = build(config), load_data(config)
         found[policy] = logits(model, data, config.scalify)
     batch = next(data.scored.batches(len(data.scored)))
@@ -261,7 +261,7 @@ def test_logits_of_each_policy_are_those_of_the_model(plain: Path) -> None:
 
 @pytest.mark.slow
 def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
-    words = [str(plain / "squad.yaml"), STANDARD, "policy=fp8", "train.steps=2"]
+    words = [str(plain / "squad.yaml"), STANDARD, "precision.policy=fp8", "train.steps=2"]
     assert main(["finetune", *words]) == 0
     said = capsys.readouterr().out
     written = plain / "runs" / "squad" / "pretrained"
@@ -281,9 +281,9 @@ def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
     ("words", "message"),
     [
         (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
-        (["policy=fp8_delayed"], r"policy: expected float32, bfloat16, float16, fp8 for the Hugg"),
-        (["policy=fp8", "monitor={}"], r"monitor, .* expected null for the Hugging Face folder"),
-        (["optimizer.weights=float16"], r"optimizer\.weights .* expected null"),
+        (["precision.policy=fp8_delayed"], r"policy: expected float32, bfloat16, float16, fp8 for the Hugg"),
+        (["precision.policy=fp8", "monitor={}"], r"monitor, .* expected null for the Hugging Face folder"),
+        (["precision.weights=float16"], r"optimizer\.weights .* expected null"),
     ],
 )
 def test_what_a_plain_model_has_not_is_refused(plain: Path, words: list[str], message: str) -> None:

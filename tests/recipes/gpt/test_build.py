@@ -27,8 +27,8 @@ def products_in_fp8(model: Any) -> int:
 
 
 def test_products_of_layers_are_converted_and_weights_are_not(make_config: MakeConfig) -> None:
-    plain = build(make_config("policy=float16"))
-    model: Any = build(make_config("policy=float16", "model.products=fp8_dynamic"))
+    plain = build(make_config("precision.policy=float16"))
+    model: Any = build(make_config("precision.policy=float16", "precision.matmuls=fp8_dynamic"))
     # Both operands of query, key, value, out, up and down; not of the readout.
     assert (products_in_fp8(plain), products_in_fp8(model)) == (0, 12)
     assert model(IDS).dtype == jnp.float16
@@ -38,7 +38,7 @@ def test_products_of_layers_are_converted_and_weights_are_not(make_config: MakeC
 
 @pytest.mark.slow
 def test_the_shared_step_keeps_delayed_scales(make_config: MakeConfig) -> None:
-    graphdef, optimizer, state = init_state(make_config("model.products=fp8_delayed"))
+    graphdef, optimizer, state = init_state(make_config("precision.matmuls=fp8_delayed"))
     step = make_train_step(graphdef, optimizer)
     before = jax.tree.map(np.asarray, nnx.split_state(state.rest, AmaxState, ...)[0])
     state, _ = step(state, jnp.zeros((4, 17), jnp.int32), np.int32(0))
@@ -57,16 +57,16 @@ def test_qwix_is_asked_for_where_it_is_missing(
 
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(RecipeError, match=r"model\.products: expected qwix .*pip install qwix"):
-        build(make_config("model.products=qwix"))
+        build(make_config("precision.matmuls=qwix"))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.library=unitscale", "model.products=qwix"], "products qwix needs library plain"),
-        (["scalify={}", "model.products=fp8_dynamic"], "scalify null"),
+        (["model.library=unitscale", "precision.matmuls=qwix"], "products qwix needs library plain"),
+        (["scalify={}", "precision.matmuls=fp8_dynamic"], "scalify null"),
         (["lora={}"], r"lora needs init, the Hugging Face folder .*; got None; set init"),
-        (["policy=fp8"], "with model.products for FP8 products"),
+        (["precision.policy=fp8"], "with model.products for FP8 products"),
     ],
 )
 def test_products_are_of_plain_models(

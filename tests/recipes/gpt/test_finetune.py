@@ -67,7 +67,7 @@ def make(folder: Path, *words: str) -> Any:
         "train.sample_tokens=0",
         "optimizer.warmup_steps=0",
         "optimizer.learning_rate=1.0e-2",
-        "optimizer.min_size=0",
+        "precision.min_size=0",
     ]
     return load_config(LLAMA, [*small, *words])
 
@@ -108,9 +108,9 @@ def test_a_parameter_has_five_bytes(folder: Path) -> None:
     ("words", "message"),
     [
         (["lora={}"], r"model\.products needs .* lora null"),
-        (["lora={}", "model.products=null"], r"optimizer\.weights is for models all of whose"),
-        (["model.products=qwix"], r"qwix needs init null; got .*; set model\.products fp8_dynamic"),
-        (["scalify={}", "policy=float32"], r"model\.products needs scalify null"),
+        (["lora={}", "precision.matmuls=null"], r"optimizer\.weights is for models all of whose"),
+        (["precision.matmuls=qwix"], r"qwix needs init null; got .*; set model\.products fp8_dynamic"),
+        (["scalify={}", "precision.policy=float32"], r"model\.products needs scalify null"),
         (["model.width=16"], r"model\.width: expected 32, that of init"),
     ],
     ids=lambda value: str(value)[:40],

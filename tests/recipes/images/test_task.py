@@ -111,7 +111,7 @@ LEARNS = {
     **{f"cnn-{name}": ("model.kind=cnn", words) for name, words in FORMATS.items()},
     "mlp-float16-adam": (FORMATS["float16"], ADAM),
     "vit-float32": VIT,
-    "vit-fp8": (*VIT, "policy=fp8"),
+    "vit-fp8": (*VIT, "precision.policy=fp8"),
 }
 # Compilation takes most of the time, so the fast part of the tests has what is least alike.
 QUICK = "mlp-plain", "cnn-fp8"

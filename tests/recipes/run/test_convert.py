@@ -29,18 +29,18 @@ MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 FORMATS = {
     "float32": (),
-    "fp8": ("policy=fp8",),
-    "fp8_delayed": ("policy=fp8_delayed",),
-    "fp8_readout": ("policy=fp8_delayed", "fp8_readout=true"),
-    "fp8_readout_gradients": ("policy=fp8", "fp8_readout=gradients"),
-    "policies": ("policy=fp8", "policies={'*.down': float32}"),
-    "6 bytes": ("optimizer.weights=float16", "optimizer.moments=[float8_e4m3fn, float16]"),
+    "fp8": ("precision.policy=fp8",),
+    "fp8_delayed": ("precision.policy=fp8_delayed",),
+    "fp8_readout": ("precision.policy=fp8_delayed", "precision.readout=true"),
+    "fp8_readout_gradients": ("precision.policy=fp8", "precision.readout=gradients"),
+    "policies": ("precision.policy=fp8", "precision.layers={'*.down': float32}"),
+    "6 bytes": ("precision.weights=float16", "precision.moments=[float8_e4m3fn, float16]"),
     "small in float32": (
-        "optimizer.weights=float16",
-        "optimizer.moments=[float8_e4m3fn, float16]",
-        "optimizer.min_size=100",
+        "precision.weights=float16",
+        "precision.moments=[float8_e4m3fn, float16]",
+        "precision.min_size=100",
     ),
-    "stochastic": ("optimizer.weights=float16", "optimizer.rounding=stochastic"),
+    "stochastic": ("precision.weights=float16", "precision.rounding=stochastic"),
     "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),
     "exchange": ("mesh={data: 2, gradients: float8_e4m3fn}",),
@@ -117,7 +117,7 @@ def test_a_checkpoint_is_read_in_another_shape(
     )
 
 
-STRATEGIES = {name: (f"policy={name}", "monitor={}") for name in ("fp8", "fp8_delayed")}
+STRATEGIES = {name: (f"precision.policy={name}", "monitor={}") for name in ("fp8", "fp8_delayed")}
 
 
 @pytest.mark.parametrize("source", STRATEGIES.values(), ids=STRATEGIES)
@@ -138,7 +138,7 @@ def test_scales_are_carried_within_a_strategy(
 
 
 def test_a_dynamic_loss_scale_is_carried_over(make_config: MakeConfig) -> None:
-    words = (*OURS, "optimizer.loss_scale=dynamic")
+    words = (*OURS, "precision.loss_scale=dynamic")
     old, new = make_config(*words), make_config(*words, *FORMATS["fp8"])
     saved, (_, optimizer, like) = init_state(old)[2], init_state(new)
     settled = LossScale(jnp.float32(8), jnp.int32(5))
@@ -217,7 +217,7 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
         assert outcome.validation_loss is not None
         return outcome.validation_loss, said
 
-    few = ("policy=fp8", *FORMATS["6 bytes"])
+    few = ("precision.policy=fp8", *FORMATS["6 bytes"])
     expected, _ = go_on()
     folder = train_module.open_run(make_config(*OURS)) / "checkpoints"
     whole = folder.with_name("whole")

@@ -47,7 +47,7 @@ FORMATS = {
     "ours": OURS,
     "scanned": (*OURS, "model.scan=true"),
     "plain": (),
-    "6 bytes": (*OURS, "optimizer.weights=float16", "optimizer.min_size=0"),
+    "6 bytes": (*OURS, "precision.weights=float16", "precision.min_size=0"),
     "scalify": ("scalify={storage: float16}",),
 }
 
@@ -61,7 +61,7 @@ def test_weights_are_those_of_the_run(make_config: MakeConfig, words: tuple[str,
         np.testing.assert_array_equal(found[path], value, err_msg=str(path))
 
 
-@pytest.mark.parametrize("policy", ["policy=float16", "policy=fp8_delayed"])
+@pytest.mark.parametrize("policy", ["precision.policy=float16", "precision.policy=fp8_delayed"])
 def test_formats_may_be_others(make_config: MakeConfig, policy: str) -> None:
     folder, expected = kept(make_config(*OURS))
     found = weights(build(make_config(*OURS, f"init={folder}", "name=next", policy)))

@@ -35,7 +35,7 @@ def same(one: TrainState, other: TrainState) -> bool:
 def test_a_constant_power_of_two_changes_no_bit(make_config: Callable[..., GPTConfig]) -> None:
     words = ("model.dropout=0.0",)
     plain = after(make_config(*words), 2)[-1]
-    assert same(after(make_config(*words, "optimizer.loss_scale=1024.0"), 2)[-1], plain)
+    assert same(after(make_config(*words, "precision.loss_scale=1024.0"), 2)[-1], plain)
 
 
 def test_a_scale_follows_the_gradients(make_config: Callable[..., GPTConfig]) -> None:
@@ -58,7 +58,7 @@ def test_a_scale_follows_the_gradients(make_config: Callable[..., GPTConfig]) ->
 
 
 def test_the_first_scale(make_config: Callable[..., GPTConfig]) -> None:
-    scale = init_state(make_config("optimizer.loss_scale=dynamic"))[2].loss_scale
+    scale = init_state(make_config("precision.loss_scale=dynamic"))[2].loss_scale
     assert scale is not None
     assert float(scale.value) == FIRST
     assert init_state(make_config())[2].loss_scale is None

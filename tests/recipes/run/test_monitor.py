@@ -19,7 +19,7 @@ from unitscale.quant import QuantState, Static, Unit
 from ..runs import run
 
 MakeConfig = Callable[..., GPTConfig]
-FP8 = ["model.library=unitscale", "policy=fp8", "optimizer={learning_rate: 1000.0}"]
+FP8 = ["model.library=unitscale", "precision.policy=fp8", "optimizer={learning_rate: 1000.0}"]
 
 
 def watched(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
@@ -37,8 +37,8 @@ def shares(row: dict) -> dict[str, float]:
 
 def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
     plain = monitored(make_config(*FP8)).matmul_for("readout")
-    own = monitored(make_config(*FP8, "fp8_readout=true")).matmul_for("readout")
-    seen = monitored(make_config(*FP8, "fp8_readout=true", "monitor={}")).matmul_for("readout")
+    own = monitored(make_config(*FP8, "precision.readout=true")).matmul_for("readout")
+    seen = monitored(make_config(*FP8, "precision.readout=true", "monitor={}")).matmul_for("readout")
     assert plain is None
     assert own is not None
     assert seen is not None
@@ -51,7 +51,7 @@ def test_the_gradients_of_the_readout_are_quantized_alone(make_config: MakeConfi
     kernel = jnp.ones((2, 3))
     assert monitored(make_config(*FP8)).in_loss(kernel)[1] == {"config": None}
     for more in ((), ("monitor={}",)):
-        policy = monitored(make_config(*FP8, "fp8_readout=gradients", *more))
+        policy = monitored(make_config(*FP8, "precision.readout=gradients", *more))
         assert policy.matmul_for("readout") is None
         _, formats = policy.in_loss(kernel)
         assert formats["logits_dtype"] == policy.compute_dtype
@@ -84,7 +84,7 @@ def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfi
 
 
 def test_policies_without_a_scale_to_watch_are_as_they_are(make_config: MakeConfig) -> None:
-    config = make_config("model.library=unitscale", "policy=fp8_delayed", "monitor={}")
+    config = make_config("model.library=unitscale", "precision.policy=fp8_delayed", "monitor={}")
     assert monitored(config) == nn.as_policy("fp8_delayed")
     assert monitored(make_config(*FP8)) == nn.as_policy("fp8")
     assert monitored(make_config(*FP8, "monitor={}")) != nn.as_policy("fp8")
@@ -93,10 +93,10 @@ def test_policies_without_a_scale_to_watch_are_as_they_are(make_config: MakeConf
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["policy=bfloat16", "monitor={}"], "monitor needs a policy whose scales .* got policy bf"),
-        (["policy=fp8_dynamic", "monitor={}"], "fp8 or fp8_delayed; got policy fp8_dynamic"),
-        (["policy=fp8_delayed", "monitor={rebalance: true}"], "rebalance needs policy fp8; got"),
-        (["policy=fp8", "monitor={limit: 1.5}"], "monitor.limit"),
+        (["precision.policy=bfloat16", "monitor={}"], "monitor needs a policy whose scales .* got policy bf"),
+        (["precision.policy=fp8_dynamic", "monitor={}"], "fp8 or fp8_delayed; got policy fp8_dynamic"),
+        (["precision.policy=fp8_delayed", "monitor={rebalance: true}"], "rebalance needs policy fp8; got"),
+        (["precision.policy=fp8", "monitor={limit: 1.5}"], "monitor.limit"),
     ],
 )
 def test_mistakes(make_config: MakeConfig, words: list[str], message: str) -> None:

@@ -89,6 +89,6 @@ def test_markers_are_identities_outside(make_config) -> None:
 
 
 def test_it_needs_a_plain_float32_model(make_config) -> None:
-    for words in (["model.library=unitscale"], ["policy=float16"]):
+    for words in (["model.library=unitscale"], ["precision.policy=float16"]):
         with pytest.raises(RecipeError, match=r"scalify needs model\.library plain"):
             make_config("scalify={storage: float16}", *words)

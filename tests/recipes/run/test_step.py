@@ -179,7 +179,7 @@ def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[s
 
 
 def test_scales_that_follow_amax_see_all_devices(make_config: MakeConfig) -> None:
-    library = ["model.library=unitscale", "optimizer.umup=true", "policy=fp8_delayed"]
+    library = ["model.library=unitscale", "optimizer.umup=true", "precision.policy=fp8_delayed"]
     config = make_config(*WIDE, *library, ON_FOUR % "float32")
     _, many = exchange(config, steps=1)
     _, one = exchange(make_config(*WIDE, *library, ON_FOUR % "null"), steps=1)
@@ -199,7 +199,7 @@ def test_an_exchange_needs_a_mesh(make_config: MakeConfig) -> None:
 
 def test_weights_of_a_large_scale_have_finite_gradients(tmp_path) -> None:
     # Readout columns of tokens that never occur only grow, and all weights have one scale.
-    words = ["model.library=unitscale", "optimizer.weights=float16", "model.dropout=0"]
+    words = ["model.library=unitscale", "precision.weights=float16", "model.dropout=0"]
     config = load_config(write_config(tmp_path), words)
     graphdef, optimizer, state = init_state(config)
     kernel = state.params["readout"]["kernel"]

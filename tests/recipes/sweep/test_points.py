@@ -11,7 +11,7 @@ FORMATS: dict[str, list[Any]] = {
     "policy": ["float32", "float16", "fp8"],
 }
 WHEN: dict[str, Any] = {
-    "model.library=plain policy=fp8": None,
+    "model.library=plain precision.policy=fp8": None,
     "model.library=plain": {"optimizer.umup": False, "optimizer.multipliers": {}},
 }
 

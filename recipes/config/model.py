@@ -1,13 +1,15 @@
-"""Shapes of models that more than one recipe has."""
+"""The `model` section of Transformers, and what belongs to it: residuals, decoders, LoRA."""
 
 import json
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from .data import BYTES
-from .decoder import DecoderConfig
-from .schema import Count, Flag, Fraction, Positive, Section, Whole
+from .run import Count, Flag, Fraction, Positive, Section, Whole
+
+Positions = Literal["rope", "learned"]
+Target = Literal["query", "key", "value", "out", "gate", "up", "down"]
 
 
 class ResidualConfig(Section):
@@ -36,9 +38,6 @@ class ResidualConfig(Section):
                 f"{'set tau, such as 0.5' if self.tau is None else 'remove tau'}"
             )
         return self
-
-
-Positions = Literal["rope", "learned"]
 
 
 class TransformerConfig(Section):
@@ -160,20 +159,109 @@ class TransformerConfig(Section):
         return self
 
 
+class RopeConfig(Section):
+    """Rotary position embedding."""
+
+    base: Positive = Field(default=10000.0, description="what the wavelengths are powers of")
+    scaling: Literal["none", "linear", "llama3", "yarn"] = Field(
+        default="none",
+        description="all frequencies over `factor` (linear), or those of long wavelengths (llama3, "
+        "yarn)",
+    )
+    factor: Positive = Field(default=1.0, description="what frequencies are divided by")
+    low_factor: Positive = Field(
+        default=1.0, description="llama3: wavelengths past context over this are scaled wholly"
+    )
+    high_factor: Positive = Field(
+        default=4.0, description="llama3: wavelengths below context over this are kept"
+    )
+    context: Count = Field(
+        default=8192,
+        description="llama3, yarn: the longest sequence before it was scaled",
+    )
+    fast: Positive = Field(
+        default=32.0, description="yarn: frequencies that turn more often in context are kept"
+    )
+    slow: Positive = Field(
+        default=1.0, description="yarn: those that turn less often are scaled wholly"
+    )
+    truncate: Flag = Field(
+        default=True, description="yarn: the band between the two is of whole pairs of features"
+    )
+    attention_factor: Positive = Field(
+        default=1.0, description="yarn: what rotated queries and keys are multiplied by"
+    )
+
+    @model_validator(mode="after")
+    def _bands_have_a_width(self) -> Self:
+        if self.scaling == "llama3" and self.high_factor <= self.low_factor:
+            raise ValueError(
+                "rope scaling llama3 needs a high_factor above its low_factor; got "
+                f"{self.high_factor} and {self.low_factor}; correct them"
+            )
+        if self.scaling == "yarn" and (self.fast < self.slow or self.base <= 1):
+            raise ValueError(
+                "rope scaling yarn needs a beta_fast of at least its beta_slow, and a base above "
+                f"1; got {self.fast}, {self.slow} and {self.base}; correct them"
+            )
+        return self
+
+
+class DecoderConfig(Section):
+    """A decoder of the Llama family, as read from its folder; the defaults are those of the GPT."""
+
+    head_dim: Count | None = Field(
+        default=None, description="features of a head; null for width over heads"
+    )
+    activation: Literal["silu", "gelu", "gelu_tanh"] = Field(
+        default="silu", description="of the gate of a gated MLP"
+    )
+    biases: Annotated[tuple[Literal["qkv", "out", "mlp"], ...], Field(max_length=3)] = Field(
+        default=(), description="which linear layers add one"
+    )
+    query_key_norms: Flag = Field(default=False, description="RMSNorm of each query and key")
+    post_norms: Flag = Field(default=False, description="a norm after each branch as well")
+    norm_offset: Flag = Field(default=False, description="RMSNorm multiplies by 1 + weight")
+    embedding_scale: Flag = Field(
+        default=False, description="multiply embeddings by the root of the width"
+    )
+    attention_scale: Positive | None = Field(
+        default=None, description="what scores are multiplied by; null for 1 / sqrt(head_dim)"
+    )
+    attention_cap: Positive | None = Field(
+        default=None, description="scores s become cap tanh(s / cap); null for none"
+    )
+    logit_cap: Positive | None = Field(default=None, description="the same of the logits")
+    window: Count | None = Field(
+        default=None, description="tokens that a local layer attends to, its own included"
+    )
+    local_layers: tuple[Whole, ...] = Field(
+        default=(), description="layers that attend to the window only, counted from 0"
+    )
+    rope: RopeConfig = Field(default_factory=RopeConfig, description="rotary positions")
+    local_rope: RopeConfig | None = Field(
+        default=None, description="those of local layers; null for the same"
+    )
+
+    @model_validator(mode="after")
+    def _local_layers_have_a_window(self) -> Self:
+        if self.local_layers and self.window is None:
+            raise ValueError(
+                f"local layers need a window; got layers {list(self.local_layers)} and no window; "
+                "set the window, or remove the layers"
+            )
+        return self
+
+
 class GPTModelConfig(TransformerConfig):
     """The shape of the GPT."""
 
     shared: ClassVar[dict[str, dict[str, tuple[Any, ...]]]] = {
         "plain": TransformerConfig.shared["plain"]
         | {"remat": ("none", "layer"), "document_end": (None,)},
-        "unitscale": {"products": (None,), "norm_eps": (None,), "decoder": (None,)},
+        "unitscale": {"norm_eps": (None,), "decoder": (None,)},
     }
 
-    products: Literal["fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
-        default=None,
-        description="FP8 products in the layers of a plain model, by this preset of "
-        "unitscale.nn.convert or through qwix; null for the policy's format",
-    )
     kv_heads: Count | None = Field(
         default=None,
         description="heads of keys and values (grouped-query attention); null for `heads`",
@@ -192,8 +280,8 @@ class GPTModelConfig(TransformerConfig):
     )
     decoder: DecoderConfig | None = Field(
         default=None,
-        description="what a plain model of the Llama family has beyond this, filled in from init; "
-        "null for none",
+        description="what a plain model of the Llama family has beyond this; init fills it in",
+        json_schema_extra={"from_init": True},
     )
 
     @property
@@ -218,6 +306,24 @@ class GPTModelConfig(TransformerConfig):
                 f"use kv_heads {_nearest_divisor(self.heads, self.kv_heads)}"
             )
         return self
+
+
+class LoraConfig(Section):
+    """Which layers are updated, by products of which rank."""
+
+    rank: Count = Field(default=8, description="size between the two products of an update")
+    alpha: Positive = Field(default=16.0, description="updates are multiplied by alpha / rank")
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = Field(
+        default=("query", "value"), description="linear layers of attention and MLP to update"
+    )
+    init: str | None = Field(
+        default=None, description="the folder of an adapter to start from; null for a new one"
+    )
+
+    @property
+    def scale(self) -> float:
+        """What the product of an update is multiplied by."""
+        return self.alpha / self.rank
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
