@@ -155,10 +155,10 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     found = tree["value"]
     if entry:
         found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
-    if mapping == "precision":
-        found = expand_preset(found)
     # Of a section other keys stay, unless it is emptied; any other mapping takes the file's place.
     merge = section_of(field) is not None and isinstance(found, dict) and bool(found)
+    if mapping == "precision":
+        found = expand_preset(found)  # the name of a preset takes the place of the section
     OmegaConf.update(file, mapping, found, merge=merge)
 
 

@@ -63,7 +63,7 @@ def main(
     """Prints losses and scores of BERT by number format, and counts of character models."""
     tables = [] if charlm is None else [study(charlm)]  # complains before hours of training
     if train:
-        names = ["float32", *(name.strip() for name in precision.layers.split(",") if name.strip())]
+        names = ["float32", *(name.strip() for name in policies.split(",") if name.strip())]
         variants = {name: (f"precision.policy={name}",) for name in names}
         base = load_config(config or CONFIGS / "bert/books.yaml", overrides or [])
         folder = Path(base.train.runs_dir)

@@ -65,7 +65,7 @@ def main(
 ) -> None:
     """Prints validation loss by number format, and gradients lost in float16."""
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
-    names = [name.strip() for name in precision.layers.split(",") if name.strip()]
+    names = [name.strip() for name in policies.split(",") if name.strip()]
     variants = {
         name: SPECIAL.get(name, (f"precision.policy={name}",)) for name in ("float32", *names)
     }

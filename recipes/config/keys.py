@@ -55,7 +55,7 @@ def describe_problems(
     keys = {name for name, field in valid_keys(schema) if not section_of(field)}
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for problem in problems:
-        parts = [str(part) for part in problem["loc"]]
+        parts = [str(part) for part in problem["loc"] if part != "[key]"]
         whole = ".".join(parts)
         # Of a key that takes several types, each has its say under a name of its own.
         key = ".".join(parts[:-1])

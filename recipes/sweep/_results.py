@@ -12,7 +12,7 @@ from ..run.folder import flatten
 from ._points import Point, in_words, key_of
 from ._rows import read_rows
 
-LIBRARY, POLICY, WIDE = "model.library", "policy", "float32"
+LIBRARY, POLICY, WIDE = "model.library", "precision.policy", "float32"
 _LINES = 12  # that a legend names
 ByFormat = dict[str, dict[tuple[str, str], float]]
 """Least losses by model and by (library, policy)."""

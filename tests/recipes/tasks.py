@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from recipes.config import ScalifyConfig
+from recipes.config import PrecisionConfig
 from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.task import TaskData
 from recipes.registry import load_kind
@@ -66,7 +66,7 @@ def tuned(folder: Path, task: str, *overrides: str) -> FinetuneConfig:
     return load_kind(FinetuneConfig, folder / f"{task}.yaml", overrides)
 
 
-def logits(model: Any, data: TaskData, scalify: ScalifyConfig | None = None) -> np.ndarray:
+def logits(model: Any, data: TaskData, scalify: PrecisionConfig | None = None) -> np.ndarray:
     """What a model gives for the records to score on."""
     batches = data.scored.batches(len(data.scored))
     return predict(model, (tuple(batch.values())[:3] for batch in batches), scalify)

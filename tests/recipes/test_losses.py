@@ -39,7 +39,7 @@ PLAIN = (
     "optimizer.multipliers={readout: 1.0, bias: 1.0, norm: 1.0}",
 )
 SMALL = ("data.batch_size=16", "optimizer.learning_rate=0.002", "optimizer.b1=0.5")
-FP8 = "scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}"
+FP8 = "precision=scalify_fp8"
 
 RUNS: dict[str, tuple[str, ...]] = {
     # At its own rate, 1.0, one value that rounds the other way moves a loss by percents.

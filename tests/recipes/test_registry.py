@@ -19,9 +19,13 @@ from .pretrained import FIXTURES
 WRONG = [
     (["train.step=5"], r"train\.step is not a key of the config; did you mean train\.steps\?"),
     (["steps=5"], r"steps is not a key of the config; did you mean train\.steps\?"),
-    (["polcy=fp8"], r"polcy is not a key of the config; did you mean policy\?"),
+    (["precison=fp8"], r"precison is not a key of the config; did you mean precision\?"),
+    (["precision.policy=fp8"], r"policy is no longer a key of the config; set precision\.policy"),
+    (["scalify.storage=float16"], r"storage is no longer a key .*; set precision\.scalify"),
+    (["monitor.limit=0.1"], r"monitor\.limit is no longer a key .*; set precision\.monitor"),
+    (["precision.moments=null"], r"moments is no longer a key .*; set precision\.moments"),
     (["train.lr=1"], r"train\.lr is not a key .*; train has the keys steps, eval_every"),
-    (["zzz=1"], r"zzz is not a key .*; the top-level keys are recipe, name, seed, policy"),
+    (["zzz=1"], r"zzz is not a key .*; the top-level keys are recipe, name, seed, precision"),
     (["optimizer={lr: 1}"], r"optimizer\.lr is not a key of the config"),
     (["train.steps=0"], r"train\.steps \(optimizer steps\): expected greater than 0; got 0"),
     (["train.steps=true"], r"train\.steps .*expected a valid integer; got True"),
@@ -35,10 +39,10 @@ WRONG = [
     (["data.tokenizer={kind: bpe}", "model.vocab=300"], r"the 8192 ids of the bpe .*; got 300"),
     (["data.tokenizer={kind: file, path: gone}"], r"tokenizer\.path: gone cannot be read: No such"),
     (
-        ["fp8_readout=gradient"],
-        r"fp8_readout \(.*: expected true, false or 'gradients'; .*; did you mean gradients\?",
+        ["precision.readout=gradient"],
+        r"readout \(.*: expected true, false or 'gradients'; .*; did you mean gradients\?",
     ),
-    (["fp8_readout=null"], r"fp8_readout \(.*'gradients'; got None; correct the value"),
+    (["precision.readout=null"], r"readout \(.*'gradients'; got None; correct the value"),
     (
         ["precision.loss_scale=-1"],
         r"loss_scale \(.*\): expected greater than 0 or 'dynamic'; got -1",
@@ -48,9 +52,9 @@ WRONG = [
         r"moments \(.*\): expected at least 2 of them; got \['float16'\]",
     ),
     (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*; put quotes around what begins"),
-    (["precision.layers={'*.a': fp8"], r"policies=.*not valid YAML.*; correct the line"),
+    (["precision.layers={'*.a': fp8"], r"layers=.*not valid YAML.*; correct the line"),
     (["optimizer.b2=1.5"], r"b2 \(decay of the (second|mean).*\): expected less than 1; got 1\.5"),
-    (["policy=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
+    (["precision=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
     (["model.residual.scheme=runing_mean"], r"residual\.scheme .*did you mean running_mean\?"),
     (["model.residual.scheme=fixed"], r"model\.residual: tau is set when scheme is fixed.*set tau"),
     (["model.residual.tau=0.5"], r"model\.residual: tau is set when scheme is fixed.*remove tau"),
@@ -58,17 +62,19 @@ WRONG = [
     (["model.kv_heads=3"], r"model: kv_heads must divide heads; got kv_heads 3 and heads 2"),
     (["model.heads=16"], r"model: rope needs an even head size.*got width 16 and heads 16"),
     (["model.mlp_ratio=0.01"], r"model: mlp_ratio \* width must be at least 1; got .* 0\.01"),
-    (["precision.policy=fp8"], r"policy fp8 needs model\.library unitscale; got model\.library plain"),
-    (["precision.readout=true"], r"fp8_readout needs a policy with FP8 products.* got float32"),
-    (["precision.readout=gradients", "precision.policy=fp8_delayed"], r"fp8_readout gradients.* got fp8_delayed"),
+    (
+        ["precision.policy=fp8"],
+        r"policy fp8 needs model\.library unitscale; got plain",
+    ),
     (["model.vocab_multiple=128"], r"model: vocab_multiple 128 needs library unitscale; got"),
     (["model.vocab_multiple=0"], r"model\.vocab_multiple .*expected greater than 0; got 0"),
-    (["precision.policy=mxfp8"], r"policy mxfp8 needs model\.library unitscale; got model\.library plain"),
-    (["precision.weights=fp16"], r"optimizer\.weights .*expected .*'float16'; got 'fp16'"),
-    (["precision.moments=[float16]"], r"optimizer\.moments.*expected"),
-    (["precision.rounding=stochastic"], r"rounding stochastic needs weights or moments"),
+    (
+        ["precision.policy=mxfp8"],
+        r"policy mxfp8 needs model\.library unitscale; got plain",
+    ),
+    (["precision.weights=fp16"], r"precision\.weights .*expected .*'float16'; got 'fp16'"),
     (["optimizer.multipliers.norm=0.1"], r"multipliers need umup true.*; got umup false"),
-    (["optimizer.multipliers.norms=0.1"], r"did you mean optimizer\.multipliers\.norm\?"),
+    (["optimizer.multipliers.norms=0.1"], r"multipliers\.norms .*did you mean norm\?"),
     (["optimizer.multipliers.norm=-1"], r"multipliers\.norm .*expected greater than or equal to 0"),
     (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
     (["model.library=unitscale", "model.norm_eps=1e-5"], r"norm_eps 1e-05 needs library plain"),
@@ -82,7 +88,7 @@ WRONG = [
     (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),
     (["seed=4294967296"], r"seed .*expected less than or equal to 4294967295; got 4294967296"),
-    (["policy=fp16"], r"got 'fp16'; did you mean float16\?"),
+    (["precision=fp16"], r"got 'fp16'; did you mean float16\?"),
     (
         ["name=a/b"],
         r"name .*expected a name of ASCII letters, digits, dots, dashes, underscores; got 'a/b'",
@@ -147,7 +153,7 @@ def test_wrong_file(tmp_path: Path, content: str | bytes, message: str) -> None:
 
 def test_every_problem_is_reported_at_once(config_file: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_config(config_file, ["train.steps=0", "seed=-1", "policy=x"])
+        load_config(config_file, ["train.steps=0", "seed=-1", "precision=x"])
     assert len(str(caught.value).splitlines()) == 3
     # A vocabulary that is left to the tokenizer is not wrong where its tokenizer is unknown.
     with pytest.raises(RecipeError) as caught:
@@ -220,16 +226,22 @@ def test_an_empty_mapping_empties_a_section(config_file: Path) -> None:
 
 def test_a_mapping_takes_the_place_of_the_files(config_file: Path) -> None:
     text = config_file.read_text("utf-8").replace("data:", "data:\n  mixture: {a.txt: 3, b.txt: 1}")
-    config_file.write_text(f"policies: {{'*.query': bfloat16}}\n{text}", "utf-8")
-    config = load_config(config_file, ["precision.layers={}", "data.mixture={b.txt: 1}", "data.path=null"])
-    assert (config.policies, config.data.mixture) == ({}, {"b.txt": 1.0})
+    config_file.write_text(f"precision: {{layers: {{'*.query': bfloat16}}}}\n{text}", "utf-8")
+    config = load_config(
+        config_file, ["precision.layers={}", "data.mixture={b.txt: 1}", "data.path=null"]
+    )
+    assert (config.precision.layers, config.data.mixture) == ({}, {"b.txt": 1.0})
 
 
 def test_an_entry_of_a_mapping_is_set_by_its_name(config_file: Path) -> None:
-    words = ["sweep.grid.model.width=[16, 32]", "precision.layers.*.query=bfloat16", "sweep.grid.seed=[0]"]
+    words = [
+        "sweep.grid.model.width=[16, 32]",
+        "precision.layers.*.query=bfloat16",
+        "sweep.grid.seed=[0]",
+    ]
     config = load_config(config_file, ["sweep.grid={model.layers: [1], seed: [7]}", *words])
     assert config.sweep.grid == {"model.layers": [1], "seed": [0], "model.width": [16, 32]}
-    assert config.policies == {"*.query": "bfloat16"}
+    assert config.precision.layers == {"*.query": "bfloat16"}
     mixed = load_config(config_file, ["data.path=null", "data.mixture.a/b.txt=2"])
     assert mixed.data.mixture == {"a/b.txt": 2.0}
     with pytest.raises(RecipeError, match=r"grid\.seed \(lists of .*expected a valid list; got 3"):

@@ -16,10 +16,9 @@ from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run import loss_scale
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.metrics import Metrics, read_metrics
-from recipes.run.state import init_state
+from recipes.run.state import LossScale, init_state
 from recipes.run.step import make_train_step
 from recipes.text import Corpus
 from recipes.train import Outcome
@@ -41,14 +40,16 @@ PRECISIONS = {
         "model.library=unitscale",
         "precision.policy=fp8",
         "optimizer={umup: true, learning_rate: 1000.0}",
-        "monitor={rebalance: true}",
+        "precision.monitor=1e-4",
+        "precision.rebalance=true",
     ],
     "few bits": [
         "model.library=unitscale",
-        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4, weights: float16, "
-        "moments: [float8_e4m3fn, float8_e4m3fn], rounding: stochastic}",
+        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
+        "precision={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], "
+        "rounding: stochastic}",
     ],
-    "scalify": ["scalify={storage: float16, products: float8_e4m3fn, gradients: float8_e5m2}"],
+    "scalify": ["precision=scalify_fp8"],
 }
 
 
@@ -284,10 +285,11 @@ def test_the_rate_that_is_logged_is_that_of_the_last_update(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss is near 5: times 2^127 and 2^126 it overflows, and two steps are left out."""
-    monkeypatch.setattr(loss_scale, "FIRST", 2.0**127)
+    first = LossScale(jnp.float32(2.0**127), jnp.int32(0))
+    monkeypatch.setattr(LossScale, "create", lambda: first)
     config = make_config(
-        "optimizer={loss_scale: dynamic, schedule: linear}",
-        "optimizer={final_fraction: 0.0, learning_rate: 6e-3}",
+        "precision.loss_scale=dynamic",
+        "optimizer={schedule: linear, final_fraction: 0.0, learning_rate: 6e-3}",
     )
     rows = read_metrics(run(config)[0].folder / "metrics.jsonl")
     rates = [row["learning_rate"] for row in rows if "loss" in row]

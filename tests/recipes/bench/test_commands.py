@@ -128,11 +128,11 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def trained(config: Any, fresh: bool) -> dict[str, float]:
         seen.append(config)
-        value = score[config.policy] + 0.02 * config.seed
+        value = score[config.precision.policy] + 0.02 * config.seed
         return {"accuracy": value, "f1": 100 * value}
 
     monkeypatch.setattr(runs, "trained", trained)
-    monkeypatch.setattr(runs, "loss_of", lambda config: 2 / score[config.policy])
+    monkeypatch.setattr(runs, "loss_of", lambda config: 2 / score[config.precision.policy])
     write_tasks(tmp_path, tmp_path)
     questions, rows = (str(tmp_path / name) for name in FILES.values())
     (article,) = json.loads(Path(questions).read_text("utf-8"))["data"]
@@ -148,7 +148,7 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tuned = [config for config in seen if isinstance(config, FinetuneConfig)]
     assert len({config.name for config in seen}) == len(seen) == 6 + 12
     for config in tuned:  # each from the model of its own format and seed
-        own = f"tiny-bert-{config.policy}" + ("-seed1" if config.seed else "")
+        own = f"tiny-bert-{config.precision.policy}" + ("-seed1" if config.seed else "")
         assert config.init == str(tmp_path / "runs" / own)
         assert (config.data.sequence_length, config.train.steps) == (16, 7)
     # Of eight articles one is for validation.

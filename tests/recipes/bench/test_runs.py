@@ -15,7 +15,10 @@ from recipes.bench.runs import Table, Told, compare, differences, publish, verdi
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
 
-VARIANTS = {"plain-float32": runs.plain_words(), "fp8": ("precision.policy=fp8", "model.library=unitscale")}
+VARIANTS = {
+    "plain-float32": runs.plain_words(),
+    "fp8": ("precision.policy=fp8", "model.library=unitscale"),
+}
 positive = st.floats(0.5, 2.0)
 
 
@@ -98,7 +101,7 @@ def test_a_run_that_fails_is_named_after_the_others(
     done: list[str] = []
 
     def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
-        if config.policy == "float32":
+        if config.precision.policy == "float32":
             raise ValueError("no memory")
         done.append(config.name)
         return {}

@@ -15,8 +15,11 @@ WRONG = [
     ("model.cell=rhn", r"model: cell rhn needs library unitscale: .*; use gru or lstm"),
     ("model.heads=3", r"model: heads must divide width; got 3 and 8"),
     ("data.tokenizer={kind: bpe}", r"data\.tokenizer .* needs kind byte; got kind bpe; remove"),
-    ("scalify={}", r"scalify is not for character models, .*; set scalify null"),
-    ("model.precision=fp8", r"model\.precision is no longer a key of the config; set policy"),
+    ("precision=scalify_float16", r"are not for character models, .*; set both null"),
+    (
+        "model.precision=fp8",
+        r"model\.precision is no longer a key of the config; set precision\.policy",
+    ),
     ("sweep.factor=1.0", r"sweep\.factor .*greater than 1; got 1\.0"),
     ("sweep.rates=2", r"sweep\.rates .*got 2"),
     ("sweep.seeds=[]", r"sweep\.seeds .*at least 1"),
@@ -46,7 +49,7 @@ def test_the_studies_are_the_paper_s_grid(name, points) -> None:
     starts = {}
     for point in found:
         library, settings = point.values["model.library"], point.config.optimizer
-        assert (library, point.values["policy"]) != ("plain", "fp8")
+        assert (library, point.values["precision.policy"]) != ("plain", "fp8")
         assert settings.multipliers.readout == (1.0 if library == "plain" else 4.0)
         starts[library, settings.name] = settings.learning_rate
     assert starts == {

@@ -167,7 +167,7 @@ def test_learning_rates_by_role_are_those_of_the_run(folder: Path) -> None:
 
     def embedding(*words: str) -> float:
         config = tuned(folder, "classification", f"init={other}", *words)
-        return config.optimizer.multipliers.embedding
+        return config.optimizer.multipliers["embedding"]
 
     assert embedding() == 30.0
     assert embedding("optimizer.umup=false") == 1.0
@@ -210,8 +210,8 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         RecipeError, match=r"squad\.version: expected an answer .* got none for 'q0"
     ):
         load_data(tuned(folder, "squad", *words))
-    with pytest.raises(RecipeError, match="scalify is for plain models"):
-        tuned(folder, "squad", "scalify={}")
+    with pytest.raises(RecipeError, match="are for plain models"):
+        tuned(folder, "squad", "precision=scalify_float16")
     run = folder / "runs" / "tiny-bert"
     config = pretraining_of(str(run))
     other = tmp_path / "other"
@@ -248,7 +248,7 @@ def test_logits_of_each_policy_are_those_of_the_model(plain: Path) -> None:
     for policy in ("float32", "float16", "fp8"):
         config = tuned(plain, "classification", STANDARD, f"precision.policy={policy}")
         model, data = build(config), load_data(config)
-        found[policy] = logits(model, data, config.scalify)
+        found[policy] = logits(model, data, config.precision)
     batch = next(data.scored.batches(len(data.scored)))
     own = load(config.init, "classification", new_head=True, classes=2).model
     expected = own(*(batch[name] for name in ("ids", "segments", "mask")))
@@ -281,8 +281,14 @@ def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
     ("words", "message"),
     [
         (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
-        (["precision.policy=fp8_delayed"], r"policy: expected float32, bfloat16, float16, fp8 for the Hugg"),
-        (["precision.policy=fp8", "monitor={}"], r"monitor, .* expected null for the Hugging Face folder"),
+        (
+            ["precision.policy=fp8_delayed"],
+            r"policy: expected float32, bfloat16, float16, fp8 for the Hugg",
+        ),
+        (
+            ["precision.policy=fp8", "precision.monitor=1e-4"],
+            r"monitor, .*: expected null for the Hugging Face folder",
+        ),
         (["precision.weights=float16"], r"optimizer\.weights .* expected null"),
     ],
 )

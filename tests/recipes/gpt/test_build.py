@@ -56,17 +56,17 @@ def test_qwix_is_asked_for_where_it_is_missing(
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(RecipeError, match=r"model\.products: expected qwix .*pip install qwix"):
+    with pytest.raises(RecipeError, match=r"precision\.matmuls: expected qwix .*pip install qwix"):
         build(make_config("precision.matmuls=qwix"))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.library=unitscale", "precision.matmuls=qwix"], "products qwix needs library plain"),
-        (["scalify={}", "precision.matmuls=fp8_dynamic"], "scalify null"),
+        (["model.library=unitscale", "precision.matmuls=qwix"], r"need model\.library plain"),
+        (["precision=scalify_float16", "precision.matmuls=qwix"], "scalify null"),
         (["lora={}"], r"lora needs init, the Hugging Face folder .*; got None; set init"),
-        (["precision.policy=fp8"], "with model.products for FP8 products"),
+        (["precision.policy=fp8"], "with precision.matmuls for FP8 matmuls"),
     ],
 )
 def test_products_are_of_plain_models(

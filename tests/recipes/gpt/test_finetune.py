@@ -107,10 +107,16 @@ def test_a_parameter_has_five_bytes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lora={}"], r"model\.products needs .* lora null"),
+        (["lora={}"], r"precision\.matmuls .* needs lora null"),
         (["lora={}", "precision.matmuls=null"], r"optimizer\.weights is for models all of whose"),
-        (["precision.matmuls=qwix"], r"qwix needs init null; got .*; set model\.products fp8_dynamic"),
-        (["scalify={}", "precision.policy=float32"], r"model\.products needs scalify null"),
+        (
+            ["precision.matmuls=qwix"],
+            r"qwix needs init null; got .*; set precision\.matmuls fp8_dynamic",
+        ),
+        (
+            ["precision=scalify_float16", "precision.policy=float32"],
+            r"model\.products needs scalify null",
+        ),
         (["model.width=16"], r"model\.width: expected 32, that of init"),
     ],
     ids=lambda value: str(value)[:40],

@@ -7,20 +7,20 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.config import ScalifyConfig
+from recipes.config import PrecisionConfig
 from recipes.hf import load, save
-from recipes.run.scaling import plain, scaled
+from recipes.run.precision import plain, scaled
 from tests.recipes.pretrained import FIXTURES, copied, one_layer, reference
 from unitscale import ScaledArray, as_scaled, scalify, to_array
 
-FLOAT16 = ScalifyConfig(storage="float16")
-FP8 = ScalifyConfig(storage="float16", products="float8_e4m3fn", gradients="float8_e5m2")
+FLOAT16 = PrecisionConfig(scalify="float16")
+FP8 = PrecisionConfig.model_validate("scalify_fp8")
 
 
-def error(name: str, config: ScalifyConfig) -> tuple[float, int]:
+def error(name: str, config: PrecisionConfig) -> tuple[float, int]:
     """RMS error of the logits over their RMS, and the number of operations behind them."""
     inputs, expected = reference(FIXTURES / name)
-    pretrained = load(FIXTURES / name, scalify=config)
+    pretrained = load(FIXTURES / name, precision=config)
     graphdef, params, rest = nnx.split(pretrained.model, nnx.Param, ...)
 
     def logits(params):
@@ -54,7 +54,7 @@ def test_a_step_of_fine_tuning(tmp_path) -> None:
     folder = one_layer(copied("bert-mlm", tmp_path))
     (ids, segments, mask), _ = reference(folder)
     labels = np.where(mask == 1, ids, -100)
-    pretrained = load(folder, scalify=FP8, dropout=0.0)
+    pretrained = load(folder, precision=FP8, dropout=0.0)
     graphdef, params, rest = nnx.split(pretrained.model, nnx.Param, ...)
     optimizer = optax.sgd(0.1)
 

@@ -40,12 +40,18 @@ def config_file(tmp_path: Path) -> Path:
 VIT = "model.kind=vit"
 # overrides, and what the message has to say
 WRONG = [
-    (["format=fp8"], r"format is no longer a key of the config; set scalify \(null for plain"),
+    (["format=fp8"], r"format is no longer a key of the config; set precision\.scalify"),
     (["train.epochs=5"], r"train\.epochs is no longer a key of the config; set train\.steps"),
     (["optimizer.momentum=0.5"], r"optimizer\.momentum is no longer .*; set optimizer\.b1"),
-    (["precision.policy=fp8"], r"policy is of unitscale models; got fp8 and model\.kind mlp, a plain model"),
+    (
+        ["precision.policy=fp8"],
+        r"policy is of unitscale models; got fp8 and model\.kind mlp, a plain model",
+    ),
     (["optimizer.umup=true"], r"optimizer\.umup is for unitscale models; got model\.kind mlp"),
-    ([VIT, "scalify={}"], r"scalify is for plain models; got model\.kind vit, a unitscale model"),
+    (
+        [VIT, "precision=scalify_float16"],
+        r"are for plain models; got model\.kind vit, a unitscale model",
+    ),
     ([VIT, "model.heads=3"], r"model: heads must divide width; got 3 and 8"),
     (["model={kind: rnn}"], r"model\.kind \(dense layers .*'mlp', 'cnn' or 'vit'; got 'rnn'"),
     (["data.train_image=x"], r"data\.train_image .*did you mean data\.train_images\?"),

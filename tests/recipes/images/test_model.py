@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config import ScalifyConfig
+from recipes.config import PrecisionConfig
 from recipes.errors import RecipeError
 from recipes.images.config import ImageModelConfig
 from recipes.images.model import CNN, MLP, make_layers
@@ -20,10 +20,10 @@ from tests.modules import FLOAT64, model_loss
 from .classifiers import logits
 
 SHAPES = {MLP: ImageModelConfig(hidden=8), CNN: ImageModelConfig(hidden=8, channels=3)}
-FP8 = ScalifyConfig(products="float8_e4m3fn", gradients="float8_e5m2")
+FP8 = PrecisionConfig.model_validate("scalify_fp8")
 
 
-def make(kind: type[MLP | CNN], image: tuple[int, int], scalify: ScalifyConfig | None = None):
+def make(kind: type[MLP | CNN], image: tuple[int, int], scalify: PrecisionConfig | None = None):
     model = kind(SHAPES[kind], image, 4, make_layers(scalify, nnx.Rngs(0)))
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if path[-1] == "bias":  # zeros would hide a bias that is not added
@@ -56,7 +56,7 @@ def test_logits_are_those_of_numpy(kind: type[MLP | CNN], image: tuple[int, int]
 def test_fp8_is_the_plain_model_until_it_is_scaled(kind: type[MLP | CNN]) -> None:
     images, labels = jnp.asarray(draw(3, 6, 5)), jnp.arange(3)
 
-    def outputs(scalify: ScalifyConfig | None):
+    def outputs(scalify: PrecisionConfig | None):
         graphdef, params = nnx.split(make(kind, (6, 5), scalify))
         loss = jax.value_and_grad(lambda p: nnx.merge(graphdef, p).loss(images, labels))
         return jax.jit(loss)(params)

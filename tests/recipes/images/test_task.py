@@ -14,7 +14,7 @@ from recipes.images import task
 from recipes.images.config import ImagesConfig
 from recipes.registry import load_kind
 from recipes.run.metrics import read_metrics
-from recipes.run.scaling import fed
+from recipes.run.precision import fed
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from tests.products import products
@@ -26,9 +26,9 @@ from .classifiers import logits, losses
 
 MakeConfig = Callable[..., ImagesConfig]
 FORMATS = {
-    "plain": "scalify=null",
-    **{name: f"scalify={{storage: {name}}}" for name in ("float32", "bfloat16", "float16")},
-    "fp8": "scalify={products: float8_e4m3fn, gradients: float8_e5m2}",
+    "plain": "precision=float32",
+    **{name: f"precision.scalify={name}" for name in ("float32", "bfloat16", "float16")},
+    "fp8": "precision=scalify_fp8",
 }
 
 
@@ -42,7 +42,7 @@ def make(tmp_path: Path) -> MakeConfig:
 def first_step(config: ImagesConfig) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """The step of a config, the state before it, and a batch."""
     graphdef, optimizer, state = init_state(config)
-    step = make_train_step(graphdef, optimizer, config.scalify)
+    step = make_train_step(graphdef, optimizer, config.precision)
     return step, state, next(task.load_data(config).training(0))
 
 
@@ -73,7 +73,7 @@ def test_scales_propagate_through_the_whole_step(
 ) -> None:
     config = make(f"model.kind={kind}", f"optimizer.name={optimizer}", FORMATS["float16"])
     graphdef, transformation, state = init_state(config)
-    batch = fed(config.scalify, next(task.load_data(config).training(0)))
+    batch = fed(config.precision, next(task.load_data(config).training(0)))
     step = make_train_step(graphdef, transformation)
     assert scalify(step).report(state, batch, np.int32(0)) == []
 

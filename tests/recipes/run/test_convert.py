@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,16 +13,13 @@ from flax import nnx
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.checkpoint import Checkpoints
-from recipes.run.convert import convert, reshaped
-from recipes.run.formats import between, formats, is_reshaped, with_formats
-from recipes.run.loss_scale import LossScale
-from recipes.run.state import init_state, load_trained, restore
+from recipes.run.convert import convert, formats, with_formats
+from recipes.run.state import LossScale, init_state, load_trained
 from unitscale import to_array
 from unitscale.core import format_of
 from unitscale.nn import AmaxState
 
-from ..runs import loss_of, run, untrained
+from ..runs import run
 
 MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
@@ -41,9 +37,8 @@ FORMATS = {
         "precision.min_size=100",
     ),
     "stochastic": ("precision.weights=float16", "precision.rounding=stochastic"),
-    "padded": ("model.vocab_multiple=100",),
     "skips": ("optimizer.skip_nonfinite=3",),
-    "exchange": ("mesh={data: 2, gradients: float8_e4m3fn}",),
+    "exchange": ("mesh.data=2", "precision.exchange=float8_e4m3fn"),
 }
 
 
@@ -51,7 +46,7 @@ def values(tree: Any) -> Any:
     return to_array(tree, jnp.float32)
 
 
-@pytest.mark.parametrize("target", [name for name in FORMATS if name != "padded"])
+@pytest.mark.parametrize("target", FORMATS)
 @pytest.mark.parametrize("source", ["float32", "6 bytes"])
 def test_values_are_carried_over(make_config: MakeConfig, source: str, target: str) -> None:
     old, new = (make_config(*OURS, *FORMATS[name]) for name in (source, target))
@@ -61,7 +56,7 @@ def test_values_are_carried_over(make_config: MakeConfig, source: str, target: s
     state = convert(saved, old, new, optimizer, like)
     assert jax.tree.structure(state) == jax.tree.structure(like)
     assert int(state.step) == 7
-    narrow = old.optimizer.weights or new.optimizer.weights
+    narrow = old.precision.weights or new.precision.weights
     half = format_of("float16").eps / 2 if narrow else 0
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=half, atol=half * 2**-3),
@@ -74,50 +69,9 @@ def test_values_are_carried_over(make_config: MakeConfig, source: str, target: s
     assert (len(gone), len(there)) == (0, products.get(target, 0))
 
 
-@pytest.mark.parametrize("name", ["float32", "6 bytes"])
-def test_a_vocabulary_is_padded_and_back(make_config: MakeConfig, name: str) -> None:
-    """Parameters and moments; what is added is zero."""
-    old, new = (make_config(*OURS, *FORMATS[name], *more) for more in ((), FORMATS["padded"]))
-    assert is_reshaped(old, new)
-    assert not is_reshaped(old, old)
-    before, after = between(old, new)
-    saved, like = init_state(before)[2], init_state(after)[2]
-    padded = reshaped(saved, like)
-    assert jax.tree.map(jnp.shape, padded) == jax.tree.map(jnp.shape, like)
-    table = np.asarray(padded.params["embed"]["embedding"].get_value())
-    assert table.shape[0] % 100 == 0 < table[old.model.vocab :].size
-    np.testing.assert_array_equal(table[old.model.vocab :], 0)
-    back = reshaped(padded, saved)
-    jax.tree.map(np.testing.assert_array_equal, values(back.params), values(saved.params))
-
-
-@pytest.mark.parametrize("name", ["stochastic", "exchange"])
-@pytest.mark.parametrize("shape", ["model.scan=true", "model.vocab_multiple=100"])
-def test_a_checkpoint_is_read_in_another_shape(
-    make_config: MakeConfig, tmp_path: Path, name: str, shape: str
-) -> None:
-    """Of formats with a part that plain arrays have not: a key, or a factor per parameter."""
-    old, new = (make_config(*OURS, *FORMATS[name], *more) for more in ((), (shape,)))
-    untrained(old, tmp_path)
-    like = init_state(new)[2]
-    restored = restore(new, Checkpoints(tmp_path, read_only=True), like, None, print)
-    assert restored is not None
-    found, wanted = (jax.tree.flatten(state) for state in (restored.state, like))
-    assert found[1] == wanted[1]
-    assert list(map(jnp.shape, found[0])) == list(map(jnp.shape, wanted[0]))
-    assert int(restored.state.step) == restored.step
-    # Nothing was trained: what the seed drew, layers in a stack and a vocabulary with zeros.
-    before, after = between(old, new)
-    drawn = reshaped(init_state(before)[2], init_state(after)[2]).params
-    half = format_of("float16").eps / 2 if name == "stochastic" else 0
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=half, atol=half * 2**-3),
-        values(restored.state.params),
-        values(drawn),
-    )
-
-
-STRATEGIES = {name: (f"precision.policy={name}", "monitor={}") for name in ("fp8", "fp8_delayed")}
+STRATEGIES = {
+    name: (f"precision.policy={name}", "precision.monitor=0.1") for name in ("fp8", "fp8_delayed")
+}
 
 
 @pytest.mark.parametrize("source", STRATEGIES.values(), ids=STRATEGIES)
@@ -149,14 +103,14 @@ def test_a_dynamic_loss_scale_is_carried_over(make_config: MakeConfig) -> None:
 def test_the_config_of_the_saved_state_comes_back(make_config: MakeConfig) -> None:
     for name, words in FORMATS.items():
         config = make_config(*OURS, *words)
-        again = with_formats(make_config(*OURS), formats(config))
+        again = with_formats(make_config(*OURS), {"formats": formats(config)})
         assert formats(again) == formats(config), name
         plain = formats(make_config(*OURS))
-        assert formats(with_formats(config, plain)) == plain, name
+        assert formats(with_formats(config, {"formats": plain})) == plain, name
 
 
 def test_scalify_and_plain(make_config: MakeConfig) -> None:
-    old = make_config("scalify={storage: float16}")
+    old = make_config("precision=scalify_float16")
     new = make_config()
     _, _, saved = init_state(old)
     _, optimizer, like = init_state(new)
@@ -172,44 +126,6 @@ def test_scalify_and_plain(make_config: MakeConfig) -> None:
     jax.tree.map(np.testing.assert_array_equal, values(back.params), values(saved.params))
 
 
-# The words of a run, and how far its loss may move: 8-bit moments are rounded once more on the
-# way, dropout draws other masks.
-SCANS = {
-    "float32": (FORMATS["float32"], 1e-4),
-    "fp8_delayed": (FORMATS["fp8_delayed"], 1e-2),
-    "fp8": (FORMATS["fp8"], 1e-2),
-    "6 bytes": (FORMATS["6 bytes"], 1e-2),
-    "dropout": (("model.dropout=0.1",), 0.1),
-}
-PADDED = ("float32", "6 bytes")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        *((name, "model.scan=true") for name in SCANS),
-        *((name, "model.vocab_multiple=100") for name in PADDED),
-    ],
-)
-def test_a_run_goes_on_in_another_shape_and_back(
-    make_config: MakeConfig, name: str, shape: str
-) -> None:
-    """Half of the steps as a scan over layers, or padded; it ends where the run without does."""
-    words_of_run, rel = SCANS[name]
-
-    def go_on(*words: str, convert: bool = False) -> float:
-        return loss_of(make_config(*OURS, *words_of_run, *words), convert=convert)
-
-    expected = go_on()
-    folder = train_module.open_run(make_config(*OURS, *words_of_run)) / "checkpoints"
-    shutil.rmtree(folder / "6")
-    assert go_on(shape, convert=True) == pytest.approx(expected, rel=rel)
-    assert (folder / "6").exists()
-    shutil.rmtree(folder / "6")
-    assert go_on("train.steps=6", convert=True) == pytest.approx(expected, rel=rel)
-
-
 @pytest.mark.slow
 def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     def go_on(*words: str, convert: bool = False) -> tuple[float, str]:
@@ -222,7 +138,9 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     folder = train_module.open_run(make_config(*OURS)) / "checkpoints"
     whole = folder.with_name("whole")
     shutil.move(folder / "6", whole)
-    with pytest.raises(RecipeError, match=r"(?s)policy: float32 -> fp8.*or --convert to go on in"):
+    with pytest.raises(
+        RecipeError, match=r"(?s)precision.policy: float32 -> fp8.*or --convert to go on in"
+    ):
         go_on(*few)
     loss, said = go_on(*few, convert=True)
     assert "the checkpoint of step 3 has other formats than the run; converting it" in said

@@ -48,7 +48,7 @@ FORMATS = {
     "scanned": (*OURS, "model.scan=true"),
     "plain": (),
     "6 bytes": (*OURS, "precision.weights=float16", "precision.min_size=0"),
-    "scalify": ("scalify={storage: float16}",),
+    "scalify": ("precision=scalify_float16",),
 }
 
 

@@ -111,15 +111,15 @@ def test_only_model_and_formats_matter_to_an_existing_run(make_config: MakeConfi
         existing_run(make_config())
     folder = open_run(make_config())
     assert existing_run(make_config("data.batch_size=2", "train.steps=5")) == folder
-    with pytest.raises(RecipeError, match="policy: float32 -> float16"):
+    with pytest.raises(RecipeError, match=r"precision\.policy: float32 -> float16"):
         existing_run(make_config("precision.policy=float16"))
 
 
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (("scalify={storage: float16}",), r"scalify\.storage", "float16"),
-        (("precision.layers={'*.out': bfloat16}",), r"policies\.\*\.out", "bfloat16"),
+        (("precision=scalify_float16",), r"precision\.scalify", "float16"),
+        (("precision.layers={'*.out': bfloat16}",), r"precision\.layers\.\*\.out", "bfloat16"),
     ],
 )
 def test_every_format_matters_to_an_existing_run(

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes.config import MultipliersConfig, OptimizerConfig
+from recipes.config import OptimizerConfig
 from recipes.gpt.config import GPTConfig
 from recipes.run.optimizer import make_optimizer, make_schedule, updates_done
 from recipes.run.state import init_state
@@ -17,11 +17,14 @@ from unitscale import to_array
 from unitscale.optim import ScaledTransformation
 from unitscale.rules import ROLES
 
+MOMENTS = ["float8_e4m3fn", "float16"]
 
-def make(**optimizer: Any) -> GPTConfig:
+
+def make(precision: Any = "float32", **optimizer: Any) -> GPTConfig:
     return GPTConfig.model_validate(
         {
             "name": "x",
+            "precision": precision,
             "model": {"width": 8, "layers": 1, "heads": 2},
             "optimizer": {"schedule": "constant", "learning_rate": 0.5} | optimizer,
         }
@@ -55,7 +58,7 @@ GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
     [
         {"name": "sgd", "b1": 0.0, "umup": False},
         {"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1},
-        {"weights": "float16", "moments": ["float8_e4m3fn", "float8_e4m3fn"]},
+        {"precision": {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}},
     ],
     ids=str,
 )
@@ -149,19 +152,19 @@ def test_umup_gives_each_role_its_rate() -> None:
 
 
 def test_every_role_has_a_multiplier() -> None:
-    assert set(MultipliersConfig.model_fields) == set(ROLES)
+    assert set(OptimizerConfig().multipliers) == set(ROLES)
 
 
 def test_multipliers_without_umup() -> None:
     """It alone knows roles; what runs have kept of the defaults, 1 in earlier versions, is none."""
     for kept in ({}, dict.fromkeys(ROLES, 1.0)):
-        assert make(umup=False, multipliers=kept).optimizer.multipliers.readout == 1
+        assert make(umup=False, multipliers=kept).optimizer.multipliers["readout"] == 1
     with pytest.raises(ValueError, match="multipliers need umup true"):
         make(umup=False, multipliers={"norm": 0.5})
 
 
 def test_formats_of_weights_and_moments() -> None:
-    _, optimizer, state = init_state(make(weights="float16", moments=["float8_e4m3fn", "float16"]))
+    _, optimizer, state = init_state(make({"weights": "float16", "moments": MOMENTS}))
     assert isinstance(optimizer, ScaledTransformation)
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
     assert dtypes == {"float16", "float32"}  # data and scales
@@ -173,7 +176,7 @@ def test_formats_of_weights_and_moments() -> None:
         if f".{field}" in jax.tree_util.keystr(path) and leaf.ndim
     }
     assert found == {("mu", "float8_e4m3fn"), ("nu", "float16")}
-    _, optimizer, state = init_state(make(moments=["float8_e4m3fn", "float16"]))
+    _, optimizer, state = init_state(make({"moments": MOMENTS}))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
     _, optimizer, _ = init_state(make())
     assert not isinstance(optimizer, ScaledTransformation)

@@ -142,10 +142,12 @@ def test_refusals(make_config: MakeConfig) -> None:
     with pytest.raises(RecipeError, match=r"mesh\.context must divide .*; got 3 and 16"):
         make_config("mesh={context: 3}")
     for words in (
-        ["mesh={data: 2, fsdp: 2, tensor: 2, gradients: float8_e4m3fn}"],
-        ["mesh={data: 4, gradients: float8_e4m3fn}", "scalify={storage: float16}"],
+        ["mesh={data: 2, fsdp: 2, tensor: 2}", "precision.exchange=float8_e4m3fn"],
+        ["mesh={data: 4}", "precision={scalify: float16, exchange: float8_e4m3fn}"],
     ):
-        with pytest.raises(RecipeError, match=r"gradients: expected fsdp, context and tensor 1"):
+        with pytest.raises(
+            RecipeError, match=r"exchange: expected mesh\.fsdp, context and tensor 1"
+        ):
             open_mesh(make_config(*words))
     assert open_mesh(make_config()) is None
 

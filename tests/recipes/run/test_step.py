@@ -19,11 +19,12 @@ from tests.recipes.conftest import write_config
 from unitscale.core import rebalance
 from unitscale.nn import AmaxState
 from unitscale.parallel import make_mesh
+from unitscale.quant import QuantState
 
 MakeConfig = Callable[..., GPTConfig]
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
 DEVICES = 4
-ON_FOUR = "mesh={data: 4, gradients: %s}"
+ON_FOUR = ("mesh.data=4",)
 
 
 def arrays(tree: Any) -> list[np.ndarray]:
@@ -74,13 +75,13 @@ def test_one_too_many_stops_the_state_where_it_is(tolerant) -> None:
 
 STORED = (
     "model.library=unitscale",
-    "optimizer={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], rounding: stochastic}",
+    "precision={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], rounding: stochastic}",
 )
 
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("data.batch_size=8", *STORED, ON_FOUR % "float8_e4m3fn")],
+    [(), ("data.batch_size=8", *STORED, *ON_FOUR, "precision.exchange=float8_e4m3fn")],
     ids=["float32", "stored in few bits, on a mesh"],
 )
 def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[str, ...]) -> None:
@@ -89,8 +90,7 @@ def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[st
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES]) if config.mesh else None
     graphdef, optimizer, state = init_state(config)
     state = place(state, mesh)
-    narrow = config.mesh and config.mesh.gradients
-    step = make_train_step(graphdef, optimizer, config.scalify, mesh=mesh, exchange=narrow)
+    step = make_train_step(graphdef, optimizer, config.precision, mesh=mesh)
     batch = place_batch(np.ones((config.data.batch_size, 17), np.int32), mesh)
     program = on_mesh(step, state, mesh).lower(state, batch, np.int32(0)).compile()
     memory = program.memory_analysis()
@@ -102,7 +102,7 @@ def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState
     graphdef, optimizer, state = init_state(config)
     state = place(state, mesh)
     assert config.mesh is not None
-    step = make_train_step(graphdef, optimizer, mesh=mesh, exchange=config.mesh.gradients)
+    step = make_train_step(graphdef, optimizer, config.precision, mesh=mesh)
     step, losses = on_mesh(step, state, mesh), []
     random = np.random.default_rng(0)
     for index in range(steps):
@@ -117,11 +117,11 @@ WIDE = ("data.batch_size=8", "model.width=32", "model.dropout=0.0")
 
 def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) -> None:
     settings = (*WIDE, "optimizer={name: sgd, b1: 0.0, learning_rate: 0.1, umup: false}")
-    full, wide = exchange(make_config(*settings, ON_FOUR % "float32"))
-    few, narrow = exchange(make_config(*settings, ON_FOUR % "float8_e4m3fn"))
-    left, wide_left = exchange(make_config(*settings, ON_FOUR % "null"))
+    full, wide = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float32"))
+    few, narrow = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float8_e4m3fn"))
+    left, wide_left = exchange(make_config(*settings, *ON_FOUR))
     np.testing.assert_allclose(left, full, rtol=1e-5)  # a mean of means is the mean
-    _, _, first = init_state(make_config(*settings, ON_FOUR % "null"))
+    _, _, first = init_state(make_config(*settings, *ON_FOUR))
     moved, error = (
         float(optax.tree.norm(jax.tree.map(jnp.subtract, other.params, wide.params)))
         for other in (jax.device_put(first, jax.tree.map(lambda x: x.sharding, wide_left)), narrow)
@@ -135,10 +135,10 @@ def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) 
 def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConfig) -> None:
     """Its factors hold a batch size, which is that of all devices however it is divided."""
     settings = (*WIDE, "model.library=unitscale", "optimizer={name: sgd, learning_rate: 0.01}")
-    losses, ours = exchange(make_config(*settings, ON_FOUR % "float32"))
-    left, theirs = exchange(make_config(*settings, ON_FOUR % "null"))
+    losses, ours = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float32"))
+    left, theirs = exchange(make_config(*settings, *ON_FOUR))
     np.testing.assert_allclose(losses, left, rtol=1e-5)
-    first = init_state(make_config(*settings, ON_FOUR % "null"))[2].params
+    first = init_state(make_config(*settings, *ON_FOUR))[2].params
     mine, compilers, begun = (
         jax.tree.map(np.asarray, x) for x in (ours.params, theirs.params, first)
     )
@@ -149,18 +149,18 @@ def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConf
 
 
 def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None:
-    _, state = exchange(make_config(*WIDE, ON_FOUR % "float8_e4m3fn"), steps=2)
+    _, state = exchange(make_config(*WIDE, *ON_FOUR, "precision.exchange=float8_e4m3fn"), steps=2)
     assert state.auto is not None
     mus = [float(mu) for mu in jax.tree.leaves(state.auto.mu)]
     assert mus == [pytest.approx(2 ** (2 / 1000))] * len(mus)  # nothing overflows: it grows
-    _, _, state = init_state(make_config(*WIDE, ON_FOUR % "bfloat16"))
+    _, _, state = init_state(make_config(*WIDE, *ON_FOUR, "precision.exchange=bfloat16"))
     assert state.auto is None
 
 
 @pytest.mark.parametrize("words", [(), ("model.library=unitscale", "model.scan=true")], ids=str)
 def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     """With the same rows on all devices, another mask on each gives another mean."""
-    settings = ("data.batch_size=8", "model.dropout=0.5", ON_FOUR % "float32")
+    settings = ("data.batch_size=8", "model.dropout=0.5", *ON_FOUR, "precision.exchange=float32")
     config = make_config(*settings, *words)
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
     graphdef, optimizer, state = init_state(config)
@@ -168,7 +168,7 @@ def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[s
     row = np.random.default_rng(0).integers(0, 99, (1, 17)).astype(np.int32)
     losses = []
     for rows, shown in ((4, mesh), (1, make_mesh({"data": 1}, devices=jax.devices()[:1]))):
-        step = make_train_step(graphdef, optimizer, mesh=shown, exchange="float32")
+        step = make_train_step(graphdef, optimizer, config.precision, mesh=shown)
         batch = place_batch(np.repeat(row, rows, 0), shown)
         placed = place(jax.tree.map(jnp.copy, state), shown)
         after, values = on_mesh(step, placed, shown)(placed, batch, np.int32(0))
@@ -180,9 +180,9 @@ def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[s
 
 def test_scales_that_follow_amax_see_all_devices(make_config: MakeConfig) -> None:
     library = ["model.library=unitscale", "optimizer.umup=true", "precision.policy=fp8_delayed"]
-    config = make_config(*WIDE, *library, ON_FOUR % "float32")
+    config = make_config(*WIDE, *library, *ON_FOUR, "precision.exchange=float32")
     _, many = exchange(config, steps=1)
-    _, one = exchange(make_config(*WIDE, *library, ON_FOUR % "null"), steps=1)
+    _, one = exchange(make_config(*WIDE, *library, *ON_FOUR), steps=1)
     mine, theirs = (
         np.stack([own.get_value().scale for _, own in nnx.to_flat_state(amax)])
         for amax in (nnx.filter_state(state.rest, AmaxState) for state in (many, one))
@@ -191,10 +191,40 @@ def test_scales_that_follow_amax_see_all_devices(make_config: MakeConfig) -> Non
     np.testing.assert_array_equal(mine, theirs)
 
 
-def test_an_exchange_needs_a_mesh(make_config: MakeConfig) -> None:
-    graphdef, optimizer, _ = init_state(make_config())
-    with pytest.raises(ValueError, match="make_train_step: exchange needs mesh; got None"):
-        make_train_step(graphdef, optimizer, exchange="float32")
+def amax(state: TrainState) -> list[QuantState]:
+    own = nnx.to_flat_state(nnx.filter_state(state.rest, AmaxState))
+    return [variable.get_value() for _, variable in own]
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp8", "fp8_delayed"])
+def test_micro_batches_make_the_step_of_the_whole_batch(
+    make_config: MakeConfig, precision: str
+) -> None:
+    """Gradients, amax of all micro-batches, and the update by AdamW."""
+    words = ("model.library=unitscale", "optimizer.umup=true", f"precision={precision}")
+    settings = (*WIDE, *words, "optimizer.weight_decay=0.01")
+    ids = np.random.default_rng(0).integers(0, 99, (8, 17)).astype(np.int32)
+    taken = []
+    for parts in (1, 4):
+        config = make_config(*settings)
+        graphdef, optimizer, state = init_state(config)
+        step = make_train_step(graphdef, optimizer, config.precision, micro_batches=parts)
+        begun = jax.tree.map(np.asarray, state.params)
+        state, values = step(state, ids, np.int32(0))
+        taken.append((state, values))
+    (whole, one), (parts, many) = taken
+    # Cotangents are the same, so that they round to 8 bits alike; sums are in another order.
+    close = {"float32": 1e-5}.get(precision, 2**-6)
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+    np.testing.assert_allclose(many["gradient_norm"], one["gradient_norm"], rtol=close)
+    for own, other in zip(amax(whole), amax(parts), strict=True):
+        np.testing.assert_array_equal(own.scale, other.scale)
+        np.testing.assert_array_equal(own.history, other.history)
+    moved, error = (
+        float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.params, other)))
+        for other in (begun, parts.params)
+    )
+    assert error < 2 * close * moved
 
 
 def test_weights_of_a_large_scale_have_finite_gradients(tmp_path) -> None:

@@ -8,7 +8,7 @@ from recipes.sweep import make_points
 
 FORMATS: dict[str, list[Any]] = {
     "model.library": ["plain", "unitscale"],
-    "policy": ["float32", "float16", "fp8"],
+    "precision.policy": ["float32", "float16", "fp8"],
 }
 WHEN: dict[str, Any] = {
     "model.library=plain precision.policy=fp8": None,
@@ -89,7 +89,11 @@ def test_words_hold_of_what_the_config_says_and_later_ones_win() -> None:
         ({}, {"model.kid=rnn": {}}, r"sweep\.when: model\.kid is not a key"),
         ({}, {"model.kind=rnn": {"model.with": 8}}, r"sweep\.when: model\.with is not a key"),
         ({"model.width": [8]}, {"seed=0": {"model.width": 4}}, r"sweep\.when: model\.width cannot"),
-        ({"model.library": ["plain"], "policy": ["fp8"]}, None, r"no point is left: sweep\.when"),
+        (
+            {"model.library": ["plain"], "precision.policy": ["fp8"]},
+            None,
+            r"no point is left: sweep\.when",
+        ),
     ],
 )
 def test_errors(grid, when, message) -> None:
@@ -99,4 +103,4 @@ def test_errors(grid, when, message) -> None:
 
 def test_runs_that_a_sweep_does_not_do() -> None:
     with pytest.raises(RecipeError, match=r"got mesh or monitor; set both null"):
-        make_points(config({}, policy="fp8", monitor={}))
+        make_points(config({}, precision={"policy": "fp8", "monitor": 0.1}))

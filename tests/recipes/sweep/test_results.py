@@ -11,7 +11,7 @@ def test_the_best_rate_counts_and_the_mean_over_seeds(tmp_path) -> None:
     sweep = settings.sweep.model_copy(update={"seeds": [0, 1]})
     points = make_points(settings.model_copy(update={"sweep": sweep}))
     for point in points:
-        library, policy = point.values["model.library"], point.values["policy"]
+        library, policy = point.values["model.library"], point.values["precision.policy"]
         loss = {"float32": 2.0, "float16": 2.5, "fp8": 2.25}[policy]
         if (point.values["model.kind"], library, policy) == ("rnn", "plain", "float16"):
             loss = float("inf")
