@@ -1,15 +1,152 @@
-"""The `model` section of Transformers, and what belongs to it: residuals, decoders, LoRA."""
+"""The config of runs on text: tokenizer, batches, and the shapes of Transformers."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, Strict, ValidationInfo, field_validator, model_validator
+from tokenizers import Tokenizer
 
-from .data import BYTES
-from .run import Count, Flag, Fraction, Positive, Section, Whole
+from ..errors import RecipeError, read_text
+from .run import BatchConfig, Count, Flag, Fraction, Positive, RunConfig, Section, Whole
 
 Positions = Literal["rope", "learned"]
 Target = Literal["query", "key", "value", "out", "gate", "up", "down"]
+TOKENIZER_FILE = "tokenizer.json"
+"""Where a run keeps its tokenizer."""
+BYTES = 256
+"""Ids of the byte tokenizer."""
+TRAINED_IDS = 8192
+"""Ids of a tokenizer that is trained, where the config does not say."""
+
+
+class TokenizerConfig(Section):
+    """What turns text into ids."""
+
+    kind: Literal["byte", "bpe", "wordpiece", "file"] = Field(
+        default="byte", description="bytes, one trained on the text, or a tokenizer.json"
+    )
+    vocab: Count | None = Field(
+        default=None, description="most ids of one that is trained; null for 8192"
+    )
+    path: str | None = Field(default=None, description="the tokenizer.json of kind file")
+    lowercase: Flag = Field(default=False, description="train on, and read, lower-case text")
+
+    @property
+    def ids(self) -> int:
+        """The ids that a model must have: known before any text is read."""
+        if self.kind == "file":
+            return count_ids(str(self.path))
+        return BYTES if self.kind == "byte" else self.vocab or TRAINED_IDS
+
+    @model_validator(mode="after")
+    def _keys_belong_to_kinds(self) -> Self:
+        trained = self.kind in ("bpe", "wordpiece")
+        if (self.kind == "file") != (self.path is not None):
+            raise ValueError(
+                f"path is set when kind is file, and only then; got kind {self.kind} and path "
+                f"{self.path}; {'set path' if self.path is None else 'set kind file'}"
+            )
+        if not trained and (self.vocab is not None or self.lowercase):
+            raise ValueError(
+                f"vocab and lowercase are of kind bpe and wordpiece; got kind {self.kind}, vocab "
+                f"{self.vocab} and lowercase {self.lowercase}; remove them, or change kind"
+            )
+        return self
+
+
+class SequenceConfig(BatchConfig):
+    """Batches of sequences."""
+
+    sequence_length: Count = Field(default=128, description="tokens that the model sees at once")
+
+    @property
+    def step_size(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    @property
+    def step_unit(self) -> str:
+        return "tokens"
+
+
+class DataConfig(SequenceConfig):
+    """Where the text comes from and how it is cut into batches."""
+
+    path: str | None = Field(
+        default=None,
+        description="a file, a folder, a glob pattern, or a Hugging Face dataset that "
+        "save_to_disk wrote; null for the Python standard library",
+    )
+    mixture: dict[str, Positive] | None = Field(
+        default=None,
+        description="several paths, each with its weight, in place of path: of all batches "
+        "together a text has the share that its weight is of all weights",
+    )
+    pattern: str = Field(
+        default="**/*", description="which files of a folder to read, as a glob pattern"
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = Field(
+        default="auto", description="of the files; auto goes by their names, text for others"
+    )
+    text_key: str = Field(
+        default="text", description="the field that holds the text (jsonl, parquet, dataset)"
+    )
+    split: str = Field(default="train", description="the split of a dataset that has several")
+    documents: Literal["file", "blank_line", "line"] = Field(
+        default="file", description="what ends a document of a text file"
+    )
+    tokenizer: TokenizerConfig = Field(
+        default_factory=TokenizerConfig, description="what turns text into ids"
+    )
+    cache_dir: str | None = Field(
+        default=None, description="where tokens are kept; null for the user's cache folder"
+    )
+    max_bytes: Count | None = Field(
+        default=None, description="read at most this many bytes of each text"
+    )
+    validation_fraction: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
+        default=0.1, description="the share of the text, at its end, that is kept for validation"
+    )
+
+    @property
+    def texts(self) -> list[Self]:
+        """The config of each text: those of a mixture, or this one."""
+        if self.mixture is None:
+            return [self]
+        return [self.model_copy(update={"path": path, "mixture": None}) for path in self.mixture]
+
+    @model_validator(mode="after")
+    def _one_or_several_texts(self) -> Self:
+        if self.mixture is not None and (self.path is not None or not self.mixture):
+            raise ValueError(
+                "mixture names the paths of texts in place of path; got "
+                f"{len(self.mixture)} of them and path {self.path}; set path null and give some, "
+                "or mixture null"
+            )
+        return self
+
+
+def read_tokenizer(path: str | Path, key: str = "data.tokenizer.path") -> Tokenizer:
+    """Reads a tokenizer.json."""
+    path = Path(path)
+    text = read_text(path, key, "give the tokenizer.json of a tokenizer")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more precise
+        raise RecipeError(
+            f"{key}: expected {path} to be a tokenizer.json of the tokenizers library; got: "
+            f"{error!s:.200}; give another file"
+        ) from error
+
+
+def count_ids(path: str | Path) -> int:
+    """One more than the largest id of a tokenizer.json, added tokens included."""
+    return largest_id(read_tokenizer(path)) + 1
+
+
+def largest_id(tokenizer: Tokenizer) -> int:
+    """The largest id that a tokenizer can give; -1 where it has none."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 class ResidualConfig(Section):
@@ -329,3 +466,123 @@ class LoraConfig(Section):
 def _nearest_divisor(number: int, wanted: int) -> int:
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), -d))
+
+
+_FREE = "dropout", "remat", "attention_implementation"
+"""What of a model's section says nothing about its weights."""
+
+
+class LanguageConfig(RunConfig):
+    """What every run of a Transformer on text is told."""
+
+    data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
+    model: TransformerConfig = Field(
+        default_factory=TransformerConfig, description="the shape of the model"
+    )
+    init: str | None = Field(
+        default=None, description="the folder of a run of this recipe to start from; null for none"
+    )
+
+    def passed_on(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a file whose `init` is this run, with its model and its tokenizer."""
+        shape, own = self.model.model_dump(mode="json"), self.data.tokenizer
+        if self.longest is None:
+            del shape["context"]  # any length will do
+        else:
+            shape["context"] = self.longest
+        tokenizer = {"kind": "byte"}
+        if own.kind != "byte":
+            folder = Path(self.train.runs_dir) / self.name
+            tokenizer = {"kind": "file", "path": str(folder / TOKENIZER_FILE)}
+        # Of a tokenizer that was trained there is the file now.
+        data = tree.get("data")
+        if isinstance(data, dict) and _agrees(data.get("tokenizer"), own.model_dump(mode="json")):
+            tree = tree | {"data": {key: data[key] for key in data if key != "tokenizer"}}
+        return filled_from(tree, shape, tokenizer)
+
+    @property
+    def resumed(self) -> Self:
+        return self.model_copy(update={"init": None})
+
+    @property
+    def context(self) -> int:
+        """Number of positions that are learned, where they are."""
+        return self.model.context or self.data.sequence_length
+
+    @property
+    def longest(self) -> int | None:
+        return self.context if self.model.positions == "learned" else None
+
+    @property
+    def sequence(self) -> int:
+        return self.data.sequence_length
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
+        """Fills in `vocab`, so that a run's config tells its model's shape by itself."""
+        data = info.data.get("data")  # None where it is wrong itself
+        given = model.model_dump(exclude_unset=True) if isinstance(model, BaseModel) else model
+        if not isinstance(given, dict) or given.get("vocab") is not None:
+            return model
+        if data is None:  # of which there is a complaint already
+            return {key: value for key, value in given.items() if key != "vocab"}
+        return {**given, "vocab": data.tokenizer.ids}
+
+    @model_validator(mode="after")
+    def _model_fits_text(self) -> Self:
+        tokenizer, context, length = (
+            self.data.tokenizer,
+            self.model.context,
+            self.data.sequence_length,
+        )
+        # A file, which may have moved, is not asked: the run has a copy.
+        if tokenizer.kind != "file" and self.model.vocab < tokenizer.ids:
+            raise ValueError(
+                f"model.vocab must be at least the {tokenizer.ids} ids of the {tokenizer.kind} "
+                f"tokenizer; got {self.model.vocab}; set model.vocab null"
+            )
+        if context is not None and context < length:
+            raise ValueError(
+                f"model.context must be at least data.sequence_length; got {context} and {length}; "
+                "lower data.sequence_length, or set model.context null unless init fixes it"
+            )
+        return self
+
+
+def filled_from(
+    tree: dict[str, Any], shape: dict[str, Any], tokenizer: dict[str, str]
+) -> dict[str, Any]:
+    """The keys of a file with the shape and the tokenizer of the model that its `init` names.
+
+    Raises:
+      RecipeError: The file has a model of another shape, or another kind of tokenizer.
+    """
+    init, data = tree["init"], tree.get("data") or {}
+    model = tree.get("model") or {}
+    if not isinstance(data, dict) or not isinstance(model, dict):
+        return tree  # for the config to complain about
+    for key, value in model.items():
+        if key not in _FREE and key in shape and not _agrees(value, shape[key]):
+            raise RecipeError(
+                f"model.{key}: expected {shape[key]!r}, that of init {init}; got {value!r}; "
+                "remove it"
+            )
+    given = data.get("tokenizer") or {}
+    if isinstance(given, dict):
+        kind = given.get("kind", tokenizer["kind"])
+        if kind != tokenizer["kind"]:
+            raise RecipeError(
+                f"data.tokenizer.kind: expected {tokenizer['kind']}, the tokenizer that init "
+                f"{init} was trained with; got {kind!r}; remove it"
+            )
+        given = tokenizer | given
+    free = {key: model[key] for key in model if key in _FREE or key not in shape}
+    return tree | {"model": shape | free, "data": data | {"tokenizer": given}}
+
+
+def _agrees(given: Any, own: Any) -> bool:
+    """Whether what a file says is what a run has; null leaves it open, as a missing key does."""
+    if isinstance(given, dict) and isinstance(own, dict):
+        return all(key in own and _agrees(given[key], own[key]) for key in given)
+    return given is None or given == own
