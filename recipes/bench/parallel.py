@@ -25,7 +25,7 @@ from unitscale.parallel import all_reduce, batch_axes, make_mesh, param_sharding
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..registry import CONFIGS, load_config
-from ..run.placement import on_mesh
+from ..run.processes import on_mesh
 from ..run.step import abstract_step
 from . import runs
 from .aot import compile_h200, h200_available, h200_topology

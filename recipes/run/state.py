@@ -21,7 +21,7 @@ from .folder import existing_run, is_sweep, run_folder, written_config
 from .formats import between, is_reshaped, is_same, with_formats
 from .loss_scale import LossScale
 from .optimizer import make_optimizer
-from .placement import place
+from .processes import place
 from .recipe import build_model
 from .scaling import scaled
 

@@ -11,9 +11,9 @@ import safetensors
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.export import export, save_tensors
 from recipes.gpt.config import GPTConfig
 from recipes.run.folder import open_run
+from recipes.trained import export, save_tensors
 from unitscale import ScaledArray, nn
 
 from .runs import untrained

@@ -18,7 +18,7 @@ from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run import loss_scale
 from recipes.run.checkpoint import Checkpoints
-from recipes.run.metrics import Metrics, read_metrics
+from recipes.run.report import Metrics, read_metrics
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from recipes.text import Corpus

@@ -9,8 +9,8 @@ from flax import nnx
 
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.metrics import read_metrics
 from recipes.run.monitor import monitored
+from recipes.run.report import read_metrics
 from recipes.run.state import load_trained
 from unitscale import nn
 from unitscale.nn import AmaxState
