@@ -58,7 +58,8 @@ def locked(config: RunConfig) -> Iterator[None]:
     path = folder.with_name(f".{folder.name}.lock")  # beside it: --fresh moves the folder
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # its error says what is wrong with the folder
         try:
             lock.acquire()

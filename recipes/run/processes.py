@@ -86,17 +86,14 @@ def joined(processes: Processes) -> Iterator[None]:
     except SharedError:
         raise
     except BaseException as error:
-        code = 1
-        if told := told_by(error):
-            complain(str(told))
-            code = told.exit_code
-        elif is_lost(error):
-            complain(lost_message(error))
+        told = told_by(error)
+        if told or is_lost(error):
+            complain(str(told or lost_message(error)))
         else:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(told.exit_code if told else 1)
 
 
 def is_first() -> bool:
@@ -140,9 +137,7 @@ def all_texts(text: str) -> list[str]:
 
 def largest(number: int) -> int:
     """The largest of the processes' numbers; all have to call it."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.process_allgather(np.int32(number)).max())
+    return max(map(int, all_texts(str(number))))
 
 
 @contextlib.contextmanager

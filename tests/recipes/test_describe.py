@@ -192,16 +192,6 @@ def test_every_turn_of_a_loop_counts() -> None:
     assert flops == pytest.approx((5 * (3 + 1) + 1) * 2 * 32**3, rel=1e-3)
 
 
-def test_flops_do_not_depend_on_how_logits_are_cut(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(UNITSCALE[0], "model.width=128", "model.heads=2")
-    whole = describe(config).flops
-    monkeypatch.setattr("unitscale.ops._readout_cross_entropy.MOST_LOGITS", 4096)
-    # Four chunks add up the gradient of the readout, and split a batch: no products.
-    assert describe(config).flops == pytest.approx(whole, rel=0.05)
-
-
 def test_the_command_prints_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.batch_size=64", "model.width=64", "mesh={fsdp: 8, tensor: 8}"]
     assert main(["describe", str(config_file), *words]) == 0

@@ -2,11 +2,10 @@
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import log
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 from rich.console import Console
@@ -36,77 +35,18 @@ class Refusal(Exception):
     """Raised by a package that cannot start a run."""
 
 
-class Server:
-    """The runs that both packages would send, by id: the values by step."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, dict[int, dict[str, float]]] = {}
-        self.told: list[dict[str, Any]] = []
-        self.params: dict[str, dict[str, str]] = {}
-        self.open: str | None = None
-        self.refuses = False
-
-    def start(self, key: str, **told: Any) -> None:
-        if self.refuses:
-            raise Refusal("no key")
-        assert self.open is None, "the run before was not ended"
-        self.open = key
-        self.told.append(told)
-        self.runs.setdefault(key, {})
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        assert self.open is not None, "no run is open"
-        self.runs[self.open].setdefault(step, {}).update(values)
-
-    def end(self) -> None:
-        self.open = None
-
-
-class Wandb(ModuleType):
-    Error = Refusal
-
-    def __init__(self, server: Server) -> None:
-        super().__init__("wandb")
-        self.server = server
-
-    def init(self, *, id: str, **told: Any) -> SimpleNamespace:
-        self.server.start(id, **told)
-        return SimpleNamespace(log=self.server.log, finish=self.server.end)
-
-
-class Mlflow(ModuleType):
-    MlflowException = Refusal
-
-    def __init__(self, server: Server) -> None:
-        super().__init__("mlflow")
-        self.server = server
-        self.log_metrics, self.end_run = server.log, server.end
-
-    def start_run(self, *, run_id: str | None, run_name: str) -> SimpleNamespace:
-        name = run_id or f"made-{len(self.server.runs)}"
-        self.server.start(name, run_name=run_name)
-        return SimpleNamespace(info=SimpleNamespace(run_id=name))
-
-    def log_params(self, params: dict[str, str]) -> None:
-        assert len(params) <= 100
-        assert self.server.open is not None
-        mine = self.server.params.setdefault(self.server.open, {})
-        assert not mine.keys() & params.keys(), "MLflow's parameters are written once"
-        mine.update(params)
-
-
 @pytest.fixture(params=["wandb", "mlflow"])
 def logger(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def server(logger: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    server = Server()
-    fake = {"wandb": Wandb, "mlflow": Mlflow}[logger](server)
-    monkeypatch.setitem(sys.modules, logger, fake)
-    yield server
-    assert server.open is None, "a run was left open"
+def package(logger: str, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """A package that notes what it is told."""
+    package = MagicMock(Error=Refusal, MlflowException=Refusal)
+    package.start_run.return_value.info.run_id = "made"
+    monkeypatch.setitem(sys.modules, logger, package)
+    return package
 
 
 def scalars(folder: Path, tag: str) -> dict[int, float]:
@@ -157,40 +97,52 @@ def test_packages_are_imported_only_when_asked_for(
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", *own}
 
 
-def test_a_run_and_its_sequel(logger: str, server: Server, make_config: MakeConfig) -> None:
+def test_a_run_and_its_sequel(logger: str, package: MagicMock, make_config: MakeConfig) -> None:
     """Every number of the run is there, by one id; a new run of that name has another."""
+    start = {"wandb": package.init, "mlflow": package.start_run}[logger]
+    log = {"wandb": package.init().log, "mlflow": package.log_metrics}[logger]
+    end = {"wandb": package.init().finish, "mlflow": package.end_run}[logger]
+    start.reset_mock()
     config = make_config("train.steps=2", f"train.logger={logger}")
     folder = run(config)[0].folder
-    (name,) = server.runs
-    expected: dict[int, dict[str, float]] = {}
-    for row in read_metrics(folder / "metrics.jsonl"):
-        expected.setdefault(row.pop("step"), {}).update(row)
-    assert server.runs == {name: expected}
-    assert len(expected) == 2
+    told = [{**each.kwargs, **each.args[0]} for each in log.call_args_list]
+    assert told == read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in told] == [1, 2]
     assert not (folder / "tensorboard").exists()
-    if logger == "wandb":
-        told = {"name": "tiny", "resume": "allow", "dir": str(folder)}
-        assert server.told == [told | {"config": config.model_dump()}]
-        assert name.startswith("tiny-")
-    else:
-        assert server.told == [{"run_name": "tiny"}]
-        assert server.params[name]["optimizer.learning_rate"] == "0.01"
+    end.assert_called_once()
 
     metrics = open_metrics(config, folder, 2)
     metrics.write(3, **{"saturated/body[0].up": 0.5})
     metrics.close()
-    key = "saturated/body[0].up" if logger == "wandb" else "saturated/body_0_.up"
-    assert server.runs[name][3] == {key: 0.5}
+    first, second = start.call_args_list
+    if logger == "wandb":
+        log.assert_called_with({"saturated/body[0].up": 0.5}, step=3)
+        given = {"name": "tiny", "resume": "allow", "dir": str(folder)}
+        assert first.kwargs == given | {"id": first.kwargs["id"], "config": config.model_dump()}
+        assert first.kwargs["id"].startswith("tiny-")
+        assert second == first
+    else:
+        log.assert_called_with({"saturated/body_0_.up": 0.5}, step=3)
+        assert (first, second) == (
+            call(run_id=None, run_name="tiny"),
+            call(run_id="made", run_name="tiny"),
+        )
+        parameters = [each.args[0] for each in package.log_params.call_args_list]
+        assert max(map(len, parameters)) <= 100
+        merged = {key: value for part in parameters for key, value in part.items()}
+        assert len(merged) == sum(map(len, parameters))  # written once
+        assert merged["optimizer.learning_rate"] == "0.01"
 
     folder.rename(folder.with_name("aside"))
     open_metrics(config, open_run(config), 0).close()
-    assert len(server.runs) == 2
+    assert start.call_args != first or logger == "mlflow"
+    assert start.call_args.kwargs.get("run_id") is None
 
 
 def test_a_logger_that_cannot_start(
-    logger: str, server: Server, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    logger: str, package: MagicMock, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.refuses = True
+    package.init.side_effect = package.start_run.side_effect = Refusal("no key")
     config = make_config(f"train.logger={logger}")
     with monkeypatch.context() as patch:  # only the first process logs
         patch.setattr(processes.jax, "process_index", lambda: 1)
