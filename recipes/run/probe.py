@@ -7,9 +7,10 @@ returns the RMS of the cotangent as the gradient of a dummy scalar.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -123,17 +124,11 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
 
         return call
 
-    originals: dict[Any, Callable] = {cls: cls.__dict__["__call__"] for cls in owners - {None}}
-    in_chunks = nn.Readout.cross_entropy
-    for cls, original in originals.items():
-        cls.__call__ = watching(original)
-    nn.Readout.cross_entropy = _of_whole_logits
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(nn.Readout, "cross_entropy", _of_whole_logits))
+        for cls in owners - {None}:
+            patches.enter_context(patch.object(cls, "__call__", watching(cls.__call__)))
         yield noted
-    finally:
-        for cls, original in originals.items():
-            cls.__call__ = original
-        nn.Readout.cross_entropy = in_chunks
 
 
 def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any) -> jax.Array:

@@ -12,10 +12,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,12 +34,11 @@ _SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
 _Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 
 
-class Logger(Protocol):
-    """Shows the metrics of a run."""
+class Logger(NamedTuple):
+    """Shows the metrics of a run: `write(step, values)` and `close()`."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], Any]
 
 
 class Metrics:
@@ -70,7 +69,15 @@ def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
     """The metrics of a run that resumes after a step; only the first process writes."""
     if not is_first():
         return Metrics(None)
-    return Metrics(folder, open_logger(config, folder, resume_step), resume_step=resume_step)
+    logger = None
+    match config.train.logger:
+        case "tensorboard":
+            logger = _tensorboard(folder, resume_step)
+        case "wandb":
+            logger = _wandb(config, folder)
+        case "mlflow":
+            logger = _mlflow(config, folder)
+    return Metrics(folder, logger, resume_step=resume_step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -83,95 +90,67 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def open_logger(config: RunConfig, folder: Path, resume_step: int) -> Logger | None:
-    """The logger of a config, for a run that resumes after a step."""
-    match config.train.logger:
-        case "tensorboard":
-            return TensorBoard(folder, resume_step)
-        case "wandb":
-            return Wandb(config, folder)
-        case "mlflow":
-            return Mlflow(config, folder)
-        case "none":
-            return None
-
-
 def check_logger(config: RunConfig) -> None:
     """Raise an error if the package of the logger is missing, before a folder is made."""
     if config.train.logger in ("wandb", "mlflow"):
         _package(config.train.logger)
 
 
-class TensorBoard:
+def _tensorboard(folder: Path, resume_step: int) -> Logger:
     """A new event file in `tensorboard/`."""
+    (folder / "tensorboard").mkdir(exist_ok=True)
+    # The library's SummaryWriter writes in a thread, where an error, such as a full disk, is lost.
+    path = folder / "tensorboard" / "events"
+    events = EventsWriter(str(path), f".{os.getpid()}.{time.time_ns()}")
 
-    def __init__(self, folder: Path, resume_step: int = 0):
-        (folder / "tensorboard").mkdir(exist_ok=True)
-        # The library's SummaryWriter writes in a thread, where an error, such as a full disk, is
-        # lost.
-        path = folder / "tensorboard" / "events"
-        self._events = EventsWriter(str(path), f".{os.getpid()}.{time.time_ns()}")
-        # A restart makes TensorBoard drop what an earlier session wrote from here on.
-        start = _SessionLog(status=_SessionLog.START)
-        self._write_event(step=resume_step + 1, session_log=start)
+    def add(**fields: Any) -> None:
+        events.write_event(_Event(wall_time=time.time(), **fields))
+        events.flush()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         scalars = [scalar(name, value).value[0] for name, value in values.items()]
-        self._write_event(step=step, summary=_Summary(value=scalars))
+        add(step=step, summary=_Summary(value=scalars))
 
-    def close(self) -> None:
-        self._events.close()
-
-    def _write_event(self, **fields: Any) -> None:
-        self._events.write_event(_Event(wall_time=time.time(), **fields))
-        self._events.flush()
+    # A restart makes TensorBoard drop what an earlier session wrote from here on.
+    add(step=resume_step + 1, session_log=_SessionLog(status=_SessionLog.START))
+    return Logger(write, events.close)
 
 
-class Wandb:
+def _wandb(config: RunConfig, folder: Path) -> Logger:
     """A run of Weights & Biases; of steps computed again it keeps the first values."""
-
-    def __init__(self, config: RunConfig, folder: Path):
-        wandb = _package("wandb")
-        name = _kept(folder / "wandb.id") or f"{config.name[:40]}-{secrets.token_hex(4)}"
-        told = {"name": config.name, "dir": str(folder), "config": config.model_dump()}
-        try:
-            self._run = wandb.init(id=name, resume="allow", **told)
-        except wandb.Error as error:
-            todo = "run `wandb login`, or set WANDB_MODE=offline"
-            raise _not_started("wandb", error, todo) from error
-        write_whole(folder / "wandb.id", name)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    wandb = _package("wandb")
+    name = _kept(folder / "wandb.id") or f"{config.name[:40]}-{secrets.token_hex(4)}"
+    told = {"name": config.name, "dir": str(folder), "config": config.model_dump()}
+    try:
+        run = wandb.init(id=name, resume="allow", **told)
+    except wandb.Error as error:
+        todo = "run `wandb login`, or set WANDB_MODE=offline"
+        raise _not_started("wandb", error, todo) from error
+    write_whole(folder / "wandb.id", name)
+    return Logger(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-class Mlflow:
+def _mlflow(config: RunConfig, folder: Path) -> Logger:
     """A run of MLflow with the config as parameters; of steps computed again it keeps both."""
+    mlflow = _package("mlflow")
+    kept = _kept(folder / "mlflow.id")
+    try:
+        run = mlflow.start_run(run_id=kept, run_name=config.name)
+        if kept is None:
+            # Every version takes 100 parameters at once, of 500 characters each.
+            items = [(k, str(v)[:500]) for k, v in flatten(config.model_dump()).items()]
+            for start in range(0, len(items), 100):
+                mlflow.log_params(dict(items[start : start + 100]))
+    except mlflow.MlflowException as error:
+        todo = "set MLFLOW_TRACKING_URI to a server that answers, or to a folder"
+        raise _not_started("mlflow", error, todo) from error
+    write_whole(folder / "mlflow.id", run.info.run_id)
 
-    def __init__(self, config: RunConfig, folder: Path):
-        self._mlflow = mlflow = _package("mlflow")
-        kept = _kept(folder / "mlflow.id")
-        try:
-            run = mlflow.start_run(run_id=kept, run_name=config.name)
-            if kept is None:
-                # Every version takes 100 parameters at once, of 500 characters each.
-                items = [(k, str(v)[:500]) for k, v in flatten(config.model_dump()).items()]
-                for start in range(0, len(items), 100):
-                    mlflow.log_params(dict(items[start : start + 100]))
-        except mlflow.MlflowException as error:
-            todo = "set MLFLOW_TRACKING_URI to a server that answers, or to a folder"
-            raise _not_started("mlflow", error, todo) from error
-        write_whole(folder / "mlflow.id", run.info.run_id)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}
-        self._mlflow.log_metrics(named, step=step)
+        mlflow.log_metrics(named, step=step)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    return Logger(write, mlflow.end_run)
 
 
 def _package(name: str) -> Any:

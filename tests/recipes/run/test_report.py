@@ -21,7 +21,6 @@ from recipes.run.report import (
     Metrics,
     Reporter,
     Stopwatch,
-    TensorBoard,
     check_logger,
     open_metrics,
     read_metrics,
@@ -55,31 +54,27 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def test_resuming_drops_what_is_computed_again(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-    metrics = Metrics(tmp_path, TensorBoard(tmp_path))
+def test_resuming_drops_what_is_computed_again(make_config: MakeConfig) -> None:
+    folder = open_run(config := make_config())
+    path = folder / "metrics.jsonl"
+    assert read_metrics(path) == []
+    metrics = open_metrics(config, folder, 0)
     for step in (1, 2, 3):
         metrics.write(step, loss=float(step), speed=9.0)
         # At once, in both files.
-        assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {
-            "step": step,
-            "loss": float(step),
-            "speed": 9.0,
-        }
-        assert scalars(tmp_path, "loss")[step] == step
+        assert read_metrics(path)[-1] == {"step": step, "loss": float(step), "speed": 9.0}
+        assert scalars(folder, "loss")[step] == step
     metrics.close()
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
+    with path.open("ab") as file:
         file.write(b'{"step": 4, "lo\xff')  # the crash
-    metrics = Metrics(tmp_path, TensorBoard(tmp_path, resume_step=2), resume_step=2)
+    metrics = open_metrics(config, folder, 2)
     metrics.write(3, loss=30.0)
     metrics.close()
     expected = {1: 1.0, 2: 2.0, 3: 30.0}
-    assert {
-        row["step"]: row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")
-    } == expected
-    assert scalars(tmp_path, "loss") == expected
+    assert {row["step"]: row["loss"] for row in read_metrics(path)} == expected
+    assert scalars(folder, "loss") == expected
     with pytest.raises(FileNotFoundError):
-        Metrics(tmp_path / "missing")
+        Metrics(folder / "missing")
 
 
 @pytest.mark.parametrize("choice", ["tensorboard", "none"])
