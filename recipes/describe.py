@@ -217,5 +217,5 @@ def _table(title: str, parts: Bytes) -> Iterator[str]:
     yield title
     for name, count in (*parts._asdict().items(), ("in all", sum(parts))):
         if count:
-            note = ", at most" if name == "activations" else ""
+            note = ", at most: before XLA fuses any" if name == "activations" else ""
             yield f"  {name:<12}{count:>22,} bytes{note}"

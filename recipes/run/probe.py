@@ -109,7 +109,7 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
     modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
     names = {id(module): ".".join(map(str, path)) for path, module in modules}
     # The classes that define what calling the modules does.
-    owners = {
+    owners: set[Any] = {
         next((cls for cls in type(module).__mro__ if "__call__" in cls.__dict__), None)
         for _, module in modules
     }
