@@ -190,37 +190,33 @@ class Checkpoints:
 
     def _read_own(self, step: int, like: Any) -> tuple[Any, ...]:
         """Read this process's part of a checkpoint, without waiting for the other processes."""
+        folder = self._folder / str(step)
+        texts = [(folder / name / "metadata").read_text("utf-8") for name in ("facts", "position")]
+        facts, position = map(json.loads, texts)
+        checksum = facts.pop("checksum", None)  # version 0.1 wrote none
+        if checksum is not None and checksum != _text_checksum(position, facts):
+            raise ValueError("the checksum of position and facts differs")
+        described = facts.pop("arrays")
+        like = like(facts) if callable(like) else like
+        wanted = _named_arrays(like)
+        for name in sorted(wanted.keys() | described.keys()):
+            expected = _shape(wanted[name]) if name in wanted else "nothing"
+            found = described[name][:2] if name in described else "nothing"
+            if found != expected:
+                raise RecipeError(
+                    f"the checkpoint of step {step} in {self._folder} is of another model: for "
+                    f"{name} expected {expected}; got {found}; use the config and the version "
+                    "that wrote it, or --fresh"
+                )
         process = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
         )
-        options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
-        with ocp.CheckpointManager(self._folder, options=options) as manager:
-
-            def item(name: str, args: Any) -> Any:
-                return manager.restore(step, args=ocp.args.Composite(**{name: args}))[name]
-
-            facts, position = (item(name, ocp.args.JsonRestore()) for name in ("facts", "position"))
-            checksum = facts.pop("checksum", None)  # version 0.1 wrote none
-            if checksum is not None and checksum != _text_checksum(position, facts):
-                raise ValueError("the checksum of position and facts differs")
-            described = facts.pop("arrays")
-            like = like(facts) if callable(like) else like
-            wanted = _named_arrays(like)
-            for name in sorted(wanted.keys() | described.keys()):
-                expected = _shape(wanted[name]) if name in wanted else "nothing"
-                found = described[name][:2] if name in described else "nothing"
-                if found != expected:
-                    raise RecipeError(
-                        f"the checkpoint of step {step} in {self._folder} is of another model: for "
-                        f"{name} expected {expected}; got {found}; use the config and the version "
-                        "that wrote it, or --fresh"
-                    )
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-            arrays = item("state", ocp.args.StandardRestore(abstract))
-            known = {name: entry[-1] for name, entry in described.items()}
-            sums_of = _crc32s if checksum is None else _checksums
-            return like, arrays, sums_of, known, position, facts
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+        with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
+            arrays = reader.restore(folder / "state", abstract)
+        known = {name: entry[-1] for name, entry in described.items()}
+        return like, arrays, _crc32s if checksum is None else _checksums, known, position, facts
 
     def _set_aside(self, step: int) -> Path:
         place = self._folder.parent / "damaged-checkpoints" / str(step)
