@@ -132,7 +132,7 @@ def sweep(
 def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
     """Print the loss of a trained model over its validation data, in whole batches, and scores."""
     settings = _settings(config, overrides)
-    from .evaluate import evaluate as evaluate_run
+    from .run.evaluate import evaluate as evaluate_run
 
     for line in evaluate_run(settings, _warn):
         typer.echo(line)
@@ -164,7 +164,7 @@ def generate(
                     f"leave out {option}"
                 )
         settings = _settings(config, overrides)
-        from .generate import open_run
+        from .trained import open_run
 
         writer = open_run(settings, _warn)
     elif overrides:
@@ -172,8 +172,8 @@ def generate(
             f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
         )
     else:
-        from .generate import open_folder
         from .hf import chat_prompt
+        from .trained import open_folder
 
         prompt = chat_prompt(config, prompt) if chat else prompt
         writer = open_folder(config, adapter)
@@ -206,7 +206,7 @@ def export(
 ) -> None:
     """Write the arrays of a trained model to a safetensors file."""
     settings = _settings(config, overrides)
-    from .export import export as export_run
+    from .trained import export as export_run
 
     typer.echo(export_run(settings, path, _warn, fp8=fp8))
 

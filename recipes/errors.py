@@ -1,4 +1,4 @@
-"""The one exception that the command line turns into a message, and reading that raises it."""
+"""Errors that users see, and reading and writing of files, which raises them."""
 
 import contextlib
 import json
@@ -10,11 +10,10 @@ from rich.console import Console
 
 
 class RecipeError(Exception):
-    """Something the user can put right.
+    """An error that the user can put right.
 
-    Args:
-      message: What was expected, what came, and what to do, in one or a few lines.
-      exit_code: What the process returns: 2 for wrong input, 1 for a run that failed.
+    Its message says what was expected, what came, and what to do. `exit_code` is what the process
+    returns: 2 for wrong input, 1 for a run that failed.
     """
 
     def __init__(self, message: str, *, exit_code: int = 2):
@@ -23,18 +22,31 @@ class RecipeError(Exception):
 
 
 def told_by(error: BaseException) -> RecipeError | None:
-    """The message that an error has for the user, or None: then it is one of the program.
+    """The error as one for the user, or None if it is one of the program.
 
-    What the library says of a call it says to the user: an option of YAML was handed on.
+    Messages of the library are for the user: options of YAML are passed on to it.
     """
     if isinstance(error, TypeError | ValueError) and str(error).startswith("unitscale."):
         return RecipeError(str(error))
     return error if isinstance(error, RecipeError) else None
 
 
+def complain(message: str) -> None:
+    """Print the message of an error on standard error."""
+    console = Console(stderr=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def clipped(value: object, limit: int = 60) -> str:
+    """A value for a message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 @contextlib.contextmanager
 def refused(what: str, todo: str, *, exit_code: int = 2) -> Iterator[None]:
-    """Makes an OSError of the block a message: what could not be done, why, and what to do."""
+    """Turn an OSError of the block into a message: what could not be done, why, and what to do."""
     try:
         yield
     except OSError as error:
@@ -43,7 +55,7 @@ def refused(what: str, todo: str, *, exit_code: int = 2) -> Iterator[None]:
 
 
 def read_text(path: Path, key: str, todo: str = "give the path of a readable file") -> str:
-    """The text of a UTF-8 file without a byte order mark; `key` named the file."""
+    """Read a UTF-8 file, which the config's `key` named, without its byte order mark."""
     try:
         with refused(f"{key}: {path} cannot be read", todo):
             return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
@@ -53,15 +65,8 @@ def read_text(path: Path, key: str, todo: str = "give the path of a readable fil
         ) from error
 
 
-def complain(message: str) -> None:
-    """Prints the message of an error on standard error."""
-    console = Console(stderr=True)
-    console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
-
-
 def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, Any]]:
-    """The values of lines of JSON and their numbers; `where` comes before a number in messages."""
+    """Parse lines of JSON, with their numbers; `where` comes before a number in messages."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -73,7 +78,13 @@ def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, 
                 ) from error
 
 
-def clipped(value: object, limit: int = 60) -> str:
-    """A value for a message, cut if it is long."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def write_whole(path: Path, text: str) -> None:
+    """Write a UTF-8 file as a whole; on any error the old one stays."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write a JSON file as a whole."""
+    write_whole(path, json.dumps(tree, ensure_ascii=False, indent=1) + "\n")

@@ -22,33 +22,34 @@ from rich.console import Console
 
 from unitscale.core import is_scaled
 
-from .batches import Batches, Data
+from .batches import Batches, Data, loss_inputs
 from .config import RunConfig
 from .errors import RecipeError
-from .run.batch import loss_inputs
 from .run.checkpoint import Checkpoints
 from .run.convert import formats
 from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
 from .run.folder import flatten, is_sweep, locked, open_run, other_data, run_folder
-from .run.loggers import check_logger
-from .run.metrics import Metrics, open_metrics
 from .run.optimizer import make_schedule, updates_done
-from .run.placement import on_mesh, open_mesh, place, place_batch, share, whole
-from .run.plots import plot_loss, plot_rms
 from .run.precision import plain, watch_overflow
-from .run.probe import probe
+from .run.probe import plot_loss, plot_rms, probe
 from .run.processes import (
     SharedError,
+    StopRequest,
     check_alike,
     is_first,
     is_lost,
     largest,
     lost_message,
+    on_mesh,
+    open_mesh,
+    place,
+    place_batch,
+    share,
     together,
+    whole,
 )
-from .run.progress import Reporter, Stopwatch
 from .run.recipe import build_model, recipe_of
-from .run.signals import StopRequest
+from .run.report import Metrics, Reporter, Stopwatch, check_logger, open_metrics
 from .run.state import TrainState, init_state, restore, with_kept_tokenizer
 from .run.step import advance, make_train_step
 

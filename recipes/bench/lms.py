@@ -19,8 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..atomic import write_whole
-from ..errors import RecipeError, read_text, refused
+from ..errors import RecipeError, read_text, refused, write_whole
 from ..finetune.squad import read_squad
 from ..registry import CONFIGS, load_config
 from ..run.folder import CONFIG, is_run, run_folder

@@ -5,7 +5,7 @@
     python -m recipes bench parallel --steps
 
 Eight devices of one process on a CPU. Bytes are read from compiled programs. `--train` trains
-`configs/gpt/parity.yaml` with the batch divided over them, for each format of `mesh.gradients`.
+`configs/gpt/parity.yaml` with the batch divided over them, for each format of `precision.exchange`.
 `--steps` compiles the same model's step over meshes that divide batch, parameters, sequences and
 matrices, for H200s where the CUDA plugin is installed, and counts its collectives.
 """
@@ -25,7 +25,7 @@ from unitscale.parallel import all_reduce, batch_axes, make_mesh, param_sharding
 from ..config import RunConfig
 from ..errors import RecipeError
 from ..registry import CONFIGS, load_config
-from ..run.placement import on_mesh
+from ..run.processes import on_mesh
 from ..run.step import abstract_step
 from . import runs
 from .aot import compile_h200, h200_available, h200_topology

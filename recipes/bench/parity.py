@@ -24,8 +24,7 @@ from unitscale import nn
 from unitscale.quant import MatmulConfig
 
 from ..config import PrecisionConfig, RunConfig
-from ..run.batch import make_loss, over_amax
-from ..run.evaluate import make_evaluation, mean_loss
+from ..run.evaluate import make_evaluation, make_loss, mean_loss, over_amax
 from ..run.recipe import build_model, recipe_of
 from ..run.state import init_state
 from . import runs

@@ -16,8 +16,7 @@ from scipy.special import softmax
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from tokenizers import Tokenizer
 
-from ..atomic import write_json
-from ..errors import RecipeError, clipped, json_lines, read_text
+from ..errors import RecipeError, clipped, json_lines, read_text, write_json
 from .config import ClassificationConfig, DataConfig
 from .records import CHUNK, Records, make_records, padding_copy
 

@@ -24,8 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from scipy.special import softmax
 from tokenizers import Encoding, Tokenizer
 
-from ..atomic import write_json
-from ..errors import RecipeError, clipped, read_text
+from ..errors import RecipeError, clipped, read_text, write_json
 from .config import SquadConfig
 from .records import CHUNK, Records, make_records, padding_copy, second_text
 

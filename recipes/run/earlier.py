@@ -22,22 +22,16 @@ def take_weights(
     needed: Collection[str] | None = None,
     wanted: Collection[str] = (),
 ) -> None:
-    """Sets the parameters of a model that a run has too, by their paths.
+    """Set the parameters of a model in place to those that a run has under the same paths.
 
-    Args:
-      model: What is set in place.
-      run: The config of the run.
-      needed: Parts of the model all of whose parameters the run must have; None for all.
-      wanted: Parts that are taken where the run has them.
-
-    Raises:
-      RecipeError: The run has no whole checkpoint, or parameters of other shapes.
+    The run must have all parameters of the parts in `needed` (None: of all parts), in the same
+    shapes; parts in `wanted` are taken if the run has them.
     """
-    # Numbers are read from the disk also where a caller asks for shapes alone.
+    # Values are read from the disk even if the caller traces, such as for shapes alone.
     with jax.ensure_compile_time_eval():
         _, state = load_trained(run, lambda message: None)
-        # Arrays of a checkpoint are bound to a device, and those that are made are not: a step that
-        # is given both returns all of them bound, and compiles again for what it returned.
+        # Uncommitted to a device, like new arrays: a step whose inputs are committed in part
+        # returns all of them committed, and compiles again for its results.
         found = {path: np.asarray(value) for path, value in _values(state.params).items()}
     own = nnx.state(model, nnx.Param)
     wrong = [

@@ -1,7 +1,7 @@
-"""What a trained model is worth: its validation loss, and its outputs for whoever scores them."""
+"""Evaluate a model: the loss of batches, outputs to score, and the command `evaluate`."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,45 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from unitscale import to_array
+from unitscale.nn import AmaxState
 
-from ..atomic import write_json
+from ..batches import loss_inputs
 from ..config import PrecisionConfig, RunConfig
-from .batch import make_loss
-from .placement import divided, over
+from ..errors import write_json
+from .folder import run_folder
 from .precision import fed, plain, scaled, scalified
+from .processes import divided, over
+from .recipe import recipe_of
+from .state import TrainState, load_checkpoint, with_run_tokenizer
 
 SCORES = "scores.json"
 """The file of scores in a run's folder."""
-_IN_BITS = ("token", "character")  # whose losses the literature gives in bits too
+
+
+def make_loss(graphdef: nnx.GraphDef, *, deterministic: bool = True) -> Callable[..., jax.Array]:
+    """The loss of a model as a function `(params, rest, batch) -> float32 scalar`."""
+
+    def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
+        model: Any = nnx.merge(graphdef, params, rest, copy=True)
+        return model.loss(*loss_inputs(batch), deterministic=deterministic)
+
+    return loss
+
+
+def over_amax(loss: Callable[..., Any], rest: Any) -> tuple[Any, Callable[..., Any]]:
+    """Make delayed scales an argument: the scales, and a loss `(params, scales, ...)`.
+
+    Who differentiates by the parameters has to do so by the scales too; otherwise they are never
+    updated, and a warning says so.
+    """
+    amax, others = nnx.split_state(rest, AmaxState, ...)
+    return amax, lambda params, amax, *args: loss(params, nnx.merge_state(amax, others), *args)
 
 
 def make_evaluation(
     graphdef: nnx.GraphDef, precision: PrecisionConfig | None = None, *, mesh: Mesh | None = None
 ) -> Callable[..., jax.Array]:
-    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`.
-
-    The devices of a mesh share its work.
-    """
-
+    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
     loss = make_loss(graphdef)
 
     @jax.jit
@@ -52,7 +71,7 @@ def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterabl
 def predict(
     model: nnx.Module, batches: Iterable[tuple[Any, ...]], precision: PrecisionConfig | None = None
 ) -> np.ndarray:
-    """Float32 outputs of a model for the inputs of all batches, one after another, dropout off."""
+    """Concatenated float32 outputs of a model for the inputs of all batches, dropout off."""
     graphdef, state = nnx.split(model)
     state = scaled(precision, state)
 
@@ -67,8 +86,13 @@ def predict(
     return np.concatenate(jax.device_get([run(state, batch) for batch in batches]))
 
 
+def trained_model(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> nnx.Module:
+    """The model of a state, with plain arrays."""
+    return nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
+
+
 def save_scores(folder: Path, scores: dict[str, float]) -> dict[str, float]:
-    """Leaves scores, if there are any, in `SCORES` of a run's folder; returns them."""
+    """Write scores, if there are any, to `SCORES` of a run's folder; return them."""
     if scores:
         write_json(folder / SCORES, scores)
     return scores
@@ -85,22 +109,33 @@ def shown_scores(scores: dict[str, float]) -> str:
 
 
 def shown(config: RunConfig, loss: float, size: float | None = None) -> str:
-    """A loss of a run in words.
+    """A loss of a run in words: in nats, and for text in bits, as the literature gives it.
 
-    Args:
-      config: Of the run.
-      loss: In nats per `config.loss_unit`.
-      size: Bytes of text that a token stands for, or None: with them the losses of runs with
-        different tokenizers compare.
+    `size` is bytes of text per token: bits per byte compare runs with different tokenizers.
 
     Example:
       >>> shown(RunConfig(recipe="gpt", name="a"), 2.0)
       '2.0000 nats per example'
     """
-    bits = loss / math.log(2)
-    if config.loss_unit not in _IN_BITS:
-        return f"{loss:.4f} nats per {config.loss_unit}"
-    unit = f", {bits:.4f} bits"
-    if size is not None:
-        unit += f", {bits / size:.4f} bits per byte"
-    return f"{loss:.4f} nats per {config.loss_unit}{unit}"
+    words = f"{loss:.4f} nats per {config.loss_unit}"
+    if config.loss_unit in ("token", "character"):
+        bits = loss / math.log(2)
+        words += f", {bits:.4f} bits"
+        if size is not None:
+            words += f", {bits / size:.4f} bits per byte"
+    return words
+
+
+def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
+    """The lines that `python -m recipes evaluate` prints: loss over all validation data, scores."""
+    recipe = recipe_of(config)
+    graphdef, restored = load_checkpoint(config, say)
+    state, data = restored.state, recipe.load_data(with_run_tokenizer(config))
+    if restored.facts.get("text", data.digest) != data.digest:
+        yield "the data is not what the run was trained on: its loss there is another"
+    evaluation = make_evaluation(graphdef, config.precision)
+    loss = mean_loss(evaluation, state.params, state.rest, data.validation())
+    yield f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}"
+    model, folder = trained_model(config, graphdef, state), run_folder(config)
+    if scores := save_scores(folder, recipe.scores(config, data, model, folder)):
+        yield shown_scores(scores)

@@ -9,19 +9,17 @@ import filelock
 import yaml
 from pydantic import ValidationError
 
-from ..atomic import write_whole
 from ..config import FORMAT_KEYS, RunConfig, upgrade
-from ..errors import RecipeError, refused
+from ..errors import RecipeError, refused, write_whole
 
 Config = TypeVar("Config", bound=RunConfig)
 
 CONFIG = "config.yaml"
-"""The file in a run's folder that says what it is a run of."""
+"""The config in a run's folder."""
 ROWS = "rows.jsonl"
-"""The file in a sweep's folder that keeps what each of its runs ended with."""
+"""The results in a sweep's folder."""
 
-# Runs and caches may be moved, and runs resumed on other devices, shown elsewhere, measured and
-# saved more or less often: these say nothing about what they hold.
+# Keys that may change when a run is resumed: they say nothing about what its state is.
 _FREE = (
     "sweep.",
     "train.runs_dir",
@@ -40,16 +38,28 @@ _FREE = (
 )
 
 
+def run_folder(config: RunConfig) -> Path:
+    return Path(config.train.runs_dir) / config.name
+
+
+def is_run(folder: str | Path) -> bool:
+    return (Path(folder) / CONFIG).is_file()
+
+
+def is_sweep(folder: Path) -> bool:
+    return (folder / ROWS).is_file()
+
+
 @contextlib.contextmanager
 def locked(config: RunConfig) -> Iterator[None]:
-    """Within the block no other process trains this run; one that dies leaves nothing locked."""
+    """Keep other processes from training a run; one that dies leaves nothing locked."""
     folder = run_folder(config)
     path = folder.with_name(f".{folder.name}.lock")  # beside it: --fresh moves the folder
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # says what is wrong with the folder
+        path.touch()  # its error says what is wrong with the folder
         try:
             lock.acquire()
         except filelock.Timeout:
@@ -68,51 +78,83 @@ def locked(config: RunConfig) -> Iterator[None]:
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
-    """Makes the folder of a run, or opens the one that an earlier start of the same run made."""
-    folder = run_folder(config)
+    """Make the folder of a run, or open that of an earlier start of the same run.
+
+    `fresh` moves an earlier run aside; `convert` lets its number formats differ.
+    """
+    folder, number = run_folder(config), 1
     with _writing(folder):
         if fresh and folder.exists():
-            folder.rename(_free_name(folder))
-        if folder.exists():
-            _check_same(config, folder, free=FORMAT_KEYS if convert else ())
+            while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+                number += 1
+            folder.rename(aside)
+        if changed := _changes(config, folder, resuming=True, free=FORMAT_KEYS if convert else ()):
+            todo = (
+                "change name to start a new run, use the config of that run to resume it, or pass "
+                "--fresh to move it aside"
+            )
+            if all(key.startswith(FORMAT_KEYS) for key in changed):
+                todo += ", or --convert to go on in these formats"
+            raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, dump_config(config))
     return folder
 
 
-def is_run(folder: str | Path) -> bool:
-    """Whether a folder is that of a run."""
-    return (Path(folder) / CONFIG).is_file()
-
-
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep, which keeps losses alone."""
-    return (folder / ROWS).is_file()
-
-
 def existing_run(config: RunConfig) -> Path:
-    """The folder of a run that has been trained, for evaluation and generation."""
+    """The folder of a trained run, whose model and formats must be the config's."""
     folder = run_folder(config)
     if not is_run(folder):
         raise RecipeError(
             f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
             "that exists"
         )
-    _check_same(config, folder, sections=("model", "precision"))
+    changed = _changes(config, folder)
+    changed = {
+        key: how for key, how in changed.items() if key.split(".")[0] in ("model", "precision")
+    }
+    if changed:
+        raise _other_config(folder, changed, "use the config of that run, or the name of another")
     return folder
 
 
+def _changes(
+    config: RunConfig, folder: Path, *, resuming: bool = False, free: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """The keys in which a config differs from that of a folder, and their values."""
+    path = folder / CONFIG
+    # A start that failed before its first step binds nobody.
+    bare = not any(file.is_file() and file != path for file in folder.rglob("*"))
+    if not path.exists():
+        if not folder.exists() or (folder.is_dir() and bare):
+            return {}
+        raise RecipeError(
+            f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
+        )
+    text, old = path.read_bytes(), None
+    with contextlib.suppress(yaml.YAMLError):
+        old = yaml.safe_load(text)
+    if resuming and bare and text == _dump(old).encode():
+        return {}
+    if not isinstance(old, dict):
+        raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
+    with contextlib.suppress(ValidationError):  # fills in the defaults of newer keys
+        old = type(config).model_validate(upgrade(old)).model_dump()
+    before, after = flatten(old), flatten(config.model_dump())
+    return {
+        key: f"{before.get(key)} -> {after.get(key)}"
+        for key in after | before
+        if not key.startswith((*_FREE, *free)) and before.get(key) != after.get(key)
+    }
+
+
+def _other_config(folder: Path, changed: dict[str, str], todo: str) -> RecipeError:
+    listed = "\n".join(f"  {key}: {how}" for key, how in changed.items())
+    return RecipeError(f"name: {folder} holds a run of another config:\n{listed}\n{todo}")
+
+
 def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
-    """The config of the run that `init` names, which is to be of this kind.
-
-    Args:
-      init: The folder of the run.
-      kind: The config of its recipe.
-      other: What else `init` may name, for the message.
-
-    Raises:
-      RecipeError: The folder is not that of a run, or of one of another recipe.
-    """
+    """The config of the run that `init` names; `other` names alternatives for the message."""
     folder = Path(init)
     if not is_run(folder):
         (recipe,) = get_args(kind.model_fields["recipe"].annotation)
@@ -125,7 +167,7 @@ def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
 
 
 def written_config(folder: Path, kind: type[Config]) -> Config:
-    """The config of the run in a folder."""
+    """The config of the run in a folder, which must be of a kind."""
     path = folder / CONFIG
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -144,12 +186,8 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
         ) from error
 
 
-def run_folder(config: RunConfig) -> Path:
-    return Path(config.train.runs_dir) / config.name
-
-
 def other_data(folder: Path) -> RecipeError:
-    """What to say where the data is not that of the folder."""
+    """The error for data that differs from what was trained on."""
     return RecipeError(
         f"data: it is not what {folder} was trained on (another Python, or changed files); restore "
         "the files, change name, or pass --fresh"
@@ -161,80 +199,18 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
     return refused(f"train.runs_dir: cannot write the run folder {folder}", todo)
 
 
-def _check_same(
-    config: RunConfig,
-    folder: Path,
-    sections: tuple[str, ...] | None = None,
-    free: tuple[str, ...] = (),
-) -> None:
-    path = folder / CONFIG
-    if not path.exists():
-        if _is_bare(folder):
-            return
-        raise RecipeError(
-            f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
-        )
-    new, text, old = config.model_dump(), path.read_bytes(), None
-    with contextlib.suppress(yaml.YAMLError):
-        old = yaml.safe_load(text)
-    if sections is None and _is_bare(folder) and text == _dump(old).encode():
-        return  # of a start that failed before its first step
-    if not isinstance(old, dict):
-        raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
-    # A key that is newer than the run had its default.
-    with contextlib.suppress(ValidationError):
-        old = type(config).model_validate(upgrade(old)).model_dump()
-    before, after = flatten(old), flatten(new)
-    keys = [*after, *(key for key in before if key not in after)]
-    keys = [key for key in keys if sections is None or key.split(".")[0] in sections]
-    free = (*_FREE, *free)
-    keys = [key for key in keys if not key.startswith(free)]
-    changed = [key for key in keys if before.get(key) != after.get(key)]
-    if changed:
-        listed = "\n".join(f"  {key}: {before.get(key)} -> {after.get(key)}" for key in changed)
-        todo = "use the config of that run, or the name of another"
-        if sections is None:
-            todo = (
-                "change name to start a new run, use the config of that run to resume it, or pass "
-                "--fresh to move it aside"
-            )
-            if all(key.startswith(FORMAT_KEYS) for key in changed):
-                todo += ", or --convert to go on in these formats"
-        raise RecipeError(f"name: {folder} holds a run of another config:\n{listed}\n{todo}")
-
-
-def _is_bare(folder: Path) -> bool:
-    """Whether nothing in a folder was made by training."""
-    return folder.is_dir() and not any(
-        path.is_file() and path != folder / CONFIG for path in folder.rglob("*")
-    )
-
-
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested sections by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
+        flat |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat
 
 
-def _free_name(folder: Path) -> Path:
-    number = 1
-    while (free := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    return free
-
-
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML, every key written out.
-
-    Example:
-      >>> dump_config(RunConfig(recipe="gpt", name="demo")).splitlines()[:2]
-      ['recipe: gpt', 'name: demo']
-    """
+    """The resolved config as YAML, every key written out."""
     return _dump(config.model_dump())
 
 

@@ -1,11 +1,11 @@
-"""Work in several processes of their own, each on its share of the cores."""
+"""Work in several processes, each on its share of the cores."""
 
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from ..startup import start_process
 
 Result = TypeVar("Result")
-ATTEMPTS = 2  # at a task whose process died, which may have been a neighbour's doing
+ATTEMPTS = 2  # at a task whose process died, possibly because of another task
 
 
 def each(
     tasks: Sequence[Any], jobs: int, work: Callable[..., Result]
 ) -> Iterator[tuple[Any, Result | str]]:
-    """Yields each task when it is over, with what the work returned, or why its process died."""
+    """Yield each task when it is over, with what the work returned, or why its process died."""
     if jobs == 1:
         yield from ((task, work(*task)) for task in tasks)
         return
@@ -27,12 +27,11 @@ def each(
     while attempts:
         context = get_context("spawn")
         cores = context.Queue()
-        for share in _shares(jobs):
-            cores.put(share)
+        own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        for job in range(jobs):
+            cores.put(set(own[job::jobs]) or set(own))
         with ProcessPoolExecutor(jobs, context, _begin, (cores,)) as pool:
-            futures: dict[Future[Result], int] = {
-                pool.submit(_do, work, tasks[index]): index for index in attempts
-            }
+            futures = {pool.submit(_do, work, tasks[index]): index for index in attempts}
             broken = False
             try:
                 for future in as_completed(futures):
@@ -45,11 +44,11 @@ def each(
                     del attempts[index]
                     yield tasks[index], result
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # nothing is begun any more
+                pool.shutdown(cancel_futures=True)  # no further task begins
                 raise
         if not broken:
             return
-        # Which process died is not known: those that could have been at work count one attempt.
+        # Which process died is not known: each task that could have been running counts an attempt.
         for index in list(attempts)[:jobs]:
             attempts[index] += 1
             if attempts[index] >= ATTEMPTS:
@@ -57,17 +56,8 @@ def each(
                 yield tasks[index], "its process was killed; is there enough memory?"
 
 
-def _shares(jobs: int) -> list[set[int]]:
-    """The cores of this process, dealt out to the jobs."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return [set(cores[index::jobs]) or set(cores) for index in range(jobs)]
-
-
 def _begin(cores: Any) -> None:
-    """Keeps a process on its own cores, so that its threads do not wait for those of others.
-
-    It comes before JAX's first computation, which counts the cores and starts threads.
-    """
+    """Pin a process to its cores, before JAX counts them and starts threads."""
     start_process()
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     share = cores.get()
@@ -76,28 +66,25 @@ def _begin(cores: Any) -> None:
 
 
 def _stop_with_parent() -> None:
-    """Asks this process to stop when its parent is gone, which could not ask it.
-
-    Otherwise it would train on beside the command that resumes what it trains.
-    """
+    """Stop this process when its parent is gone, and the command that resumes may run beside it."""
     if parent := parent_process():
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _do(work: Callable[..., Result], task: Sequence[Any]) -> Result:
-    """Does a task; where the parent has gone meanwhile, the process ends with it."""
+    """Do a task; if the parent has gone meanwhile, end the process."""
     try:
         return work(*task)
     finally:
         parent = parent_process()
-        if parent and not parent.is_alive():  # who asks for the next task would wait for ever
+        if parent and not parent.is_alive():  # asking for the next task would wait forever
             sys.stdout.flush()
             os._exit(1)
 
 
 def message_of(error: Exception) -> str:
-    """What a task returns of an error that must not stop the others.
+    """The first line of an error that must not stop other tasks.
 
     Example:
       >>> message_of(ValueError("too few\\nand so on"))

@@ -1,30 +1,35 @@
-"""What flows through each layer: the RMS of activations and gradients, and where it breaks.
+"""Measure the RMS of activations and gradients at each layer, find where they break, plot them.
 
-A model is not changed for this. While it runs, the `__call__` of every module class in it is
-replaced by one that also notes the output, and that passes it through an identity whose backward
-pass hands out the RMS of the cotangent as the gradient of a dummy scalar.
+The model is not changed for this. While it runs, the `__call__` of every module class in it is
+replaced by one that also notes the output and passes it through an identity, whose backward pass
+returns the RMS of the cotangent as the gradient of a dummy scalar.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from matplotlib.figure import Figure
 
 from unitscale import nn, ops, value_and_grad
 from unitscale.core import is_scaled
 
-from .batch import over_amax
+from .evaluate import over_amax
+from .report import read_metrics
 
 
 class Reading(NamedTuple):
-    """Statistics by layer path, in the order in which the layers finish.
+    """The RMS by layer path, in the order in which layers finish, in float32.
 
-    Each is the RMS in float32 (not finite when any element is not): `activations` of outputs,
-    `gradients` of the loss's cotangents at those outputs, `weights` of each parameter's gradient.
+    `activations` of outputs, `gradients` of the loss's cotangents at those outputs, `weights` of
+    each parameter's gradient. An RMS is not finite if any element is not.
     """
 
     loss: jax.Array
@@ -33,40 +38,33 @@ class Reading(NamedTuple):
     weights: dict[str, jax.Array]
 
     def first_not_finite(self) -> str | None:
-        """Where the first value that is not finite arises: forward order, then backward order."""
-        for path, value in self.activations.items():
-            if not jnp.isfinite(value):
-                return f"the output of {path}"
-        if not jnp.isfinite(self.loss):
-            return "the loss"
-        for path, value in reversed(self.gradients.items()):
-            if not jnp.isfinite(value):
-                return f"the gradient at the output of {path}"
-        for path, value in self.weights.items():
-            if not jnp.isfinite(value):
-                return f"the gradient of {path}"
-        return None
+        """Name the first value that is not finite: forward order, then backward order."""
+        values = {f"the output of {path}": x for path, x in self.activations.items()}
+        values["the loss"] = self.loss
+        for path, x in reversed(self.gradients.items()):
+            values[f"the gradient at the output of {path}"] = x
+        values |= {f"the gradient of {path}": x for path, x in self.weights.items()}
+        return next((name for name, value in values.items() if not jnp.isfinite(value)), None)
 
 
 def probe(model: Any, *inputs: Any) -> Reading:
-    """Runs the loss and its gradient once, noting every layer."""
-    model = _unrolled(model)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    # The layers that run, and in which order, are known only from a run.
+    """Run the loss and its gradient once, and measure every layer."""
+    graphdef, params, rest = nnx.split(_unrolled(model), nnx.Param, ...)
+    # Which layers run, and in which order, is known only from a run.
     paths: list[str] = []
     jax.eval_shape(
         lambda params, rest: paths.extend(_loss(params, rest, None, graphdef, inputs)[1]),
         params,
         rest,
     )
-    results = _measure(params, rest, inputs, graphdef, tuple(paths))
-    value, noted, at_outputs, weights = results
+    loss, noted, at_outputs, weights = _measure(params, rest, inputs, graphdef, tuple(paths))
     names = [
-        _dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
     ]
-    # jit sorts dictionaries by key; the order of the layers is what makes a first one.
+    # jit sorts dictionaries by key; here the order is that of the layers.
     return Reading(
-        value,
+        loss,
         {path: noted[path] for path in paths},
         {path: at_outputs[path] for path in paths},
         dict(zip(names, weights, strict=True)),
@@ -74,7 +72,7 @@ def probe(model: Any, *inputs: Any) -> Reading:
 
 
 def _unrolled(model: Any) -> Any:
-    """The model without scans over layers and what is computed again: all outputs are in reach."""
+    """Copy the model without scans over layers and remat, which hide outputs."""
     model = nnx.clone(model)
     parts: list[Any] = [module for _, module in nnx.iter_modules(model)]
     for module in parts:
@@ -107,9 +105,14 @@ def _measure(params, rest, inputs, graphdef, paths):
 
 @contextmanager
 def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
-    """Within the block, calls of the model's submodules are noted in the dictionary it yields."""
-    names = {id(module): _path_name(path) for path, module in nnx.iter_modules(model) if path}
-    classes = {_caller(type(module)) for _, module in nnx.iter_modules(model)} - {None}
+    """Within the block, note calls of the model's submodules in the dictionary it yields."""
+    modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
+    names = {id(module): ".".join(map(str, path)) for path, module in modules}
+    # The classes that define what calling the modules does.
+    owners: set[Any] = {
+        next((cls for cls in type(module).__mro__ if "__call__" in cls.__dict__), None)
+        for _, module in modules
+    }
     noted: dict[str, jax.Array] = {}
 
     def watching(original: Callable) -> Callable:
@@ -121,32 +124,21 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
 
         return call
 
-    originals: dict[Any, Callable] = {cls: cls.__dict__["__call__"] for cls in classes}
-    in_chunks = nn.Readout.cross_entropy
-    for cls, original in originals.items():
-        cls.__call__ = watching(original)
-    nn.Readout.cross_entropy = _of_whole_logits
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(nn.Readout, "cross_entropy", _of_whole_logits))
+        for cls in owners - {None}:
+            patches.enter_context(patch.object(cls, "__call__", watching(cls.__call__)))
         yield noted
-    finally:
-        for cls, original in originals.items():
-            cls.__call__ = original
-        nn.Readout.cross_entropy = in_chunks
 
 
 def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any) -> jax.Array:
-    """`nn.Readout.cross_entropy` by a call of the readout, so that there are logits to note."""
+    """Call the readout in `nn.Readout.cross_entropy`, so that there are logits to note."""
     options.pop("chunk_size", None)
     return ops.softmax_cross_entropy(self(x), labels, **options)
 
 
-def _caller(kind: type) -> type | None:
-    """The class that defines what calling an instance of `kind` does."""
-    return next((cls for cls in kind.__mro__ if "__call__" in cls.__dict__), None)
-
-
 def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict) -> Any:
-    """Notes the first floating array of an output; for a ScaledArray that is its data."""
+    """Note the first floating array of an output; of a ScaledArray that is its data."""
     leaves, structure = jax.tree.flatten(output)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -161,28 +153,58 @@ def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict
 
 @jax.custom_vjp
 def _tap(x: jax.Array, dummy: jax.Array) -> jax.Array:
-    """x; the cotangent of the dummy scalar is the RMS of the cotangent of x."""
+    """Return x; the cotangent of the dummy scalar is the RMS of the cotangent of x."""
     return x
 
 
-def _tap_forward(x, dummy):
-    return x, None
-
-
-def _tap_backward(_, cotangent):
-    return cotangent, _rms(cotangent)
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
+_tap.defvjp(lambda x, dummy: (x, None), lambda _, cotangent: (cotangent, _rms(cotangent)))
 
 
 def _rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
-def _path_name(path: tuple) -> str:
-    return ".".join(str(part) for part in path)
+def plot_loss(folder: Path, *, per: str) -> Path:
+    """Draw `loss.png` from `metrics.jsonl`: training and validation loss by step."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    for name, style in (("loss", "-"), ("validation_loss", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+    axes.set(xlabel="step", ylabel=f"loss (nats per {per})", title=folder.name)
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path := folder / "loss.png")
+    return path
 
 
-def _dotted(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
+    """Draw `rms.png`: the RMS of outputs, of gradients there, and of weight gradients."""
+    first = next(iter(readings.values()))
+    kinds = {
+        "activations": "output of each layer",
+        "gradients": "gradient at each layer's output",
+        "weights": "gradient of each parameter",
+    }
+    height = 1.5 + 0.16 * max(len(getattr(first, kind)) for kind in kinds)
+    figure = Figure(figsize=(16, max(4.0, height)), layout="constrained", dpi=120)
+    for axes, (kind, title) in zip(figure.subplots(1, 3), kinds.items(), strict=True):
+        names = list(getattr(first, kind))
+        for (label, reading), marker in zip(readings.items(), "oxs^", strict=False):
+            values = np.array([float(getattr(reading, kind)[name]) for name in names])
+            shown = np.isfinite(values) & (values > 0)  # a log axis has no place for the others
+            axes.plot(values[shown], np.flatnonzero(shown), marker, label=label, markersize=5)
+        axes.set_xscale("log", base=2)
+        axes.axvline(1.0, color="grey", linewidth=1)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set(xlabel="RMS", title=title)
+        axes.grid(alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()  # the same in all
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+    figure.suptitle(folder.name)
+    figure.savefig(path := folder / "rms.png")
+    return path

@@ -19,8 +19,8 @@ from .checkpoint import Checkpoints, Restored
 from .convert import convert, formats, with_formats
 from .folder import existing_run, is_sweep, run_folder, written_config
 from .optimizer import make_optimizer
-from .placement import place
 from .precision import scaled
+from .processes import place
 from .recipe import build_model
 
 Run = TypeVar("Run", bound=RunConfig)

@@ -18,8 +18,8 @@ from unitscale.nn import AmaxState
 from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
 
+from ..batches import loss_inputs
 from ..config import OptimizerConfig, PrecisionConfig, RunConfig
-from .batch import loss_inputs
 from .convert import is_amax
 from .precision import fed, plain, scalified
 from .recipe import recipe_of
@@ -50,7 +50,7 @@ def make_train_step(
       micro_batches: Parts of the batch whose gradients are accumulated.
 
     Returns:
-      A function of a `TrainState`, whose memory is reused, a batch (see `recipes.run.batch`), and
+      A function of a `TrainState`, whose memory is reused, a batch (see `loss_inputs`), and
       the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
       not finite, the state comes back as it went in; of a step that is left out it comes back with
       the step counted.

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..atomic import write_json
 from ..config import RunConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, write_json
 from ..run.folder import locked, open_run, other_data
 from ..run.pool import each, message_of
 from ..run.recipe import recipe_of

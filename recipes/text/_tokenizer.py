@@ -8,9 +8,8 @@ from typing import Protocol, Self
 import numpy as np
 import tokenizers
 
-from ..atomic import write_whole
 from ..config import BYTES, largest_id, read_tokenizer
-from ..errors import RecipeError
+from ..errors import RecipeError, write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 # What ends a document, by the tokenizers that have it; the first one found counts. Gemma has both

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from recipes.run.signals import StopRequest
+from recipes.run.processes import StopRequest
 
 
 def dies_at_two(number: int, folder: str) -> str | None:
@@ -34,6 +34,6 @@ def waits_for_a_stop(number: int, folder: str) -> None:
             time.sleep(0.1)
 
 
-def level_of_orbax(number: int) -> int:
-    """Work that tells from which level on its process shows what Orbax reports."""
-    return logging.getLogger("absl").getEffectiveLevel()
+def level_of_orbax(number: int) -> tuple[int, int]:
+    """Work that tells from which level on its process shows the reports of Orbax."""
+    return number, logging.getLogger("absl").getEffectiveLevel()

@@ -11,9 +11,9 @@ import safetensors
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.export import export, save_tensors
 from recipes.gpt.config import GPTConfig
 from recipes.run.folder import open_run
+from recipes.trained import export, save_tensors
 from unitscale import ScaledArray, nn
 
 from .runs import untrained
@@ -53,7 +53,7 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no run at"):
         export(other, path, pytest.fail)
     untrained(other, open_run(other))
-    with pytest.raises(RecipeError, match=r"as model.library plain has; got one without"):
+    with pytest.raises(ValueError, match=r"unitscale\.nn\.convert: .* no layers of plain Flax"):
         export(other, path, pytest.fail, fp8=True)
 
 
@@ -71,25 +71,22 @@ def test_a_vocabulary_is_written_without_its_padding(tmp_path: Path) -> None:
     assert found["b.kernel"]["data"] == np.asarray(value[:, :5]).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [("bfloat16", "BF16"), ("float16", "F16"), ("float8_e5m2", "F8_E5M2")]
-)
-def test_types(tmp_path: Path, dtype: str, name: str) -> None:
-    values = jnp.asarray([1.0, -0.5, 0.0], dtype)
-    scaled = ScaledArray(values, jnp.float32(0.25))
-    box = nnx.Dict(a=nnx.Param(values), n=nnx.Variable(jnp.arange(3)), s=nnx.Param(scaled))
-    assert save_tensors(box, tmp_path / "x") == 3
+def test_types_and_shared_arrays(tmp_path: Path) -> None:
+    """A shared array is written under each of its paths."""
+    types = {"bfloat16": "BF16", "float16": "F16", "float8_e5m2": "F8_E5M2"}
+    values = {dtype: jnp.asarray([1.0, -0.5, 0.0], dtype) for dtype in types}
+    box = nnx.Dict({dtype: nnx.Param(value) for dtype, value in values.items()})
+    box.n = nnx.Variable(jnp.arange(3))
+    box.s = nnx.Param(ScaledArray(values["float16"], jnp.float32(0.25)))
+    box.a, box.b = (nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    box.b.kernel = box.a.kernel
+    assert save_tensors(box, tmp_path / "x") == 7
     found = entries(tmp_path / "x")
-    assert {k: v["dtype"] for k, v in found.items()} == {"a": name, "n": "I32", "s": "F32"}
-    assert found["a"]["data"] == np.asarray(values).tobytes()
+    for dtype, name in types.items():
+        assert found[dtype]["dtype"] == name
+        assert found[dtype]["data"] == np.asarray(values[dtype]).tobytes()
+    assert found["n"]["dtype"] == "I32"
     assert np.frombuffer(found["s"]["data"], np.float32).tolist() == [0.25, -0.125, 0.0]
-
-
-def test_what_modules_share_is_written_by_each_path(tmp_path: Path) -> None:
-    layers = nnx.Dict(a=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), b=nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
-    layers.b.kernel = layers.a.kernel
-    assert save_tensors(layers, tmp_path / "x") == 4
-    found = entries(tmp_path / "x")
     assert found["a.kernel"]["data"] == found["b.kernel"]["data"]
 
 

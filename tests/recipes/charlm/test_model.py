@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recipes.batches import loss_inputs
 from recipes.charlm.task import build
 from recipes.cli import main
-from recipes.run.batch import loss_inputs
-from recipes.run.metrics import read_metrics
+from recipes.run.report import read_metrics
 from recipes.run.state import init_state
 from tests.gradients import jit
 

@@ -13,8 +13,8 @@ import pytest
 from recipes.images import task
 from recipes.images.config import ImagesConfig
 from recipes.registry import load_kind
-from recipes.run.metrics import read_metrics
 from recipes.run.precision import fed
+from recipes.run.report import read_metrics
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from tests.products import products

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, write_whole
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.folder import existing_run, locked, open_run
@@ -15,13 +15,20 @@ from recipes.train import train
 MakeConfig = Callable[..., GPTConfig]
 
 
-def test_made_once_and_opened_again(make_config: MakeConfig) -> None:
+def test_made_once_opened_again_and_moved(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     folder = open_run(config)
-    (folder / "kept").write_text("x")
+    (folder / "metrics.jsonl").touch()
     assert open_run(config) == folder
-    assert (folder / "kept").exists()
+    assert (folder / "metrics.jsonl").exists()
     assert load_config(folder / "config.yaml") == config
+    keys = ("eval_every", "eval_batches", "checkpoint_every", "keep", "sample_tokens")
+    changed = make_config(*(f"train.{key}=3" for key in keys), "train.logger=none")
+    assert open_run(changed) == folder
+    assert "checkpoint_every: 3" in (folder / "config.yaml").read_text()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    moved = make_config(f"train.runs_dir={tmp_path / 'elsewhere'}")
+    assert open_run(moved) == existing_run(moved) == tmp_path / "elsewhere/tiny"
 
 
 def test_two_processes_do_not_train_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -29,28 +36,12 @@ def test_two_processes_do_not_train_one_run(make_config: MakeConfig, tmp_path: P
     with locked(config), locked(other):
         with pytest.raises(RecipeError, match=r"name: another process is training in .*tiny; wait"):
             train(config, fresh=True)
-        assert not (tmp_path / "runs" / "tiny").exists()
+        assert not (tmp_path / "runs/tiny").exists()
     with pytest.raises(ValueError, match="of a run"), locked(config):
         raise ValueError("the end of a run")
     with locked(config):
         pass
     assert not list((tmp_path / "runs").iterdir())
-
-
-def test_a_moved_run_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    open_run(make_config())
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    moved = make_config(f"train.runs_dir={tmp_path / 'elsewhere'}")
-    assert open_run(moved) == existing_run(moved) == tmp_path / "elsewhere" / "tiny"
-
-
-def test_a_run_may_be_measured_and_saved_more_often(make_config: MakeConfig) -> None:
-    folder = open_run(make_config())
-    (folder / "metrics.jsonl").touch()
-    keys = ("eval_every", "eval_batches", "checkpoint_every", "keep", "sample_tokens")
-    changed = make_config(*(f"train.{key}=3" for key in keys))
-    assert open_run(changed) == folder
-    assert "checkpoint_every: 3" in (folder / "config.yaml").read_text()
 
 
 def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None:
@@ -67,13 +58,15 @@ def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None
 
 def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     (open_run(make_config()) / "metrics.jsonl").touch()
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*--fresh"):
         open_run(make_config("seed=3", "train.steps=9"))
-    assert "  seed: 0 -> 3\n  train.steps: 6 -> 9\n" in str(caught.value)
+    with pytest.raises(RecipeError, match=r"policy: float32 -> float16\n.*--convert to go on"):
+        open_run(make_config("policy=float16"))
+    assert open_run(make_config("policy=float16"), convert=True)
 
 
 def test_a_start_that_failed_binds_nobody(make_config: MakeConfig) -> None:
-    """Unless somebody else wrote the config: nothing of theirs is written over."""
+    """Unless somebody else wrote the config: nothing of theirs is overwritten."""
     open_run(make_config("seed=3"))
     path = open_run(make_config("seed=4")) / "config.yaml"
     path.write_text("# mine\n" + path.read_text())
@@ -92,7 +85,7 @@ def test_fresh_moves_aside(make_config: MakeConfig) -> None:
 
 
 def test_a_folder_that_is_no_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "tiny"
+    folder = tmp_path / "runs/tiny"
     folder.mkdir(parents=True)
     assert open_run(make_config()) == folder  # empty: as good as none
     (folder / "config.yaml").unlink()
@@ -111,27 +104,27 @@ def test_only_model_and_formats_matter_to_an_existing_run(make_config: MakeConfi
         existing_run(make_config())
     folder = open_run(make_config())
     assert existing_run(make_config("data.batch_size=2", "train.steps=5")) == folder
-    with pytest.raises(RecipeError, match=r"precision\.policy: float32 -> float16"):
-        existing_run(make_config("precision.policy=float16"))
+    for word, changed in {
+        "policy=float16": "policy: float32 -> float16",
+        "model.width=8": r"model\.width: 16 -> 8",
+        "scalify={storage: float16}": r"scalify\.storage: None -> float16",
+        "policies={'*.out': bfloat16}": r"policies\.\*\.out: None -> bfloat16",
+    }.items():
+        with pytest.raises(RecipeError, match=f"  {changed}\n"):
+            existing_run(make_config(word))
+    open_run(make_config("scalify={storage: float16}", "name=other"))
+    with pytest.raises(RecipeError, match=r"  scalify\.storage: float16 -> None\n"):
+        existing_run(make_config("name=other"))
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        (("precision=scalify_float16",), r"precision\.scalify", "float16"),
-        (("precision.layers={'*.out': bfloat16}",), r"precision\.layers\.\*\.out", "bfloat16"),
-    ],
-)
-def test_every_format_matters_to_an_existing_run(
-    make_config: MakeConfig, words: tuple[str, ...], key: str, value: str
-) -> None:
-    """Whether it is the run that has them, or the config of now."""
-    for own, other, change in (
-        (words, (), f"{value} -> None"),
-        ((), words, f"None -> {value}"),
-    ):
-        name = f"name=run{len(own)}"
-        open_run(make_config(*own, name))
-        existing_run(make_config(*own, name))
-        with pytest.raises(RecipeError, match=f"  {key}: {change}\n"):
-            existing_run(make_config(*other, name))
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    for text in ("first é\n", "old"):
+        write_whole(path, text)
+        assert path.read_bytes() == text.encode("utf-8")
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "new \ud800")
+    assert path.read_text(encoding="utf-8") == "old"
+    with pytest.raises(OSError, match="No such file"):
+        write_whole(tmp_path / "gone/file.json", "text")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from recipes.registry import load_config
-from recipes.run.metrics import read_metrics
+from recipes.run.processes import StopRequest
+from recipes.run.report import read_metrics
 
 ROOT = Path(__file__).parents[3]
 STEPS, RESTARTS = 400, 30
@@ -110,3 +111,42 @@ def test_stopped_and_started_again_it_is_the_run_never_stopped(
     assert ended() == 0
     assert rows(folder) == rows(runs / "whole")
     assert arrays(folder) == arrays(runs / "whole")
+
+
+def test_the_first_signal_is_noted_and_the_second_acts() -> None:
+    # Python's own handler of Ctrl-C, which a process that runs tests for another has not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with StopRequest() as stop:
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_stopped_process_saves(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "recipes", "train", str(config_file)]
+    command += ["train={steps: 1000000, log_every: 1, checkpoint_every: 1000000}"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # ends when the process does
+        if line.startswith("step 3/"):
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, err
+    assert f"stopped by {number.name} after step" in out
+    assert "run the same command to resume" in out
+    (saved,) = (tmp_path / "runs" / "tiny" / "checkpoints").iterdir()
+    assert int(saved.name) >= 3

@@ -9,9 +9,8 @@ import pytest
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.batch import make_loss
-from recipes.run.evaluate import make_evaluation
-from recipes.run.placement import (
+from recipes.run.evaluate import make_evaluation, make_loss
+from recipes.run.processes import (
     divided,
     on_mesh,
     open_mesh,
@@ -33,21 +32,37 @@ UNIT = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 WIDE = "model.width=64"  # so that matrices are large enough to be cut
 
 
-def test_a_run_on_a_mesh_is_that_of_one_device(make_config: MakeConfig) -> None:
+def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = loss_of(make_config(WIDE, "name=one"))
     many = loss_of(make_config(WIDE, "name=many", MESH))
     assert many == pytest.approx(one, rel=1e-5)
+    config = make_config(WIDE, "name=halves", MESH)
+    batches, real = [], train_module.place_batch
+
+    def stop_after_four(batch, mesh):
+        batches.append(batch)
+        if len(batches) == 5:
+            raise KeyboardInterrupt
+        return real(batch, mesh)
+
+    monkeypatch.setattr(train_module, "place_batch", stop_after_four)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(config)
+    monkeypatch.setattr(train_module, "place_batch", real)
+    assert loss_of(config) == many
 
 
 @pytest.mark.parametrize(
     "words",
     [
         (*UNIT, "model.attention_implementation=plain"),
-        (*UNIT, "model.attention_implementation=chunked"),
-        (*UNIT, "model.heads=4"),
         ("model.dropout=0.0",),
+        pytest.param((*UNIT, "model.attention_implementation=chunked"), marks=pytest.mark.slow),
+        pytest.param((*UNIT, "model.heads=4"), marks=pytest.mark.slow),
     ],
-    ids=["plain attention", "chunked attention", "whole heads", "plain model"],
+    ids=["plain attention", "plain model", "chunked attention", "whole heads"],
 )
 def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     """Loss and gradients are those of one device, up to the rounding of float32 sums."""
@@ -101,24 +116,6 @@ def test_activations_lie_where_the_batch_does(make_config: MakeConfig, words) ->
     assert program.count("sharding_constraint") > config.model.layers
 
 
-def test_a_run_on_a_mesh_resumes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = loss_of(make_config(WIDE, "name=whole", MESH))
-    config = make_config(WIDE, "name=halves", MESH)
-    batches, real = [], train_module.place_batch
-
-    def stop_after_four(batch, mesh):
-        batches.append(batch)
-        if len(batches) == 5:
-            raise KeyboardInterrupt
-        return real(batch, mesh)
-
-    monkeypatch.setattr(train_module, "place_batch", stop_after_four)
-    with pytest.raises(KeyboardInterrupt):
-        loss_of(config)
-    monkeypatch.setattr(train_module, "place_batch", real)
-    assert loss_of(config) == whole
-
-
 def test_the_state_stays_where_it_lies(make_config: MakeConfig) -> None:
     config = make_config(WIDE, MESH)
     mesh = open_mesh(config)
@@ -133,7 +130,7 @@ def test_the_state_stays_where_it_lies(make_config: MakeConfig) -> None:
     assert cut  # kernels and their moments
 
 
-def test_refusals(make_config: MakeConfig) -> None:
+def test_a_mesh_fits_its_devices_and_config(make_config: MakeConfig) -> None:
     count = len(jax.devices())
     with pytest.raises(RecipeError, match=rf"mesh: .*tensor 3 = 3 and {count} devices"):
         open_mesh(make_config("mesh={tensor: 3}"))
@@ -150,10 +147,7 @@ def test_refusals(make_config: MakeConfig) -> None:
         ):
             open_mesh(make_config(*words))
     assert open_mesh(make_config()) is None
-
-
-def test_one_process_has_all(make_config: MakeConfig) -> None:
-    mesh = open_mesh(make_config(MESH))
+    mesh = open_mesh(make_config(MESH))  # one process has all
     assert share(None) == share(mesh) == {"process": 0, "processes": 1}
     state = place({"kernel": jax.numpy.ones((64, 64))}, mesh)
     assert whole(state)["kernel"] is state["kernel"]

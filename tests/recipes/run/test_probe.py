@@ -1,14 +1,17 @@
-"""The probe measures what JAX computes, layer by layer, and leaves the model as it was."""
+"""The probe measures what JAX computes, layer by layer, leaves the model as it was, and plots."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.image
 import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.run.probe import probe
+from recipes.run.probe import Reading, plot_loss, plot_rms, probe
+from recipes.run.report import Metrics
 
 
 class Toy(nnx.Module):
@@ -51,15 +54,12 @@ def test_measures_what_jax_computes() -> None:
         found = {name: float(value) for name, value in getattr(reading, kind).items()}
         assert found == pytest.approx(layers, rel=1e-5)
     grads = nnx.grad(lambda m: (m(X) * Y).mean())(model)
-    assert reading.weights.keys() == {
-        "first.kernel",
-        "first.bias",
-        "second.kernel",
-        "second.bias",
+    expected = {
+        f"{layer}.{name}": rms(grads[layer][name][...])
+        for layer in ("first", "second")
+        for name in ("kernel", "bias")
     }
-    assert float(reading.weights["second.kernel"]) == pytest.approx(
-        rms(grads["second"]["kernel"][...]), rel=1e-5
-    )
+    assert {k: float(x) for k, x in reading.weights.items()} == pytest.approx(expected, rel=1e-5)
     assert reading.first_not_finite() is None
 
 
@@ -81,44 +81,60 @@ def test_a_layer_that_runs_twice_is_noted_twice() -> None:
     assert list(reading.activations) == ["first", "first'"]
 
 
-# what is broken, and what is named
-BROKEN = [
-    (lambda model: model.first.kernel, jnp.inf, X, "the output of first"),
-    (lambda model: model.second.kernel, jnp.nan, X, "the output of second"),
+@pytest.mark.parametrize(
+    ("layer", "name", "value"),
     # tanh hides the infinity, but not from its own input
-    (lambda model: model.first.bias, jnp.inf, X, "the output of first"),
-]
-
-
-@pytest.mark.parametrize(("where", "value", "x", "named"), BROKEN)
-def test_names_the_first_layer_that_is_not_finite(where, value, x, named) -> None:
+    [("first", "kernel", jnp.inf), ("second", "kernel", jnp.nan), ("first", "bias", jnp.inf)],
+)
+def test_names_the_first_layer_that_is_not_finite(layer: str, name: str, value: float) -> None:
     model = Toy()
-    variable = where(model)
+    variable = getattr(getattr(model, layer), name)
     variable[...] = variable[...].at[0].set(value)
-    assert probe(model, x, Y).first_not_finite() == named
+    assert probe(model, X, Y).first_not_finite() == f"the output of {layer}"
 
 
-def test_names_a_gradient_that_is_not_finite() -> None:
-    class Root(nnx.Module):
-        """The square root of zero is finite, its gradient is not."""
-
+@pytest.mark.parametrize(
+    ("function", "named"),
+    # The square root of zero is finite, its gradient is not.
+    [(jnp.sqrt, "the gradient at the output of linear"), (jnp.log, "the loss")],
+)
+def test_names_a_loss_or_gradient_that_is_not_finite(function: Any, named: str) -> None:
+    class Zero(nnx.Module):
         def __init__(self):
             self.linear = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
 
         def loss(self, ids, targets, *, deterministic):
-            return jnp.sqrt(jnp.abs(self.linear(ids))).sum()
+            return function(jnp.abs(self.linear(ids))).sum()
 
-    assert probe(Root(), jnp.zeros((5, 3)), Y).first_not_finite() == (
-        "the gradient at the output of linear"
-    )
+    assert probe(Zero(), jnp.zeros((5, 3)), Y).first_not_finite() == named
 
 
-def test_names_the_loss() -> None:
-    class Log(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
+def test_names_a_weight_gradient_that_is_not_finite() -> None:
+    layers = {"a": jnp.float32(1.0)}
+    reading = Reading(jnp.float32(1.0), layers, layers, {"a.kernel": jnp.float32(jnp.nan)})
+    assert reading.first_not_finite() == "the gradient of a.kernel"
 
-        def loss(self, ids, targets, *, deterministic):
-            return jnp.log(jnp.abs(self.linear(ids))).sum()
 
-    assert probe(Log(), jnp.zeros((5, 3)), Y).first_not_finite() == "the loss"
+def ink(path: Path) -> int:
+    """The number of pixels that are not white."""
+    return int((matplotlib.image.imread(path)[..., :3].min(-1) < 0.9).sum())
+
+
+def test_plots_the_loss_however_much_there_is(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    empty = ink(plot_loss(tmp_path, per="token"))
+    for step in range(1, 9):
+        metrics.write(step, loss=3.0 / step)
+    metrics.write(8, validation_loss=1.0)
+    metrics.close()
+    assert plot_loss(tmp_path, per="token") == tmp_path / "loss.png"
+    assert ink(tmp_path / "loss.png") > empty
+
+
+def test_plots_an_rms_also_if_it_is_not_finite(tmp_path: Path) -> None:
+    values = (1.5, 0.0, float("nan"), float("inf"))
+    layers = {f"layers.{i}": jnp.float32(value) for i, value in enumerate(values)}
+    reading = Reading(jnp.float32(2.0), layers, layers, layers)
+    path = plot_rms(tmp_path, {"at initialisation": reading, "after 3 steps": reading})
+    assert path == tmp_path / "rms.png"
+    assert ink(path) > 1000

@@ -18,10 +18,8 @@ from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run import processes
-from recipes.run.metrics import read_metrics
-from recipes.run.placement import open_mesh
-from recipes.run.processes import Processes, SharedError, joined
-from recipes.run.signals import StopRequest
+from recipes.run.processes import Processes, SharedError, StopRequest, joined, open_mesh
+from recipes.run.report import read_metrics
 from recipes.train import asked_to_stop
 
 ROOT = Path(__file__).parents[3]
@@ -54,11 +52,14 @@ class Pair:
     """The same command in two processes, each with one device."""
 
     def __init__(self, config: Path, words: list[str], own: tuple[list[str], list[str]]) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
         environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "",
             "PYTHONFAULTHANDLER": "1",
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": "2",
             "JAX_COMPILATION_CACHE_DIR": str(config.with_name("compiled")),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -91,12 +92,6 @@ class Pair:
 
 
 Start = Callable[..., Pair]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture
@@ -178,7 +173,7 @@ def test_lost_processes(start: Start, config_file: Path) -> None:
     assert saved(folder) == [STEPS - 1, STEPS]
 
 
-def test_one_process() -> None:
+def test_one_process(make_config: Callable[..., GPTConfig]) -> None:
     with joined(Processes()):
         assert processes.is_first()
     assert processes.all_texts("here") == ["here"]
@@ -186,69 +181,68 @@ def test_one_process() -> None:
     processes.check_alike({"name": "tiny"})
     with pytest.raises(RecipeError, match="as it was"), processes.together():
         raise RecipeError("as it was")
-
-
-def test_refusals(make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(RecipeError, match=r"processes: .*processes must be given too; got only"),
         joined(Processes(address="localhost:1", index=0)),
     ):
         pass
+    stop = StopRequest()
+    assert asked_to_stop(stop, logging=False) is None
+    stop.signal = signal.SIGINT
+    assert asked_to_stop(stop, logging=False) is signal.SIGINT
+    assert not processes.is_lost(ValueError("Gloo all-reduce failed"))
+
+
+def test_two_processes(
+    make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other process would say is made up."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    count = jax.device_count()
-    with pytest.raises(RecipeError, match=rf"mesh: .* got null; set mesh\.data={count}"):
-        open_mesh(make_config())
-
-
-def test_what_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore")
-    assert not processes.is_lost(error)  # there is no other process
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert processes.is_lost(error)
-    assert not processes.is_lost(ValueError("expected a matrix"))
-    assert not processes.is_lost(OSError("NCCL"))
-    assert not processes.is_lost(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
-    message = processes.lost_message(error, "the checkpoint of step 3 is untouched")
-    assert message == (
-        "process 0 of 2: another process no longer answers (UNKNOWN: Gloo all-reduce failed: "
-        "Connection closed by peer); its own log says why, if it could; the checkpoint of step 3 "
-        "is untouched; run the same command again in every process to resume"
-    )
-
-
-def test_processes_with_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the others would say is made up."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    gathered: list[str] = []
-
-    def all_texts(text: str) -> list[str]:
-        return [text, *gathered]
-
-    monkeypatch.setattr(processes, "all_texts", all_texts)
-    gathered[:] = ["data.path: no such file"]
+    other: list[str] = []
+    monkeypatch.setattr(processes, "all_texts", lambda text: [text, *other])
+    other[:] = ["data.path: no such file"]
     with (
         pytest.raises(SharedError, match=r"process 1 of 2: data\.path: no such file"),
         processes.together(),
     ):
         pass
-    with pytest.raises(SharedError, match=r"^mesh: too many$"), processes.together():
-        raise RecipeError("mesh: too many")
-    with pytest.raises(SharedError, match=r"^unitscale\.parallel: 3"), processes.together():
-        raise ValueError("unitscale.parallel: 3 rows on 2 devices")
-    with pytest.raises(ValueError, match=r"^not for users$"), processes.together():
-        raise ValueError("not for users")
-    gathered[:] = ['{"unitscale": "\'9\'", "seed": "1"}']
-    with pytest.raises(
-        SharedError, match=r"(?s)processes 0 and 1\n  unitscale: .* and '9'\n  jax:"
+    for error, kind, message in (
+        (RecipeError("mesh: too many"), SharedError, "^mesh: too many$"),
+        (ValueError("unitscale.parallel: 3 rows"), SharedError, r"^unitscale\.parallel: 3 rows$"),
+        (ValueError("not for users"), ValueError, "^not for users$"),
     ):
+        with pytest.raises(kind, match=message), processes.together():
+            raise error
+    other[:] = ['{"unitscale": "\'9\'", "seed": "1"}']
+    differ = r"(?s)processes 0 and 1\n  unitscale: .* and '9'\n  jax:"
+    with pytest.raises(SharedError, match=differ) as caught:
         processes.check_alike({"seed": 1})
-
-
-def test_a_stop_is_agreed_on_at_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other process was told to stop, this one was not."""
-    stop = StopRequest()
-    assert asked_to_stop(stop, logging=True) is None
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "seed" not in str(caught.value)
+    count = jax.device_count()
+    with pytest.raises(RecipeError, match=rf"mesh: .* got null; set mesh\.data={count}"):
+        open_mesh(make_config())
+    # The other process was told to stop, this one was not; they agree at log lines.
     monkeypatch.setattr(train_module, "largest", lambda own: max(own, signal.SIGTERM))
-    assert asked_to_stop(stop, logging=False) is None
-    assert asked_to_stop(stop, logging=True) is signal.SIGTERM
+    assert asked_to_stop(StopRequest(), logging=False) is None
+    assert asked_to_stop(StopRequest(), logging=True) is signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore"), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: no heartbeat"), True),
+        (ValueError("expected a matrix"), False),
+        (OSError("NCCL"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+    ],
+)
+def test_another_process_is_lost(
+    error: Exception, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert processes.is_lost(error) == lost
+    message = processes.lost_message(error, "the checkpoint of step 3 is untouched")
+    reason = str(error).splitlines()[0]
+    assert message.startswith(f"process 0 of 2: another process no longer answers ({reason}); ")
+    assert "; the checkpoint of step 3 is untouched; run the same command again" in message

@@ -5,9 +5,9 @@ import inspect
 import numpy as np
 import pytest
 
+from recipes.batches import loss_inputs
 from recipes.config import RunConfig
 from recipes.registry import RECIPES
-from recipes.run.batch import loss_inputs
 from recipes.run.recipe import Recipe, recipe_of
 
 

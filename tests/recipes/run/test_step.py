@@ -12,7 +12,7 @@ from flax import nnx
 
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run.placement import on_mesh, place, place_batch
+from recipes.run.processes import on_mesh, place, place_batch
 from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_train_step
 from tests.recipes.conftest import write_config
