@@ -63,8 +63,12 @@ def describe(config: RunConfig) -> Description:
     with attention_paths() as taken:
         _, step, shapes = abstract_step(short[0])
         step.trace(*shapes)
-    flops, activations = _extrapolated(config, [_cost(few) for few in short])
-    activations *= config.data.batch_size
+    costs = [_cost(few) for few in short]
+    # Each further layer costs what the second one does.
+    further = getattr(getattr(config, "model", None), "layers", 1) - 1
+    (flops, saved), (more_flops, more_saved) = costs[0], costs[-1]
+    flops += further * (more_flops - flops)
+    activations = (saved + further * (more_saved - saved)) * config.data.batch_size
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     held = (frozen, state.params, _gradients(config, state.params), state.opt_state)
     device, mesh = None, abstract_mesh(config)
@@ -128,13 +132,6 @@ def _shortened(config: RunConfig) -> list[RunConfig]:
         return [config]
     shapes = [shape.model_copy(update={"layers": n}) for n in (1, 2)]
     return [config.model_copy(update={"model": few}) for few in shapes]
-
-
-def _extrapolated(config: Any, costs: list[tuple]) -> tuple:
-    """The costs of all layers: each further layer costs what the second one does."""
-    if len(costs) == 1:
-        return costs[0]
-    return tuple(a + (config.model.layers - 1) * (b - a) for a, b in zip(*costs, strict=True))
 
 
 def _cost(config: RunConfig) -> tuple[float, int]:
