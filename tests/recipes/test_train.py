@@ -18,10 +18,9 @@ from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.report import Metrics, read_metrics
-from recipes.run.state import init_state
+from recipes.run.state import LossScale, init_state
 from recipes.run.step import make_train_step
 from recipes.text import Corpus
-from recipes.run.state import LossScale
 from recipes.train import Outcome
 from unitscale.nn import AmaxState
 
