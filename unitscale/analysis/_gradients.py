@@ -310,7 +310,9 @@ def _blame(graph: Graph, gradients: dict[int, list[Any]]) -> tuple[Guilty, ...]:
     wrong: dict[int, list[float]] = {}
     suspects: dict[int, list[tuple[Edge, float]]] = {}
     for edge, is_cut in edges:
-        if edge.op not in gradients or (pair := gradients[edge.op][edge.operand]) is None:
+        if edge.op is None or edge.operand is None or edge.op not in gradients:
+            continue
+        if (pair := gradients[edge.op][edge.operand]) is None:
             continue
         ratio = Ratio.of(*pair)
         # Where no gradient flows for these values, a factor does no harm.

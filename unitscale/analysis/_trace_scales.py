@@ -369,7 +369,7 @@ class Watcher(Interpreter):
         if any(isinstance(x, Tracer) for x in operands):
             return once_each(*operands)
 
-        def compiled() -> tuple[Any, list[ScaleRecord]]:
+        def compiled() -> tuple[Any, list[dict[str, Any]]]:
             before = len(self.sites)
             lowered = jax.jit(once_each).lower(*operands)
             sites = self.sites[before:]
