@@ -1,8 +1,7 @@
 """Cut edges: where a backward factor of its own leaves every gradient a constant times the truth.
 
-They are the bridges of the forward graph, whose vertices are values and operations. All paths to
-the loss from above a bridge cross it, so a factor on its cotangent changes all gradients there by
-one constant; on any other edge it would weight the paths unequally.
+They are the bridges of the graph of values and operations: all paths to the loss from above a
+bridge cross it, so a factor on its cotangent changes all gradients there by one constant.
 """
 
 import dataclasses
@@ -172,15 +171,6 @@ class Graph(Interpreter):
 
     Calls and custom functions are opened. The body of a loop is in the graph once, with an edge
     from each carried result back to its operand.
-
-    Attributes:
-        edges: in program order.
-        inputs: the vertex of each flat input; None for one that is not differentiable.
-        values: by vertex, the equation of each value outside of custom_vjp functions, followed by
-            the calls around it, and its variable.
-        ops: equations of the outermost custom_vjp functions.
-        measured: results of ``measure(eqn, operands)`` by the number of the op, if ``args`` are
-            given.
     """
 
     def __init__(
@@ -192,7 +182,9 @@ class Graph(Interpreter):
     ):
         super().__init__()
         self.edges: list[Edge] = []
+        # By vertex, the equation of each value, the calls around it, and its variable.
         self.values: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        # The outermost custom_vjp functions, and what ``measure(eqn, operands)`` returned for each.
         self.ops: list[Any] = []
         self.measured: dict[int, Any] = {}
         self.measure, self.exact, self.inside = measure, Exact(), False

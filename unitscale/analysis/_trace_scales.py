@@ -170,8 +170,6 @@ def trace_scales(
 ) -> Callable[..., ScaleTrace]:
     """Return a function that measures every floating value that a function computes.
 
-    The returned function is traced once for all arguments of the same types, as by `jax.jit`.
-
     Scaling:
         amax is taken over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of
         zeros, and the shares that each format would make zero or subnormal or saturate over a
@@ -185,8 +183,8 @@ def trace_scales(
             three times as many, evenly spaced; None measures all elements.
 
     Returns:
-        A function of the arguments of ``fn`` that returns a `ScaleTrace`: records in program order,
-        without values that only rearrange another's elements.
+        A function of the arguments of ``fn``, traced once for arguments of the same types. It
+        returns a `ScaleTrace`: records in program order, without values that only rearrange others.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace.
@@ -215,14 +213,15 @@ def trace_scales(
     def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
         program = traced("trace_scales", fn, *args, **kwargs)
         watcher = Watcher(kept, sample, memory)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, keystr = jax.tree_util.tree_leaves_with_path((args, kwargs)), jax.tree_util.keystr
         inputs = [
             x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-            for x, var in zip(leaves, program.jaxpr.jaxpr.invars, strict=True)
+            for (_, x), var in zip(leaves, program.jaxpr.jaxpr.invars, strict=True)
         ]
-        for x, path in zip(inputs, _paths(treedef), strict=True):
+        for x, (path, _) in zip(inputs, leaves, strict=True):
             if is_float(x):
-                watcher.measure(x, _site(x, Source("input", ""), "input", name=path))
+                site = _site(x, Source("input", ""), "input", name=keystr(path[1:]))
+                watcher.measure(x, site)
         results = watcher.run(program.jaxpr, inputs)
         if not watcher.sites:
             raise ValueError(
@@ -232,8 +231,7 @@ def trace_scales(
         paths = jax.tree_util.tree_leaves_with_path(program.out_info)
         for value, (path, _) in zip(results, paths, strict=True):
             if (index := watcher.noted.get(id(value))) is not None:
-                name = f"result{jax.tree_util.keystr(path)}"
-                watcher.sites[index] = watcher.sites[index] | {"name": name}
+                watcher.sites[index] = watcher.sites[index] | {"name": f"result{keystr(path)}"}
         rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
         sites = zip(watcher.sites, rows, strict=True)
         records = tuple(_with_statistics(site, row, kept) for site, row in sites)
@@ -241,16 +239,6 @@ def trace_scales(
         return ScaleTrace(records, result)
 
     return measured
-
-
-def _paths(treedef: Any) -> list[str]:
-    """Names of the leaves of (args, kwargs), as `ScaleRecord` has them."""
-    keystr = jax.tree_util.keystr
-    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    return [
-        keystr(path[1:]) if path[0].idx == 0 else f"[{path[1].key!r}]{keystr(path[2:])}"
-        for path, _ in jax.tree_util.tree_leaves_with_path(numbered)
-    ]
 
 
 def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> dict:
@@ -267,21 +255,14 @@ def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "
 
 
 class Watcher(Interpreter):
-    """Execute a program, and collect statistics of its values.
-
-    Attributes:
-        sites: where each value is, as `_site` says it.
-        rows: arrays (n, width) of statistics in the order of the sites, as `_row` makes them.
-        noted: index of the site of a value, by the value's id.
-        memory: results of `once`, for later executions of the program.
-    """
+    """Execute a program, and collect the rows of statistics of its values and their sites."""
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
         self.formats, self.sample, self.memory = formats, sample, memory
         self.sites: list[dict[str, Any]] = []
         self.rows: list[Any] = []
-        self.noted: dict[int, int] = {}
+        self.noted: dict[int, int] = {}  # index of a value's site, by the value's id
         # Values that depend on no input are constants of the program and are not measured.
         self.constants: dict[int, Any] = {}
 
@@ -410,10 +391,9 @@ def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
-    """Return one row (1, width) of statistics of all elements, of which these are the sample.
+    """Return statistics (1, width) of all elements, of which these are the sample.
 
-    They are the count, sums of squares at scales 1, `UP` and `DOWN`, zeros; for each format
-    elements that become zero, are below its normal numbers, exceed its largest; amax.
+    Count; squares at scales 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
     """
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
     padded = [0, 0, 0, 1]

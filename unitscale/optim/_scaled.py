@@ -74,6 +74,10 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         return self
 
 
+def _is_leaf(x: Any) -> bool:
+    return x is None or is_scaled(x)
+
+
 def values(tree: Any) -> Any:
     """Return a tree as plain arrays in float32, or float64 where an array has that dtype."""
 
@@ -82,10 +86,6 @@ def values(tree: Any) -> Any:
         return widen(jnp.asarray(x)) if is_floating(x) else x
 
     return jax.tree.map(wide, tree, is_leaf=is_scaled)
-
-
-def _is_leaf(x: Any) -> bool:
-    return x is None or is_scaled(x)
 
 
 def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:
@@ -154,8 +154,8 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
     if weights is not None and floating and not any(map(is_scaled, floating)):
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
-            "params = tx.scale_params(params) first (nn.Optimizer does if scaled is outermost: clip "
-            "inside scaled, scaled(optax.chain(clip, inner))), or pass weights=None. "
+            "params = tx.scale_params(params) first, or pass weights=None. nn.Optimizer calls it "
+            "where scaled is outermost: clip inside scaled, as in scaled(optax.chain(clip, inner)). "
             f"{WITHIN_SCALIFY}"
         )
 

@@ -126,7 +126,7 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return the global rate that moves kernels as a plain model's Adam rate does, on average."""
+        """Return the rate at which kernels move, on average, as at a plain model's Adam rate."""
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
