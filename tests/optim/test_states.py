@@ -46,62 +46,43 @@ def _sam() -> Any:
     return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)))
 
 
+# Those that need a rate alone.
+RATES = {
+    1e-3: "rprop simplified_ademamix",
+    3e-3: "lion rmsprop sign_sgd signum",
+    1e-2: """
+        acprop adabelief adafactor adam adamax adamaxw adamw adan ademamix adopt amsgrad fromage
+        lamb madgrad muon nadam nadamw novograd optimistic_adam_v2 radam schedule_free_adamw yogi
+    """,
+    0.05: "optimistic_gradient_descent",
+    0.1: "adagrad schedule_free_sgd sgd sm3",
+    1.0: "adadelta lars",
+}
 RUNS: dict[str, Run] = {
-    "adabelief": Run(lambda: optax.adabelief(1e-2)),
-    "adadelta": Run(lambda: optax.adadelta(1.0)),
-    "adafactor": Run(lambda: optax.adafactor(1e-2)),
+    name: Run(functools.partial(getattr(optax, name, None) or getattr(contrib, name), rate))
+    for rate, names in RATES.items()
+    for name in names.split()
+} | {
     "adafactor, factored": Run(lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4)),
-    "adagrad": Run(lambda: optax.adagrad(0.1)),
-    "adam": Run(lambda: optax.adam(1e-2)),
-    "adamax": Run(lambda: optax.adamax(1e-2)),
-    "adamaxw": Run(lambda: optax.adamaxw(1e-2)),
-    "adamw": Run(lambda: optax.adamw(1e-2)),
-    "adan": Run(lambda: optax.adan(1e-2)),
-    "amsgrad": Run(lambda: optax.amsgrad(1e-2)),
-    "fromage": Run(lambda: optax.fromage(1e-2)),
-    "lamb": Run(lambda: optax.lamb(1e-2)),
-    "lars": Run(lambda: optax.lars(1.0)),
     "lbfgs": Run(optax.lbfgs, ("value", "grad", "value_fn")),
-    "lion": Run(lambda: optax.lion(3e-3)),
-    "nadam": Run(lambda: optax.nadam(1e-2)),
-    "nadamw": Run(lambda: optax.nadamw(1e-2)),
     "noisy_sgd": Run(lambda: optax.noisy_sgd(0.05, key=0)),
-    "novograd": Run(lambda: optax.novograd(1e-2)),
-    "optimistic_adam_v2": Run(lambda: optax.optimistic_adam_v2(1e-2)),
-    "optimistic_gradient_descent": Run(lambda: optax.optimistic_gradient_descent(0.05)),
     "polyak_sgd": Run(optax.polyak_sgd, ("value",)),
-    "radam": Run(lambda: optax.radam(1e-2)),
-    "rmsprop": Run(lambda: optax.rmsprop(3e-3)),
     "rmsprop, bias correction": Run(lambda: optax.rmsprop(3e-3, bias_correction=True)),
     "rmsprop, centred": Run(lambda: optax.rmsprop(3e-3, centered=True)),
     "rmsprop, momentum": Run(lambda: optax.rmsprop(3e-3, centered=True, momentum=0.9)),
-    "rprop": Run(lambda: optax.rprop(1e-3)),
-    "sgd": Run(lambda: optax.sgd(0.1)),
     "sgd, momentum": Run(lambda: optax.sgd(0.05, momentum=0.9)),
     "sgd, nesterov": Run(lambda: optax.sgd(0.05, momentum=0.9, nesterov=True)),
-    "sign_sgd": Run(lambda: optax.sign_sgd(3e-3)),
-    "signum": Run(lambda: optax.signum(3e-3)),
-    "sm3": Run(lambda: optax.sm3(0.1)),
-    "yogi": Run(lambda: optax.yogi(1e-2)),
-    "acprop": Run(lambda: contrib.acprop(1e-2)),
-    "ademamix": Run(lambda: contrib.ademamix(1e-2)),
-    "adopt": Run(lambda: contrib.adopt(1e-2)),
     "cocob": Run(contrib.cocob),
     "dadapt_adamw": Run(contrib.dadapt_adamw, weights=None),
     "dog": Run(lambda: contrib.dog(1.0), weights=None),
     "dowg": Run(lambda: contrib.dowg(1.0), weights=None),
     "galore": Run(lambda: contrib.galore(1e-2, rank=4)),
-    "madgrad": Run(lambda: contrib.madgrad(1e-2)),
     "mechanize": Run(lambda: contrib.mechanize(optax.sgd(0.1)), weights=None),
     "momo": Run(contrib.momo, ("value",)),
     "momo_adam": Run(contrib.momo_adam, ("value",)),
-    "muon": Run(lambda: contrib.muon(1e-2)),
     "prodigy": Run(contrib.prodigy, weights=None),
     "sam": Run(_sam),
     "schedule_free": Run(lambda: contrib.schedule_free(optax.sgd(0.1), 0.1)),
-    "schedule_free_adamw": Run(lambda: contrib.schedule_free_adamw(1e-2)),
-    "schedule_free_sgd": Run(lambda: contrib.schedule_free_sgd(0.1)),
-    "simplified_ademamix": Run(lambda: contrib.simplified_ademamix(1e-3)),
     "sophia": Run(lambda: contrib.sophia(1e-2), ("obj_fn",)),
     "split_real_and_imaginary": Run(lambda: contrib.split_real_and_imaginary(optax.adam(1e-2))),
 }

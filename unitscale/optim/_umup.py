@@ -193,8 +193,7 @@ def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTr
 
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, section 3.1; Wortsman et al., "Small-scale
-        proxies for large-scale Transformer training instabilities", 2023, arXiv 2309.14322,
-        section 3.2.2.
+        proxies for large-scale Transformer training", 2023, arXiv 2309.14322, section 3.2.2.
     """
     if not 0 <= decay < 1:
         raise ValueError(
