@@ -8,6 +8,7 @@ root of a second by eps / 2.
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -418,6 +419,7 @@ def first_step_of(inner: Any, **settings: Any) -> None:
 
 BY_DATA = {"w": ScaledArray(jnp.ones((4, 6)), 1.0), "b": jnp.ones(3)}
 ADAM, NOTE = optax.adam(RATE), optax.GradientTransformation(lambda p: {"n": "x"}, lambda *a: a)
+NO_UPDATE: Any = SimpleNamespace(init=len)
 WRONG: dict[str, Callable[[], Any]] = {
     "scaled: inner": lambda: scaled(optax.adam),  # pyright: ignore[reportArgumentType]
     "skip_nonfinite: inner": lambda: skip_nonfinite(optax.adam),  # pyright: ignore[reportArgumentType]
@@ -443,7 +445,9 @@ WRONG: dict[str, Callable[[], Any]] = {
         {"w": jnp.ones((6, 4)), "b": jnp.ones(3)}
     ),
     r"ScaledArray at grads\['w'\]": lambda: update_with(BY_DATA),
+    "scaled: inner must": lambda: scaled(NO_UPDATE),
     "Moment: dtype": lambda: optim.Moment("float64"),
+    "Moment: dtype must be a float8": lambda: optim.Moment("float8_e8m0fnu"),
     "Moment: dtype must": lambda: optim.Moment("E4M3"),
     "Moment: block": lambda: optim.Moment("float16", block=0),
     "state must hold ScaledArrays": lambda: optim.SquareRoot(jnp.ones(3)).value,  # pyright: ignore[reportArgumentType]

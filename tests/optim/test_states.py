@@ -260,6 +260,10 @@ TABLE: dict[str, tuple[Any, dict[str, str]]] = {
     "sm3": (optax.sm3(0.1), both("0.nu", TRACE)),  # mu sums, and nu is no square
     # Accumulated gradients stay float32.
     "multi steps": (optax.MultiSteps(optax.lion(0.1), 2), both("inner_opt_state.0.mu", TRACE)),
+    "hyperparams": (
+        optax.inject_hyperparams(optax.lion)(learning_rate=0.1),
+        both("inner_state.0.mu", TRACE),
+    ),
     "masked": (optax.masked(optax.trace(0.9), MASK), {"inner_state.trace.a": TRACE}),
     "muon": (
         optax.contrib.muon(0.1),

@@ -52,6 +52,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     processes = 2
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
