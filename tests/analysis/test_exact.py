@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unitscale import cast
-from unitscale.analysis._exact import evaluate
+from unitscale.analysis._program import evaluate
 from unitscale.core import dithered
 from unitscale.ops._loss import in_one_pass
 

@@ -10,22 +10,10 @@ from unitscale import as_scaled, batch_size, ops
 from unitscale.analysis import check_gradients
 
 EXPENSIVE = {
-    "mixture of experts",
-    "activation beside experts",
-    "stack fp8_dynamic",
-    "stack float16",
+    *("mixture of experts", "activation beside experts", "stack fp8_dynamic", "conv", "layer"),
+    *("tied", "attention", "recurrent", "layer_norm", "scan", "residual of two taus"),
+    "inside of a residual",
 }
-EXPENSIVE |= {
-    "conv",
-    "layer",
-    "tied",
-    "attention",
-    "recurrent",
-    "layer_norm",
-    "dense hmean",
-    "scan",
-}
-EXPENSIVE |= {"residual beside", "residual of two taus", "inside of a residual", "two denses"}
 
 
 def cases(names):

@@ -46,62 +46,43 @@ def _sam() -> Any:
     return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)))
 
 
+# Those that need a rate alone.
+RATES = {
+    1e-3: "rprop simplified_ademamix",
+    3e-3: "lion rmsprop sign_sgd signum",
+    1e-2: """
+        acprop adabelief adafactor adam adamax adamaxw adamw adan ademamix adopt amsgrad fromage
+        lamb madgrad muon nadam nadamw novograd optimistic_adam_v2 radam schedule_free_adamw yogi
+    """,
+    0.05: "optimistic_gradient_descent",
+    0.1: "adagrad schedule_free_sgd sgd sm3",
+    1.0: "adadelta lars",
+}
 RUNS: dict[str, Run] = {
-    "adabelief": Run(lambda: optax.adabelief(1e-2)),
-    "adadelta": Run(lambda: optax.adadelta(1.0)),
-    "adafactor": Run(lambda: optax.adafactor(1e-2)),
+    name: Run(functools.partial(getattr(optax, name, None) or getattr(contrib, name), rate))
+    for rate, names in RATES.items()
+    for name in names.split()
+} | {
     "adafactor, factored": Run(lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4)),
-    "adagrad": Run(lambda: optax.adagrad(0.1)),
-    "adam": Run(lambda: optax.adam(1e-2)),
-    "adamax": Run(lambda: optax.adamax(1e-2)),
-    "adamaxw": Run(lambda: optax.adamaxw(1e-2)),
-    "adamw": Run(lambda: optax.adamw(1e-2)),
-    "adan": Run(lambda: optax.adan(1e-2)),
-    "amsgrad": Run(lambda: optax.amsgrad(1e-2)),
-    "fromage": Run(lambda: optax.fromage(1e-2)),
-    "lamb": Run(lambda: optax.lamb(1e-2)),
-    "lars": Run(lambda: optax.lars(1.0)),
     "lbfgs": Run(optax.lbfgs, ("value", "grad", "value_fn")),
-    "lion": Run(lambda: optax.lion(3e-3)),
-    "nadam": Run(lambda: optax.nadam(1e-2)),
-    "nadamw": Run(lambda: optax.nadamw(1e-2)),
     "noisy_sgd": Run(lambda: optax.noisy_sgd(0.05, key=0)),
-    "novograd": Run(lambda: optax.novograd(1e-2)),
-    "optimistic_adam_v2": Run(lambda: optax.optimistic_adam_v2(1e-2)),
-    "optimistic_gradient_descent": Run(lambda: optax.optimistic_gradient_descent(0.05)),
     "polyak_sgd": Run(optax.polyak_sgd, ("value",)),
-    "radam": Run(lambda: optax.radam(1e-2)),
-    "rmsprop": Run(lambda: optax.rmsprop(3e-3)),
     "rmsprop, bias correction": Run(lambda: optax.rmsprop(3e-3, bias_correction=True)),
     "rmsprop, centred": Run(lambda: optax.rmsprop(3e-3, centered=True)),
     "rmsprop, momentum": Run(lambda: optax.rmsprop(3e-3, centered=True, momentum=0.9)),
-    "rprop": Run(lambda: optax.rprop(1e-3)),
-    "sgd": Run(lambda: optax.sgd(0.1)),
     "sgd, momentum": Run(lambda: optax.sgd(0.05, momentum=0.9)),
     "sgd, nesterov": Run(lambda: optax.sgd(0.05, momentum=0.9, nesterov=True)),
-    "sign_sgd": Run(lambda: optax.sign_sgd(3e-3)),
-    "signum": Run(lambda: optax.signum(3e-3)),
-    "sm3": Run(lambda: optax.sm3(0.1)),
-    "yogi": Run(lambda: optax.yogi(1e-2)),
-    "acprop": Run(lambda: contrib.acprop(1e-2)),
-    "ademamix": Run(lambda: contrib.ademamix(1e-2)),
-    "adopt": Run(lambda: contrib.adopt(1e-2)),
     "cocob": Run(contrib.cocob),
     "dadapt_adamw": Run(contrib.dadapt_adamw, weights=None),
     "dog": Run(lambda: contrib.dog(1.0), weights=None),
     "dowg": Run(lambda: contrib.dowg(1.0), weights=None),
     "galore": Run(lambda: contrib.galore(1e-2, rank=4)),
-    "madgrad": Run(lambda: contrib.madgrad(1e-2)),
     "mechanize": Run(lambda: contrib.mechanize(optax.sgd(0.1)), weights=None),
     "momo": Run(contrib.momo, ("value",)),
     "momo_adam": Run(contrib.momo_adam, ("value",)),
-    "muon": Run(lambda: contrib.muon(1e-2)),
     "prodigy": Run(contrib.prodigy, weights=None),
     "sam": Run(_sam),
     "schedule_free": Run(lambda: contrib.schedule_free(optax.sgd(0.1), 0.1)),
-    "schedule_free_adamw": Run(lambda: contrib.schedule_free_adamw(1e-2)),
-    "schedule_free_sgd": Run(lambda: contrib.schedule_free_sgd(0.1)),
-    "simplified_ademamix": Run(lambda: contrib.simplified_ademamix(1e-3)),
     "sophia": Run(lambda: contrib.sophia(1e-2), ("obj_fn",)),
     "split_real_and_imaginary": Run(lambda: contrib.split_real_and_imaginary(optax.adam(1e-2))),
 }
@@ -265,43 +246,25 @@ def both(field: str, kind: str) -> dict[str, str]:
 
 FIRST, SECOND, TRACE = "float8_e4m3fn", "float16*", "float16"
 ADAM = both("0.mu", FIRST) | both("0.nu", SECOND)
+
+
 TABLE: dict[str, tuple[Any, dict[str, str]]] = {
-    "adam": (optax.adam(0.1), ADAM),
     "adamw": (optax.adamw(0.1), ADAM),
     "amsgrad": (optax.amsgrad(0.1), ADAM | both("0.nu_max", SECOND)),
-    "lion": (optax.lion(0.1), both("0.mu", TRACE)),
     "momentum": (optax.sgd(0.1, momentum=0.9), both("0.trace", TRACE)),
     "sgd": (optax.sgd(0.1), {}),
-    "rmsprop": (optax.rmsprop(0.1), both("0.nu", SECOND)),
     "adagrad": (optax.adagrad(0.1), {}),  # a sum that only grows
     "average": (optax.ema(0.9), {}),  # of anything, parameters too
     "centred": (optax.rmsprop(0.1, centered=True), {}),  # a difference of its moments
     "belief": (optax.adabelief(0.1), both("0.nu", SECOND)),
     "sm3": (optax.sm3(0.1), both("0.nu", TRACE)),  # mu sums, and nu is no square
-    "chain": (
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-        both("1.0.mu", FIRST) | both("1.0.nu", SECOND),
-    ),
-    "multi steps": (
-        optax.MultiSteps(optax.lion(0.1), 2),
-        both("inner_opt_state.0.mu", TRACE),  # accumulated gradients stay float32
-    ),
+    # Accumulated gradients stay float32.
+    "multi steps": (optax.MultiSteps(optax.lion(0.1), 2), both("inner_opt_state.0.mu", TRACE)),
     "hyperparams": (
         optax.inject_hyperparams(optax.lion)(learning_rate=0.1),
         both("inner_state.0.mu", TRACE),
     ),
-    "masked": (
-        optax.masked(optax.trace(0.9), MASK),
-        {"inner_state.trace.a": TRACE},
-    ),
-    "partition": (
-        optax.partition({"matrix": optax.lion(0.1), "vector": optax.adam(0.1)}, TREE_LABELS),
-        {
-            "inner_states.matrix.inner_state.0.mu.a": TRACE,
-            "inner_states.vector.inner_state.0.mu.b.c": FIRST,
-            "inner_states.vector.inner_state.0.nu.b.c": SECOND,
-        },
-    ),
+    "masked": (optax.masked(optax.trace(0.9), MASK), {"inner_state.trace.a": TRACE}),
     "muon": (
         optax.contrib.muon(0.1),
         {
@@ -311,22 +274,25 @@ TABLE: dict[str, tuple[Any, dict[str, str]]] = {
         },
     ),
     "adafactor": (optax.adafactor(0.1), both("0.v", SECOND)),  # too small to factor
-    "finite": (optax.apply_if_finite(optax.lion(0.1), 3), both("inner_state.0.mu", TRACE)),
+    "factored": (optax.adafactor(0.1, min_dim_size_to_factor=2), {"0.v.b.c": SECOND}),
 }
+TRACES = [  # first, second, and the format that momentum that is itself the update takes of them
+    ("float16", "float8_e4m3fn", "float16"),
+    ("bfloat16", Moment("float16", root=True), "float16"),
+    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn"),
+    (None, "float16", None),
+    ("float8_e4m3fn", None, None),
+]
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_moments_of(name: str) -> None:
-    inner, expected = TABLE[name]
-    assert found(inner) == expected
-
-
-def test_factored_moments_of_adafactor_stay_as_they_are() -> None:
-    inner = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    assert found(inner) == {"0.v.b.c": SECOND}
-
-
-def test_one_array_as_params() -> None:
+def test_formats_of_moments() -> None:
+    for name, (inner, expected) in TABLE.items():
+        with entry(name):
+            assert found(inner) == expected
+    for first, second, expected in TRACES:
+        formats = found(optax.trace(0.9), moments=(first, second))
+        assert formats == ({} if expected is None else both("trace", expected))
+    assert found(optax.adam(0.1), moments=(None, "float16")) == both("0.nu", "float16*")
     assert found(optax.adam(0.1), jnp.ones(5)) == {"0.mu": FIRST, "0.nu": SECOND}
     # Numbers stay: nothing is saved by 8 bits of one.
     assert found(optax.adam(0.1), jnp.ones(())) == {}
@@ -351,11 +317,6 @@ def test_formats_by_a_function_of_path_and_role() -> None:
     assert asked["inner_opt_state.0.nu.b.c"] == "second"
 
 
-def test_none_keeps_a_moment() -> None:
-    assert found(optax.adam(0.1), moments=(None, "float16")) == both("0.nu", "float16*")
-    assert found(optax.adam(0.1), moments=(None, None)) == {}
-
-
 class OwnState(NamedTuple):
     mu: Any
     nu: Any
@@ -371,29 +332,6 @@ def test_names_are_not_enough() -> None:
     assert found(optax.chain(own(), optax.adam(0.1))) == {f"1.{k}": v for k, v in ADAM.items()}
 
 
-TRACES = [  # first, second, and what momentum that is the step itself takes of them
-    ("float8_e4m3fn", "float16", "float16"),
-    ("float16", "float8_e4m3fn", "float16"),
-    ("bfloat16", Moment("float16", root=True), "float16"),
-    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn"),
-    ("float32", "float16", "float32"),
-    (None, "float16", None),
-    ("float8_e4m3fn", None, None),
-]
-
-
-@pytest.mark.parametrize(("first", "second", "expected"), TRACES)
-def test_a_trace_takes_the_finer_format(first: Any, second: Any, expected: str | None) -> None:
-    formats = found(optax.trace(0.9), moments=(first, second))
-    assert formats == ({} if expected is None else both("trace", expected))
-
-
-MATRIX = {"w": np.linspace(0.5, 2, 24).reshape(4, 6), "b": np.ones(6)}
-MATRIX = {name: x.astype(np.float32) for name, x in MATRIX.items()}
-SLOPES = {"w": np.linspace(1, 2, 24).reshape(4, 6), "b": np.linspace(1, 2, 6)}
-SLOPES = {name: x.astype(np.float32) for name, x in SLOPES.items()}
-
-
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 9)))
 FOUR = scaled(INNER, moments=("e4m3fn", "e4m3fn"), rounding="stochastic", key=5)
 # Each with the error of a square of a rounded root, or of a mean.
@@ -401,63 +339,49 @@ TARGETS: dict[str, tuple[Any, float]] = {
     "plain": (INNER, 1e-6),
     "6 bytes": (scaled(INNER), 2**-4),
     "4 bytes": (FOUR, 2**-3),
-    "blocks": (scaled(INNER, moments=("e5m2", "bfloat16"), block=4), 2**-3),
-    "large ones": (optim.scaled(INNER, min_size=12), 2**-4),
+    "blocks of large ones": (
+        optim.scaled(INNER, moments=("e5m2", "bfloat16"), block=4, min_size=12),
+        2**-3,
+    ),
 }
 
 
-def begin(tx: Any) -> tuple[Any, Any]:
-    params = jax.tree.map(jnp.asarray, TREE)
-    params = tx.scale_params(params) if tx is not INNER else params
-    return params, tx.init(params)
-
-
-@functools.cache
-def stepped() -> dict[str, Any]:
-    """States after a step."""
-
-    def step(tx: Any) -> Any:
-        params, state = begin(tx)
-        return tx.update(jax.tree.map(jnp.cos, to_array(TREE)), state, params)[1]
-
-    return compute({name: (functools.partial(step, tx),) for name, (tx, _) in TARGETS.items()})
-
-
-def numbers(state: Any) -> list[Any]:
-    inner = state.inner if hasattr(state, "inner") else state
-    return jax.tree.leaves(jax.tree.map(load, inner, is_leaf=is_stored))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_converted_numbers_are_those_of_the_source_rounded_once(target: str) -> None:
-    tx, error = TARGETS[target]
+def test_converted_numbers_are_those_of_the_source_rounded_once() -> None:
+    """Between all pairs of formats, in one program; training goes on from each."""
+    shapes = jax.tree.map(jnp.asarray, TREE)
 
     @jax.jit
-    def run(states):
-        params, like = begin(tx)
-        converted = [optim.convert_state(state, like) for state in states]
-        for state in converted:  # it goes on
-            tx.update(jax.tree.map(jnp.sin, to_array(TREE)), state, params)
-        return (
-            converted,
-            like,
-            [(numbers(a), numbers(b)) for a, b in zip(converted, states, strict=True)],
-        )
+    def run(grads):
+        begun, results = {}, []
+        for name, (tx, _) in TARGETS.items():
+            params = shapes if tx is INNER else tx.scale_params(shapes)
+            like = tx.init(params)
+            begun[name] = tx, params, like, tx.update(grads, like, params)[1]
+        for target, (tx, params, like, _) in begun.items():
+            for source, (*_, state) in begun.items():
+                converted = optim.convert_state(state, like)
+                tx.update(grads, converted, params)
+                assert jax.tree.structure(converted) == jax.tree.structure(like)
+                kinds = [[x.dtype for x in jax.tree.leaves(s)] for s in (converted, like)]
+                assert kinds[0] == kinds[1]
+                pair = [
+                    jax.tree.leaves(jax.tree.map(load, getattr(s, "inner", s), is_leaf=is_stored))
+                    for s in (converted, state)
+                ]
+                keys = [getattr(s, "key", None) for s in (converted, state, like)]
+                results.append(((target, source), pair, keys))
+        names[:] = [name for name, *_ in results]
+        return [row[1:] for row in results]
 
-    converted, like, pairs = run(list(stepped().values()))
-    for after, (mine, theirs) in zip(converted, pairs, strict=True):
-        assert jax.tree.structure(after) == jax.tree.structure(like)
-        assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(like)]
+    names: list[Any] = []
+    rows = run(jax.tree.map(np.cos, TREE))
+    for (target, _), ((mine, theirs), (key, given, fresh)) in zip(names, rows, strict=True):
         for got, wanted in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1.05 * error)
-
-
-def test_the_key_is_part_of_a_converted_state() -> None:
-    states, like = stepped(), jax.jit(lambda: begin(FOUR)[1])()
-    own, of_plain = (optim.convert_state(states[n], like).key for n in ("4 bytes", "plain"))
-    for found, wanted in ((own, states["4 bytes"].key), (of_plain, like.key)):
-        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(wanted))
-    assert (jax.random.key_data(own) != jax.random.key_data(like.key)).any()
+            np.testing.assert_allclose(got, wanted, rtol=1.05 * TARGETS[target][1])
+        if key is not None:
+            expected = fresh if given is None else given
+            np.testing.assert_array_equal(*map(jax.random.key_data, (key, expected)))
+    assert len(names) == len(TARGETS) ** 2
 
 
 def test_a_sum_never_stalls_and_what_is_stored_begins_as_inner_does() -> None:

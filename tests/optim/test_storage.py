@@ -65,16 +65,41 @@ def test_error_is_half_the_distance_of_neighbours(dtype: str, root: bool) -> Non
     assert float(read(0, dtype, root)) == 0
 
 
+@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_the_largest_entry_never_saturates_and_uses_the_top_of_the_range(dtype: str) -> None:
-    for exponent in np.linspace(-30, 30, 41):
-        for root in (False, True):
-            x = np.float32(2.0**exponent) * np.ones(3, np.float32)
-            out = stored(x, dtype, root)
-            data = np.asarray((out.root if root else out).data).astype(np.float64)
-            top = 2.0 ** np.floor(np.log2(format_of(dtype).max))
-            assert (data <= top).all()
-            assert (data >= top / 2).all()
+def test_scales_use_the_top_of_the_range_for_each_item_of_a_stack(dtype: str, root: bool) -> None:
+    """Items of one number, which never saturate; and each as if alone."""
+    x = np.float32(2.0 ** np.linspace(-30, 30, 41))[:, None, None] * np.ones((2, 3), np.float32)
+    x[5] *= sample(3, 4.0, (2, 3)) ** 2
+    moment = Moment(dtype, root, stack_axes=1)
+    stack = jax.jit(lambda x: store(moment, x))(x)
+    assert moment_of(stack) == moment
+    np.testing.assert_array_equal(load(stack)[5], read(x[5], dtype, root))
+    data = np.asarray((stack.root if root else stack).data).astype(np.float64).max((1, 2))
+    top = 2.0 ** np.floor(np.log2(format_of(dtype).max))
+    assert (data <= top).all()
+    assert (data >= top / 2).all()
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
+def test_an_entry_that_is_not_finite_is_seen(dtype: str, root: bool) -> None:
+    for bad in (-np.inf, np.nan):
+        x = sample()
+        x[3, 5] = bad
+        assert np.isnan(read(x, dtype, root)).all()
+        blocks = np.isnan(read(x, dtype, root, 8))
+        assert blocks[3, :8].all()
+        assert blocks.sum() == 8
+        start, ones = first(dtype, root), np.ones(LARGE, np.float32)
+        _, value = again(with_outlier(ones, bad), start, dtype, root)
+        assert np.isnan(value[3, 5])
+        sampled = ones.copy()
+        sampled[0, 0] = bad
+        out, value = again(sampled, start, dtype, root)
+        assert np.isnan(value).all()
+        if format_of(dtype).exponent_bits < 5:
+            assert np.isnan(again(ones, out, dtype, root)[1]).all()
 
 
 @pytest.mark.parametrize("key", [None, 0])
@@ -84,18 +109,6 @@ def test_a_second_moment_never_rounds_to_zero(key) -> None:
     value = read(x, "float8_e4m3fn", True, key=key)
     assert (value[:3] >= x[:3] * (1 - 2**-3)).all()
     assert value[3] == 0
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("bad", [-np.inf, np.nan])
-def test_what_is_not_finite_is_seen(dtype: str, root: bool, bad: float) -> None:
-    x = sample()
-    x[3, 5] = bad
-    assert np.isnan(read(x, dtype, root)).all()
-    blocks = np.isnan(read(x, dtype, root, 8))
-    assert blocks[3, :8].all()
-    assert blocks.sum() == 8
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -132,23 +145,6 @@ def test_stochastic_rounding_is_unbiased(root: bool) -> None:
     assert len(np.unique(y)) == 2
     step = np.ptp(y)
     assert abs(y.mean() - true) < 5 * step / 2 / n**0.5
-
-
-@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
-@pytest.mark.parametrize("dtype", NARROW)
-def test_items_of_a_stack_are_stored_each_as_if_alone(dtype: str, root: bool) -> None:
-    sizes = np.float32([1, 2.0**20, 2.0**-20])[:, None, None]
-    x = np.abs(sample(3, 4.0, (3, 4, 5))) * sizes
-
-    @jax.jit
-    def run(x):
-        stack = store(Moment(dtype, root, stack_axes=1), x, None)
-        alone = [load(store(Moment(dtype, root), item, None)) for item in x]
-        return stack, load(stack), jnp.stack(alone)
-
-    stack, value, alone = run(x)
-    assert moment_of(stack) == Moment(dtype, root, stack_axes=1)
-    np.testing.assert_array_equal(value, alone)
 
 
 LARGE = (512, 1024)
@@ -221,25 +217,6 @@ def test_a_small_block_among_zeros_that_no_sample_has_is_found(dtype: str, root:
     assert np.isfinite((zeros.root if root else zeros).scale)
 
 
-@pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("bad", [-np.inf, np.nan])
-def test_an_entry_of_a_large_array_that_is_not_finite_is_seen(
-    dtype: str, bad: float, root: bool
-) -> None:
-    start = first(dtype, root)
-    _, value = again(with_outlier(np.ones(LARGE, np.float32), bad), start, dtype, root)
-    assert np.isnan(value[3, 5])
-    sampled = np.ones(LARGE, np.float32)
-    sampled[0, 0] = bad
-    out, value = again(sampled, start, dtype, root)
-    assert np.isnan(value).all()
-    assert np.isnan(again(np.ones(LARGE, np.float32), out, dtype, root)[1]).all() or dtype in (
-        "float16",
-        "float8_e5m2",
-    )
-
-
 def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
     sizes = np.float32([1, 2.0**20, 2.0**-20])[:, None, None]
     x = sizes * np.abs(sample(0, 2.0, (3, 128, 256)))
@@ -257,29 +234,29 @@ def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
         np.testing.assert_allclose(value, x, rtol=2**-4)
 
 
-DTYPES = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float16", "bfloat16", "float32"]
-
-
 @pytest.mark.parametrize("key", [None, 0], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_is_a_cast_of_finite_numbers_and_nan_of_others(dtype: str, key: int | None) -> None:
-    largest = format_of(dtype).max
-    x = np.random.default_rng(0).normal(0, 3, 500)
-    x = np.float32([*x, 0.0, -0.0, 1e-30, *np.array([1, -1]) * min(4 * largest, 3e38)])
-    bad = np.float32([np.inf, -np.inf, np.nan])
-    rounding = "nearest" if key is None else "stochastic"
-    key = None if key is None else jax.random.key(key)
+def test_rounding_is_a_cast_of_finite_numbers_and_nan_of_others(key: int | None) -> None:
+    rounding, key = ("nearest", None) if key is None else ("stochastic", jax.random.key(key))
+    table = {}
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"):
+        largest = min(4 * format_of(dtype).max, 3e38)
+        x = np.random.default_rng(0).normal(0, 3, 500)
+        x = np.float32([*x, 0.0, -0.0, 1e-30, largest, -largest])
 
-    @jax.jit
-    def run(x, bad):
-        own = round_finite(x, dtype, key), round_finite(bad, dtype, key)
-        return *own, cast(x, dtype, rounding, key)
+        def run(x, bad, dtype=dtype):
+            return (
+                round_finite(x, dtype, key),
+                cast(x, dtype, rounding, key),
+                round_finite(bad, dtype, key),
+            )
 
-    found, of_bad, expected = (np.asarray(y).astype(np.float32) for y in run(x, bad))
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
-    assert np.isnan(of_bad).all()
-    assert jnp.dtype(round_finite(x, dtype, key).dtype) == jnp.dtype(dtype)
+        table[dtype] = (run, x, np.float32([np.inf, -np.inf, np.nan]))
+    for dtype, results in compute(table).items():
+        assert results[0].dtype == format_of(dtype).dtype
+        found, expected, of_bad = (np.asarray(y).astype(np.float32) for y in results)
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+        assert np.isnan(of_bad).all()
 
 
 def test_the_value_is_the_square_with_the_sign_of_the_root() -> None:
@@ -384,14 +361,11 @@ def test_per_channel_and_block_scales_are_kept_apart() -> None:
     np.testing.assert_array_equal(moved, 1)
 
 
-def test_large_arrays_are_judged_by_evenly_spaced_entries() -> None:
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 1e-6), ("float8_e4m3fn", 1e-2)])
+def test_small_rows_or_columns_that_are_sampled_clip_no_others(dtype, size) -> None:
     data = np.full((3, 700, 100), 64.0, np.float16)
     assert float(rescaled(data, np.float32(1)).scale) == 64.0
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("float16", 1e-6), ("float8_e4m3fn", 1e-2)])
-@pytest.mark.parametrize("small", [np.s_[::64], np.s_[:, ::128]], ids=str)
-def test_small_rows_or_columns_that_are_looked_at_clip_no_others(small, dtype, size) -> None:
+    small = np.s_[::64] if dtype == "float16" else np.s_[:, ::128]
     value = np.random.default_rng(0).standard_normal((4096, 256)).astype(np.float32)
     value[small] *= size
     weight = first = scale_weight(value, dtype)
@@ -493,11 +467,10 @@ def same(got, wanted) -> None:
     ("ours", "theirs"),
     [
         (optim.clip_by_global_norm(0.5), optax.clip_by_global_norm(0.5)),
-        (optim.clip_by_global_norm(1e12), optax.clip_by_global_norm(1e12)),
         (optim.ema(0.9), optax.ema(0.9)),
         (optim.ema(0.5, debias=False), optax.ema(0.5, debias=False)),
     ],
-    ids=["clips", "too small to clip", "ema", "ema without debias"],
+    ids=["clips", "ema", "ema without debias"],
 )
 def test_transformations_are_those_of_optax_on_values(ours, theirs) -> None:
     state, wanted_state = ours.init(TREES[0]), theirs.init(to_array(TREES[0], jnp.float32))
@@ -511,16 +484,6 @@ def test_transformations_are_those_of_optax_on_values(ours, theirs) -> None:
 def test_an_average_of_parameters() -> None:
     wanted = optax.incremental_update(*(to_array(t, jnp.float32) for t in TREES[:2]), 0.25)
     same(optim.incremental_update(*TREES[:2], 0.25), wanted)
-
-
-@pytest.mark.parametrize("inner", [optax.adagrad(0.1), optax.lamb(0.1)])
-def test_state_of_narrow_parameters_keeps_its_types(inner) -> None:
-    tx, params = scaled(inner, weights=None, moments=(None, None)), {"w": jnp.ones(9, "float16")}
-    step = jax.lax.scan(
-        lambda c, _: (tx.step(*c, params), None), (params, tx.init(params)), None, 2
-    )
-    assert step[0][0]["w"].dtype == "float16"
-    assert jnp.all(step[0][0]["w"] < 1)
 
 
 def test_numbers_are_parameters_as_in_optax() -> None:

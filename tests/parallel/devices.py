@@ -34,13 +34,6 @@ def on_each(f: Callable[..., Any], devices: int, out: Any = None, **kwargs: Any)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=each, **kwargs))
 
 
-def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Magnitudes spread evenly over the binades from 2^-20 to 2^10, with random signs."""
-    random = np.random.default_rng(seed)
-    exponents = random.uniform(-20, 10, shape)
-    return (random.choice([-1.0, 1.0], shape) * 2.0**exponents).astype(np.float32)
-
-
 def relative_error(got: Any, wanted: Any) -> float:
     """||got - wanted|| / ||wanted||, in float64."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))

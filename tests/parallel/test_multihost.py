@@ -52,8 +52,9 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes(processes: int) -> None:
+@pytest.mark.slow
+def test_two_processes() -> None:
+    processes = 2
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
     base |= {
         "JAX_PLATFORMS": "cpu",

@@ -1,21 +1,31 @@
 """Cut edges: where a backward factor of its own leaves every gradient a constant times the truth.
 
-They are the bridges of the forward graph, whose vertices are values and operations. All paths to
-the loss from above a bridge cross it, so a factor on its cotangent changes all gradients there by
-one constant; on any other edge it would weight the paths unequally.
+They are the bridges of the graph of values and operations: all paths to the loss from above a
+bridge cross it, so a factor on its cotangent changes all gradients there by one constant.
 """
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from ..core import is_scaled, scan_counts
-from ._exact import Exact, wide
-from ._program import Interpreter, Source, inner_program, is_float, source_of, traced
+from ..core import scan_counts
+from ._program import (
+    Exact,
+    Interpreter,
+    Source,
+    inner_program,
+    is_float,
+    leaves_of,
+    source_of,
+    traced,
+    wide,
+)
 
 _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
@@ -99,10 +109,9 @@ def cut_edges(
         ['dense', 'gelu', 'mse_loss']
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3 (cut edges);
-        Tarjan, "A note on finding the bridges of a graph", 1974.
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3.
     """
-    closed, _ = traced("cut_edges", fn, *args)
+    closed = traced("cut_edges", fn, *args).jaxpr
     numbers = range(len(args)) if argnums is None else argnums
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
@@ -111,36 +120,29 @@ def cut_edges(
             f"{len(args)}; got {', '.join(map(str, wrong))}"
         )
     chosen = {n % len(args) for n in numbers}
-    flags, names = [], []
-    for index, arg in enumerate(args):
-        for path, node in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_scaled):
-            for leaf in jax.tree.leaves(node):
-                # The data of a ScaledArray is differentiated, its scale is a constant.
-                part = "" if not is_scaled(node) else ".data" if leaf is node.data else ".scale"
-                flags.append(index in chosen and part != ".scale")
-                names.append(f"[{index}]{jax.tree_util.keystr(path)}{part}")
-    graph = Graph(closed, flags)
+    leaves = leaves_of(args)
+    graph = Graph(closed, [path[0].idx in chosen and part != "scale" for path, part in leaves])
     edges = graph.live()
     if not edges:
         raise ValueError(
             "unitscale.analysis.cut_edges: expected a floating input that reaches a floating "
             "output; got a function with none. Integers and stop_gradient carry no gradient."
         )
-    cut = {edges[i] for i in bridges((e.start, e.end) for e in edges)}
-    leaving: dict[int, list[Edge]] = {}
-    entering: dict[int, list[Edge]] = {}
-    for edge in edges:
-        leaving.setdefault(edge.start, []).append(edge)
-        entering.setdefault(edge.end, []).append(edge)
-    inputs, intermediates = [], []
-    for node, name, var in zip(graph.inputs, names, closed.jaxpr.invars, strict=True):
+    leaving: dict[int, list[bool]] = defaultdict(list)
+    entering: dict[int, list[bool]] = defaultdict(list)
+    for edge, is_cut in edges:
+        leaving[edge.start].append(is_cut)
+        entering[edge.end].append(is_cut)
+    inputs = []
+    for node, (path, part), var in zip(graph.inputs, leaves, closed.jaxpr.invars, strict=True):
         if node is not None:
-            own = leaving.get(node, [])
-            inputs.append(Input(name, *_kind(var), len(own), cut.issuperset(own)))
-    for node, (eqns, var) in sorted(graph.values.items()):
-        if node in entering:
-            is_cut = cut.issuperset(entering[node])
-            intermediates.append(Intermediate(source_of(*eqns), *_kind(var), is_cut))
+            name, cuts = jax.tree_util.keystr(path) + (part and f".{part}"), leaving[node]
+            inputs.append(Input(name, *_kind(var), len(cuts), all(cuts)))
+    intermediates = [
+        Intermediate(source_of(*eqns), *_kind(var), all(entering[node]))
+        for node, (eqns, var) in sorted(graph.values.items())
+        if node in entering
+    ]
     return CutEdges(tuple(inputs), tuple(intermediates))
 
 
@@ -169,15 +171,6 @@ class Graph(Interpreter):
 
     Calls and custom functions are opened. The body of a loop is in the graph once, with an edge
     from each carried result back to its operand.
-
-    Attributes:
-        edges: in program order.
-        inputs: the vertex of each flat input; None for one that is not differentiable.
-        values: by vertex, the equation of each value outside of custom_vjp functions, followed by
-            the calls around it, and its variable.
-        ops: equations of the outermost custom_vjp functions.
-        measured: results of ``measure(eqn, operands)`` by the number of the op, if ``args`` are
-            given.
     """
 
     def __init__(
@@ -189,7 +182,9 @@ class Graph(Interpreter):
     ):
         super().__init__()
         self.edges: list[Edge] = []
+        # By vertex, the equation of each value, the calls around it, and its variable.
         self.values: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        # The outermost custom_vjp functions, and what ``measure(eqn, operands)`` returned for each.
         self.ops: list[Any] = []
         self.measured: dict[int, Any] = {}
         self.measure, self.exact, self.inside = measure, Exact(), False
@@ -201,12 +196,14 @@ class Graph(Interpreter):
         self.inputs = [value.node for value in inputs]
         self.connect(self.run(closed, inputs), 0)
 
-    def live(self) -> list[Edge]:
-        """Return the edges that lie on a path from an input to an output, in program order."""
+    def live(self) -> list[tuple[Edge, bool]]:
+        """Return the edges on paths from inputs to outputs, and whether each is a cut edge."""
         below = _reached(self.edges, [v for v in self.inputs if v is not None])
         above = _reached([Edge(e.end, e.start) for e in self.edges], [0])
         both = below & above
-        return [edge for edge in self.edges if edge.start in both and edge.end in both]
+        edges = [edge for edge in self.edges if edge.start in both and edge.end in both]
+        cut = set(bridges([(e.start, e.end) for e in edges]))
+        return [(edge, i in cut) for i, edge in enumerate(edges)]
 
     def connect(self, values: Iterable[Value], end: int) -> None:
         self.edges += [Edge(value.node, end) for value in values if value.node is not None]
@@ -314,47 +311,45 @@ class Graph(Interpreter):
 
 
 def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
-    next_to: dict[int, list[int]] = {}
+    next_to: dict[int, list[int]] = defaultdict(list)
     for edge in edges:
-        next_to.setdefault(edge.start, []).append(edge.end)
+        next_to[edge.start].append(edge.end)
     seen, waiting = set(start), list(start)
     while waiting:
-        new = [v for v in next_to.get(waiting.pop(), ()) if v not in seen]
+        new = [v for v in next_to[waiting.pop()] if v not in seen]
         seen.update(new)
         waiting += new
     return seen
 
 
-def bridges(edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the positions of the edges of an undirected graph whose removal disconnects it."""
-    edges = list(edges)
-    around: dict[int, list[tuple[int, int]]] = {}
+def bridges(edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the positions of the edges of an undirected graph whose removal disconnects it.
+
+    An edge of a spanning forest is a bridge unless an edge outside of the forest crosses it. Those
+    edges have random words; the XOR of all words at a subtree is that of the edges that leave it.
+    """
+    around: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, (a, b) in enumerate(edges):
-        around.setdefault(a, []).append((b, index))
-        around.setdefault(b, []).append((a, index))
-    order: dict[int, int] = {}
-    low: dict[int, int] = {}
+        around[a].append((b, index))
+        around[b].append((a, index))
+    above: dict[int, tuple[int, int]] = {}  # parent of each vertex and the edge to it, in preorder
+    for root in list(around):
+        waiting = [(root, root, -1)]
+        while waiting:
+            vertex, parent, index = waiting.pop()
+            if vertex not in above:
+                above[vertex] = parent, index
+                waiting += [(other, vertex, i) for other, i in around[vertex]]
+    forest = {index for _, index in above.values()}
+    words, random = dict.fromkeys(above, 0), Random(0)
+    for index, pair in enumerate(edges):
+        if index not in forest:
+            word = random.getrandbits(128)
+            for vertex in pair:
+                words[vertex] ^= word
     found = []
-    for root in around:
-        if root in order:
-            continue
-        order[root] = low[root] = len(order)
-        stack = [(root, -1, iter(around[root]))]
-        while stack:
-            vertex, entered, neighbours = stack[-1]
-            for other, index in neighbours:
-                if index == entered:
-                    continue
-                if other not in order:
-                    order[other] = low[other] = len(order)
-                    stack.append((other, index, iter(around[other])))
-                    break
-                low[vertex] = min(low[vertex], order[other])
-            else:
-                stack.pop()
-                if stack:
-                    parent = stack[-1][0]
-                    low[parent] = min(low[parent], low[vertex])
-                    if low[vertex] > order[parent]:
-                        found.append(entered)
+    for vertex, (parent, index) in reversed(above.items()):
+        if index >= 0:
+            found += [] if words[vertex] else [index]
+            words[parent] ^= words[vertex]
     return sorted(found)

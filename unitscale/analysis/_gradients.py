@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
-from ..core import is_scaled
-from ._cut_edges import Edge, Graph, bridges
-from ._exact import evaluate, has_while, only_rounds
-from ._program import Source, bind, is_float, source_of, traced, types_of
+from ._cut_edges import Edge, Graph
+from ._program import (
+    Source,
+    bind,
+    evaluate,
+    is_float,
+    leaves_of,
+    only_rounds,
+    source_of,
+    traced,
+    types_of,
+)
 
 _SOUND = ("right", "no gradient")
 # Gradients this much smaller than the largest are what rounding in float64 leaves of zero.
@@ -135,17 +144,24 @@ def check_gradients(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, proposition on cut edges.
     """
     name = "unitscale.analysis.check_gradients"
-    names, chosen = _names_and_floats(params)
+    leaves, treedef = jax.tree.flatten((params, batch))
+    count = len(jax.tree.leaves(params))
+    args = [*map(jnp.asarray, leaves[:count]), *leaves[count:]]
+    names, chosen = [], []
+    for index, ((first, *path), part) in enumerate(leaves_of((params, batch))):
+        if first.idx:
+            names.append(f"batch{jax.tree_util.keystr(tuple(path))}")
+            continue
+        text = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+        names.append(text.removesuffix(".value") or "params")
+        if part != "scale" and is_float(args[index]):
+            chosen.append(index)
     if not chosen:
         raise ValueError(
-            f"{name}: expected floating parameters; got {len(names)} leaves, none of them "
+            f"{name}: expected floating parameters; got {count} leaves, none of them "
             "floating. Pass the tree that is differentiated, such as nnx.state(model, nnx.Param)."
         )
-    leaves, treedef = jax.tree.flatten((params, batch))
-    args = [*map(jnp.asarray, leaves[: len(names)]), *leaves[len(names) :]]
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-    labels = [*names, *(f"batch{jax.tree_util.keystr(path)}" for path in paths)]
-    for label, leaf in zip(labels, args, strict=True):
+    for label, leaf in zip(names, args, strict=True):
         x = np.asarray(leaf)
         if is_float(x) and (wrong := int((~np.isfinite(x.astype(np.float64))).sum())):
             raise ValueError(
@@ -157,14 +173,15 @@ def check_gradients(
         given, rest = jax.tree.unflatten(treedef, xs)
         return loss(given, *rest)
 
-    closed, out = traced("check_gradients", flat if callable(loss) else loss, *args)
+    program = traced("check_gradients", flat if callable(loss) else loss, *args)
+    closed, out = program.jaxpr, program.out_info
     if len(jax.tree.leaves(out)) != 1 or getattr(out, "shape", None) != () or not is_float(out):
         raise ValueError(
             f"{name}: expected a loss that returns one floating scalar; got "
             f"{jax.tree.map(lambda a: f'{a.dtype}{list(a.shape)}', out)}. Return the loss alone, "
             "as its .value if it is a ScaledArray."
         )
-    of_given, _ = traced("check_gradients", jax.grad(flat, argnums=tuple(chosen)), *args)
+    of_given = traced("check_gradients", jax.grad(flat, argnums=tuple(chosen)), *args).jaxpr
 
     def both(*xs: Any) -> Any:
         true = jax.value_and_grad(lambda *xs: evaluate(closed, *xs)[0], argnums=tuple(chosen))
@@ -189,60 +206,48 @@ def check_gradients(
                 graphs.append(Graph(closed, flags, xs, _gradients_of_op))
                 return graphs[-1].measured
 
-            ratios = {
-                call: [None if pair is None else Ratio.of(*pair) for pair in operands]
-                for call, operands in _run(measured, closed, wide).items()
-            }
-            report = dataclasses.replace(report, guilty=blame(graphs[-1], ratios))
+            gradients = _run(measured, closed, wide)
+            report = dataclasses.replace(report, guilty=_blame(graphs[-1], gradients))
     return report
 
 
 def _run(f: Callable[..., Any], closed: Any, args: list[Any]) -> Any:
     """Run an analysis of a program, compiled without optimization as it runs once."""
-    if has_while(closed.jaxpr):  # reverse mode has to know how often such a loop runs
+    if _has_while(closed.jaxpr):  # reverse mode has to know how often such a loop runs
         return f(*args)
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
 
-def _names_and_floats(params: Any) -> tuple[list[str], list[int]]:
-    """Names of the leaves, and which of them are differentiated."""
-    names, chosen = [], []
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled):
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        for leaf in jax.tree.leaves(node):
-            if is_float(jnp.asarray(leaf)) and (not is_scaled(node) or leaf is node.data):
-                chosen.append(len(names))
-            names.append(name or "params")
-    return names, chosen
+def _has_while(jaxpr: Any) -> bool:
+    inner = (p.jaxpr for e in jaxpr.eqns for p in e.params.values() if isinstance(p, ClosedJaxpr))
+    return any(e.primitive.name == "while" for e in jaxpr.eqns) or any(map(_has_while, inner))
 
 
 def _judge(
     names: list[str], given: Any, true: Any, tolerance: float
 ) -> tuple[ParameterGradient, ...]:
     ratios = [Ratio.of(g, t) for g, t in zip(given, true, strict=True)]
-    least_given = _NOTHING * max((r.given for r in ratios if math.isfinite(r.given)), default=0.0)
-    least_true = _NOTHING * max((r.true for r in ratios if math.isfinite(r.true)), default=0.0)
-
-    def verdict_of(ratio: Ratio) -> str:
-        if not math.isfinite(ratio.true):
-            return "truth not finite"
-        if not math.isfinite(ratio.given):
-            return "not finite"
-        is_given, is_true = ratio.given > least_given, ratio.true > least_true
-        if not is_given:
-            return "lost" if is_true else "no gradient"
-        if not is_true:
-            return "not of the loss"
-        if ratio.spread > tolerance or not math.isfinite(ratio.constant):
-            return "wrong direction"
-        return "negative" if ratio.constant < 0 else "right"
-
+    norms = zip(*((r.given, r.true) for r in ratios), strict=True)
+    least_given, least_true = (
+        _NOTHING * max((n for n in own if math.isfinite(n)), default=0.0) for own in norms
+    )
     found = []
-    for name, ratio in zip(names, ratios, strict=True):
-        verdict = verdict_of(ratio)
-        if verdict == "no gradient":
-            ratio = Ratio(math.nan, 0.0, 0.0, 0.0)
-        found.append(ParameterGradient(name, verdict, ratio.constant, ratio.spread))
+    for name, (constant, spread, g, t) in zip(names, ratios, strict=True):
+        if not math.isfinite(t):
+            verdict = "truth not finite"
+        elif not math.isfinite(g):
+            verdict = "not finite"
+        elif g <= least_given and t <= least_true:
+            verdict, constant, spread = "no gradient", math.nan, 0.0
+        elif g <= least_given:
+            verdict = "lost"
+        elif t <= least_true:
+            verdict = "not of the loss"
+        elif spread > tolerance or not math.isfinite(constant):
+            verdict = "wrong direction"
+        else:
+            verdict = "negative" if constant < 0 else "right"
+        found.append(ParameterGradient(name, verdict, constant, spread))
     return tuple(found)
 
 
@@ -298,24 +303,24 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
     return by_operand
 
 
-def blame(graph: Graph, ratios: dict[int, list[Ratio | None]]) -> tuple[Guilty, ...]:
-    """Return the ops that break the gradients of a program, by the ratios of each call."""
+def _blame(graph: Graph, gradients: dict[int, list[Any]]) -> tuple[Guilty, ...]:
+    """Return the ops that break the gradients of a program, by those of each call."""
     edges = graph.live()
-    cut = set(bridges((e.start, e.end) for e in edges))
-    inner = [edge for i, edge in enumerate(edges) if i not in cut]
+    inner = [edge for edge, is_cut in edges if not is_cut]
     wrong: dict[int, list[float]] = {}
     suspects: dict[int, list[tuple[Edge, float]]] = {}
-    for i, edge in enumerate(edges):
-        if edge.op is None or edge.operand is None:
+    for edge, is_cut in edges:
+        if edge.op is None or edge.operand is None or edge.op not in gradients:
             continue
-        measured = ratios.get(edge.op)
-        ratio = measured[edge.operand] if measured else None
+        if (pair := gradients[edge.op][edge.operand]) is None:
+            continue
+        ratio = Ratio.of(*pair)
         # Where no gradient flows for these values, a factor does no harm.
-        if ratio is None or not math.isfinite(ratio.true) or ratio.given == ratio.true == 0:
+        if not math.isfinite(ratio.true) or ratio.given == ratio.true == 0:
             continue
         if not ratio.constant > 0 or ratio.spread > _TOLERANCE:
             wrong.setdefault(edge.op, []).append(ratio.constant)
-        elif i not in cut and abs(math.log(ratio.constant)) > _TOLERANCE:
+        elif not is_cut and abs(math.log(ratio.constant)) > _TOLERANCE:
             suspects.setdefault(edge.op, []).append((edge, ratio.constant))
     suspects = {call: parts for call, parts in suspects.items() if call not in wrong}
     found: dict[Source, Guilty] = {}

@@ -128,10 +128,8 @@ class ScaleTrace(Sequence[ScaleRecord]):
 
         The range of each format is shaded, its normal numbers darker than its subnormal ones.
         """
-        count = len(self)
-        size = (min(20.0, 6 + 0.15 * count), 5)
-        module = extra("ScaleTrace.plot", "matplotlib.figure")
-        figure = module.Figure(size, layout="constrained")
+        count, module = len(self), extra("ScaleTrace.plot", "matplotlib.figure")
+        figure = module.Figure((min(20.0, 6 + 0.15 * count), 5), layout="constrained")
         axes = figure.subplots()
         shown = [i for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
         levels = [math.log2(v) for i in shown for v in (self[i].rms, self[i].amax)]
@@ -145,8 +143,7 @@ class ScaleTrace(Sequence[ScaleRecord]):
                 axes.vlines(places, rms, amax, color=color, alpha=0.35)
                 axes.plot(places, rms, "o", color=color, markersize=4, label=f"{label} RMS")
                 axes.plot(places, amax, "_", color=color, label=f"{label} amax")
-        lost = sorted({i for i, r in enumerate(self) if r.executions} - set(shown))
-        if lost:
+        if lost := sorted({i for i, r in enumerate(self) if r.executions} - set(shown)):
             label = "all zero or not finite"
             axes.plot(lost, [low + 0.5] * len(lost), "x", color="C3", label=label)
         for index, name in enumerate(self[0].formats if count else ()):
@@ -173,8 +170,6 @@ def trace_scales(
 ) -> Callable[..., ScaleTrace]:
     """Return a function that measures every floating value that a function computes.
 
-    The returned function is traced once for all arguments of the same types, as by `jax.jit`.
-
     Scaling:
         amax is taken over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of
         zeros, and the shares that each format would make zero or subnormal or saturate over a
@@ -188,8 +183,8 @@ def trace_scales(
             three times as many, evenly spaced; None measures all elements.
 
     Returns:
-        A function of the arguments of ``fn`` that returns a `ScaleTrace`: records in program order,
-        without values that only rearrange another's elements.
+        A function of the arguments of ``fn``, traced once for arguments of the same types. It
+        returns a `ScaleTrace`: records in program order, without values that only rearrange others.
 
     Raises:
         TypeError: if ``fn`` is no function that JAX can trace.
@@ -213,90 +208,65 @@ def trace_scales(
             "unitscale.analysis.trace_scales: sample must be at least 1, or None for all elements; "
             f"got {sample}"
         )
-    programs: dict[Any, Any] = {}
-
-    def program(leaves: list[Any], treedef: Any) -> tuple[ClosedJaxpr, Any, dict[Any, Any]]:
-        def of_leaves(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(treedef, leaves)
-            return fn(*args, **kwargs)
-
-        traceable = of_leaves if callable(fn) else fn
-        return *traced("trace_scales", traceable, *leaves), {}
+    memory: dict[Any, Any] = {}
 
     def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        kinds = tuple(jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in leaves)
-        try:
-            found = programs.get((treedef, kinds))
-        except TypeError:  # a part of the tree that is not an array cannot be hashed
-            found = program(leaves, treedef)
-        if found is None:
-            found = programs[treedef, kinds] = program(leaves, treedef)
-        closed, out, memory = found
+        program = traced("trace_scales", fn, *args, **kwargs)
         watcher = Watcher(kept, sample, memory)
+        leaves, keystr = jax.tree_util.tree_leaves_with_path((args, kwargs)), jax.tree_util.keystr
         inputs = [
             x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-            for x, var in zip(leaves, closed.jaxpr.invars, strict=True)
+            for (_, x), var in zip(leaves, program.jaxpr.jaxpr.invars, strict=True)
         ]
-        for x, path in zip(inputs, _paths(treedef), strict=True):
+        for x, (path, _) in zip(inputs, leaves, strict=True):
             if is_float(x):
-                watcher.measure(x, _record(Source("input", ""), "input", "", x, path))
-        results = watcher.run(closed, inputs)
+                site = _site(x, Source("input", ""), "input", name=keystr(path[1:]))
+                watcher.measure(x, site)
+        results = watcher.run(program.jaxpr, inputs)
         if not watcher.sites:
             raise ValueError(
                 "unitscale.analysis.trace_scales: expected a function with floating values; got "
                 "one that computes none from its arguments. Integers have no scale."
             )
-        for value, (path, _) in zip(results, jax.tree_util.tree_leaves_with_path(out), strict=True):
+        paths = jax.tree_util.tree_leaves_with_path(program.out_info)
+        for value, (path, _) in zip(results, paths, strict=True):
             if (index := watcher.noted.get(id(value))) is not None:
-                name = f"result{jax.tree_util.keystr(path)}"
-                watcher.sites[index] = dataclasses.replace(watcher.sites[index], name=name)
+                watcher.sites[index] = watcher.sites[index] | {"name": f"result{keystr(path)}"}
         rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
         sites = zip(watcher.sites, rows, strict=True)
         records = tuple(_with_statistics(site, row, kept) for site, row in sites)
-        return ScaleTrace(records, jax.tree.unflatten(jax.tree.structure(out), results))
+        result = jax.tree.unflatten(jax.tree.structure(program.out_info), results)
+        return ScaleTrace(records, result)
 
     return measured
 
 
-def _paths(treedef: Any) -> list[str]:
-    """Names of the leaves of (args, kwargs), as `ScaleRecord` has them."""
-    keystr = jax.tree_util.keystr
-    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    return [
-        keystr(path[1:]) if path[0].idx == 0 else f"[{path[1].key!r}]{keystr(path[2:])}"
-        for path, _ in jax.tree_util.tree_leaves_with_path(numbered)
-    ]
-
-
-def _record(source: Source, primitive: str, scope: str, x: Any, name: str = "") -> ScaleRecord:
-    """A record without statistics."""
-    backward, none = "transpose(" in scope, math.nan
-    kind = tuple(x.shape), x.dtype.name
-    return ScaleRecord(name, source, primitive, scope, backward, *kind, 0, none, none, none, {})
+def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> dict:
+    """The fields of a `ScaleRecord` that are no statistics."""
+    return {
+        "name": name,
+        "source": source,
+        "primitive": primitive,
+        "scope": scope,
+        "backward": "transpose(" in scope,
+        "shape": tuple(x.shape),
+        "dtype": x.dtype.name,
+    }
 
 
 class Watcher(Interpreter):
-    """Execute a program, and collect statistics of its values.
-
-    Attributes:
-        sites: records of the values that are measured, without their statistics.
-        rows: arrays (n, width) of statistics in the order of the sites, as `_row` makes them.
-        noted: index of the site of a value, by the value's id.
-    """
+    """Execute a program, and collect the rows of statistics of its values and their sites."""
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
-        self.formats, self.sample = formats, sample
-        # Sources of equations and compiled control flow, for later executions of the program.
-        self.memory = memory
-        self.sites: list[ScaleRecord] = []
+        self.formats, self.sample, self.memory = formats, sample, memory
+        self.sites: list[dict[str, Any]] = []
         self.rows: list[Any] = []
-        self.noted: dict[int, int] = {}
+        self.noted: dict[int, int] = {}  # index of a value's site, by the value's id
         # Values that depend on no input are constants of the program and are not measured.
         self.constants: dict[int, Any] = {}
 
-    def measure(self, x: Any, site: ScaleRecord) -> None:
+    def measure(self, x: Any, site: dict[str, Any]) -> None:
         """Add a value and its statistics."""
         self.sites.append(site)
         elements, most, count = _sampled(x, self.sample)
@@ -324,7 +294,7 @@ class Watcher(Interpreter):
                 # Computed again in the backward pass, as checkpointing means it to be.
                 operands = list(lax.optimization_barrier(tuple(operands)))
             return self.run(inner, operands)
-        if name in ("scan", "while", "cond"):
+        if is_control := name in ("scan", "while", "cond"):
             results, rows = self._control(eqn, operands)
             self.rows.append(rows)
         elif name in ("pallas_call", "shard_map"):  # interpreted without a compiler around them
@@ -333,7 +303,7 @@ class Watcher(Interpreter):
             results = bind(eqn, operands, eqn.params)
         for value in results:  # a value that is gone leaves its id to others
             self.noted.pop(id(value), None)
-        if name in ("scan", "while", "cond"):
+        if is_control:
             return results
         if all(
             isinstance(atom, Literal) or id(x) in self.constants
@@ -352,10 +322,10 @@ class Watcher(Interpreter):
             if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
         ]
 
-        def sites() -> list[ScaleRecord]:
+        def sites() -> list[dict[str, Any]]:
             scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
             source = source_of(*reversed(self.calls))
-            return [_record(source, eqn.primitive.name, scope, var.aval) for var, _ in found]
+            return [_site(var.aval, source, eqn.primitive.name, scope) for var, _ in found]
 
         for (_, value), site in zip(found, self.once(sites), strict=True):
             self.noted[id(value)] = len(self.sites)
@@ -363,7 +333,7 @@ class Watcher(Interpreter):
 
     def once(self, make: Callable[[], Any]) -> Any:
         """Return what was made for the equation at hand the first time."""
-        where = tuple(map(id, self.calls))
+        where = tuple(self.calls)
         if where not in self.memory:
             self.memory[where] = make()
         return self.memory[where]
@@ -380,7 +350,7 @@ class Watcher(Interpreter):
         if any(isinstance(x, Tracer) for x in operands):
             return once_each(*operands)
 
-        def compiled() -> tuple[Any, list[ScaleRecord]]:
+        def compiled() -> tuple[Any, list[dict[str, Any]]]:
             before = len(self.sites)
             lowered = jax.jit(once_each).lower(*operands)
             sites = self.sites[before:]
@@ -421,10 +391,9 @@ def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
-    """Return one row (1, width) of statistics of all elements, of which these are the sample.
+    """Return statistics (1, width) of all elements, of which these are the sample.
 
-    They are the count, sums of squares at scales 1, `UP` and `DOWN`, zeros; for each format
-    elements that become zero, are below its normal numbers, exceed its largest; amax.
+    Count; squares at scales 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
     """
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
     padded = [0, 0, 0, 1]
@@ -442,7 +411,7 @@ def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format,
 
 
 def _with_statistics(
-    record: ScaleRecord, row: np.ndarray, formats: tuple[Format, ...]
+    site: dict[str, Any], row: np.ndarray, formats: tuple[Format, ...]
 ) -> ScaleRecord:
     count, squares, small, large, zeros, *rest, most = row.tolist()
     safe = max(count, 1.0)
@@ -454,9 +423,9 @@ def _with_statistics(
     for index, fmt in enumerate(formats):
         lost, below, above = (part / safe for part in rest[3 * index : 3 * index + 3])
         shares[fmt.name] = FormatShares(zero=lost, subnormal=below - lost, saturated=above)
-    return dataclasses.replace(
-        record,
-        executions=round(count / max(math.prod(record.shape), 1)),
+    return ScaleRecord(
+        **site,
+        executions=round(count / max(math.prod(site["shape"]), 1)),
         rms=math.sqrt(squares / safe) if math.isfinite(most) else most,
         amax=most,
         zeros=zeros / safe,

@@ -5,7 +5,12 @@ from ._scaled import (
     ScaledState as ScaledState,
     ScaledTransformation as ScaledTransformation,
     SkipState as SkipState,
+    apply_updates as apply_updates,
+    clip_by_global_norm as clip_by_global_norm,
     convert_state as convert_state,
+    ema as ema,
+    global_norm as global_norm,
+    incremental_update as incremental_update,
     scaled as scaled,
     skip_nonfinite as skip_nonfinite,
 )
@@ -16,11 +21,4 @@ from ._umup import (
     independent_weight_decay as independent_weight_decay,
     umup as umup,
     umup_rates as umup_rates,
-)
-from ._values import (
-    apply_updates as apply_updates,
-    clip_by_global_norm as clip_by_global_norm,
-    ema as ema,
-    global_norm as global_norm,
-    incremental_update as incremental_update,
 )

@@ -68,10 +68,9 @@ def check_first_steps(state: Any, weights: Any) -> None:
 
     if tiny := [x for x in jax.tree.leaves(state, is_leaf=starts_tiny) if starts_tiny(x)]:
         raise ValueError(
-            f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: it learns its step "
-            "size from how far the weights have moved, in steps that begin near 1e-6 of them, "
-            f"which weights in {format_of(weights).name} lose in rounding. Keep them wide: "
-            "weights=None."
+            f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: its first steps are "
+            f"near 1e-6 of the weights; weights in {format_of(weights).name} lose them. "
+            "Pass weights=None."
         )
 
 
@@ -138,10 +137,7 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
 
 
 def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
-    """Return fresh state with its moments in their formats, rounded to nearest.
-
-    A moment has one scale per item of the axes for which its parameter has.
-    """
+    """Return fresh state with its moments in their formats, stacked as their parameters are."""
     formats = formats_of(moments, block)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
     stacks = {(path, jnp.shape(leaf)): stack_axes_of(leaf) for path, leaf in leaves}

@@ -11,10 +11,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core import CastRounding, format_of, is_scaled, widen
+from ..core import CastRounding, format_of, is_scaled, to_array, widen
 from ._roles import Moments, check_first_steps, formats_of, path_name, store_state
 from ._storage import (
     WITHIN_SCALIFY,
+    add_update,
     check_dtype,
     inspect,
     is_floating,
@@ -25,7 +26,6 @@ from ._storage import (
     split_key,
     store,
 )
-from ._values import apply_updates, is_leaf, values
 
 
 class ScaledState(NamedTuple):
@@ -57,10 +57,9 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         init: ``init(params) -> state``.
         update: ``update(grads, state, params, **extra) -> updates, state``; updates are plain
             float32 arrays of values, for `apply_updates`.
-        scale_params: ``scale_params(params, *, stack_axes=None) -> params`` as ScaledArrays of the
-            chosen format, small ones as plain float32 arrays. Each item of the leading
-            ``stack_axes`` axes has its own scale, and `jax.lax.scan` maps over data and scale
-            together; None counts all axes but the last two. Or a tree of numbers.
+        scale_params: ``scale_params(params, *, stack_axes=None) -> params`` as ScaledArrays, small
+            ones as float32 arrays. Each item of the leading ``stack_axes`` axes (None: all but the
+            last two; or a tree of numbers) has its own scale, so that `jax.lax.scan` maps over it.
         step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
             one, with the rounding of the transformation.
     """
@@ -73,6 +72,67 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, init, update)
         self.scale_params, self.step = scale_params, step
         return self
+
+
+def _is_leaf(x: Any) -> bool:
+    return x is None or is_scaled(x)
+
+
+def values(tree: Any) -> Any:
+    """Return a tree as plain arrays in float32, or float64 where an array has that dtype."""
+
+    def wide(x: Any) -> Any:
+        x = to_array(x, jnp.float32) if is_scaled(x) else x
+        return widen(jnp.asarray(x)) if is_floating(x) else x
+
+    return jax.tree.map(wide, tree, is_leaf=is_scaled)
+
+
+def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) -> Any:
+    """Add updates to parameters: `optax.apply_updates` for ScaledArrays.
+
+    Scaling:
+        The value plus the update in float32, rounded once into the format of the parameter. Where
+        the RMS of a ScaledArray's old data (in large arrays, of a sample) has left [1/2, 2], the
+        new data takes the scale that brings it near 1.
+
+        Rounding to nearest loses an update below half the distance between neighbours: in float16,
+        2^-12 to 2^-11 of the entry. Stochastic rounding keeps the expected value exact.
+
+    Args:
+        params: tree of ScaledArrays and arrays.
+        updates: tree of plain arrays as ``params``, differences of values, as optimizers return
+            them; None leaves a parameter alone.
+        key: `jax.random` key for stochastic rounding; None rounds to nearest.
+
+    Returns:
+        The same tree as ``params``, in the same formats. An infinite sum becomes NaN.
+
+    Raises:
+        ValueError: if the trees differ.
+
+    Example:
+        >>> from unitscale import ScaledArray
+        >>> w = ScaledArray(jnp.ones(2, jnp.float16), 4.0)
+        >>> apply_updates(w, jnp.array([0.5, -0.25])).value
+        Array([4.5 , 3.75], dtype=float32)
+
+    References:
+        Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4 (float16 master weights);
+        Croci et al., "Stochastic rounding", 2022, arXiv 2103.13445.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
+    changes, other = jax.tree.flatten(updates, is_leaf=_is_leaf)
+    if structure != other:
+        raise ValueError(
+            "unitscale.optim.apply_updates: updates must have the structure of params; got "
+            f"{other}, expected {structure}"
+        )
+    total = [
+        w if w is None or u is None else add_update(w, u, k)
+        for w, u, k in zip(leaves, changes, split_key(key, len(leaves)), strict=True)
+    ]
+    return jax.tree.unflatten(structure, total)
 
 
 def _check_transformation(where: str, inner: Any) -> None:
@@ -94,16 +154,16 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
     if weights is not None and floating and not any(map(is_scaled, floating)):
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
-            "params = tx.scale_params(params) first, or pass weights=None to keep plain weights. "
-            "nn.Optimizer does the first where scaled is outermost: clip inside scaled, as in "
-            f"scaled(optax.chain(clip, inner)). {WITHIN_SCALIFY}"
+            "params = tx.scale_params(params) first, or pass weights=None. nn.Optimizer calls it "
+            "if scaled is outermost: clip inside scaled, as in scaled(optax.chain(clip, inner)). "
+            f"{WITHIN_SCALIFY}"
         )
 
 
 def _wide_gradients(gradients: Any, params: Any) -> Any:
     """Return gradients in float32, after a check that they are gradients by value."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_leaf)
-    found, other = jax.tree.flatten_with_path(gradients, is_leaf=is_leaf)
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
+    found, other = jax.tree.flatten_with_path(gradients, is_leaf=_is_leaf)
     for path, gradient in found:
         if is_scaled(gradient):
             raise TypeError(
@@ -128,9 +188,9 @@ def _wide_gradients(gradients: Any, params: Any) -> Any:
     return jax.tree.unflatten(structure, wide)
 
 
-# Force a row-major layout of gradients, in programs for one device; on several the constraint would
-# gather sharded arrays. Otherwise XLA lets a GPU's matmul write a transposed gradient, and then
-# transposes all that the optimizer reads and writes: 46 bytes per parameter instead of 28.
+# Force a row-major layout of gradients; on several devices this would gather sharded arrays. Else
+# XLA lets a GPU's matmul write a transposed gradient, and transposes all that the optimizer reads
+# and writes: 46 bytes per parameter instead of 28.
 _row_major_p = Primitive("unitscale_row_major")
 _row_major_p.def_impl(lambda x: x)
 _row_major_p.def_abstract_eval(lambda x: x)
@@ -164,14 +224,13 @@ def scaled(
     """Keep parameters and the moments of any optax transformation in 16 or 8 bits.
 
     With Adam the default takes 5 bytes per parameter (a float16 weight, an FP8 first moment, the
-    root of the second in float16) instead of 12 in float32; with
-    ``moments=(e4m3fn, e4m3fn), rounding="stochastic"`` 4. Small arrays (gains and biases) stay in
-    float32: they are few bytes, and each scaled array costs a GPU about ten small kernels.
+    root of the second in float16) instead of 12; ``moments=(e4m3fn, e4m3fn)`` with stochastic
+    rounding 4. Small arrays (gains and biases) stay in float32: they are few bytes, and each scaled
+    array costs a GPU about ten small kernels.
 
     Scaling:
-        In an update, gradients (by value, as `unitscale.grad` returns them), parameters and state
-        are float32 values, ``inner`` computes in float32, and each result is rounded once: moments
-        as in `Moment`, weights as in `apply_updates`.
+        ``inner`` computes in float32, on gradients by value (as `unitscale.grad` returns them).
+        Each result is rounded once: moments as in `Moment`, weights as in `apply_updates`.
 
         Rounding to nearest stops a moving average that changes by less than half the distance
         between neighbours: on gradients from N(0, 1) the root of a second moment in e4m3fn is 1.5
@@ -180,13 +239,12 @@ def scaled(
     Args:
         inner: any optax transformation.
         weights: format of the parameters that ``scale_params`` returns; None keeps them as they
-            are. All-zero parameters get the scale 2^-8: in float16 updates below 2^-33 (1e-10)
-            leave them zero.
+            are. All-zero parameters get the scale 2^-8: float16 loses updates below 2^-33 (1e-10).
         moments: formats of the first and second moments, each a dtype, a `Moment` or None (as
             ``inner`` keeps it). The role of an array (`Role`) comes from the optax type of its
             state; a "trace" takes the finer of the two formats, and state without a role stays as
             it is. Or a function of path (``"0.mu.kernel"``) and role (or None) that returns one of
-            these for every floating array of the state, your own transformations' too.
+            these for every floating array of the state.
         rounding: "nearest" or "stochastic", of weights and moments alike.
         key: seed or `jax.random` key of stochastic rounding; kept in the state.
         block: number of entries along the last axis that share a scale in the moments; None for
@@ -232,10 +290,12 @@ def scaled(
 
     def scale_params(params: Any, *, stack_axes: Any = None) -> Any:
         def convert(axes: int | None, x: Any) -> Any:
+            if not (is_scaled(x) or is_floating(x)):
+                return x
             if jnp.size(x) >= min_size:
                 return scale_weight(x, weights, axes)
             # A copy, as a step that donates its arguments takes the memory of its parameters.
-            return jnp.array(values(x), copy=True) if is_scaled(x) or is_floating(x) else x
+            return jnp.array(values(x), copy=True)
 
         def subtree(axes: int | None, tree: Any) -> Any:
             return jax.tree.map(lambda x: convert(axes, x), tree, is_leaf=is_scaled)
@@ -250,11 +310,9 @@ def scaled(
         if weights is not None and format_of(weights).eps > format_of(jnp.float32).eps:
             check_first_steps(state, weights)
         state = store_state(state, params, moments, block, min_size)
-        if rounding == "nearest":
-            return ScaledState(state, None)
-        if jnp.issubdtype(jnp.result_type(key), jnp.integer) and not jnp.ndim(key):
-            return ScaledState(state, jax.random.key(key))
-        return ScaledState(state, jax.random.clone(key))  # a copy, as above
+        is_seed = jnp.issubdtype(jnp.result_type(key), jnp.integer) and not jnp.ndim(key)
+        own = jax.random.key(key) if is_seed else jax.random.clone(key)  # a copy, as above
+        return ScaledState(state, own if rounding == "stochastic" else None)
 
     def advance(grads: Any, state: ScaledState, params: Any, extra_args: dict[str, Any]) -> Any:
         _check_params(params, weights, min_size)
@@ -295,9 +353,8 @@ def scaled(
 def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
     """Leave weights and state untouched in a step whose gradients are not finite.
 
-    Like `optax.apply_if_finite`, but for ScaledArrays too, without a branch, so that a compiled
-    update still runs in place. It never gives up: compare ``state.consecutive`` with a limit of
-    your own.
+    Like `optax.apply_if_finite`, but for ScaledArrays too, and without a branch, so that a compiled
+    update runs in place. It never gives up: compare ``state.consecutive`` with a limit of your own.
 
     Args:
         inner: an optax transformation, or what `scaled` returns.
@@ -338,18 +395,12 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         moved, new = own.step(params, state.inner, grads, **extra_args)
         return select(grads, state, new, moved, params)
 
-    def keep(params: Any, *, stack_axes: Any = None) -> Any:
-        del stack_axes
-        return params
-
-    return ScaledTransformation(init, update, own.scale_params if own else keep, step)
+    scale_params = own.scale_params if own else lambda params, **_: params
+    return ScaledTransformation(init, update, scale_params, step)
 
 
 def convert_state(state: Any, like: Any) -> Any:
-    """Convert optimizer state to other formats, so that a run continues in them.
-
-    Each moment is read as float32 and rounded once, to nearest, into the format of its counterpart
-    in ``like``, with a fresh scale. All other state is copied.
+    """Convert optimizer state to other formats, each moment rounded once, to nearest.
 
     Args:
         state: of any optax transformation, or of `scaled` around it.
@@ -371,10 +422,11 @@ def convert_state(state: Any, like: Any) -> Any:
         ScaledArray(float8_e4m3fn[64,64], scale=0.000488281)
     """
 
-    # By path, without the level that `scaled` adds.
     def named(tree: Any) -> dict[str, Any]:
+        """Leaves by path, without the level that `scaled` adds."""
         found = jax.tree.leaves_with_path(tree, is_leaf=is_stored)
-        return {path_name([k for k in path if k != _INNER]): x for path, x in found}
+        inner = jax.tree_util.GetAttrKey("inner")
+        return {path_name([k for k in path if k != inner]): x for path, x in found}
 
     def convert(name: str, new: Any) -> Any:
         is_key = isinstance(new, jax.Array) and jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
@@ -398,4 +450,39 @@ def convert_state(state: Any, like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_stored), leaves)
 
 
-_INNER = jax.tree_util.GetAttrKey("inner")
+def global_norm(tree: Any) -> jax.Array:
+    """Return `optax.global_norm` by value: the root of the sum of all squares."""
+    return optax.tree.norm(values(tree))
+
+
+def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
+    """Return ``step_size * new + (1 - step_size) * old`` by value, as plain float32 arrays.
+
+    It is `optax.incremental_update`. Keep the average ``old`` in float32: 16 bits lose steps of
+    less than half the distance between neighbours.
+
+    Example:
+        >>> from unitscale import ScaledArray
+        >>> print(incremental_update(ScaledArray(jnp.ones(2), 4.0), jnp.zeros(2), 0.25))
+        [1. 1.]
+    """
+    return optax.incremental_update(values(new), values(old), step_size)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Return `optax.clip_by_global_norm` by value; its updates are plain arrays."""
+    return _by_value(optax.clip_by_global_norm(max_norm))
+
+
+def ema(
+    decay: float, debias: bool = True, accumulator_dtype: Any = jnp.float32
+) -> optax.GradientTransformation:
+    """Return `optax.ema` by value, for averages of updates or of parameters, as plain arrays."""
+    return _by_value(optax.ema(decay, debias, accumulator_dtype))
+
+
+def _by_value(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return inner.update(values(updates), state, params)
+
+    return optax.GradientTransformation(lambda params: inner.init(values(params)), update)

@@ -33,16 +33,14 @@ WITHIN_SCALIFY = (
     "call tx.step outside."
 )
 
-# Scales of arrays with more entries than this are chosen from samples: so many entries in evenly
-# spaced rows (or for each of many scales), and in columns.
+# Larger arrays are sampled: so many entries in evenly spaced rows, in columns, and for each item.
 _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**10
-# Binades kept free above the largest sampled entry: in formats of 5 exponent bits; in those of
-# fewer, whose previous data is inspected too; and in the latter after an entry outgrew its room.
+# Binades kept free above the largest sampled entry, in formats of 5 exponent bits and of fewer;
+# and in the latter after an entry outgrew its room.
 _ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
 # Exponent assumed for the largest entry if everything sampled is zero.
 _EXPONENT_OF_UNSEEN = -14
-# The scale of an all-zero parameter: float16 then takes a first update between 2^-22 and 2^7 at
-# full precision, float8_e4m3fn one from 2^-17 to 1.
+# All-zero parameters: float16 takes a first update between 2^-22 and 2^7 at full precision.
 _SCALE_OF_ZEROS = 2.0**-8
 
 
@@ -55,14 +53,13 @@ class Moment:
         chosen in every step; 1 in float32 and bfloat16. Arrays of up to 2^16 entries, initial
         states and blocks use the exact maximum, and nothing saturates.
 
-        For larger arrays the scale comes from about 2^14 evenly spaced entries, with 2^10 of
-        headroom in formats of 5 exponent bits (float16, e5m2). Formats of fewer leave room for
-        twice the largest of these and of all previous entries: an entry that outgrows that in one
-        step saturates, and the next steps make room for it.
+        Larger arrays use about 2^14 evenly spaced entries, with 2^10 of headroom in formats of 5
+        exponent bits (float16, e5m2). Formats of fewer leave room for twice the largest of these
+        and of all previous entries: an entry that outgrows that saturates for a few steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
-        smallest second moment, with a relative error of at most ``eps``, 2^-3. Nonzero values never
-        round to zero: a second moment that vanishes before the first would make the step explode.
+        smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to
+        zero: a second moment that vanishes before the first would make the step explode.
 
     Attributes:
         dtype: float8, float16, bfloat16 or float32.
@@ -72,9 +69,6 @@ class Moment:
 
     Raises:
         ValueError: if the dtype is not one of those, or block is not positive.
-
-    References:
-        Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.2 (the formats of the moments).
     """
 
     dtype: Any
@@ -110,17 +104,13 @@ class SquareRoot:
 
     Attributes:
         root: the square root, with the sign of the value, should that be negative.
-
-    Example:
-        >>> print(SquareRoot(ScaledArray(jnp.array([3.0, 0.5]), 2.0)).value)
-        [36.  1.]
     """
 
     root: ScaledArray
 
     @property
     def value(self) -> jax.Array:
-        """``root.value**2``, with the sign of the root, in float32."""
+        """The square of the root with the sign of the root, in float32."""
         return load(self)
 
     @property
@@ -143,7 +133,6 @@ export.register_pytree_node_serialization(
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array or a Python number is floating."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
@@ -179,13 +168,10 @@ def stack_axes_of(x: Any) -> int:
 
 
 def split_key(key: jax.Array | None, count: int) -> list[Any]:
-    """Return the random words that `cast` draws from a key, for each of so many arrays.
-
-    They are drawn for all arrays at once, since XLA compiles a loop of 200 operations wherever bits
-    are drawn. None if the key is None.
-    """
+    """Return the random words of `cast` for each of so many arrays, or None without a key."""
     if key is None or not count:
         return [None] * count
+    # At once, since XLA compiles a loop of 200 operations wherever bits are drawn.
     draw = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))
     return [tuple(words) for words in draw(jax.random.split(key, count))]
 
@@ -201,8 +187,8 @@ def load(stored: Any) -> Any:
     return x * lax.abs(x) if isinstance(stored, SquareRoot) else x
 
 
-# What `store` reads from the previous data of a large array: the exponents of its largest
-# entries and the binades to keep free above them; nothing in formats with headroom to spare.
+# Exponents of the largest entries of previous data and the binades to keep free above them;
+# nothing in formats with headroom to spare.
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 
 
@@ -236,9 +222,7 @@ def store(
 ) -> ScaledArray | SquareRoot:
     """Round an array of state once, into its storage format: to nearest without a key.
 
-    Scales are chosen from all of ``x``, or from a sample and what `inspect` has seen of the
-    previous state. An entry that is not finite becomes NaN, as do all entries of an array, item or
-    block whose scale is chosen from it.
+    An entry that is not finite becomes NaN, as do all entries whose scale is chosen from it.
     """
     fmt, x = format_of(moment.dtype), lax.convert_element_type(x, jnp.float32)
     y, scale, block = lax.sqrt(lax.abs(x)) if moment.root else x, None, None
@@ -316,8 +300,7 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 def sample(x: Any, axes: Sequence[int]) -> list[Any]:
     """Return evenly spaced rows and columns of a large array, and all of a small one.
 
-    Both are needed: every 64th row of a layer behind a flattened map of 64 channels belongs to one
-    channel. Columns are few, as a GPU reads 32 bytes for each of their entries.
+    Rows alone may belong to one channel of a flattened map; columns cost a GPU 32 bytes an entry.
     """
     if not is_sampled(x.shape, axes):
         return [x]
@@ -351,12 +334,7 @@ def round_finite(x: jax.Array, dtype: Any, key: jax.Array | None = None) -> jax.
 
 
 def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
-    """Return a floating parameter as a ScaledArray with an RMS near 1, and another one as it is.
-
-    Each item of the leading ``stack_axes`` has its own scale: by default of all but the last two.
-    """
-    if not (is_scaled(x) or is_floating(x)):
-        return x
+    """Return a floating parameter as a ScaledArray with an RMS near 1, or one for each item."""
     value = widen(x.value if is_scaled(x) else jnp.asarray(x))
     stack = max(value.ndim - 2, 0) if stack_axes is None else min(stack_axes, value.ndim)
     size = rms(value, tuple(range(stack, value.ndim)) if stack else None)

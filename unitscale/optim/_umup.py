@@ -41,9 +41,8 @@ def umup(
     """Give every parameter its u-muP learning rate.
 
     Scaling:
-        The updates of ``inner`` are multiplied by `rules.umup_learning_rate` of each parameter's
-        role, fan-in, fan-out and depth. This would scale weight decay inside ``inner`` too; put
-        `independent_weight_decay` after it.
+        Updates are multiplied by `rules.umup_learning_rate` of each parameter's role and shape,
+        and so is weight decay of ``inner``: put `independent_weight_decay` after it instead.
 
         Gradients are near 1 here, so that Adam's usual ``eps`` of 1e-8 has no effect: parameters
         whose gradients decay take full-size steps until these underflow. Use about 2^-12.
@@ -127,10 +126,7 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return the global rate that moves hidden kernels as a plain model's Adam rate does.
-
-        It is a geometric mean: where to start a search.
-        """
+        """Return the rate at which kernels move, on average, as at a plain model's Adam rate."""
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
@@ -166,9 +162,6 @@ def umup_rates(params: Any) -> UmupRates:
         >>> rates = umup_rates(nnx.state(nn.Dense(256, 8, rngs=nnx.Rngs(0)), nnx.Param))
         >>> print(f"{rates.start(2e-3):.3f}")  # 256 times 2e-3
         0.512
-
-    References:
-        Blake et al., "u-muP", 2024, arXiv 2407.17465, table 2.
     """
     found = UmupRates()
     for path, x in jax.tree.leaves_with_path(params, is_leaf=_has_role):
@@ -200,8 +193,7 @@ def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTr
 
     References:
         Blake et al., "u-muP", 2024, arXiv 2407.17465, section 3.1; Wortsman et al., "Small-scale
-        proxies for large-scale Transformer training instabilities", 2023, arXiv 2309.14322,
-        section 3.2.2.
+        proxies for large-scale Transformer training", 2023, arXiv 2309.14322, section 3.2.2.
     """
     if not 0 <= decay < 1:
         raise ValueError(
